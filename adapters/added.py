@@ -45,7 +45,7 @@ def backbone_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a normalisation layer with parameters."""
+    """Return whether a module is a normalisation layer with parameters."""
     # By name: some norms of timm and transformers derive from none of torch's classes.
     return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
 
@@ -117,7 +117,7 @@ class AddedLayer(nn.Module, BaseTunerLayer, Generic[ConfigT]):
     """
 
     # PEFT strips the adapter's name from a key only where it comes last or second to last. So each layer of the adapter
-    # has a flat dictionary of its own, {adapter name: layer}, instead of one dictionary of nn.Sequential.
+    # has its own flat dictionary, {adapter name: layer}, instead of one dictionary of nn.Sequential for all.
     # PEFT also matches modules_to_save by the ends of names: no dictionary's name may end like that of a module, such
     # as "norm".
     parts: ClassVar[tuple[str, ...]]
@@ -171,9 +171,9 @@ class AddingModel(BaseTuner, Generic[ConfigT]):
     method: ClassVar[str]
     """Name of the method."""
     families: ClassVar[str]
-    """Networks in which ``targets`` finds modules."""
+    """Networks in which :meth:`targets` finds modules."""
     follows: ClassVar[str]
-    """Modules that an adapter can follow."""
+    """Modules after which an adapter can be added."""
 
     @abstractmethod
     def targets(self, config: ConfigT) -> list[str]:
@@ -181,7 +181,7 @@ class AddingModel(BaseTuner, Generic[ConfigT]):
 
     @abstractmethod
     def fits(self, target: nn.Module) -> bool:
-        """Whether an adapter can follow ``target``."""
+        """Return whether an adapter can be added after ``target``."""
 
     def _prepare_adapter_config(self, peft_config: PeftConfig, model_config: dict[str, Any]) -> PeftConfig:
         """Fill in the targets if the configuration names none.

@@ -153,5 +153,5 @@ class BottleneckModel(AddingModel[BottleneckConfig]):
         return [name for name in block_outputs(self.model, config.placement) if name in allowed]
 
     def fits(self, target: nn.Module) -> bool:
-        """Whether the target has a linear layer."""
+        """Return whether the target has a linear layer."""
         return last_linear(target) is not None

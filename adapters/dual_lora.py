@@ -16,9 +16,9 @@ class DualLoraConfig(AdapterConfig):
     s is ``lora_alpha / r``. g is the shared branch and p the private one; the algorithm decides which of them is sent.
     Both B start at zero, so the adapted network starts as the plain one. Each A is initialised as in PEFT's LoRA.
 
-    With a ``gate`` the branches are weighted by the two outputs of softmax(G · x) instead of 1. Tokens of a transformer
-    and positions of a feature map have weights of their own. G starts at zero, which weights both by 1/2, and belongs
-    to the private branch.
+    With a ``gate`` the branches are weighted by the two outputs of softmax(G · x) instead of 1. Each token of a
+    transformer and each position of a feature map has its own weights. G starts at zero, which weights both by 1/2, and
+    belongs to the private branch.
 
     Source: LoRA, Hu et al. (ICLR 2022); two branches, Yang et al. (NeurIPS 2024); the gate, Bian et al. (AAAI 2026).
 
@@ -29,7 +29,7 @@ class DualLoraConfig(AdapterConfig):
         target_modules: Layers to adapt: names (or ends of names), or a regular expression of the full name. Each must
             be a linear layer or a convolution without groups. perada chooses those of LoRA where it is left out.
         exclude_modules: Layers to leave out of ``target_modules``.
-        modules_to_save: Modules trained in full and saved beside the adapters, such as the classification head.
+        modules_to_save: Modules trained in full and saved with the adapters, such as the classification head.
     """
 
     r: int = field(default=8, metadata={"help": "Rank of each branch."})
@@ -154,5 +154,5 @@ class DualLoraModel(AddingModel[DualLoraConfig]):
         return []
 
     def fits(self, target: nn.Module) -> bool:
-        """Whether the target is linear, or a convolution without groups."""
+        """Return whether the target is linear, or a convolution without groups."""
         return isinstance(target, nn.Linear) or (isinstance(target, nn.Conv2d) and target.groups == 1)

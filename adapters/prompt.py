@@ -26,12 +26,12 @@ from .added import (
 class PromptConfig(AdapterConfig):
     """Configuration of visual prompts: trained tokens (T, D), the same for all images, in a vision transformer.
 
-    They are inserted between the class token and the patches. With ``deep`` each block has tokens of its own, which are
-    removed behind it. Otherwise the tokens of the first block go through all blocks. The head never sees them. Initial
+    They are inserted between the class token and the patches. With ``deep`` each block has its own tokens, which are
+    removed after it. Otherwise the tokens of the first block go through all blocks. The head never sees them. Initial
     values are uniform in ±√(6 / (I + D)), where I is the number of values of a patch: Xavier's rule for the patch
     embedding.
 
-    Source: Jia et al., Visual Prompt Tuning (ECCV 2022, arXiv 2203.12119). Tokens enter behind timm's
+    Source: Jia et al., Visual Prompt Tuning (ECCV 2022, arXiv 2203.12119). Tokens enter after timm's
     ``norm_pre`` and register tokens, of which the paper's networks have none. Means over tokens are over the patches'.
 
     Args:
@@ -81,7 +81,7 @@ class PromptConfig(AdapterConfig):
 class Prompts(nn.Module):
     """Prompt tokens ``weight`` (T, D).
 
-    They are a layer of their own so that perada can run those of many clients as one.
+    They are a separate layer so that perada can run those of many clients as one.
     """
 
     def __init__(self, tokens: int, width: int, bound: float, dtype: torch.dtype) -> None:
@@ -143,7 +143,7 @@ class BlockPromptConfig(PromptConfig):
 
     Args:
         insert: Whether tokens are inserted before the block.
-        remove: Whether tokens are removed behind the block.
+        remove: Whether tokens are removed after the block.
         start: Number of tokens before the prompts.
         width: Features of a token, D.
         bound: Bound of the uniform initial values.
@@ -184,7 +184,7 @@ class PromptLayer(AddedLayer[BlockPromptConfig]):
         remove = cast(nn.ModuleDict, self.perada_prompt_leave)
         adapter_names = [name for name in self.active_adapters if name in insert]
         # All prompts stand at the same place, so that those inserted last are in front, and must be removed first.
-        # Prompts that go on to the next block are inserted before those that are removed behind this one.
+        # Prompts that go on to the next block are inserted before those that are removed after this one.
         adapter_names.sort(key=lambda name: isinstance(remove[name], RemovePrompts))
         for name in adapter_names:
             x = insert[name](x)
@@ -207,7 +207,7 @@ class PromptedBlock(nn.Module):
     Args:
         base: The block.
         insert: Module that inserts prompts before it.
-        remove: Module that removes prompts behind it.
+        remove: Module that removes prompts after it.
     """
 
     def __init__(self, base: nn.Module, insert: nn.Module, remove: nn.Module) -> None:
@@ -267,7 +267,7 @@ def transformer_layout(model: nn.Module) -> TransformerLayout:
     for name, module in backbone_modules(model):
         if not isinstance(module, PromptedBlock):
             continue
-        # Shallow prompts: they are inserted before another block than they are removed behind.
+        # Shallow prompts: they are inserted before one block and removed after another.
         if isinstance(module.perada_enter, nn.Identity) or isinstance(module.perada_leave, nn.Identity):
             raise ValueError(
                 f"the network holds prompts that go through its blocks, from another run ({name!r} is one of them); "
@@ -287,7 +287,7 @@ class PromptModel(AddingModel[PromptConfig]):
     tuner_layer_cls = PromptLayer
 
     def targets(self, config: PromptConfig) -> list[str]:
-        """Return the blocks that prompts are inserted before or removed behind."""
+        """Return the blocks that prompts are inserted before or removed after."""
         blocks = transformer_layout(self.model).blocks
         if config.target_modules is None:
             allowed = modules_from_last_blocks(self.model, config.last_blocks)

@@ -37,12 +37,12 @@ class ResidualConfig(AdapterConfig):
             They are added to ``modules_to_save``.
         last_blocks: Adapt, and with ``train_norms`` train, only the last so many blocks of the network and what follows
             them; by default all. What stands before them never changes, and runs once an image. A norm behind the
-            blocks stays frozen where PEFT cannot tell its name from one before them (``bn2`` of EfficientNets).
+            blocks stays frozen where PEFT cannot distinguish its name from one before them (``bn2`` of EfficientNets).
         target_modules: Convolutions to adapt: names (or ends of names), or a regular expression of the full name. Left
             out: every 3x3 convolution of the blocks of a ResNet, ResNetV2, RegNet or DenseNet, the last pointwise
             convolution of each block of an EfficientNet, the depthwise one of a ConvNeXt.
         exclude_modules: Convolutions to leave out of ``target_modules``.
-        modules_to_save: Modules trained in full and saved beside the adapters, such as the classification head.
+        modules_to_save: Modules trained in full and saved with the adapters, such as the classification head.
     """
 
     dropout: float = field(
@@ -166,7 +166,7 @@ class ResidualModel(AddingModel[ResidualConfig]):
         return [name for name in residual_convolutions(self.model) if name in allowed]
 
     def fits(self, target: nn.Module) -> bool:
-        """Whether the target is a convolution, with or without an adapter."""
+        """Return whether the target is a convolution, with or without an adapter."""
         return isinstance(getattr(target, "base_layer", target), nn.Conv2d)
 
     def _prepare_adapter_config(self, peft_config: PeftConfig, model_config: dict[str, Any]) -> PeftConfig:

@@ -88,7 +88,7 @@ def _select(model: nn.Module, config: SelectiveConfig) -> Iterator[SelectedParam
 def selected_names(model: nn.Module, config: SelectiveConfig) -> list[str]:
     """Return the names, in ``model.state_dict()``, of all tensors that belong to the selection.
 
-    These are the selected parameters and the persistent buffers beside them.
+    These are the selected parameters and the persistent buffers of the same modules.
     """
     names = []
     for selected in _select(model, config):

@@ -255,7 +255,7 @@ def _training(training: Training | dict[str, Any] | None, arguments: Mapping[str
     options_set: Collection[str]
     if isinstance(training, Training):
         options = {}
-        # Nobody can tell which fields of an object were set and which have their defaults.
+        # Which fields of an object were set, and which have their defaults, cannot be known.
         options_set = [field.name for field in fields(training)]
     else:
         options = {} if training is None else training

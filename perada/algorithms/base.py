@@ -3,7 +3,7 @@
 
 Roles are named as in PerAda: ``personal`` is what a client keeps and predicts with, ``local`` is what it trains from
 the received global state and sends back. Every method sees the states of C clients as one stack with a leading client
-axis, and must treat each client as if it were alone.
+axis, and must treat each client independently of the others.
 """
 
 import warnings
@@ -85,7 +85,7 @@ class ClientStep(Protocol):
     :class:`perada.federation.cohort.Cohort` makes the steps.
 
     Attributes:
-        states: What is being trained, by role, (C, ...): the roles of :meth:`Algorithm.begin_round`. Parameters that
+        states: States (C, ...) under training, by role: the roles of :meth:`Algorithm.begin_round`. Parameters that
             the phase trains are leaves that require gradients. Other tensors may be changed in place.
         round: The round, counted from 0.
         phase: Name of the phase, as :meth:`Algorithm.phases` gives it.
@@ -180,7 +180,7 @@ class Broadcast:
         round: The round, counted from 0.
         clients: Ids of the round's clients.
         num_clients: M, the number of all clients of the federation.
-        seed: That of the run.
+        seed: Seed of the run.
         losses: Losses (C, K) of K global models on each client's training images, where clients compare them.
         state: The server's own tensors, as of :class:`ServerStep`. Read only.
         lora_ranks: The clients' ranks, as :meth:`Algorithm.lora_rank` gives them; empty where it gives None.
@@ -205,16 +205,16 @@ class ServerStep:
         round, num_clients, tensor_names, seed: As of :class:`Broadcast`.
         clients: Who sent the updates, in their order.
         previous: Global state before the round.
-        updates: What the clients sent, (C, ...), each on the device that trained it. :meth:`mean` and :attr:`distill`
+        updates: Updates (C, ...) of the clients, each on the device that trained it. :meth:`mean` and :attr:`distill`
             move only sums over clients; ``updates.gathered(name)`` gathers the tensors of all clients. With privacy of
             whole clients, every row is their noisy mean.
         weights: Aggregation weights (C,) that sum to one.
         state: The server's own tensors, ``{name: state}``, kept between rounds and in checkpoints. The algorithm may
             replace entries. Those whose names begin with ``rule/`` are the server rule's.
         rule: The server rule, which :meth:`mean` applies.
-        distiller: What :meth:`distill` calls, a :class:`perada.server.Distiller`.
+        distiller: The :class:`perada.server.Distiller` that :meth:`distill` calls.
         predict: As of :class:`perada.server.Aggregation`, given the state before the round, too.
-        metrics: What is measured in the step, for the metrics of the round; the server rule's too.
+        metrics: Metrics of the round that are measured in the step, including those of the server rule.
     """
 
     round: int
@@ -274,7 +274,7 @@ class Algorithm(Options):
 
     Attributes:
         inference: Which state a client predicts with: its ``personal`` one, or the ``global`` one.
-        roles: What a client trains: ``personal`` begins with what it kept, ``local`` with what it received.
+        roles: Names of the states that a client trains: ``personal`` starts from its own, ``local`` from the received.
         sends_updates: Whether clients send anything.
         global_model: Whether the server holds a whole model, which can be evaluated.
         uses_distillation: Whether the server distils, which takes a public set.
@@ -286,7 +286,7 @@ class Algorithm(Options):
         needs_class_counts: Whether a step asks for the clients' numbers of images of each class.
         merges_into_backbone: Whether the server merges what clients trained into the weights that LoRA adapts. They are
             then a part of all states.
-        average: What of several global models is averaged to predict: ``logits`` or ``probabilities``.
+        average: Which outputs of several global models are averaged to predict: ``logits`` or ``probabilities``.
     """
 
     inference: Inference = "global"
@@ -329,7 +329,7 @@ class Algorithm(Options):
         Args:
             number: The client's id.
             name: The client's name.
-            size: Its number of training images; None where nobody may know it.
+            size: Its number of training images; None if it must stay unknown.
             most: The adapter's rank.
 
         Raises:
@@ -368,8 +368,8 @@ class Algorithm(Options):
         """Return the stacks (C, ...) to train in this round, by role.
 
         Args:
-            client_state: What the clients kept, (C, ...) by role.
-            received: What the server sent them, (C, ...).
+            client_state: States (C, ...) that the clients kept, by role.
+            received: States (C, ...) that the server sent them.
             tensor_names: Names of the model's tensors.
         """
         stacks: Stacks = {}
@@ -398,9 +398,9 @@ class Algorithm(Options):
         """Return the states that the clients keep, and those that they send.
 
         Args:
-            trained: What became of the stacks of :meth:`begin_round`, (C, ...) by role.
-            client_state: What the clients kept before the round, (C, ...) by role.
-            received: What the server sent them, (C, ...).
+            trained: The stacks (C, ...) of :meth:`begin_round` after training, by role.
+            client_state: States (C, ...) that the clients kept before the round, by role.
+            received: States (C, ...) that the server sent them.
             tensor_names: Names of the model's tensors.
 
         Returns:

@@ -49,8 +49,8 @@ class DryRunRound:
     """The result of a round of a dry run.
 
     Attributes:
-        sent: What the clients sent, (C, ...).
-        client_state: What they keep, (C, ...) by role.
+        sent: Updates (C, ...) of the clients.
+        client_state: States (C, ...) that they keep, by role.
         global_state: The global state after it.
     """
 
@@ -64,11 +64,11 @@ class DryRun:
     """A dry run of an algorithm and a server rule, without images.
 
     Attributes:
-        algorithm, rule: What is tried. It is not copied.
+        algorithm, rule: The algorithm and the server rule to try. They are not copied.
         tensor_names, initial: The initial state, and the names of its tensors.
         phases: Phases of local training.
         num_clients: Number of all clients of the federation.
-        clients: Those of every round.
+        clients: Clients of every round.
         num_classes: Number of classes; None where an algorithm may not ask for logits or labels.
         multilabel: Whether images have several labels.
         changed: The stream of batches whose gradients differ from the usual ones.
@@ -241,7 +241,7 @@ def server_follows_from_mean(
         rule: The server rule.
         tensor_names: Names of the state's tensors.
         initial: The initial state.
-        sent: What a client sends, (1, ...), for the names and shapes.
+        sent: Update (1, ...) of a client, for the names and shapes.
     """
     dry_run = DryRun(
         algorithm,
@@ -469,7 +469,7 @@ def _call_foreign(who: str, function: Callable[..., T], *arguments: object) -> T
 
 
 def _check_stacks(who: str, stacks: object, expected: Mapping[str, State], clients: int | None = None) -> None:
-    """Raise unless ``stacks`` are the states of the ``expected`` roles, behind an axis of ``clients`` if set."""
+    """Raise unless ``stacks`` are the states of the ``expected`` roles, with a leading axis of ``clients`` if set."""
     if not isinstance(stacks, Mapping) or set(stacks) != set(expected):
         actual = sorted(map(str, stacks)) if isinstance(stacks, Mapping) else type(stacks).__name__
         raise _MisfitError(f"{who} returned {actual} instead of states for the roles {sorted(expected)}")
@@ -480,7 +480,7 @@ def _check_stacks(who: str, stacks: object, expected: Mapping[str, State], clien
 
 
 def _check_state(who: str, state: object, expected: State, clients: int | None = None, partial: bool = False) -> None:
-    """Raise unless ``state`` has tensors in the shapes of ``expected``, behind an axis of ``clients`` if set."""
+    """Raise unless ``state`` has tensors in the shapes of ``expected``, with a leading axis of ``clients`` if set."""
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise _MisfitError(f"{who} returned {type(state).__name__}; return tensors by name, {{name: tensor}}")
     for name, value in state.items():
@@ -514,9 +514,9 @@ class DryRunStep:
 
     Args:
         algorithm: The algorithm, which chooses what is trained.
-        opened: What the round begins with, (C, ...) by role.
-        client_state: What the clients kept, (C, ...) by role.
-        received: What the server sent, (C, ...).
+        opened: States (C, ...) that the round begins with, by role.
+        client_state: States (C, ...) that the clients kept, by role.
+        received: States (C, ...) that the server sent.
         round: Number of the round.
         changed: The stream of batches whose gradients differ from the usual ones.
         num_classes: Number of classes; None to reject that logits or labels are read.

@@ -36,7 +36,7 @@ class FedBE(Algorithm):
     Clients train and send their models, and keep nothing. The ensemble of the drawn models, the clients' models and
     their mean is distilled into the mean on public images (their Algorithm 1; as everywhere in perada, the teachers'
     logits are averaged). The result is the average of the student's states along the way (stochastic weight averaging).
-    All drawn models are in memory at once. Without distillation, every checkpoint holds the whole ensemble.
+    All drawn models are in memory at the same time. Without distillation, every checkpoint holds the whole ensemble.
 
     Args:
         sampler: ``gaussian`` draws from N(mean, diagonal of the variances) of the clients' models, ``dirichlet`` draws
@@ -390,7 +390,7 @@ class FedEnsemble(AlgorithmWrapper):
         modes = unstack(clone(server.previous))
         for mode in sorted(set(mode_of_client)):
             rows = [row for row, trained_mode in enumerate(mode_of_client) if trained_mode == mode]
-            # Each mode has tensors of the server, which are told apart by a prefix.
+            # Each mode has server tensors, whose names are distinguished by a prefix.
             prefix = f"mode_{mode}/"
             step_of_mode = _part_of_step(server, rows, modes[mode], prefix)
             modes[mode] = modes[mode] | self.base.server_step(step_of_mode)

@@ -59,7 +59,7 @@ class FedROD(Algorithm):
             else:
                 # The bias (C, K).
                 personal_logits = personal_logits + value.unsqueeze(1)
-        # n_c^γ exp g_c is exp(g_c + log n_c^γ). In double precision, so that it is rounded alike for any number of
+        # n_c^γ exp g_c is exp(g_c + log n_c^γ). In double precision, so that rounding is the same for any number of
         # clients.
         class_counts = double(step.class_counts(logits.shape[-1]))  # n_c, (C, K)
         balance = class_counts**self.gamma

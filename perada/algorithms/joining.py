@@ -115,8 +115,8 @@ def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, t
     adapter's rank. All else trains as its clients did, and sends nothing.
 
     Args:
-        algorithm: That of the run.
-        phases: Those of the run's rounds.
+        algorithm: Algorithm of the run.
+        phases: Phases of the run's rounds.
 
     Raises:
         ValueError: If there are several global models, so that there is no one state to begin with.
@@ -142,7 +142,7 @@ def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, t
     if isinstance(algorithm, RestOfWorld):
         return JoiningRestOfWorld(algorithm), phases
     client_step = type(algorithm).client_step
-    # A subclass with a step of its own trains something else, and goes on with that.
+    # A subclass that overrides the step trains something else, and continues with that.
     if isinstance(algorithm, PerAda | PFedMe) and client_step in (PerAda.client_step, PFedMe.client_step):
         return Joining(MTL(algorithm.prox_strength)), phases
     if algorithm.inference == "global":

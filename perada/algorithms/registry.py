@@ -159,7 +159,7 @@ def _distinguishing(
     Args:
         kind: Class of the algorithm.
         arguments: Arguments of one method.
-        of_same_algorithm: Those of all methods of the algorithm. An argument that one lacks has its default.
+        of_same_algorithm: Options of all methods of the algorithm. An argument that one lacks has its default.
     """
     defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
     distinguishing = {}

@@ -23,7 +23,7 @@ class Scaffold(Algorithm):
     ============ ================================================================================================
     x            the model of the server, sent to the clients
     y            the model of a client: starts from x, is trained, and sent back
-    c            the server's control variate, sent beside x
+    c            the server's control variate, sent with x
     c_i          the client's control variate: kept; the client also sends c + (c_i⁺ − c_i)
     ============ ================================================================================================
 
@@ -133,7 +133,8 @@ class Scaffold(Algorithm):
         models = server.updates.part(clients, without=_control_names(server.tensor_names))
         average = server.mean(models, server.weights)
 
-        # The server rule is for models. Control variates always have the plain mean, in which all clients count alike.
+        # The server rule is for models. Control variates always have the plain mean, in which all clients count
+        # equally.
         controls = server.updates.part(clients, without=average.keys())
         uniform = torch.full_like(server.weights, 1 / num_clients)
         mean_control = controls.mean(uniform)

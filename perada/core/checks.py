@@ -57,9 +57,9 @@ def invalid_option(name: str, value: object, requirement: str, hint: str = "") -
 
     Args:
         name: Name of the option, as the user wrote it.
-        value: What it was set to.
-        requirement: What it must be, such as "a finite number > 0".
-        hint: What else helps to choose a value.
+        value: Its value.
+        requirement: Description of valid values, such as "a finite number > 0".
+        hint: Further help to choose a value.
 
     >>> invalid_option("lr", -1, "a finite number > 0", "0.1 is usual")
     OptionError('lr must be a finite number > 0, got -1; 0.1 is usual')
@@ -126,7 +126,7 @@ def check_number(
 
     Args:
         name: Name of the option, as the user wrote it.
-        value: What it was set to.
+        value: Its value.
         ge: Inclusive lower bound.
         gt: Exclusive lower bound.
         le: Inclusive upper bound. Without ``le`` and ``lt`` it is :data:`LARGEST` or, for integers,
@@ -193,7 +193,7 @@ def check_integer(
 
     Args:
         name: Name of the option, as the user wrote it.
-        value: What it was set to.
+        value: Its value.
         ge: Smallest integer that is accepted.
         le: Largest integer that is accepted; ``None`` for no limit.
         also: Words that are accepted too.
@@ -273,9 +273,9 @@ def check_known(name: str, value: object, choices: Iterable[str], also: str = ""
 
     Args:
         name: Name of the option, as the user wrote it.
-        value: What it was set to.
+        value: Its value.
         choices: The names that exist.
-        also: What else is accepted, as the end of the message.
+        also: Other values that are accepted, as the end of the message.
 
     Raises:
         OptionError: With the names that are close to the value or, if there are none, all of them.
@@ -348,7 +348,7 @@ def check_installed(what: object, extra: str, *modules: str) -> None:
     """Check that the libraries of an extra are installed, without importing them.
 
     Args:
-        what: What needs them, for the message.
+        what: Name of the feature that needs them, for the message.
         extra: Name of the extra.
         modules: Names of the libraries' top-level modules.
 

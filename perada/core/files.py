@@ -5,7 +5,8 @@ Files are locked while they are written, if their file system has locks. This di
 behind from what another process is writing.
 
 The locks are filelock's, on handles that this module opens: what is locked is the file being written or the folder
-itself, and links are not followed. ``FileLock`` would need a further file beside each, left in users' folders.
+itself, and links are not followed. ``FileLock`` would need another file next to each one, which would stay in users'
+folders.
 """
 
 import errno
@@ -57,7 +58,7 @@ def is_owner_only(status: os.stat_result, rights: int = 0o7) -> bool:
     the root user and the Pod's ``fsGroup``, with mode 0440.
 
     Args:
-        status: What ``stat`` returns of the file or folder.
+        status: Result of ``stat`` for the file or folder.
         rights: Which rights count: 4 to read, 2 to write, 1 to execute, or a sum of them.
     """
     mode = stat.S_IMODE(status.st_mode)

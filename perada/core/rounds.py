@@ -259,7 +259,7 @@ class Shares:
 def batch_indices(size: int, batch_size: BatchSize, steps: int, seed: int, purpose: str, *ids: int) -> Tensor:
     """Cut a stream of permutations of ``range(size)`` into ``steps`` batches: indices (steps, min(B, n)).
 
-    The seed, the purpose and the ids tell streams apart, as in :func:`~perada.core.seeding.derive_seed`.
+    The seed, the purpose and the ids distinguish streams, as in :func:`~perada.core.seeding.derive_seed`.
 
     >>> batch_indices(3, 2, 3, 0, "batches", 0, 0).flatten()[:3].sort().values.tolist()
     [0, 1, 2]
@@ -335,7 +335,7 @@ class CohortBatch(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Place behind the last client in the round's plan."""
+        """Place after the last client in the round's plan."""
         return self.start + len(self.clients)
 
     @property

@@ -110,9 +110,9 @@ def _fresh_state() -> Tensor:
 class Streams:
     """Random streams of C clients, in which each draw is a pure function of its place.
 
-    A client's numbers depend neither on the other clients nor on the device, and all clients' are drawn at once.
-    SplitMix64 (Steele, Lea & Flood, OOPSLA 2014, section 5): word i of a stream is the mixed s + i·γ, with a seed s and
-    an odd increment γ of each stream's own, 127 bits together, so that streams do not run into one another.
+    A client's numbers depend neither on the other clients nor on the device, and those of all clients are drawn
+    together. SplitMix64 (Steele, Lea & Flood, OOPSLA 2014, section 5): word i of a stream is the mixed s + i·γ, with a
+    seed s and an odd increment γ of each stream's own, 127 bits together, so that streams do not run into one another.
 
     Args:
         seeds: Seeds s (C,), int64.

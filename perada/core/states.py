@@ -315,7 +315,7 @@ def rank_axes(factors: Iterable[Factors]) -> dict[str, int]:
 def cut_ranks(stacked: State, factors: Iterable[Factors], ranks: Tensor) -> State:
     """Set rows of A and columns of B to zero from each client's rank in ``ranks`` (C,) on.
 
-    This applies also to tensors with the name of a factor behind a prefix that ends in "/". All others are returned as
+    This applies also to tensors with the name of a factor after a prefix that ends in "/". All others are returned as
     they are.
 
     >>> pair = Factors("a", "b", 1.0)

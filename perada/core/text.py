@@ -41,10 +41,7 @@ def printable(text: str) -> str:
     >>> printable("a\x1b[2Jb")
     'a?[2Jb'
     """
-    letters = []
-    for letter in text:
-        letters.append(letter if letter.isprintable() else "?")
-    return "".join(letters)
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 # Cyrillic and Greek letters that most fonts draw like Latin ones, and Unicode's hyphens.

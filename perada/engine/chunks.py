@@ -15,8 +15,8 @@ def clients_in_cache(model: nn.Module) -> int | None:
     """Return how many clients' trained weights fit the processor's caches while they take their local steps.
 
     It matters where most of the model is trained: a step then reads and writes all weights of each client, and its
-    products of matrices, one for each client, gain nothing from more clients. Behind a frozen backbone, whose weights
-    serve all clients alike, more clients in a pass are faster.
+    products of matrices, one for each client, gain nothing from more clients. After a frozen backbone, whose weights
+    serve all clients, more clients in a pass are faster.
 
     Returns:
         At least 1; None, for any number, if most of the model is frozen.

@@ -71,7 +71,7 @@ def fold(model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = Non
     """Build the stacked version of a model, sharing all its frozen modules.
 
     Args:
-        model: The single model; ``requires_grad`` tells what is trained.
+        model: The single model; its trained parameters have ``requires_grad``.
         random_only: Replace only the layers that draw random numbers, for the loop over clients: it runs the single
             model, but must draw from the same streams.
         wrap: Returns the module to put in the place of a module at a path.

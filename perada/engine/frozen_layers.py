@@ -199,7 +199,7 @@ def pixel_tap(conv: nn.Conv2d) -> tuple[int, int] | None:
     if output_size(conv, torch.Size((1, 1))) != (1, 1):
         return None
     pad_left, _, pad_top, _ = conv._reversed_padding_repeated_twice
-    # The first tap lies on the corner of the padding, and the pixel behind the padding.
+    # The first tap lies on the corner of the padding, and on the first pixel after the padding.
     row_dilation = conv.dilation[0]
     column_dilation = conv.dilation[1]
     if pad_top % row_dilation or pad_left % column_dilation:

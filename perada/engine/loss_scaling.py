@@ -96,7 +96,7 @@ class LossScales:
         grows = good_steps >= options.get_growth_interval()
         growth = torch.where(grows, options.get_growth_factor(), 1.0)
         factor = torch.where(finite, growth, options.get_backoff_factor())
-        # A scale that overflowed would be infinite for ever, since inf · 0.5 is inf.
+        # A scale that overflowed would stay infinite, since inf · 0.5 is inf.
         largest_scale = torch.finfo(scale.dtype).max
         scale.mul_(factor).clamp_(max=largest_scale)
         good_steps.masked_fill_(grows, 0)
@@ -140,7 +140,7 @@ class KeptScales:
     They are carried over because each round that began with torch's initial scale would first skip steps.
 
     Args:
-        options: As those of :class:`LossScales`; ``None`` if losses are not scaled.
+        options: A scaler of torch, as for :class:`LossScales`; ``None`` if losses are not scaled.
     """
 
     def __init__(self, options: GradScaler | None) -> None:

@@ -51,7 +51,7 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
         settings: The options of the run.
         public: Whether there are public images.
         test: Whether there are test images.
-        factors: What clients lack to send factors of LoRA; empty if nothing.
+        factors: Reason why clients do not send LoRA factors; empty if they do.
 
     Returns:
         The obstacle of each diagnostic that has one.

@@ -93,7 +93,7 @@ class Scores:
             self._count(logits, y, groups, models, counted)
         if not self._functions:
             return
-        # In double precision, which the device may not have: in single, confident predictions would be ranked alike.
+        # In double precision, which the device may not have: in single, confident predictions would be ranked the same.
         predictions = probabilities(logits.cpu(), self.multilabel)
         rows: slice | Tensor = slice(None)
         if counted is not None:
@@ -109,7 +109,7 @@ class Scores:
     def _count(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
         """Count the correct and the total predictions of a batch, on the device."""
         if self.multilabel:
-            # Each label is a prediction of its own.
+            # Each label is a separate prediction.
             right_labels = (logits.float().sigmoid() > 0.5) == y.long()
             right = right_labels.sum(-1)
             num_predictions = torch.full_like(right, logits.shape[-1])
@@ -210,7 +210,7 @@ class Tally:
     """Counts one model's predictions for each client: calibration, and confusion between classes.
 
     Nothing is copied from the device before the end. Of each image the tally keeps one number at most, its *code*, for
-    client, class and predicted class. With several labels an image, each label is a prediction of its own, and only
+    client, class and predicted class. With several labels an image, each label is a separate prediction, and only
     calibration is counted.
     """
 

@@ -40,7 +40,7 @@ class LocalTraining:
         optimizer: ``sgd``, ``adam`` or ``adamw``.
         lr: Learning rates by role. A role without one has that of ``local``.
         momentum: Of SGD.
-        weight_decay: Of all optimisers.
+        weight_decay: Weight decay of all optimisers.
         clip_norm: Each client's gradient of each role is scaled down to at most this norm.
         multilabel: Whether the loss is the binary cross-entropy of each label, instead of the cross-entropy.
     """
@@ -57,7 +57,7 @@ class LocalTraining:
 
         Args:
             role: The role.
-            leaves: What it trains, (C, ...).
+            leaves: Tensors (C, ...) that it trains.
             factor: Factor of the role's learning rate.
             masked: Whether single clients may skip steps, as in float16.
         """
@@ -94,7 +94,7 @@ class Storage:
         """Create a store.
 
         Args:
-            initial: What a client keeps at first, by role (no client axis).
+            initial: States that a client keeps at first, by role and without a client axis.
             name: Name of its folder in :attr:`folder`, where there are several stores.
         """
         kind = self.kind
@@ -164,7 +164,7 @@ class Settings:
         storage: Where the clients' states are held.
         loss_scaling: Options of the loss scales in float16; None in other precisions.
         drop_outliers: Whether updates that are much longer than the others are left out.
-        diagnostics: Those of :mod:`perada.federation.diagnostics` that are measured each round.
+        diagnostics: Names of the :mod:`perada.federation.diagnostics` that are measured each round.
         lora_ranks: LoRA's ranks of all clients; empty where they have the adapter's.
     """
 
@@ -248,7 +248,7 @@ def lora_ranks(
         tensor_names: Names of the model's tensors.
         initial: The state of a model, for the adapter's rank.
         names: The clients' names.
-        sizes: Their numbers of training images; None where nobody may know it.
+        sizes: Their numbers of training images; None if they must stay unknown.
 
     Raises:
         ValueError: If the algorithm cannot determine a rank, or its ranks do not fit the adapter.

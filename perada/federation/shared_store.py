@@ -30,7 +30,7 @@ class SharedStore:
     def __init__(self, local: ClientStore, ranks: Ranks) -> None:
         self.local = local
         self.ranks = ranks
-        # By client, the rank that holds its state. All ranks have the same table, and change it alike.
+        # By client, the rank that holds its state. All ranks have the same table, and make the same changes to it.
         self._holders: dict[int, int] = {}
 
     def holder(self, client: int) -> int:
@@ -74,9 +74,9 @@ class SharedStore:
         Args:
             shares: The plan of each rank.
             broken: Clients that keep what they had.
-            rows: What the clients of this rank's plan keep, (C, ...) by role, in its order.
+            rows: States (C, ...) that the clients of this rank's plan keep, by role, in the plan's order.
         """
-        # Every rank notes the clients of all ranks, so that the tables of holders stay alike.
+        # Every rank notes the clients of all ranks, so that the tables of holders stay equal.
         for rank, share in enumerate(shares):
             for client in share.clients:
                 if client not in broken:
@@ -132,7 +132,7 @@ class SharedStore:
             saved: The store, as of :meth:`state_dict`.
             numbers: Its client k is client ``numbers[k]`` from now on.
             new_clients: The clients that it lacks.
-            client_state: What each of them keeps, by role and without a client axis.
+            client_state: States that each of them keeps, by role and without a client axis.
         """
         rows = dict(saved.get("rows", {}))
         for client, path in self.local.files_of(saved).items():

@@ -46,11 +46,11 @@ class ClientStore:
     made in the order of their asking.
 
     Args:
-        initial: What a client keeps at first, by role (no client axis).
+        initial: States that a client keeps at first, by role and without a client axis.
         host: Whether the states are held in host memory.
 
     Attributes:
-        header: What a safetensors file of a client's row begins with.
+        header: Header of the safetensors file of a client's row.
         size: Bytes of a row.
         written: Rows of the clients that were written; in :class:`DiskStore` their files.
     """
@@ -225,7 +225,7 @@ class DiskStore(ClientStore):
     temporary folder it holds the states itself.
 
     Args:
-        initial: What a client keeps at first, by role (no client axis).
+        initial: States that a client keeps at first, by role and without a client axis.
         folder: Folder of the files; by default a temporary one.
         prune: Whether to delete an outdated file once two newer checkpoints do without it, since one of these is
             complete. Otherwise a checkpoint of any age finds its own.

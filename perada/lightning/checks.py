@@ -145,7 +145,7 @@ def _check_image(context: RunContext, name: str, image: Tensor) -> None:
     try:
         with torch.no_grad():
             logits = context.module.model.eval()(image)
-    except Exception as error:  # every layer has errors of its own
+    except Exception as error:  # layers raise errors of any kind
         reason = " ".join(str(error).split())[:200]
         raise _explained(context, name, image, mismatch, reason) from error
     if tuple(logits.shape) != (1, classes):
@@ -250,7 +250,7 @@ def names_sent(module: FederatedClassifier, algorithm: Algorithm) -> Collection[
 def dry_run_foreign_classes(context: RunContext) -> None:
     """Dry-run two rounds on made-up gradients if the algorithm or the server rule is not one of perada's.
 
-    Perada's are covered by its tests. The rule is run alone where the algorithm trains an ensemble of models.
+    Perada's are covered by its tests. If the algorithm trains an ensemble of models, only the rule is run.
 
     Raises:
         ValueError: If a method fails, or returns states that do not fit.

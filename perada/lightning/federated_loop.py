@@ -139,7 +139,7 @@ class FederatedLoop(pl.Callback):
         self._failures: list[Failures] = []
         # From on_load_checkpoint until the states exist that take it over.
         self._checkpoint: dict[str, Any] | None = None
-        # Of the runs that this one is resumed from.
+        # The privacy journals of the runs that this one is resumed from.
         self._earlier_journals: list[Path] = []
         self._planned_max_epochs: int | None = None
 

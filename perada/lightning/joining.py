@@ -52,7 +52,7 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
             classes where the data have names. Images are prepared as the run's were.
         name: The client's name in the run; by default its name in the data.
         rounds: Rounds of local training; by default as many as a client of the run took part in on average, and one
-            where clients had no models of their own.
+            where clients had no personal models.
         local_steps: Local steps in a round, instead of the run's.
         batch_size: Images in a step, instead of the run's.
         lr: Learning rate, instead of the run's.

@@ -251,7 +251,7 @@ class FederatedClassifier(pl.LightningModule):
         if logits is None:
             # None of the owners is on this rank.
             logits = torch.zeros(len(batch.x), self.num_classes or 0, device=batch.x.device)
-        # Ranks add up tensors of one number format, also a rank that has no logits of its own.
+        # Ranks add up tensors of one number format, including a rank that has no logits.
         dtype = torch.promote_types(torch.float32, next(self.model.parameters()).dtype)
         predictions["personal"] = logits.to(dtype)
         federation.ranks.sum_([predictions["personal"]])

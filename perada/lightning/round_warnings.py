@@ -17,7 +17,7 @@ def warn_of_failed_clients(when: str, clients: list[int], consequence: str, unre
     Args:
         when: When it failed, such as ``round 3``.
         clients: All clients whose training failed.
-        consequence: What becomes of the clients and their adapters.
+        consequence: Consequence for the clients and their adapters.
         unreadable: Those that failed because a sample could not be read, and why. The loss of the others was not
             finite.
     """

@@ -31,7 +31,7 @@ class PassedChecks:
     """Expensive network checks that a run has passed, which a repeated set-up skips.
 
     Attributes:
-        folding: Clients that are folded into one batch compute what they would compute alone.
+        folding: Clients that are folded into one batch get the same results as they would on their own.
         adapter: The network uses what is trained in it.
     """
 

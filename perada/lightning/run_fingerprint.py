@@ -179,7 +179,7 @@ def check_ranks_agree(ranks: Ranks, fingerprint: dict[str, Any]) -> None:
 
     Args:
         ranks: The processes.
-        fingerprint: That of this process. An entry ``data`` is the data module's fingerprint.
+        fingerprint: Fingerprint of this process. An entry ``data`` is the data module's fingerprint.
     """
     for rank, other in enumerate(ranks.gather(fingerprint)):
         for name, value in fingerprint.items():

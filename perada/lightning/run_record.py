@@ -187,7 +187,7 @@ def describe_run(
         settings: Settings of the rounds.
         module: The module, whose network is built.
         data: Only its options are read, not its images.
-        facts: What differs between a simulation and a deployment.
+        facts: Facts that differ between a simulation and a deployment.
     """
     algorithm = settings.algorithm
     return {

@@ -192,7 +192,7 @@ def _summarize(
     Args:
         results: Scores on each set.
         has_global_model: Whether there is a global model.
-        shifts: What identifies the shifts.
+        shifts: Fingerprint of the shifts.
         seconds: Time that scoring took.
     """
     by_shift: dict[str, list[_ConditionScores]] = {}

@@ -85,7 +85,7 @@ class FederatedStrategy(DDPStrategy):
         if not isinstance(exception, RuntimeError):
             return
         reason = " ".join(str(exception).split())
-        # A broken connection has no class of its own in every backend: gloo raises a plain RuntimeError.
+        # Not every backend has a class for a broken connection: gloo raises a plain RuntimeError.
         is_lost_connection = isinstance(exception, torch.distributed.DistError) or "gloo" in reason or "NCCL" in reason
         if not is_lost_connection:
             return

@@ -66,7 +66,7 @@ def default_components(
     writers = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     checkpointing = options.get("enable_checkpointing")
     if checkpointing is None and not has_logger:
-        # Lightning would add a ModelCheckpoint of its own, which writes below default_root_dir.
+        # Lightning would add its own ModelCheckpoint, which writes below default_root_dir.
         checkpointing = bool(writers)
         default_options["enable_checkpointing"] = checkpointing
     if has_logger:

@@ -282,7 +282,7 @@ class Backbone:
         model: The network, which maps images (B, channels, height, width) to logits (B, K).
         name: Its timm name, ``hf:`` and its transformers name, or its class name.
         head: Full name of the classification head in the model.
-        image: What its images must look like; None for a network of the caller's own.
+        image: Format of its images; None for a network that the caller built.
     """
 
     model: nn.Module
@@ -439,7 +439,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         config = _config_by_name(adapter, options, backbone.head)
     _check_supported(config)
 
-    # Methods that are added behind modules know these themselves; dual_lora takes LoRA's.
+    # Methods that add layers after modules know these themselves; dual_lora takes those of LoRA.
     tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(cast(peft.PeftType, config.peft_type), object)
     finds_targets = issubclass(tuner, AddingModel) and not isinstance(config, DualLoraConfig)
     if getattr(config, "target_modules", "no such field") is None and not finds_targets:

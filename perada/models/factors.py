@@ -77,8 +77,8 @@ class BranchPrefixes:
     """Prefixes of the names of the branches' tensors.
 
     Attributes:
-        shared: Those of the shared branches.
-        private: Those of the private branches and of their gates.
+        shared: Names of the shared branches' tensors.
+        private: Names of the tensors of the private branches and of their gates.
     """
 
     shared: tuple[str, ...]

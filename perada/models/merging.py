@@ -86,7 +86,7 @@ def check_merged(peft_model: PeftModel, merged: nn.Module, model: nn.Module, x: 
         difference = describe_difference(model, merged, x, 1e-3)
     except Exception:  # whatever a network raises for images of an unsupported size
         return
-    # Rounding is told from real differences in double precision, which mps lacks.
+    # Double precision distinguishes rounding from real differences; mps lacks it.
     if difference is not None and x.device.type != "mps":
         exact_model = copy.deepcopy(model).double()
         exact_merged = copy.deepcopy(merged).double()

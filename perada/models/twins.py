@@ -164,7 +164,7 @@ class StackedParamDict(nn.Module):
 
     def __init__(self, original: nn.Module, children: dict[str, nn.Module | None], context: FoldContext) -> None:
         super().__init__()
-        # In a list, so that it is no child with parameters of its own.
+        # In a list, so that it is not registered as a child with parameters.
         self.original: list[Any] = [original]
         self._modules.update(children)
         for name in self.dictionaries:
@@ -203,7 +203,7 @@ class StackedIA3(StackedParamDict):
 
 
 class StackedVera(StackedParamDict):
-    """VeRA (Kopiczko et al., ICLR 2024): frozen random projections A and B, with learned scales behind each."""
+    """VeRA (Kopiczko et al., ICLR 2024): frozen random projections A and B, with learned scales after each."""
 
     dictionaries = frozenset({"vera_lambda_d", "vera_lambda_b"})
 

@@ -116,7 +116,7 @@ def check_usage(adapted: AdaptedModel, x: Tensor, *, channels_last: bool = False
     except Exception as error:  # whatever a network raises where gradients are needed
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return Usage(f"it cannot be trained: {reason}; {REMEDY}")
-    # Double precision tells rounding from real differences. mps lacks it, and tokens have no precision.
+    # Double precision distinguishes rounding from real differences. mps lacks it, and tokens have no precision.
     if difference is not None and x.is_floating_point() and x.device.type != "mps":
         difference = _difference_in_double_precision(adapted, x, channels_last, difference)
     problem = problem or difference

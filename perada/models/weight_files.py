@@ -166,7 +166,7 @@ def _read(path: str, model: nn.Module) -> dict[str, Tensor]:
     """Read a file into the form of ``model`` as timm does: renamed, resized, and with its number of input channels."""
     try:
         state = timm.models.load_state_dict(path)
-        # timm keeps, beside a model's class, the function that converts the forms its weights come in.
+        # In timm, the module of a model's class has the function that converts published weights to the model's layout.
         convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
         if convert is not None:
             state = convert(state, model)

@@ -68,7 +68,7 @@ class Budget(ABC):
         section: Name of the section.
         options: The section.
         limit: The ε that no client may pass; None where there is no limit.
-        ledgers: What was spent.
+        ledgers: Ledgers of the privacy costs so far.
         lost: The part of it that no plan counted: rounds that were lost in a crash, or that another run trained.
     """
 
@@ -260,8 +260,8 @@ class Account(Budget):
         options: The section ``privacy``.
         sizes: Numbers of training images of the M clients.
         batch_size: Images in a batch.
-        rounds: What each client trains in a round.
-        tuning: What each client trains after the last round; None for no fine-tuning.
+        rounds: Training of each client in a round.
+        tuning: Training of each client after the last round; None without fine-tuning.
         planned: In how many of the planned rounds each client takes part; None where their number is open.
 
     Attributes:

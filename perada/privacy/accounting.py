@@ -203,7 +203,7 @@ def check_delta_covers(section: str, delta: float, count: int, what: str) -> Non
         section: Section of the options, for the message.
         delta: δ.
         count: Number of records.
-        what: What is counted, such as "images of client 3", for the message.
+        what: Name of the counted quantity, such as "images of client 3", for the message.
 
     Raises:
         ValueError: If delta is not below 1 / count.

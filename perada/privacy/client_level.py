@@ -94,7 +94,7 @@ def noisy_updates(
         received: States that they had received. Tensors that are not in ``clipped`` are returned as they are here.
         clipped: Clipped changes.
         std: Standard deviation of the noise in each row.
-        generators: As those of :func:`.noisy_mean`.
+        generators: Generator of each row's noise; None for the cryptographic generator. See :func:`.noisy_mean`.
     """
     base = {key: received[key].detach() for key in clipped}
     # Changes are added to what was received in double precision, together with the noise, and rounded once.
@@ -176,8 +176,8 @@ class ContributionNoise:
     """Standard deviations of the noise that one client adds to a secure sum.
 
     Attributes:
-        change: That of each number of its change.
-        vote: That of its vote; None where clipping is not adaptive.
+        change: Standard deviation for each element of its change.
+        vote: Standard deviation for its vote; None unless clipping is adaptive.
     """
 
     change: float
@@ -255,7 +255,7 @@ class ClientLevel(Budget):
         mean. A single row has less noise than that. Integer tensors are those received.
 
         Args:
-            updates: What clients sent. It may hold what is not finite: whether it does depends on data.
+            updates: Updates of the clients. They may be NaN or infinite, which depends on the data.
             received: States (c, ...) that the clients on this rank had received.
             round: Number of the round.
             clients: All clients of the round.
@@ -367,7 +367,7 @@ class ClientLevel(Budget):
         """Return the state after a round of secure sums, and move S.
 
         Args:
-            base: What clients received, without a client axis. Tensors that have no change stay.
+            base: State that clients received, without a client axis. Tensors without a change are kept.
             change: Mean change that a secure sum gave, with the mean vote if clipping is adaptive.
             clients: Number of clients of the round.
         """

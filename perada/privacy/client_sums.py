@@ -163,7 +163,7 @@ def check_grid(secure: SecureSums, size: float, deviation: float, sites: int, wh
         size: Largest magnitude that a number has without noise.
         deviation: Standard deviation of one client's noise.
         sites: Number of clients in the sum.
-        what: What is summed, for the message.
+        what: Name of the summed quantity, for the message.
     """
     grid_steps = math.ldexp(deviation, secure.fraction_bits)
     if 0 < grid_steps < MIN_GRID_STEPS:

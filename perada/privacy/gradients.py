@@ -227,7 +227,7 @@ class SampleGradients:
             if not state.requires_grad:
                 continue
             if key in self._row_keys and parameter.grad is not None:
-                # Of a parameter that was repeated for every row, the ordinary gradient has those of the rows.
+                # The ordinary gradient of a parameter that was repeated for every row consists of the rows' gradients.
                 samples[key] = PerSampleGrads(parameter.grad.view(clients * rows, *state.shape[1:]))
                 continue
             sample = collect_sample_gradients(parameter)
@@ -264,7 +264,7 @@ class SampleGradients:
 
 def _copy_sharing_frozen(model: nn.Module) -> nn.Module:
     """Return a copy of a model that shares the frozen parameters and the buffers."""
-    # What is in the memo of deepcopy counts as copied already.
+    # deepcopy takes objects in its memo as copied already.
     memo: dict[int, Any] = {}
     for tensor in chain(model.parameters(), model.buffers()):
         if not tensor.requires_grad:
@@ -428,7 +428,7 @@ def with_grad_sample_hooks(model: nn.Module) -> nn.Module:
     stacked_classes = {type(module) for module in model.modules() if isinstance(module, StackedLayer)}
     samplers = _samplers() | dict.fromkeys(stacked_classes, _sample_stacked_layer)
     train_mode(model)
-    # Opacus's registry is an attribute of the class, shared by the whole process. A subclass has one of its own.
+    # Opacus's registry is an attribute of the class, shared by the whole process. A subclass gets its own.
     hooked_class = type("Hooked", (GradSampleModule,), {"GRAD_SAMPLERS": samplers})
     hooked: nn.Module = hooked_class(model, loss_reduction="sum", strict=False)
     return hooked
@@ -467,7 +467,7 @@ def _sample_stacked_layer(
         return samples
     original = layer.original[0]
     samplers = _samplers()
-    # timm's layers are subclasses of torch's, and computed alike unless their twin says otherwise.
+    # timm's layers are subclasses of torch's, and computed in the same way unless their twin says otherwise.
     classes = type(original).__mro__ if layer.like_torch else ()
     for layer_class in classes:
         if layer_class in samplers:

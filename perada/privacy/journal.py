@@ -12,7 +12,7 @@ from perada.core.checks import OptionError
 from perada.core.files import opener
 
 JOURNAL = "privacy_ledger.jsonl"
-"""Name of the file, beside the checkpoints."""
+"""Name of the file next to the checkpoints."""
 FIELDS = frozenset({"id", "run", "round", "images", "clients"})
 """Keys of an entry: ids of the round and of the run, the round's number, and its costs for images and clients."""
 CUT = b" #cut"

@@ -104,7 +104,7 @@ class PrivateRound:
         clients = self.plan.clients[rows]
         sigmas = [account.noise_multipliers[client] for client in clients]
         stds = [sigma * account.options.max_norm for sigma in sigmas]
-        # Not the number of images that were drawn, which would tell something of the data.
+        # Not the number of images that were drawn, which would reveal something about the data.
         expected_batch = [account.sizes[client] * account.rate(client) for client in clients]
         generators = None if self.secure else self._noise[stream][rows]
         return noisy_mean(sums, stds, expected_batch, generators)
@@ -309,7 +309,7 @@ class Protection:
         """Raise a ValueError if the privacy of a saved run differs from this run's.
 
         Args:
-            saved: What :meth:`state_dict` returned; None for a run that was not private.
+            saved: Result of :meth:`state_dict`; None for a run that was not private.
         """
         saved = saved or {"images": None, "clients": None}
         for name, section in (("images", "privacy"), ("clients", "client_privacy")):

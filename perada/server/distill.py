@@ -100,7 +100,7 @@ class Distillation:
         student_mode: ``"train"``: the student's norms use the public images of a step and move their running
             statistics, and dropout draws from streams derived from the seed; ``"eval"``: neither.
         teacher_mode: Whose statistics the trained norms of a teacher use. ``"public"``: those of the round's public
-            images, up to 512 at a time, so that each image is looked at once. ``"train"``: those of the public images
+            images, up to 512 at a time, so that each image is seen once. ``"train"``: those of the public images
             of a step, as in a training step of the client. ``"eval"``: its running statistics, which are those of its
             client's images. In each mode the teachers stay as they are and drop nothing. Without trained BatchNorm all
             are the same.
@@ -118,7 +118,7 @@ class Distillation:
             always.
         share_steps: Divide the images of each step among several devices and add up their gradients, which pays for
             large batches. Results are then those of one device but for rounding, which Adam makes larger wherever a
-            gradient is nearly zero; without it all devices take all steps alike.
+            gradient is nearly zero; without it, all devices take the same steps.
     """
 
     steps: int = 100
@@ -243,7 +243,8 @@ class TeacherBatches:
 def _distinct_in_order_of_use(indices: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distinct indices in the order in which steps (R, B) first use them, and the place of each index there.
 
-    Steps draw at random. In the order of the public set, which may be sorted by class, batches would not be alike.
+    Steps draw at random. In the order of the public set, which may be sorted by class, batches would not be equally
+    distributed.
 
     >>> _distinct_in_order_of_use(torch.tensor([[7, 3], [5, 7]]))
     (tensor([7, 3, 5]), tensor([[0, 1],
@@ -387,7 +388,7 @@ class Distiller:
         multilabel: Whether an image may have several labels.
         ranks: The processes.
         scales: Loss scales in float16, which are kept between rounds.
-        report: What was done in this round.
+        report: Report of what was done in this round.
     """
 
     engine: Engine

@@ -89,7 +89,7 @@ class SecureSums:
         """Select the clients whose states, times their shares (C,), can be added up. A collective.
 
         Args:
-            updates: What the clients sent.
+            updates: Updates of the clients.
             shares: Weight of each client.
             places: Clients to select from, by their place among all.
         """
@@ -119,7 +119,7 @@ class SecureSums:
         Counters of BatchNorm are averaged too, and rounded, since their maximum is not a sum.
 
         Args:
-            updates: What the clients sent.
+            updates: Updates of the clients.
             shares: Weight of each client; they need not sum to one.
         """
         local_shares = torch.tensor([shares[place] for place in updates.places], dtype=torch.float64)

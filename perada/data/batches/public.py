@@ -21,9 +21,9 @@ def public_indices(
     """Draw the public images of each step of a round's distillation: indices (steps, B), B at most ``size``.
 
     An index below ``size`` is a position in the set and stands for the stored image. With ``augment_public`` an index
-    also names a random change: ``position + size * draw``, where each step of each round has a draw of its own, from 1.
-    One number thus says exactly what teachers and student see. Sites of a deployment, several devices and resumed runs
-    get the same image from it.
+    also names a random change: ``position + size * draw``, where draws are numbered from 1 over all steps of all
+    rounds. One number thus says exactly what teachers and student see. Sites of a deployment, several devices and
+    resumed runs get the same image from it.
     """
     positions = batch_indices(size, batch_size, steps, preparation.seed, "public", round)
     if not preparation.augment_public:

@@ -94,7 +94,8 @@ class Samples(ABC):
         Args:
             owners: Client (N,) of each sample.
             indices: Index (N,) of each sample in its client's dataset.
-            key: What datasets draw at random is derived from this key and the sample. The global streams are restored.
+            key: Key from which, with the sample, the random draws of datasets are derived. The global streams are
+                restored.
 
         Returns:
             Images (N, ...), with zeros for those that cannot be read; labels (N,) or (N, K), or None without labels;
@@ -545,7 +546,7 @@ def loader(batches: Dataset[T], store: Samples, num_workers: int) -> DataLoader[
         progress,
         # A batch is copied as it is: torch's default would turn tuples into lists.
         collate_fn=copy,
-        # With a generator of its own, an iterator does not take a number from the global stream.
+        # With its own generator, an iterator does not draw a number from the global stream.
         generator=generator(0, "loader"),
         # Pinned memory lets the copy to a GPU run without a wait.
         pin_memory=torch.cuda.is_initialized() and not store.on_device,

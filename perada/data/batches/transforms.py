@@ -184,7 +184,7 @@ def read_image(
     except Exception as error:  # Pillow's decoders raise many types
         problem = error
     if isinstance(path, str | Path):
-        # Some decoders report a disk error as a damaged file. Reading the bytes first tells one from the other.
+        # Some decoders report a disk error as a damaged file. Reading the bytes first distinguishes the two.
         try:
             return _decode_file(io.BytesIO(Path(path).read_bytes()), mode, full_scale)
         except Exception as error:

@@ -180,7 +180,7 @@ def rows_by_value(values: Array, column: Array) -> list[Array]:
     Returns:
         For each value the indices of its rows, ascending. Rows with another value are in none of the lists.
     """
-    # A value above all of `values` would be inserted behind the last one, an index that does not exist.
+    # A value above all of `values` would be inserted after the last one, an index that does not exist.
     value_index = np.minimum(np.searchsorted(values, column), len(values) - 1)
     matching_rows = np.flatnonzero(values[value_index] == column)
     value_index = value_index[matching_rows]
