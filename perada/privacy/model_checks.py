@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a network at set-up, before private training: it keeps images, and clients, apart.
+"""Checks of a network before private training: no image, and no client, may affect the gradients of another.
 
-They compute gradients of a few images in two ways, and compare. What an algorithm and a server rule do is checked in
+The gradients of a few images are computed in two ways and compared. Algorithms and server rules are checked in
 :mod:`perada.privacy.dry_run_checks`.
 """
 
@@ -24,13 +24,13 @@ from perada.privacy.options import Privacy
 
 T = TypeVar("T")
 UNCLIPPED = 1e9
-"""A bound that no gradient of the checks reaches."""
+"""A clipping bound that no gradient reaches in these checks."""
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}
-"""Largest difference of sums over a batch from the sums of their parts, relative to the largest number among them."""
+"""Largest difference between two sums that should be equal, relative to their largest element."""
 MIN_IMAGES = 8
-"""Smallest number of images of a client that a network is checked with."""
+"""Smallest number of images per client with which a network is checked."""
 MAX_DEPTH = 5
-"""Levels of lists and the like in a module's attributes that are looked into."""
+"""How many levels of nested containers in a module's attributes are compared."""
 REMEDY = "choose a backbone without such a layer, or keep that layer in evaluation mode permanently"
 
 
@@ -41,7 +41,7 @@ class _Batch:
     Attributes:
         x: Images (C, B, ...).
         y: Labels (C, B) or (C, B, K).
-        counts: Real rows of each client.
+        counts: Number of real rows of each client; the others are padding.
     """
 
     x: Tensor
@@ -49,21 +49,28 @@ class _Batch:
     counts: tuple[int, ...]
 
 
-def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, multilabel: bool) -> None:
-    """Compare the sum of all images' gradients, unclipped and without noise, with the result of one backward pass.
+def check_gradients(
+    options: Privacy,
+    engine: Engine,
+    states: State,
+    x: Tensor,
+    y: Tensor,
+    multilabel: bool,
+) -> None:
+    """Check that per-image gradients add up to the gradient of the batch, which one backward pass computes.
 
-    They differ where Opacus's hooks do not see how a parameter is used: it would get noise and nothing else.
+    They do not where Opacus's hooks miss a use of a parameter, which would then be trained on noise only.
 
     Args:
         options: The section ``privacy``.
-        engine: Runs the model.
-        states: States (C, ...), in which what is trained requires gradients.
+        engine: Engine that runs the model.
+        states: States (C, ...) of C clients, whose trained tensors require gradients.
         x: Images (C, B, ...).
-        y: Labels (C, B) or (C, B, K).
+        y: Labels (C, B), or (C, B, K) with several labels per image.
         multilabel: Whether images have several labels.
 
     Raises:
-        ValueError: If they differ or cannot be computed, or if the model draws from torch's global stream.
+        ValueError: If they differ or cannot be computed, or if the model draws from torch's global generator.
     """
     clients, rows = x.shape[:2]
     dropout = Streams.derived(0, "probe", clients=range(clients), device=x.device)
@@ -75,7 +82,7 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
         gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     expected_sums: State = {}
     for key, gradient in zip(trained, gradients, strict=True):
-        # There is no gradient of a parameter that the images do not pass through.
+        # allow_unused=True gives None for parameters that the logits do not depend on.
         expected_sums[key] = torch.zeros_like(trained[key]) if gradient is None else gradient
     if not is_finite(expected_sums):
         raise OptionError(
@@ -87,7 +94,7 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
     sample_gradients = SampleGradients(unclipped, engine, multilabel)
     try:
         sums = sample_gradients.sums(Query(states, x, y, (rows,) * clients, dropout))
-    except Exception as error:  # a layer may fail under the hooks in any way
+    except Exception as error:  # layers fail under the hooks with errors of any kind
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
             f"privacy does not support this model with this adapter: Opacus's hooks fail ({reason}); choose the "
@@ -95,7 +102,7 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
         ) from error
     largest = max((float(expected.abs().max()) for expected in expected_sums.values()), default=0.0)
     for key, expected in expected_sums.items():
-        # A small gradient may be the difference of large terms, so the largest of all gives a tolerance too.
+        # A small gradient may be the difference of large terms, whose rounding errors scale with the largest gradient.
         tolerance = 1e-2 * float(expected.abs().max()) + 1e-5 * largest
         if not torch.allclose(sums[key], expected, rtol=1e-2, atol=tolerance):
             raise ValueError(
@@ -110,6 +117,7 @@ def _check_streams(engine: Engine, states: State, x: Tensor) -> None:
     with_seed_0 = _logits(engine, states, x, seed=0)
     with_seed_1 = _logits(engine, states, x, seed=1)
     again_with_seed_0 = _logits(engine, states, x, seed=0)
+    # A network that remembers images is not repeatable either; check_one_image reports it.
     is_repeatable = torch.equal(with_seed_0, again_with_seed_0)
     if is_repeatable and not torch.allclose(with_seed_0, with_seed_1, equal_nan=True):
         raise ValueError(
@@ -120,14 +128,18 @@ def _check_streams(engine: Engine, states: State, x: Tensor) -> None:
 
 
 def check_products(device: torch.device) -> None:
-    """Check that a device multiplies float32 matrices in full float32 precision.
+    """Check that a device multiplies float32 matrices in full precision.
 
-    A clipped sum is such a product. With fewer digits an image's part in it is longer than the bound, many times so
-    where its terms cancel.
+    A clipped sum is such a product. With a reduced precision an image's contribution could exceed the clipping bound,
+    and many times over where terms cancel.
+
+    Args:
+        device: Device of the training.
 
     Raises:
-        ValueError: If it has fewer digits, as with TF32.
+        ValueError: If the precision is reduced, as with TF32.
     """
+    # Generated on the CPU, where products have full precision.
     a = torch.rand(2, 256, 256, generator=generator(0, "probe"))
     on_device = a.to(device)
     with torch.autocast(device.type, enabled=False):
@@ -152,25 +164,26 @@ def check_one_image(
     counts: tuple[int, ...],
     multilabel: bool,
 ) -> None:
-    """Remove one image of every client from a batch, and compare the change with that image's gradient.
+    """Check that removing an image from a batch changes the sum of clipped gradients by that image's gradient only.
 
-    Privacy rests on it: with one image less, a client's sum of clipped gradients is less by that image's own clipped
-    gradient, whose norm is at most the bound, and by nothing else. So is every other client's, whose rows are beside it
-    in the network. A network that mixes the images of a batch, or remembers those of earlier ones, does not pass. All
-    is computed on a copy of the model, in double precision if the network can, without dropout, whose masks go by an
-    image's place.
+    The privacy guarantee rests on this: the change must be the image's own clipped gradient, whose norm is at most the
+    bound. One image of every client is removed at the same time, since the rows of all clients run through the network
+    together. A network that mixes the images of a batch, or remembers those of earlier batches, does not pass.
+
+    A copy of the model is used, in double precision if the network supports it. Dropout is turned off, because an
+    image's mask depends on its place in the batch.
 
     Args:
         options: The section ``privacy``.
-        engine: Runs the model.
-        states: States (C, ...) of float32 or float64.
-        x: Images (C, B, ...) of a whole batch.
-        y: Labels (C, B) or (C, B, K).
-        counts: Real rows of each client, at least one.
+        engine: Engine that runs the model.
+        states: States (C, ...) of C clients in float32 or float64.
+        x: Images (C, B, ...) of a batch.
+        y: Labels (C, B), or (C, B, K) with several labels per image.
+        counts: Number of real rows of each client, at least one; the others are padding.
         multilabel: Whether images have several labels.
 
     Raises:
-        ValueError: If the two differ, or the same batch gives another sum after others were seen.
+        ValueError: If the change is another one, or if the same batch gives another sum after others were seen.
     """
     batch = _at_least_min_images(x, y, counts)
     trial = _in_best_precision(lambda dtype: _OneImageTrial(options, engine, states, batch, multilabel, dtype))
@@ -182,7 +195,7 @@ def check_one_image(
             f"earlier ones, which no noise covers; {REMEDY}",
             name="privacy",
         )
-    # What the removed images contributed to the sums.
+    # The contributions of the removed images to the sums.
     differences = {key: value - sums_of_others[key] for key, value in sums_of_all.items()}
     if not trial.is_close(differences, trial.gradients_of_removed):
         raise OptionError(
@@ -193,16 +206,17 @@ def check_one_image(
 
 
 def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
-    """Check that the outputs of the other clients do not change with one client's images.
+    """Check that one client's images do not change the outputs of the other clients.
 
     Args:
-        engine: Runs the model.
-        states: States (C, ...).
+        engine: Engine that runs the model.
+        states: States (C, ...) of C clients.
         x: Images (C, B, ...).
 
     Raises:
         ValueError: If they do.
     """
+    # Other images for the first client.
     changed = x.clone()
     changed[0] = 1 - changed[0].flip(-1)
 
@@ -223,22 +237,22 @@ def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
 
 
 def _in_best_precision(trial: Callable[[torch.dtype | None], T]) -> T:
-    """Run a trial in float64 or, if the network cannot compute in it, with None for the network's dtype."""
+    """Call ``trial`` with float64 or, if the network does not support it, with None for the network's dtype."""
     try:
         return trial(torch.float64)
-    except Exception:  # networks that name a dtype, or have several, each fail in their own way
+    except Exception:  # a network with a fixed dtype, or several, fails with errors of any kind
         return trial(None)
 
 
 def _logits(engine: Engine, states: State, x: Tensor, counts: tuple[int, ...] | None = None, seed: int = 0) -> Tensor:
-    """Return outputs (C, B, K) in training mode.
+    """Return logits (C, B, K) in training mode.
 
     Args:
-        engine: Runs the model.
-        states: States (C, ...).
+        engine: Engine that runs the model.
+        states: States (C, ...) of C clients.
         x: Images (C, B, ...).
-        counts: Real rows of each client; None for all.
-        seed: Seed of torch's global stream. The clients' own streams are the same in every call.
+        counts: Number of real rows of each client; None for all.
+        seed: Seed of torch's global generator. The clients' own streams are the same in every call.
     """
     streams = Streams.derived(0, "probe", clients=range(len(x)), device=x.device)
     with torch.no_grad(), seeded(seed, "probe"):
@@ -246,9 +260,14 @@ def _logits(engine: Engine, states: State, x: Tensor, counts: tuple[int, ...] | 
 
 
 def _at_least_min_images(x: Tensor, y: Tensor, counts: tuple[int, ...]) -> _Batch:
-    """Return enough images of every client that a network could mix them, adding changed copies if needed.
+    """Add changed copies of a client's images until it has at least :data:`MIN_IMAGES`.
 
-    A Poisson sample may hold more images than are expected, and more than one where one is.
+    With a single image, a network would have nothing to mix, but a Poisson sample may have more images than expected.
+
+    Args:
+        x: Images (C, B, ...).
+        y: Labels (C, B) or (C, B, K).
+        counts: Number of real rows of each client.
     """
     rows = []
     labels = []
@@ -265,20 +284,20 @@ def _at_least_min_images(x: Tensor, y: Tensor, counts: tuple[int, ...]) -> _Batc
 
 
 class _OneImageTrial:
-    """Clipped sums of a batch, of the batch without one image per client, and of those images.
+    """Sums of clipped gradients of a batch, of the batch without one image per client, and of the removed images.
 
     Args:
         options: The section ``privacy``.
-        engine: Runs the model, of which a copy is made.
-        states: States (C, ...).
+        engine: Engine whose model is copied.
+        states: States (C, ...) of C clients.
         batch: Images of the clients.
         multilabel: Whether images have several labels.
-        dtype: What to compute in; None for the network's own dtype.
+        dtype: Dtype of the computation; None for the network's own.
 
     Attributes:
         all_rows: Indices (C, B) of all rows.
         other_rows: Indices (C, B − 1) without the row that is removed from each client.
-        gradients_of_removed: Clipped gradients (C, ...) of the removed images, each computed in a batch of its own.
+        gradients_of_removed: Clipped gradients (C, ...) of the removed images, each of which is a batch by itself.
     """
 
     def __init__(
@@ -298,39 +317,49 @@ class _OneImageTrial:
             self._states[key] = _to_dtype(value, dtype).detach().requires_grad_(value.requires_grad)
         clients = len(batch.counts)
         self.all_rows = torch.arange(batch.x.shape[1]).expand(clients, -1)
-        # From the middle: the rows behind it move up by one.
+        # From the middle, so that the places of later rows change.
         removed_rows = torch.tensor(batch.counts).unsqueeze(1) // 2
         self.other_rows = self.all_rows[self.all_rows != removed_rows].view(clients, -1)
         one_each = (1,) * clients
-        # The median norm is the bound, so that some gradients are clipped and some are not.
+        # The bound is the median of the gradients' norms, so that some gradients are clipped and some are not.
         unclipped = replace(options, max_norm=UNCLIPPED, clipping="flat")
         self._gradients = SampleGradients(unclipped, self._engine, multilabel)
         gradients = self._sums_of_rows(removed_rows, one_each)
         squared_norms = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
         norms = torch.stack(squared_norms).sum(0).sqrt()
+        # A bound must not be 0.
         self._bound = float(norms.median()) or 1.0
         self._gradients = SampleGradients(replace(options, max_norm=self._bound), self._engine, multilabel)
         self.gradients_of_removed = self._sums_of_rows(removed_rows, one_each)
 
     def sums(self, rows: Tensor) -> State:
-        """Return the clipped sums (C, ...) of :attr:`all_rows` or :attr:`other_rows`."""
+        """Return the sums (C, ...) of the clipped gradients of some rows.
+
+        Args:
+            rows: :attr:`all_rows` or :attr:`other_rows`.
+        """
         num_removed = self._batch.x.shape[1] - rows.shape[1]
         counts = [count - num_removed for count in self._batch.counts]
         return self._sums_of_rows(rows, tuple(counts))
 
     def _sums_of_rows(self, rows: Tensor, counts: tuple[int, ...]) -> State:
-        """Return the clipped sums (C, ...) of rows (C, B), of which the first ``counts`` are real."""
+        """Return the sums (C, ...) of the clipped gradients of some rows.
+
+        Args:
+            rows: Indices (C, B) of each client's rows.
+            counts: How many of them are real, for each client; the others are padding.
+        """
         device = self._batch.x.device
         clients = torch.arange(len(counts), device=device).unsqueeze(1)
         rows = rows.to(device)
         streams = Streams.derived(0, "probe", clients=range(len(counts)), device=device)
         query = Query(self._states, self._batch.x[clients, rows], self._batch.y[clients, rows], counts, streams)
-        # A network that draws from torch's global stream draws the same each time.
+        # A network that draws from torch's global generator draws the same numbers each time.
         with seeded(0, "probe"):
             return self._gradients.sums(query)
 
     def remembers_images(self) -> bool:
-        """Return whether passes on different images leave different state in the network's modules."""
+        """Return whether a pass leaves something in the network's modules that depends on the images."""
         x = self._batch.x
         other_x = 1 - x.flip(-1)
         _logits(self._engine, self._states, x, self._batch.counts)
@@ -339,7 +368,7 @@ class _OneImageTrial:
         return contents != _contents_of(self._engine.runs)
 
     def is_close(self, sums: State, other_sums: State) -> bool:
-        """Return whether two sums are the same up to rounding."""
+        """Return whether two sums (C, ...) are equal up to rounding errors."""
         largest = max(self._bound, *(float(value.abs().max()) for value in sums.values()))
         for key, value in sums.items():
             difference = float((value - other_sums[key]).abs().max())
@@ -350,14 +379,14 @@ class _OneImageTrial:
 
 
 def _to_dtype(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Convert a floating-point tensor; None keeps its dtype."""
+    """Convert a floating-point tensor to a dtype; None keeps its own. Other tensors are returned as they are."""
     if not value.is_floating_point():
         return value
     return value.to(dtype)
 
 
 def _engine_without_dropout(engine: Engine, dtype: torch.dtype | None) -> Engine:
-    """Return an engine on a copy of the model in ``dtype`` that draws no random numbers and takes images."""
+    """Return an engine on a copy of the model in a dtype (None for its own), without dropout and without a trunk."""
     model = without_dropout(copy.deepcopy(engine.model))
     if dtype is not None:
         model.to(dtype)
@@ -365,10 +394,7 @@ def _engine_without_dropout(engine: Engine, dtype: torch.dtype | None) -> Engine
 
 
 def _contents_of(model: nn.Module) -> list[Any]:
-    """Return what a model's modules hold in addition to parameters: buffers, numbers and tensors in attributes.
-
-    In values that can be compared.
-    """
+    """Return the buffers and attributes of a model's modules, in a form that can be compared."""
     contents = []
     for module in model.modules():
         attributes = {}
@@ -380,15 +406,20 @@ def _contents_of(model: nn.Module) -> list[Any]:
 
 
 def _comparable(value: object, depth: int = 0) -> Any:  # noqa: ANN401  # whatever an attribute is
-    """Return a value that is equal for equal contents; None for objects that neither are nor hold numbers."""
+    """Return a value that is equal for equal contents; None for objects that are neither numbers, texts nor containers.
+
+    Args:
+        value: An attribute, or an item of one.
+        depth: Number of containers around it.
+    """
     if isinstance(value, Tensor):
-        # As text, since NaN is not equal to itself.
+        # The sum as a text, since NaN is not equal to itself.
         return str(value.detach().double().sum().item()), tuple(value.shape)
     if hasattr(value, "tobytes"):
-        # An array of NumPy's, or the like.
+        # A NumPy array, or similar.
         return value.tobytes()
     if depth > MAX_DEPTH:
-        # It may hold itself.
+        # A container may contain itself.
         return None
     if isinstance(value, dict):
         return {str(key): _comparable(item, depth + 1) for key, item in value.items()}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of a client's images by Poisson sampling and shuffled passes, and draws from a cryptographic generator.
+"""Batches of a client's images by Poisson sampling or by shuffled passes, and draws from a cryptographic generator.
 
-Amplification by subsampling is proved for Poisson samples. The generator is for training whose randomness nobody may
-foretell: OpenSSL's, AES-256 in counter mode by default, which the operating system seeds and which starts anew in a
-forked process. None of its draws follows from the run's seed or can be repeated, and torch's generators are not
-touched. All functions raise a ValueError if a number is out of its range.
+Privacy amplification by subsampling is proven for Poisson samples. The cryptographic generator is for training whose
+randomness must be unpredictable. It is that of OpenSSL (AES-256 in counter mode by default), which is seeded by the
+operating system and reseeded in a forked process. Its draws do not depend on the run's seed, cannot be repeated, and
+leave torch's generators as they are. All functions raise a ValueError if a number is out of range.
 """
 
 import math
@@ -36,17 +36,17 @@ def poisson_batches(
 
     Args:
         images: Number of the client's images.
-        sample_rate: Probability of an image to be in a batch.
+        sample_rate: Probability that an image is in a batch.
         steps: Number of batches.
-        seed: Seed of the run. A client must keep it to itself.
-        role: What is trained, such as ``"local"``. Draws of one role are independent of those of others, as the
-            composition of costs assumes.
+        seed: Seed of the run, which a client must keep secret.
+        role: Name of the trained state, such as ``"local"``. The draws of different roles are independent, as the
+            composition of privacy costs assumes.
         round: Number of the round.
         client: Number of the client.
         secure: Draw from the cryptographic generator. Otherwise the indices are a pure function of the arguments.
 
     Returns:
-        For each step ascending indices below ``images``, int64 (batch,).
+        For each step the indices of its images, ascending, int64 (batch,).
 
     >>> batches = poisson_batches(4, 1.0, 2, seed=0, role="local", round=0, client=0)
     >>> [batch.tolist() for batch in batches]
@@ -58,7 +58,7 @@ def poisson_batches(
 
     batches = []
     for _ in range(steps):
-        # float64: with the 24 random bits of a float32 the rate would be rounded to a multiple of 2**-24.
+        # In float64, since a float32 has 24 random bits: the rate would be rounded to a multiple of 2**-24.
         if secure:
             draws = secure_uniform((images,))
         else:
@@ -78,24 +78,24 @@ def shuffled_batches(
     client: int,
     secure: bool = False,
 ) -> list[Tensor]:
-    """Cut passes over a client's images, each in a new random order, into batches; none spans two passes.
+    """Split passes over a client's images, each in a new random order, into batches; no batch spans two passes.
 
-    An image is used at most once in each pass. That earns no amplification. A pass is counted as one step at rate 1,
-    for a neighbour in which an image is made void; an image that is taken out would move others from batch to batch.
-    There are :func:`passes` of them, and each round begins with a new one.
+    An image is used at most once in each pass, for which there is no amplification. A pass is accounted for as one step
+    at rate 1, under the neighbouring relation in which an image is replaced by an empty one: if it were removed, other
+    images would move to other batches. There are :func:`passes` of them, and each round begins with a new one.
 
     Args:
         images: Number n of the client's images.
-        batch_size: Images B of a batch; the last batch of a pass may be smaller.
-        steps: As those of :func:`poisson_batches`, like the following arguments.
-        seed: Seed of the run.
-        role: What is trained.
+        batch_size: Number B of images in a batch; the last batch of a pass may be smaller.
+        steps: Number of batches.
+        seed: Seed of the run, which a client must keep secret.
+        role: Name of the trained state, such as ``"local"``.
         round: Number of the round.
         client: Number of the client.
-        secure: Draw from the cryptographic generator.
+        secure: Draw from the cryptographic generator. Otherwise the indices are a pure function of the arguments.
 
     Returns:
-        For each step indices below ``images``, int64 (batch,).
+        For each step the indices of its images, int64 (batch,).
 
     >>> batches = shuffled_batches(5, 2, 4, seed=0, role="local", round=0, client=0)
     >>> [len(batch) for batch in batches], torch.cat(batches[:3]).sort().values.tolist()
@@ -109,13 +109,14 @@ def shuffled_batches(
         else:
             order = torch.randperm(images, generator=source)
         batches += torch.split(order, batch_size)
+    # The last pass may have more batches than there are steps left.
     return batches[:steps]
 
 
 def passes(images: int, batch_size: int, steps: int) -> int:
-    """Return the number of passes over n images that ``steps`` batches of B begin: ⌈steps / ⌈n / B⌉⌉.
+    """Return the number of passes over n images that ``steps`` batches of size B begin: ⌈steps / ⌈n / B⌉⌉.
 
-    Each is counted as one step at rate 1.
+    Each pass is accounted for as one step at rate 1.
 
     >>> [passes(5, 2, steps) for steps in (0, 1, 3, 4)]
     [0, 1, 1, 2]
@@ -123,20 +124,27 @@ def passes(images: int, batch_size: int, steps: int) -> int:
     check_integer("images", images, hint="a client without images cannot take part")
     check_integer("steps", steps, 0)
     check_integer("batch_size", batch_size)
-    return math.ceil(steps / math.ceil(images / batch_size))
+    batches_per_pass = math.ceil(images / batch_size)
+    return math.ceil(steps / batches_per_pass)
 
 
 _BITS = 53
-"""Random bits of a uniform number, those of a float64's significand."""
+"""Number of random bits of a uniform number, which are as many as a float64's significand has."""
 _BLOCK = 2**18
-"""Normal numbers drawn at a time: up to 8 MiB of random bytes."""
+"""Number of normal numbers drawn at a time, for which up to 8 MiB of random bytes are in memory."""
 
 
 def secure_uniform(shape: tuple[int, ...]) -> Tensor:
-    """Draw numbers of 53 random bits from [0, 1): multiples of 2**-53 in float64, on the CPU.
+    """Draw uniform numbers from [0, 1) with 53 random bits each.
+
+    Args:
+        shape: Shape of the result.
+
+    Returns:
+        Multiples of 2**-53, in float64 on the CPU.
 
     Raises:
-        ValueError: If a side of the shape is negative.
+        ValueError: If a dimension is negative.
     """
     for side in shape:
         check_integer("a side of the shape", side, 0)
@@ -145,25 +153,42 @@ def secure_uniform(shape: tuple[int, ...]) -> Tensor:
 
 
 def secure_noise(like: Tensor) -> Tensor:
-    """Draw standard normal numbers to be added to ``like``, in float64 on the CPU, not yet rounded to its type.
+    """Draw standard normal numbers to be added to a tensor, in float64 on the CPU and not yet rounded to its dtype.
 
-    By Box and Muller (1958) two numbers u in (0, 1] and v give two draws, √(−2 ln u) times the cosine and the sine of
-    2πv. In float64 these are so sparse that a noisy sum may tell what it was without noise (Mironov, CCS 2012). There
-    each number is half the sum of four draws, of which there are too many combinations for that (Holohan and Braghin,
-    ESORICS 2021). For float32 they are single draws, of which there are 2**106: the sum is rounded, after the noise is
-    in it, and some 2**80 of them round to the same.
+    The method is that of Box and Muller (1958): uniform numbers u in (0, 1] and v give two draws, √(−2 ln u) times the
+    cosine and the sine of 2πv.
+
+    In float64 the possible draws are so sparse that a noisy sum can reveal the sum without noise (Mironov, CCS 2012).
+    For tensors of that dtype each number is therefore half the sum of four draws, which have too many combinations for
+    the attack (Holohan and Braghin, ESORICS 2021). For float32 a single draw is enough: it has 2**106 possible values,
+    and the sum is rounded after the noise was added, so that about 2**80 of them give the same result.
+
+    Args:
+        like: Tensor to which the noise will be added, for its shape and dtype.
     """
-    draws = 4 if like.dtype == torch.float64 else 1
+    draws = 1
+    if like.dtype == torch.float64:
+        draws = 4
     return _normal_numbers(like.numel(), draws).view(like.shape)
 
 
 def _normal_numbers(count: int, draws: int) -> Tensor:
-    """Return standard normal numbers (count,) in float64, each the sum of ``draws`` draws divided by √draws."""
+    """Return standard normal numbers.
+
+    Args:
+        count: Number of numbers.
+        draws: How many draws of Box and Muller are summed for each number; the sum is divided by √draws.
+
+    Returns:
+        The numbers (count,), in float64 on the CPU.
+    """
     numbers = torch.empty(count, dtype=torch.float64)
     for start in range(0, count, _BLOCK):
         block = numbers[start : start + _BLOCK]
-        # Each pair (u, v) gives two numbers. In place where possible, since the tensors are large.
-        u, v = secure_uniform((2, draws, (len(block) + 1) // 2))
+        # Each pair (u, v) gives two numbers; if the length is odd, the last one is not used.
+        num_pairs = (len(block) + 1) // 2
+        u, v = secure_uniform((2, draws, num_pairs))
+        # 1 − u is in (0, 1], whose logarithm is finite. Operations are in place, since the tensors are large.
         radius = (1 - u).log_().mul_(-2 / draws).sqrt_()
         angle = v.mul_(2 * math.pi)
         cosines = (radius * angle.cos()).sum(0)
@@ -173,10 +198,13 @@ def _normal_numbers(count: int, draws: int) -> Tensor:
 
 
 def secure_permutation(n: int) -> Tensor:
-    """Draw a uniformly random permutation of ``range(n)``, the order of n random 64-bit keys.
+    """Draw a uniformly random permutation of ``range(n)``: the order of n random 64-bit keys.
+
+    Args:
+        n: Number of elements.
 
     Returns:
-        Indices (n,), int64, on the CPU.
+        The permutation (n,), int64 on the CPU.
 
     Raises:
         ValueError: If n is negative.
@@ -184,13 +212,14 @@ def secure_permutation(n: int) -> Tensor:
     check_integer("n", n, 0)
     while True:
         keys, order = _random_integers(n).sort()
-        # Of two equal keys, a sort would prefer one order: then all are drawn again.
+        # A sort would always put equal keys in the same order, so all keys are drawn again.
         if not (keys[1:] == keys[:-1]).any():
             return order
 
 
 def _random_integers(count: int) -> Tensor:
-    """Return random int64 (count,), uniform over all 64 bits."""
-    if not count:  # torch refuses an empty buffer
+    """Return random integers (count,), uniform over all 64 bits, as int64 on the CPU."""
+    # torch.frombuffer rejects an empty buffer.
+    if not count:
         return torch.empty(0, dtype=torch.int64)
     return torch.frombuffer(bytearray(ssl.RAND_bytes(8 * count)), dtype=torch.int64)
