@@ -13,8 +13,9 @@ from .added import AdapterConfig, AddedLayer, AddingModel
 class DualLoraConfig(AdapterConfig):
     """Configuration of two LoRA branches in parallel to a layer: ``layer(x) + s · B_g · A_g · x + s · B_p · A_p · x``.
 
-    s is ``lora_alpha / r``. g is the shared branch and p the private one; the algorithm decides which of them is sent.
-    Both B start at zero, so the adapted network starts as the plain one. Each A is initialised as in PEFT's LoRA.
+    s is ``lora_alpha / r``. The index g marks the shared branch and p the private one; the algorithm decides which of
+    them is sent. Both B start at zero, so the adapted network initially computes the same as the plain one. Each A is
+    initialised as in PEFT's LoRA.
 
     With a ``gate`` the branches are weighted by the two outputs of softmax(G · x) instead of 1. Each token of a
     transformer and each position of a feature map has its own weights. G starts at zero, which weights both by 1/2, and
@@ -56,18 +57,20 @@ class DualLoraConfig(AdapterConfig):
 
 
 class Branches(nn.Module):
-    """The output of both branches for the input of a layer: their sum, or their mixture by a gate.
+    """Both branches of a layer, which map its input to their sum or, with a gate, to their mixture.
 
     Args:
-        layer: The layer whose shapes the branches take.
+        layer: The adapted layer, for the numbers of its inputs and outputs.
         config: Configuration of the method.
     """
 
     def __init__(self, layer: nn.Linear | nn.Conv2d, config: DualLoraConfig) -> None:
         super().__init__()
         self.scale = config.lora_alpha / config.r
+        # Feature maps are (B, channels, H, W), tokens are (B, N, features).
         self.channel_dim = 1 if isinstance(layer, nn.Conv2d) else -1
-        # The order fixes the initial values, which are drawn from one random stream.
+        # All layers draw initial values from one random stream, so their order must not change: B and the gate too,
+        # even though they are then set to zero.
         self.shared_A = _projection_down(layer, config.r)
         self.shared_B = _projection_up(layer, config.r)
         self.private_A = _projection_down(layer, config.r)
@@ -79,11 +82,16 @@ class Branches(nn.Module):
             nn.init.zeros_(self.gate.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map the layer's input to what is added to its output."""
+        """Return the sum or the mixture of the branches' outputs, which is added to that of the layer.
+
+        Args:
+            x: Input of the layer, (B, ..., in) or (B, in, H, W).
+        """
         shared: Tensor = self.shared_B(self.shared_A(x))
         private: Tensor = self.private_B(self.private_A(x))
         if self.gate is None:
             return self.scale * (shared + private)
+        # Two weights for each token or position, which sum to one.
         weights = self.gate(x).softmax(self.channel_dim)
         shared_weight, private_weight = weights.split(1, self.channel_dim)
         mixture: Tensor = shared_weight * shared + private_weight * private
@@ -91,11 +99,11 @@ class Branches(nn.Module):
 
 
 RECEPTIVE_FIELD = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
-"""Options of a convolution that a branch shares with it, so that their outputs have one size."""
+"""Options that a branch copies from the convolution it is parallel to, so that their outputs have the same size."""
 
 
 def _projection_down(layer: nn.Linear | nn.Conv2d, out_features: int) -> nn.Linear | nn.Conv2d:
-    """Return a layer without bias on the inputs of ``layer``, with torch's initial weights."""
+    """Return a layer without bias that maps the input of ``layer`` to ``out_features``; weights start as torch's do."""
     dtype = layer.weight.dtype
     if isinstance(layer, nn.Linear):
         return nn.Linear(layer.in_features, out_features, bias=False, dtype=dtype)
@@ -104,7 +112,7 @@ def _projection_down(layer: nn.Linear | nn.Conv2d, out_features: int) -> nn.Line
 
 
 def _projection_up(layer: nn.Linear | nn.Conv2d, rank: int) -> nn.Linear | nn.Conv2d:
-    """Return a layer without bias from a branch's rank to the outputs of ``layer``."""
+    """Return a layer without bias that maps the ``rank`` features of a branch to the outputs of ``layer``."""
     dtype = layer.weight.dtype
     if isinstance(layer, nn.Linear):
         return nn.Linear(rank, layer.out_features, bias=False, dtype=dtype)
@@ -150,7 +158,7 @@ class DualLoraModel(AddingModel[DualLoraConfig]):
     follows = "nn.Linear layers and nn.Conv2d layers without groups"
 
     def targets(self, config: DualLoraConfig) -> list[str]:
-        """Return none; only perada, which knows LoRA's layers, fills them in."""
+        """Return none: perada sets ``target_modules`` to the layers that LoRA would adapt."""
         return []
 
     def fits(self, target: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algorithms on two LoRA branches in one network (``adapter="dual_lora"``): FedDPA and FedALT.
 
-g names the shared branch and p the private one: a layer gives W·x + s·B_g·A_g·x + s·B_p·A_p·x.
+The index g marks the shared branch and p the private one: a layer computes W·x + s·B_g·A_g·x + s·B_p·A_p·x.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from perada.core.states import Factors, State, expand, per_client, select, stack
 
 
 def check_branches(name: str, tensor_names: TensorNames) -> None:
-    """Raise if the model lacks the two branches that the algorithm ``name`` requires."""
+    """Raise a ValueError if the model lacks the two branches that the algorithm ``name`` requires."""
     if not tensor_names.factors and tensor_names.private:
         raise ValueError(
             f"algorithm {name} requires both factors of its branches; remove the wrapper that freezes one (FFALoRA)"
@@ -30,8 +30,9 @@ def check_branches(name: str, tensor_names: TensorNames) -> None:
 
 
 def check_branches_without_gate(name: str, tensor_names: TensorNames) -> None:
-    """Raise if there are no branches for the algorithm ``name``, or if a gate already weights them."""
+    """Raise a ValueError if the model lacks the two branches, or has a gate that weights them already."""
     check_branches(name, tensor_names)
+    # The tensors of a gate are private, but are no factors of a branch.
     gates = tensor_names.private - shared_name_of(tensor_names).keys()
     if gates:
         raise ValueError(
@@ -41,14 +42,14 @@ def check_branches_without_gate(name: str, tensor_names: TensorNames) -> None:
 
 
 def branch_pairs(tensor_names: TensorNames) -> list[tuple[Factors, Factors]]:
-    """Return the factors of the shared and of the private branch of each layer."""
+    """Return for each layer the names of the shared branch's factors and those of the private branch's."""
     shared = [pair for pair in tensor_names.factors if pair.up in tensor_names.shared]
     private = [pair for pair in tensor_names.factors if pair.up in tensor_names.private]
     return list(zip(shared, private, strict=True))
 
 
 def shared_name_of(tensor_names: TensorNames) -> dict[str, str]:
-    """Return the factors of the shared branch, by the names of the same factors of the private one."""
+    """Map the name of each private factor to that of the shared factor of the same layer and shape."""
     shared_names = {}
     for shared, private in branch_pairs(tensor_names):
         shared_names[private.down] = shared.down
@@ -57,16 +58,16 @@ def shared_name_of(tensor_names: TensorNames) -> dict[str, str]:
 
 
 WEIGHT = "weight"
-"""The role of the branches' weights: a number for each B."""
+"""Role of the branches' weights, which hold one number for each B."""
 WEIGHT_SUFFIX = "/weight"
-"""Suffix of the names in that role, after the name of a B."""
+"""Suffix that turns the name of a B into that of its weight."""
 
 
 class _WeightedBranches(Algorithm):
-    """Two branches weighted by a number: (1 − α)·s·B_g·A_g·x + α·s·B_p·A_p·x.
+    """Base class for branches with fixed weights: (1 − α)·s·B_g·A_g·x + α·s·B_p·A_p·x.
 
     Args:
-        weight: α.
+        weight: Weight α of the private branch, from 0 to 1.
     """
 
     inference = "personal"
@@ -77,11 +78,11 @@ class _WeightedBranches(Algorithm):
         self.weight = weight
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the adapter has no branches, or a gate that would weight them a second time."""
+        """Raise a ValueError if the adapter has no branches, or a gate that would weight them a second time."""
         check_branches_without_gate(type(self).__name__, tensor_names)
 
     def branch_weights(self, initial: State, tensor_names: TensorNames) -> State:
-        """Return 1 − α for each B of the shared branch, and α for each of the private one."""
+        """Return 1 − α for each B of the shared branch and α for each B of the private one, under weight names."""
         weights = {}
         for shared, private in branch_pairs(tensor_names):
             weights[shared.up + WEIGHT_SUFFIX] = initial[shared.up].new_tensor(1 - self.weight)
@@ -96,7 +97,12 @@ class _WeightedBranches(Algorithm):
 
 
 def weighted(states: State, weights: State) -> State:
-    """Return a stack (C, ...) with each client's B times its weight (C,)."""
+    """Multiply the B of each branch by its weight; this weights the branch, since its output is linear in B.
+
+    Args:
+        states: States (C, ...) of C clients.
+        weights: Weights (C,), by the name of a B with :data:`WEIGHT_SUFFIX`.
+    """
     result = dict(states)
     for name, weight in weights.items():
         key = name.removesuffix(WEIGHT_SUFFIX)
@@ -105,11 +111,12 @@ def weighted(states: State, weights: State) -> State:
 
 
 def _zeros(state: Mapping[str, Tensor], keys: frozenset[str]) -> State:
+    """Return zeros in the shapes of those tensors of a state whose names are among ``keys``."""
     return {key: torch.zeros_like(value) for key, value in state.items() if key in keys}
 
 
 def _expand_without_private(sending: Broadcast) -> State:
-    """Send the shared branch and the head, but not the private branch."""
+    """Return the global state without the private branch, once for each client: the shared branch and the head."""
     shared = without(sending.global_state, sending.tensor_names.private)
     return expand(shared, len(sending.clients))
 
@@ -119,34 +126,34 @@ class FedDPA(_WeightedBranches):
 
     ============ ================================================================================================
     global       the shared branch, received; trained without the private one (role ``local``), sent, and averaged
-    own          the private branch and a head, kept; trained in the network with both (role ``personal``)
+    personal     the private branch and a head, kept; trained in the network with both (role ``personal``)
     ============ ================================================================================================
 
-    In the network with both, (1 − α)·global + α·own, the global branch stays as it was received. Both steps are taken
-    on the same minibatches. The head belongs to both branches: the global one is averaged, and a client trains and
-    keeps one of its own. A client predicts with its own branch and the newest global one.
+    In the network with both branches, (1 − α)·global + α·personal, the global branch stays as it was received. Both
+    steps are taken on the same minibatches. Each branch has its own head: the global head is averaged, the personal one
+    is trained and kept by the client. A client predicts with its personal branch and the newest global one.
 
-    The paper weights each test input by its likeness to training inputs. Here α is the same for all inputs, in training
-    and afterwards.
+    The paper weights the branches for each test input by its similarity to training inputs. Here α is the same for all
+    inputs, in training and afterwards.
 
     Args:
-        weight: α.
+        weight: Weight α of the personal branch, from 0 to 1.
     """
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """Keep the personal branch and head, and the weights."""
-        own_branch = without(initial, tensor_names.shared)
-        return {"personal": own_branch, WEIGHT: self.branch_weights(initial, tensor_names)}
+        """Keep the personal branch and head, and the branches' weights."""
+        personal = without(initial, tensor_names.shared)
+        return {"personal": personal, WEIGHT: self.branch_weights(initial, tensor_names)}
 
     def broadcast(self, sending: Broadcast) -> State:
-        """Send the global branch and head."""
+        """Send the global branch and the global head."""
         return _expand_without_private(sending)
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train the personal and the global model, each completed by frozen tensors.
+        """Train the personal and the global model.
 
-        ``shared`` is the global branch as it was received, beside the own one. ``absent`` are zeros in place of the own
-        branch, beside the global one.
+        Each is completed by frozen tensors: the personal model by ``shared``, the global branch as it was received, and
+        the global model by ``absent``, zeros in place of the personal branch.
         """
         received_branch = select(received, tensor_names.shared)
         return {
@@ -158,13 +165,13 @@ class FedDPA(_WeightedBranches):
         }
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Train both models, without the tensors that complete them."""
+        """Train both models, but not the tensors that complete them."""
         if role in ("personal", "local"):
             return tensor_names.parameters
         return ()
 
     def client_step(self, step: ClientStep) -> None:
-        """Take a step on the personal branch with the received one, and one on the global branch only."""
+        """Take one step on the personal branch next to the received one, and one on the global branch by itself."""
         both_branches = weighted(step.states["shared"] | step.states["personal"], step.states[WEIGHT])
         step.descend("personal", step.loss(both_branches, stream="personal"))
         global_model = step.states["local"] | step.states["absent"]
@@ -177,7 +184,7 @@ class FedDPA(_WeightedBranches):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep the personal branch and the weights, send the global branch."""
+        """Keep the personal branch and the weights; send the global branch."""
         return {"personal": trained["personal"], WEIGHT: trained[WEIGHT]}, trained["local"]
 
 
@@ -185,27 +192,27 @@ class FedDPAF(FedAvg):
     """First a global LoRA, then a personal one for each client (FedDPA-F: Yang et al., NeurIPS 2024).
 
     The rounds are FedAvg of the global branch and the head: clients keep nothing. After the last round every client
-    trains a branch of its own, without the global one, of which it starts as a copy. It predicts with
-    (1 − α)·global + α·own, with the same α for all inputs; see :class:`FedDPA`.
+    trains a personal branch by itself, which starts as a copy of the global one. It predicts with
+    (1 − α)·global + α·personal, with the same α for all inputs; see :class:`FedDPA`.
 
     Args:
-        weight: α.
-        finetune_epochs: Epochs on the own branch and head, above 0.
+        weight: Weight α of the personal branch, from 0 to 1.
+        finetune_epochs: Epochs of training of the personal branch and head, > 0.
     """
 
     def __init__(self, weight: float = 0.5, finetune_epochs: float = 1) -> None:
         check_number("finetune_epochs", finetune_epochs, gt=0, hint="FedAvg does not fine-tune")
         self.weight = weight
         self.finetune_epochs = finetune_epochs
-        # Made here so that an unusable weight is rejected at once.
-        self._own_branch = OwnBranch(weight)
+        # Created here so that an invalid weight is rejected before the rounds.
+        self._personalization = OwnBranch(weight)
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the adapter has no branches, or a gate."""
+        """Raise a ValueError if the adapter has no branches, or has a gate."""
         check_branches_without_gate(type(self).__name__, tensor_names)
 
     def broadcast(self, sending: Broadcast) -> State:
-        """Send the global branch and head."""
+        """Send the global branch and the global head."""
         return _expand_without_private(sending)
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
@@ -231,15 +238,15 @@ class FedDPAF(FedAvg):
         return {}, update
 
     def personalization(self) -> tuple[Algorithm, Phase]:
-        """Train the personal branch, from the global one."""
-        return self._own_branch, Phase("personalize", self.finetune_epochs)
+        """Return the training of the personal branch, which starts from the global one."""
+        return self._personalization, Phase("personalize", self.finetune_epochs)
 
 
 class OwnBranch(_WeightedBranches):
-    """The fine-tuning of :class:`FedDPAF`'s clients after the last round.
+    """Fine-tuning of the clients of :class:`FedDPAF` after the last round.
 
     Args:
-        weight: α.
+        weight: Weight α of the personal branch, from 0 to 1.
     """
 
     roles = ("personal",)
@@ -255,19 +262,19 @@ class OwnBranch(_WeightedBranches):
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Train the personal branch, with zeros in place of the global one."""
-        own_branch = without(client_state["personal"], tensor_names.shared)
-        return {"personal": own_branch, "absent": _zeros(client_state["personal"], tensor_names.shared)}
+        personal = without(client_state["personal"], tensor_names.shared)
+        return {"personal": personal, "absent": _zeros(client_state["personal"], tensor_names.shared)}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Train the personal branch and head."""
+        """Train the personal branch and the head."""
         if role == "personal":
             return tensor_names.parameters
         return ()
 
     def client_step(self, step: ClientStep) -> None:
         """Take a step on the personal branch, without the global one."""
-        own_model = step.states["personal"] | step.states["absent"]
-        step.descend("personal", step.loss(own_model, stream="personal"))
+        personal_model = step.states["personal"] | step.states["absent"]
+        step.descend("personal", step.loss(personal_model, stream="personal"))
 
     def end_round(
         self,
@@ -276,33 +283,33 @@ class OwnBranch(_WeightedBranches):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep the personal branch together with the global one; send nothing."""
+        """Keep the trained personal branch and the unchanged global one; send nothing."""
         return {"personal": client_state["personal"] | trained["personal"], WEIGHT: client_state[WEIGHT]}, {}
 
 
 SHARE = "row/share"
-"""1 / (M − 1), which travels with what a client receives; 0 for a client that is not one of the M."""
+"""Name under which clients receive 1 / (M − 1), or 0 if there is only one client."""
 
 
 class RestOfWorld(Algorithm):
-    """An individual LoRA and the mean of all others' (FedALT: Bian et al., AAAI 2026, arXiv 2503.11880).
+    """An individual LoRA and the mean of all others (FedALT: Bian et al., AAAI 2026, arXiv 2503.11880).
 
     A client keeps two branches:
 
-    - its individual branch, the private one, which is trained, never overwritten, and sent;
-    - its rest-of-world (RoW) branch, the shared one, which has the means of the others' factors,
-      (sum − own) / (M − 1) over all M clients, and is frozen in local training.
+    - its individual branch v, the private one, which is trained, sent, and never overwritten;
+    - its rest-of-world (RoW) branch, the shared one, which is the mean of the other clients' factors,
+      (Σ v_m − v) / (M − 1) over all M clients, and is frozen in local training.
 
-    The mixer is the adapter's gate (``adapter_options: {gate: true}``); without it both branches count in full. Gate,
-    head and all else that is trained stay at the client.
+    The mixer is the adapter's gate (``adapter_options: {gate: true}``); without it both branches have weight 1. The
+    gate, the head and all other trained tensors stay at the client.
 
-    The server holds v̄, the mean of all M individual branches under their own names, and moves it by the mean change of
-    a round's clients; weights do not count. A client makes its RoW branch v̄ + (v̄ − own) / (M − 1) of it, so that the
-    server sends the same to all. It predicts with the RoW branch of the last round that it took part in, for which its
-    mixer was trained. A client that was not drawn counts as it last was. The paper has all clients in every round.
-    Server rules other than the mean are refused: they would leave no mean to take one's own part out of. Where
-    ``client_privacy`` clipped a change, or ``drop_outliers`` left it out, v̄ lacks it, and the client takes it out all
-    the same.
+    The server stores v̄, the mean of all M individual branches, and moves it by the mean change of a round's clients,
+    with equal weights. Every client receives the same v̄ and computes its RoW branch from it as v̄ + (v̄ − v) / (M − 1).
+    A client predicts with the RoW branch of the last round that it took part in, for which its mixer was trained. In
+    the paper all clients take part in every round; here a client that was not drawn stays in v̄ as it last was.
+
+    Server rules other than the mean are rejected: a client can remove its own part from a mean only. If
+    ``client_privacy`` clipped its change, or ``drop_outliers`` left it out, v̄ lacks some of what the client removes.
     """
 
     inference = "personal"
@@ -310,7 +317,7 @@ class RestOfWorld(Algorithm):
     global_model = False
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the adapter has no branches, or there is only one client."""
+        """Raise a ValueError if the adapter has no branches, or if there is only one client."""
         check_branches(type(self).__name__, tensor_names)
         if num_clients < 2:
             raise ValueError(
@@ -319,7 +326,7 @@ class RestOfWorld(Algorithm):
             )
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """Keep the individual branch, gate and head, and the RoW branch."""
+        """Keep the individual branch with the gate and the head, and the RoW branch."""
         row_branch = select(initial, tensor_names.shared)
         individual = without(initial, tensor_names.shared)
         return {"personal": individual, "others": row_branch}
@@ -327,13 +334,14 @@ class RestOfWorld(Algorithm):
     def broadcast(self, sending: Broadcast) -> State:
         """Send v̄, and 1 / (M − 1)."""
         mean = {key: sending.global_state[key] for key in shared_name_of(sending.tensor_names)}
+        # The share has the dtype and device of the other tensors.
         example = next(iter(mean.values()))
         num_others = sending.num_clients - 1
         share = 1 / num_others if num_others > 0 else 0.0
         return expand(mean | {SHARE: example.new_tensor(share)}, len(sending.clients))
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train the individual branch and all else, with the RoW branch v̄ + (v̄ − own) / (M − 1)."""
+        """Train all tensors but the RoW branch, which becomes v̄ + (v̄ − v) / (M − 1)."""
         individual = client_state["personal"]
         row_branch = {}
         for private_name, shared_name in shared_name_of(tensor_names).items():
@@ -343,13 +351,13 @@ class RestOfWorld(Algorithm):
         return {"personal": individual, "others": row_branch}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Train all but the RoW branch."""
+        """Train all tensors but the RoW branch."""
         if role == "personal":
             return tensor_names.parameters
         return ()
 
     def client_step(self, step: ClientStep) -> None:
-        """Take a step on the individual branch and all else."""
+        """Take a step on all tensors but the RoW branch."""
         both_branches = step.states["others"] | step.states["personal"]
         step.descend("personal", step.loss(both_branches, stream="personal"))
 
@@ -360,19 +368,23 @@ class RestOfWorld(Algorithm):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep both branches; send v̄ moved by the change of the individual one."""
+        """Keep both branches; send v̄ moved by the change of the individual branch."""
         before = client_state["personal"]
         after = trained["personal"]
         moved = {key: received[key] + (after[key] - before[key]) for key in shared_name_of(tensor_names)}
         return trained, moved
 
     def server_step(self, server: ServerStep) -> State:
-        """Move v̄ by the mean change of the round's clients, times their share of the federation."""
+        """Move v̄ by the mean change of the round's clients, times their share of all clients.
+
+        This keeps v̄ the mean of the individual branches of all clients, of which the others did not change.
+        """
         num_clients = len(server.clients)
+        # Whatever the weights of the round are: RoW branches are computed from a mean with equal weights.
         uniform = torch.full_like(server.weights, 1 / num_clients)
         average = server.mean(server.updates, uniform)
         return moved_towards(server.previous, average, num_clients / server.num_clients)
 
     def personal(self, client_state: Stacks, global_state: State) -> State:
-        """Predict with both branches, and all else."""
+        """Predict with both branches and the client's other tensors."""
         return client_state["others"] | client_state["personal"]
