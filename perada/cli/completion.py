@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``perada completion``: tab completion in shells.
 
-The script that a shell loads asks this program for proposals, so it needs no update when options change.
+The script that a shell loads calls this program for proposals, so it stays valid when commands and options change.
 """
 
 import os
@@ -18,27 +18,38 @@ SCRIPTS = {
     "zsh": f"autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
     f"complete -o default -C '{PROPOSALS_COMMAND}' perada\n",
 }
-"""Script for each shell. If no word is proposed, the shell proposes files (``-o default``)."""
+"""Script for each shell. If perada proposes no word, the shell proposes files (``-o default``)."""
 RECIPE_ARGUMENT_COMMANDS = ("check", "compare", "cp", "ls", "deploy init")
-"""Commands that take recipes without an option before them."""
+"""Commands with recipes as positional arguments."""
 
 
 def completion(parser: ArgumentParser, words: list[str]) -> None:
-    """Print the script for a shell, or the proposals that the script asks for."""
+    """Print the script for a shell or, if the script calls this program, the proposals for a line.
+
+    Args:
+        parser: Parser of the command, without arguments so far.
+        words: Arguments of the command: the name of a shell or, if the script calls it, ``words`` and more.
+    """
     if words[:1] == ["words"]:
-        # The shell adds the program, the word under the cursor and the one before it, and sets COMP_LINE.
-        current = words[2] if len(words) > 2 else ""
-        end = int(os.environ.get("COMP_POINT") or -1)
-        line = os.environ.get("COMP_LINE", "")
-        if end >= 0:
-            line = line[:end]
-        print("\n".join(proposals(line, current)))
+        _print_proposals(words)
         return
     parser.description = (
         "Load it in this shell: source <(perada completion bash). For all shells, add that line to ~/.bashrc."
     )
     parser.add_argument("shell", choices=[*SCRIPTS], help="The shell.")
-    print(SCRIPTS[parser.parse_args(words).shell], end="")
+    shell = parser.parse_args(words).shell
+    print(SCRIPTS[shell], end="")
+
+
+def _print_proposals(words: list[str]) -> None:
+    """Print the proposals for the line that a shell passes in its environment, one in each line."""
+    # For `complete -C`, bash appends the program, the word under the cursor and the word before it to the command.
+    current = words[2] if len(words) > 2 else ""
+    line = os.environ.get("COMP_LINE", "")
+    cursor = os.environ.get("COMP_POINT")
+    if cursor:
+        line = line[: int(cursor)]
+    print("\n".join(proposals(line, current)))
 
 
 def proposals(line: str, current: str) -> list[str]:
@@ -58,27 +69,43 @@ def proposals(line: str, current: str) -> list[str]:
     from perada.cli.main import COMMANDS, Tree
 
     words = line.split()[1:]
-    typed = "" if line[-1:].isspace() or not words else words.pop()
+    # The word that is being typed; empty if the cursor is after a space.
+    typed = ""
+    if words and not line[-1].isspace():
+        typed = words.pop()
+
+    # Follow the words down the tree of commands, such as "deploy" and "keys".
     entry: str | Tree = COMMANDS
     path: list[str] = []
     while isinstance(entry, dict) and words and words[0] in entry:
-        path.append(words[0])
-        entry = entry[words.pop(0)][0]
-    if isinstance(entry, dict):  # the command is not complete
-        return [] if words else _starting_with(typed, [*entry, "--help"])
+        word = words.pop(0)
+        path.append(word)
+        entry = entry[word][0]
+    if isinstance(entry, dict):
+        # The command is incomplete, or a word is not part of any.
+        if words:
+            return []
+        return _starting_with(typed, [*entry, "--help"])
+
     command = " ".join(path)
     option, equals, value = typed.partition("=")
     if equals and option.startswith("--"):
-        # A shell that does not split at "=" replaces the option too.
-        prefix = f"{option}=" if current.startswith("--") else ""
-        return [prefix + proposal for proposal in _starting_with(value, _values(command, option, value))]
+        values = _starting_with(value, _values(command, option, value))
+        if current.startswith("--"):
+            # A shell that does not split at "=" replaces the option too.
+            return [f"{option}={value}" for value in values]
+        return values
     if typed.startswith("-"):
         return _starting_with(typed, _options(command))
     options = [word for word in words if word.startswith("-")]
-    if not options:
-        return _starting_with(typed, _recipe_names(typed)) if command in RECIPE_ARGUMENT_COMMANDS else []
-    last_option = options[-1]
-    return [] if "=" in last_option else _starting_with(typed, _values(command, last_option, typed))
+    if options:
+        last_option = options[-1]
+        if "=" in last_option:
+            return []
+        return _starting_with(typed, _values(command, last_option, typed))
+    if command in RECIPE_ARGUMENT_COMMANDS:
+        return _starting_with(typed, _recipe_names(typed))
+    return []
 
 
 def _starting_with(prefix: str, words: Iterable[str]) -> list[str]:
@@ -87,9 +114,9 @@ def _starting_with(prefix: str, words: Iterable[str]) -> list[str]:
 
 
 def _options(command: str) -> dict[str, list[str]]:
-    """Return the options of a command, with dashes, and the values of each."""
+    """Return the options of a command, each with its leading dashes and the values to propose for it."""
     options = dict(facts()["commands"][command]["options"])
-    # These take the options of recipes too.
+    # These commands also take every option that a recipe may set.
     if command in (*RECIPE_COMMANDS, "check", "compare"):
         for name, values in facts()["recipe_options"].items():
             options[f"--{name}"] = values
@@ -97,13 +124,19 @@ def _options(command: str) -> dict[str, list[str]]:
 
 
 def _values(command: str, option: str, typed: str) -> list[str]:
-    """Return the values of an option."""
+    """Return the values to propose for an option.
+
+    Args:
+        command: Name of the command, such as ``deploy keys``.
+        option: Name of the option with its leading dashes.
+        typed: Beginning of the value.
+    """
     if option in ("--config", "-c"):
         return _recipe_names(typed)
     return _options(command).get(option, [])
 
 
 def _recipe_names(typed: str) -> list[str]:
-    """Return the names of recipes, and of combinations whose other parts were typed."""
-    other_parts, _, _ = typed.rpartition("/")
+    """Return the names of all recipes, and of combinations that begin with what was typed before the last slash."""
+    other_parts = typed.rpartition("/")[0]
     return [*shipped_recipes(), *combinations(other_parts)]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Derived randomness: every draw is a pure function of the run's seed and of its purpose.
 
-perada never draws from torch's global stream, so a run does not depend on the number of devices, on the engine, or on
-having been stopped and resumed. A stream's key has at least 127 bits, all of them hashed from the seed, the purpose and
-the indices. torch's own ``manual_seed`` keeps only 32 bits of a seed on the CPU: among a hundred thousand streams some
-would be the same.
+perada never draws from torch's global generator, so results do not depend on the number of devices, on the engine, or
+on whether a run was stopped and resumed. A stream's key has at least 127 bits, all hashed from the seed, the purpose
+and the indices. torch's ``manual_seed`` would use only 32 bits of a seed on the CPU: among a hundred thousand streams
+some would be equal.
 """
 
 import hashlib
@@ -16,28 +16,33 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# Factors of SplitMix64's mixing function.
+# The two factors of SplitMix64's mixing function, as signed integers of 64 bits.
 _FIRST = -4658895280553007687
 _SECOND = -7723592293110705685
-# The state of torch's generator on the CPU, the Mersenne Twister mt19937: 624 words of 32 bits after 24 bytes of the
-# seed, two flags and a position.
+# torch's generator on the CPU is the Mersenne Twister mt19937. Its state is 24 bytes (the seed, two flags and a
+# position), followed by 624 words of 32 bits, and more.
 _WORDS = 624
 _START = 24
 _LAYOUT = "7488e7de02f18dcd010628b79fd41f56b07708ab2c3d0ec1481cf0c30840bf78"
-"""SHA-256 of the words, each in 8 bytes with the lowest first, after the seed 5489 (Matsumoto and Nishimura, 1998)."""
+"""SHA-256 of the 624 words for the seed 5489 (Matsumoto and Nishimura, 1998), each in 8 little-endian bytes."""
 
 
 def _digest(size: int, seed: int, purpose: str, *ids: int) -> bytes:
-    """Hash the arguments to a number of bytes by SHAKE-256."""
-    # JSON distinguishes ("a", 1, 2) from ("a/1", 2).
+    """Hash a seed, a purpose and indices to ``size`` bytes by SHAKE-256."""
+    # JSON, since it separates its items: ("a", 1, 2) and ("a/1", 2) have different texts.
     text = json.dumps([int(seed), purpose, *map(int, ids)])
     return hashlib.shake_256(text.encode()).digest(size)
 
 
 def derive_seed(seed: int, purpose: str, *ids: int) -> int:
-    """Hash the run's seed, a purpose such as ``"cohort"``, and indices such as round and client into 128 bits.
+    """Hash the run's seed, a purpose and indices to a seed of 128 bits.
 
-    NumPy's and Python's generators use all 128 bits. torch's would keep 32 of them: see :func:`generator`.
+    NumPy's and Python's generators use all 128 bits. torch's would use 32 of them: see :func:`generator`.
+
+    Args:
+        seed: Seed of the run.
+        purpose: What the numbers are for, such as ``"cohort"``; different purposes have independent numbers.
+        ids: Indices such as those of the round and the client.
 
     >>> derive_seed(0, "batches", 3, 7) == derive_seed(0, "batches", 3, 7)
     True
@@ -48,27 +53,28 @@ def derive_seed(seed: int, purpose: str, *ids: int) -> int:
 
 
 def generator(seed: int, purpose: str, *ids: int) -> torch.Generator:
-    """Return a new generator on the CPU, whose complete state of 19,968 bits is SHAKE-256 of the arguments.
+    """Return a new generator on the CPU, whose complete state of 19,968 bits is hashed by SHAKE-256.
 
-    Numbers are drawn on the CPU and then moved, so that they do not depend on the device.
+    Numbers are drawn on the CPU and then moved, so that they do not depend on the device. The arguments are those of
+    :func:`derive_seed`.
 
     >>> a, b = generator(0, "cohort", 1), generator(0, "cohort", 1)
     >>> bool(torch.equal(torch.rand(3, generator=a), torch.rand(3, generator=b)))
     True
     """
-    fresh = torch.Generator()
-    fresh.set_state(_state(seed, purpose, *ids))
-    return fresh
+    new_generator = torch.Generator()
+    new_generator.set_state(_state(seed, purpose, *ids))
+    return new_generator
 
 
 def seed_global(seed: int, purpose: str, *ids: int) -> None:
-    """Set torch's global stream on the CPU to that of :func:`generator`, for code that can use no other."""
+    """Set torch's global generator on the CPU to the state of :func:`generator`, for code that takes no generator."""
     torch.default_generator.set_state(_state(seed, purpose, *ids))
 
 
 @contextmanager
 def seeded(seed: int, purpose: str, *ids: int) -> Iterator[None]:
-    """Replace torch's global stream on the CPU by a derived one within the ``with`` statement.
+    """Replace torch's global generator on the CPU by that of :func:`generator` within the ``with`` statement.
 
     >>> with seeded(0, "model"):
     ...     drawn = torch.rand(3)
@@ -81,10 +87,10 @@ def seeded(seed: int, purpose: str, *ids: int) -> Iterator[None]:
 
 
 def _state(seed: int, purpose: str, *ids: int) -> Tensor:
-    """Return the state (bytes,) of a Mersenne Twister whose words are all hashed."""
+    """Return the state of a Mersenne Twister with hashed words, as bytes in torch's layout."""
     state = _fresh_state().clone()
     words = _digest(4 * _WORDS, seed, purpose, *ids)
-    # torch stores each word of 32 bits in one of 64.
+    # torch stores each word of 32 bits in one of 64. The mask removes the copies of the sign bit.
     wide = torch.frombuffer(bytearray(words), dtype=torch.int32).long() & 0xFFFFFFFF
     state[_START : _START + 8 * _WORDS] = wide.view(torch.uint8)
     return state
@@ -92,11 +98,12 @@ def _state(seed: int, purpose: str, *ids: int) -> Tensor:
 
 @cache
 def _fresh_state() -> Tensor:
-    """Return the state of a generator before its first draw.
+    """Return the state of a generator before its first draw, as bytes in torch's layout.
 
     Raises:
-        RuntimeError: If this version of torch has another layout of the state.
+        RuntimeError: If this version of torch uses another layout.
     """
+    # For this seed the words are published, which shows where torch stores them.
     state = torch.Generator().manual_seed(5489).get_state()
     words = state[_START : _START + 8 * _WORDS].numpy().tobytes()
     if hashlib.sha256(words).hexdigest() != _LAYOUT:
@@ -110,9 +117,10 @@ def _fresh_state() -> Tensor:
 class Streams:
     """Random streams of C clients, in which each draw is a pure function of its place.
 
-    A client's numbers depend neither on the other clients nor on the device, and those of all clients are drawn
-    together. SplitMix64 (Steele, Lea & Flood, OOPSLA 2014, section 5): word i of a stream is the mixed s + i·γ, with a
-    seed s and an odd increment γ of each stream's own, 127 bits together, so that streams do not run into one another.
+    The numbers of all clients are drawn together, but those of one client depend neither on the others nor on the
+    device. The generator is SplitMix64 (Steele, Lea & Flood, OOPSLA 2014, section 5): word i of a stream is a mixing
+    function of s + i·γ. Each stream has its own seed s and odd increment γ, 127 bits in total, so that no stream is a
+    shifted copy of another.
 
     Args:
         seeds: Seeds s (C,), int64.
@@ -132,7 +140,15 @@ class Streams:
         clients: Sequence[int],
         device: torch.device | str = "cpu",
     ) -> "Streams":
-        """Return the streams of ``clients``, whose s and γ are hashed as in :func:`derive_seed`."""
+        """Return the streams of some clients, whose seeds and increments are hashed.
+
+        Args:
+            seed: Seed of the run.
+            purpose: What the numbers are for, as in :func:`derive_seed`.
+            ids: Indices that all clients share, such as that of the round.
+            clients: Number of each client, which is hashed too.
+            device: Device on which the streams draw.
+        """
         keys = [_digest(16, seed, purpose, *ids, client) for client in clients]
         # torch.frombuffer rejects an empty buffer.
         table = torch.empty(0, dtype=torch.int64)
@@ -146,7 +162,11 @@ class Streams:
         return Streams(self.seeds[clients], self.gammas[clients])
 
     def fork(self, purpose: str, index: int) -> "Streams":
-        """Derive new streams of the same clients, for the ``index``-th use for a purpose.
+        """Derive independent streams of the same clients.
+
+        Args:
+            purpose: What the new streams are for.
+            index: Number of the use for this purpose, such as that of a step.
 
         >>> streams = Streams.derived(0, "dropout", clients=[4, 7])
         >>> torch.equal(streams.fork("step", 1).bits(5), streams.fork("step", 2).bits(5))
@@ -156,11 +176,19 @@ class Streams:
         return Streams(self.seeds + seed_offset, self.gammas + gamma_offset)
 
     def bits(self, count: int) -> Tensor:
-        """Return the first ``count`` draws of each client, uniform over all 16-bit integers: int16 (C, count)."""
-        # A word of 64 bits gives four of them.
+        """Return the first draws of each client.
+
+        Args:
+            count: Number of draws per client.
+
+        Returns:
+            Integers (C, count), uniform over all values of int16.
+        """
+        # Each word of 64 bits is four draws.
         num_words = (count + 3) // 4
         places = torch.arange(num_words, device=self.seeds.device)
-        # s + i·γ, and SplitMix64's mixing function, all modulo 2**64.
+        # s + i·γ and the mixing function. Multiplication and addition of int64 wrap around, as the method requires. In
+        # place where possible, since a mask of dropout has millions of numbers.
         z = places * self.gammas.unsqueeze(1)
         z += self.seeds.unsqueeze(1)
         _xor_shifted_(z, 30)
@@ -172,16 +200,17 @@ class Streams:
 
 
 def _xor_shifted_(z: Tensor, shift: int) -> None:
-    """Replace int64 numbers by z ^ (z >> shift), as if they had no sign."""
+    """Replace int64 numbers by z ^ (z >> shift), in place and as if they were unsigned."""
     shifted = z >> shift
-    # torch shifts signed integers: the copies of the sign bit are cut off.
+    # torch fills the upper bits with copies of the sign bit, which an unsigned shift would fill with zeros.
     z ^= shifted.bitwise_and_((1 << (64 - shift)) - 1)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # hashing cannot be traced, and need not be
 def _fork(purpose: str, index: int) -> tuple[int, int]:
-    """Return what a fork adds to s and to γ, as signed integers of 64 bits; the latter is even, so that γ stays odd."""
+    """Return the offsets of s and γ for :meth:`Streams.fork`, as signed integers of 64 bits."""
     digest = _digest(16, index, purpose)
     seed_offset = int.from_bytes(digest[:8], "little", signed=True)
     gamma_offset = int.from_bytes(digest[8:], "little", signed=True)
+    # γ must stay odd, so its offset must be even.
     return seed_offset, gamma_offset & ~1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's file: how far a deployed run is, with its states, its sites, and a record of each round."""
+"""The server's files: the progress of a deployed run with its states, its sites and a record of each round."""
 
 import csv
 import io
@@ -15,9 +15,11 @@ from perada.deploy.sums.progress import SumState
 from perada.federation.participation import Participation
 
 SERVER_STATE = "server.safetensors"
+"""Name of the file with the states and the progress."""
 SERVER_FORMAT = 4
 METRICS = "metrics.csv"
 SUM_STATE = "sum.safetensors"
+"""Name of the file with the state of the secure sum under way."""
 SUM_FORMAT = 2
 
 
@@ -26,15 +28,15 @@ class Member:
     """A site of the run, whose number is its index in the roster.
 
     Attributes:
-        name: Name by which the transport knows it.
+        name: Name of the site in the transport.
         size: Number of training images; None if the site does not report it.
-        joined: First round that it could take part in.
+        joined: First round that it could take part in, counted from 0.
         left: Why it no longer takes part; empty if it does.
-        late: Last round in which it did not answer in time.
-        lie: What it did in a secure sum that no honest site does; empty if nothing is proven.
+        late: Last round in which it did not answer in time, counted from 0; -1 if there is none.
+        lie: Proven misbehaviour in a secure sum that no honest site shows; empty if there is none.
         rounds: Number of rounds that it took part in.
         last_round: Last round that it took part in, counted from 1; 0 if it never did.
-        epsilon: ε by ledger, as last reported by the site; None is infinite.
+        epsilon: ε by ledger, as last reported by the site; None if infinite.
     """
 
     name: str
@@ -48,31 +50,36 @@ class Member:
     epsilon: dict[str, float | None] = field(default_factory=dict)
 
     def spent(self, ledger: str) -> float:
-        """Return the ε last reported by the site; infinite if it reports none, 0 if it took part in no round."""
+        """Return the ε of a ledger, as last reported by the site.
+
+        It is 0 before the site's first round, and infinite if the site does not report it afterwards.
+        """
         if not self.rounds and not self.epsilon:
             return 0.0
         value = self.epsilon.get(ledger)
-        return math.inf if value is None else value
+        if value is None:
+            return math.inf
+        return value
 
 
 @dataclass
 class RoundRecord:
-    """What happened in a round; sites are named.
+    """Events of a round, in which sites are given by their names.
 
     Attributes:
-        round: Counted from 0.
-        selected: Sites that were selected, and sent a request.
-        answered: Sites whose answer counted.
-        summed: Sites in the secure sum.
+        round: Number of the round, counted from 0.
+        selected: Sites that were selected and received a request.
+        answered: Sites whose answer was used.
+        summed: Sites that are part of the secure sum.
         masked: Sites whose masked vector arrived.
-        failed: Code of each other site.
-        outliers: Sites with an unusually large change, with its multiple of the median.
+        failed: Error code of each selected site whose answer was not used.
+        outliers: Sites with an unusually large change, and how many times the median it is.
         away: Sites of the run that were not connected.
-        outside: Why connected sites have not joined.
+        outside: Connected sites that have not joined the run, and why.
         void: Why the global state did not change; empty if it did.
         seconds: Time from the first message to the new state.
-        up: Megabytes of replies.
-        down: Megabytes of messages.
+        up: Megabytes received from sites.
+        down: Megabytes sent to sites.
     """
 
     round: int
@@ -98,18 +105,18 @@ class RunProgress:
         run: Id of the run.
         recipe: Digest of its recipe.
         rounds: Number of rounds of the recipe.
-        done: Number of rounds that are over.
-        tuned: Whether the fine-tuning after them is over.
-        scored: Round after which models were last scored.
+        done: Number of completed rounds.
+        tuned: Whether the fine-tuning after the last round is completed.
+        scored: Round after which models were last scored; -1 if they never were.
         roster: All sites that ever joined, in the order of their numbers.
-        labels: Digest of the classes that all sites have.
-        records: What happened in each round.
+        labels: Digest of the classes, which must be the same at all sites; empty until it is known.
+        records: Events of each round.
         history: Metrics of each round.
-        selected: Sites that are selected for the round under way, in their order.
+        selected: Sites that are selected for the round under way, in order.
         strides: Strides of the states' tensors, by state and tensor.
-        client_level: State of the client-level privacy.
+        client_level: State of the client-level privacy; None without it.
         moves: How far recent secure sums moved the model, at the full learning rate.
-        spoiled: Number of consecutive rounds, since the last secure sum, that the model or a site has spoiled.
+        spoiled: Number of rounds since the last secure sum that failed because of the model or of a site.
         sent_digests: Digests of what sites were sent in each round, for secure sums.
     """
 
@@ -132,30 +139,37 @@ class RunProgress:
 
 
 def participation_of(progress: RunProgress, sites_per_round: int | None) -> Participation:
-    """Return when each site of a run last took part.
+    """Return the record of when each site of a run last took part.
 
     Args:
         progress: Progress of the run.
-        sites_per_round: Number of sites that are asked in a round; None for all.
+        sites_per_round: Number of sites that are selected in a round; None for all.
     """
-    return Participation([member.last_round for member in progress.roster], progress.done, sites_per_round)
+    last_rounds = [member.last_round for member in progress.roster]
+    return Participation(last_rounds, progress.done, sites_per_round)
 
 
 def write_progress(folder: Path, progress: RunProgress, states: dict[str, Any]) -> None:
-    """Write the server's states and the progress in one step, and the metrics next to them."""
+    """Write the states and the progress to one file, atomically, and the metrics to another one.
+
+    Args:
+        folder: Folder of the run.
+        progress: Progress of the run, whose ``strides`` are set here.
+        states: The server's states: ``global``, ``server`` (by name) and, with secure sums, ``former``.
+    """
     if progress.history:
-        # Before the state: a run that is killed in between writes the metrics again.
+        # The metrics come first: a run that is killed between the two files writes them again when it is resumed.
         write_atomic(folder / METRICS, _format_csv(progress.history).encode(), private=True)
     progress.strides = {name: strides_of(state) for name, state in _flatten(states).items()}
     write_nested(folder / SERVER_STATE, {"progress": progress, "states": states}, SERVER_FORMAT)
 
 
 def read_progress(folder: Path) -> tuple[RunProgress, dict[str, Any]]:
-    """Read what :func:`write_progress` wrote.
+    """Read the progress and the states that :func:`write_progress` wrote.
 
     Raises:
-        FileNotFoundError: If there is nothing.
-        ValueError: If it is damaged.
+        FileNotFoundError: If the folder has no such file.
+        ValueError: If the file is damaged.
     """
     path = folder / SERVER_STATE
     if not path.is_file():
@@ -180,6 +194,12 @@ def write_sum(folder: Path, run: str, state: SumState) -> None:
 def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:
     """Return the state that a secure sum had when the server was stopped; None if it had not begun.
 
+    Args:
+        folder: Folder of the run.
+        run: Id of the run.
+        round: Round of the sum.
+        of: Quantity that is summed: ``update`` or ``scores``.
+
     Raises:
         ValueError: If the file is damaged.
     """
@@ -191,13 +211,15 @@ def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:
         return run, SumState(**state)
 
     saved_run, state = read_nested(path, SUM_FORMAT, build)
-    # The file stays when a sum is over, so it may be that of another one.
+    # The file is not deleted when a sum is completed, so it may belong to an earlier one.
     is_this_sum = (saved_run, state.round, state.of) == (run, round, of)
-    return state if is_this_sum else None
+    if not is_this_sum:
+        return None
+    return state
 
 
 def _flatten(states: dict[str, Any], prefix: str = "") -> dict[str, State]:
-    """Return all states of a server by unique names, with those before the last secure sum (``former``)."""
+    """Return all states of a server by unique names, including those before the last secure sum (``former``)."""
     flat = {f"{prefix}global": states["global"]}
     for name, state in states["server"].items():
         flat[f"{prefix}server/{name}"] = state
@@ -209,26 +231,31 @@ def _flatten(states: dict[str, Any], prefix: str = "") -> dict[str, State]:
 def _lay_out(states: dict[str, Any], strides: dict[str, dict[str, list[int]]], prefix: str = "") -> dict[str, Any]:
     """Return states with the strides that they had when they were written.
 
+    A safetensors file stores contiguous tensors, but the last bits of a convolution depend on its weight's strides.
+
     Args:
         states: The server's states.
-        strides: Strides by the names of :func:`_flatten`.
-        prefix: Prefix of these names.
+        strides: Strides by state, named as in :func:`_flatten`, and tensor.
+        prefix: Prefix of the names of states.
     """
     restored = dict(states)
     restored["global"] = laid_out(states["global"], strides.get(f"{prefix}global", {}))
-    restored["server"] = {
-        name: laid_out(state, strides.get(f"{prefix}server/{name}", {})) for name, state in states["server"].items()
-    }
+    restored["server"] = {}
+    for name, state in states["server"].items():
+        restored["server"][name] = laid_out(state, strides.get(f"{prefix}server/{name}", {}))
     if "former" in states:
         restored["former"] = _lay_out(states["former"], strides, "former/")
     return restored
 
 
 def _format_csv(history: list[dict[str, float]]) -> str:
-    """Format the rounds as a simulation's ``metrics.csv``."""
-    names = {name for row in history for name in row} - {"round", "step"}
+    """Format the metrics of rounds like the ``metrics.csv`` of a simulation, with empty cells for NaN."""
+    names: set[str] = set()
+    for row in history:
+        names.update(row)
+    columns = ["epoch", "round", "step", *sorted(names - {"round", "step"})]
     text = io.StringIO()
-    writer = csv.DictWriter(text, ["epoch", "round", "step", *sorted(names)], restval="", lineterminator="\n")
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     for row in history:
         finite = {name: value for name, value in row.items() if not math.isnan(value)}
