@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a model that no trained tensor precedes, whose outputs for an image are constant during a run.
+"""The part of a model before all trained tensors, whose outputs for an image are constant during a run.
 
-It is the complete backbone if only a head is trained, and the stem and the first frozen layers if adapters are. It is
-found by experiments, so that any model will do. A module is *constant* if its output on examples stays the same when
-the trained tensors, the mode or the other images change, and no random number is drawn before it. A constant module is
-*needed* if the logits change without its output. In the end, features must give the same logits as their images.
+It is the complete backbone if only a head is trained, and the stem and the first frozen layers if adapters are. Its
+outputs, the features of an image, can be computed once and be used instead of the image in every later pass.
+
+It is found by experiments on example images, so that any model is supported. A module is *constant* if its output stays
+the same when the trained tensors, the mode or the other images of the batch change, and if no random number is drawn
+before it. A constant module is *needed* if the logits depend on its output. Finally, the features must give the same
+logits as their images.
 """
 
 import logging
@@ -24,22 +27,26 @@ from perada.engine.stacked_layers import StackedDropout
 from perada.engine.substitutes import WrappingSubstitute
 
 
-class _Enough(Exception):
-    """Raised to end a pass through the model early, when all features have been computed."""
+class _FeaturesComplete(Exception):
+    """Raised to end a pass through the model early, once all features have been computed."""
 
 
 class FrozenTrunk:
-    """The constant modules of a model, and their outputs in the pass under way.
+    """The constant modules of a model, and their outputs in the current pass.
 
-    The *features* of an image are the needed outputs, flattened and concatenated: (F,).
+    The *features* (F,) of an image are the outputs of the needed modules, flattened and concatenated.
 
-    Attributes:
-        shapes: Shape of each constant module's output for one image, by path.
-        needed: Paths of the modules whose outputs are the features.
+    Args:
+        shapes: Shape of each constant module's output for one image, by the module's path.
+        needed: Paths of the modules whose outputs are the features, in the order of their calls.
         image: Shape of an image.
         share: Share of a forward pass's floating-point operations that features save.
-        size: F.
-        spoil: Fill outputs that should not be used, and blank images, with NaN, to find out whether they are used.
+
+    Attributes:
+        size: Number F of elements of an image's features.
+        rows: Number of rows of the current pass, if it runs on features.
+        spoil: Whether blank images and the outputs that features replace are filled with NaN, which shows whether a
+            model uses them.
     """
 
     def __init__(
@@ -56,32 +63,36 @@ class FrozenTrunk:
         self.size = sum(shapes[path].numel() for path in needed)
         self.rows = 0
         self.spoil = False
-        # Outputs that were cut from features, while a pass runs on features; else None.
+        # Outputs that were cut from features, by path; None unless the current pass runs on features.
         self._cut_outputs: dict[str, Tensor] | None = None
-        # Outputs that were computed so far, while a pass computes features; else None.
+        # Outputs that were computed so far, by path; None unless the current pass computes features.
         self._recorded_outputs: dict[str, Tensor] | None = None
-        # The dtypes and memory formats that the outputs had when features were computed.
+        # The dtypes and memory formats of the outputs, by path, which concatenated features do not have any more.
         self._formats: dict[str, tuple[torch.dtype, torch.memory_format]] = {}
 
     def wrap(self, module: nn.Module, path: str) -> nn.Module:
-        """Return the replacement of the module at ``path`` in a folded model."""
+        """Return the module to use at ``path`` of a folded model: a wrapper if the module is constant."""
         if path in self.shapes:
             return ConstantModule(module, path, self)
         return module
 
     def parts(self, features: Tensor) -> dict[str, Tensor]:
-        """Split features (R, F) into the flattened outputs of the needed modules."""
+        """Split features (R, F) into the flattened outputs (R, ...) of the needed modules, by path."""
         sizes = [self.shapes[path].numel() for path in self.needed]
         return dict(zip(self.needed, torch.split(features, sizes, 1), strict=True))
 
     def holds(self, x_R: Tensor) -> bool:
-        """Return whether rows are features (R, F) instead of images."""
+        """Return whether the rows of a batch are features (R, F) rather than images (R, ...)."""
         return x_R.dim() == 2 and x_R.shape[1] == self.size
 
     def feed(self, x_R: Tensor) -> Tensor:
-        """Return the model's input: images (R, ...) as they are, or a blank image for each row of features.
+        """Prepare a pass on images or features.
 
-        The modules' outputs are copies of the features, since a model may change them in place.
+        Args:
+            x_R: Images (R, ...) or features (R, F).
+
+        Returns:
+            The model's input: the images as they are, or a blank image for each row of features.
         """
         self._cut_outputs = None
         if not self.holds(x_R):
@@ -91,17 +102,27 @@ class FrozenTrunk:
         for path, part in self.parts(x_R).items():
             dtype, layout = self._formats.get(path, (part.dtype, torch.contiguous_format))
             output = part.view(-1, *self.shapes[path])
+            # A copy, since a model may change the output in place.
             self._cut_outputs[path] = output.to(dtype, copy=True, memory_format=layout)
         blank = torch.nan if self.spoil else 0.0
-        # One number that is viewed as all images.
+        # A view of a single number, which takes no memory.
         return x_R.new_full((), blank).expand(self.rows, *self.image)
 
     def features(self, model: nn.Module, x_R: Tensor) -> Tensor:
-        """Compute features (R, F) of images (R, ...) by a model with this trunk's :class:`ConstantModule` instances."""
+        """Compute the features of images.
+
+        Args:
+            model: A model that was folded with :meth:`wrap`.
+            x_R: Images (R, ...).
+
+        Returns:
+            Features (R, F).
+        """
         self._cut_outputs = None
         self._recorded_outputs = {}
         model.eval()
-        with suppress(_Enough), torch.no_grad():
+        # The pass ends as soon as the last needed output is known.
+        with suppress(_FeaturesComplete), torch.no_grad():
             model(x_R)
         outputs = self._recorded_outputs
         self._recorded_outputs = None
@@ -111,32 +132,32 @@ class FrozenTrunk:
         return torch.cat(flat_outputs, 1)
 
     def output(self, path: str, run: Callable[[], Tensor], like: Tensor) -> Tensor:
-        """Return the output of the module at ``path`` in this pass.
+        """Return the output of a constant module in the current pass: computed now, or cut from the features.
 
         Args:
             path: Path of the module.
-            run: Computes the output.
-            like: Tensor with the number format and device of the output.
+            run: Function that computes the output.
+            like: Tensor with the dtype and device of the output.
         """
         if self._cut_outputs is not None:
             if path in self._cut_outputs:
                 return self._cut_outputs[path]
-            # The values of an output that is not needed are not used, but it must have the right shape.
+            # The values of an output that is not needed are not used, but the model may depend on its shape.
             shape = (self.rows, *self.shapes[path])
             if self.spoil:
                 return like.new_full(shape, torch.nan)
             return like.new_empty(shape)
         out = run()
         if self._recorded_outputs is not None and path in self.needed:
-            # A copy, since the model may change the output in place.
+            # A copy, since a model may change the output in place.
             self._recorded_outputs[path] = out.clone()
             if len(self._recorded_outputs) == len(self.needed):
-                raise _Enough
+                raise _FeaturesComplete
         return out
 
 
 class ConstantModule(WrappingSubstitute):
-    """Replaces a constant module."""
+    """Wraps a constant module, whose output it takes from the features in passes on them."""
 
     def __init__(self, original: nn.Module, path: str, trunk: FrozenTrunk) -> None:
         super().__init__(original)
@@ -144,11 +165,12 @@ class ConstantModule(WrappingSubstitute):
         self.trunk = trunk
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Return the output of the original, computed now or cut from the features of this pass."""
+        """Return the output of the wrapped module."""
         return self.trunk.output(self.path, lambda: self.original(x, *args, **kwargs), x)
 
 
 def _layout(value: Tensor) -> torch.memory_format:
+    """Return the memory format of a tensor: ``channels_last`` or ``contiguous_format``."""
     if value.dim() != 4 or value.is_contiguous():
         return torch.contiguous_format
     if value.is_contiguous(memory_format=torch.channels_last):
@@ -157,35 +179,35 @@ def _layout(value: Tensor) -> torch.memory_format:
 
 
 def find_trunk(model: nn.Module, image: Tensor, least_share: float = 0.0) -> FrozenTrunk | None:
-    """Find the constant modules of the single model, and which of them are needed.
+    """Find the constant modules of a model, and which of them are needed.
 
     Args:
-        model: The single model.
-        image: A prepared example (channels, height, width).
-        least_share: Share of a pass's floating-point operations that features must save.
+        model: The model of a single client.
+        image: A prepared image (channels, height, width), or the tokens of a text.
+        least_share: Share of a forward pass's floating-point operations that features must save.
 
     Returns:
-        The trunk; None if there are no constant modules, or passes with features fail, give other logits, or save less.
+        The trunk; None if no module is constant, or if passes on features fail, give other logits, or save less.
     """
-    # For a text, the same tokens in another order.
+    # Three different examples. Tokens cannot be scaled, so a text gets the same tokens in another order.
     third_image = 0.5 * image if image.is_floating_point() else image.roll(1)
     x_R = torch.stack([image, image.flip(-1), third_image])
     try:
         return _find(model, x_R, least_share)
-    except Exception as error:  # the code of a model between its modules can fail in any way
+    except Exception as error:  # a model's own code raises errors of any kind for unusual inputs
         failed = f"{type(error).__name__}: {error}"
         logging.getLogger(__name__).info("features of the model's frozen part cannot replace images: %s", failed)
         return None
 
 
 def _find(model: nn.Module, x_R: Tensor, least_share: float) -> FrozenTrunk | None:
-    """Find the trunk for three images (3, ...); None as of :func:`find_trunk`."""
+    """Find the trunk as :func:`find_trunk` does, given three different images (3, ...)."""
     image_shape = x_R.shape[1:]
     shapes = _constant(model, x_R)
     if not shapes:
         return None
 
-    # First with the outputs of all constant modules as features, to learn which of them are needed.
+    # The first trunk has the outputs of all constant modules as features, which shows which of them are needed.
     trunk = FrozenTrunk(shapes, needed=tuple(shapes), image=image_shape)
     trunk.spoil = True
     module = fold(model, random_only=True, wrap=trunk.wrap).model
@@ -201,17 +223,17 @@ def _find(model: nn.Module, x_R: Tensor, least_share: float) -> FrozenTrunk | No
     if not needed:
         return None
 
-    # Then with only the needed features, which are checked.
+    # The second trunk has only the needed features, and is tested.
     trunk = FrozenTrunk(shapes, needed, image_shape, share)
     if x_R.dim() == 2 and trunk.size == x_R.shape[1]:
-        # Features could not be distinguished from images by their shape.
+        # By their shape, these features could not be distinguished from texts.
         return None
     module = fold(model, random_only=True, wrap=trunk.wrap).model
     features = trunk.features(module, x_R)
     features_in_pair = trunk.features(module, x_R[:2])
     tolerance = 1e-3 * float(features.abs().max())
     if not torch.allclose(features_in_pair, features[:2], rtol=1e-3, atol=tolerance):
-        # An image's features depend on the other images.
+        # The features of an image depend on the other images of the batch.
         return None
     if not _features_replace_images(trunk, module, features, x_R):
         return None
@@ -219,10 +241,16 @@ def _find(model: nn.Module, x_R: Tensor, least_share: float) -> FrozenTrunk | No
 
 
 def _features_replace_images(trunk: FrozenTrunk, module: nn.Module, features: Tensor, x_R: Tensor) -> bool:
-    """Return whether features give the logits of their images in evaluation and training mode, without our dropout.
+    """Return whether features give the same logits as their images, in evaluation and in training mode.
 
-    Trained tensors are changed, since a branch may be zero at first. Other images pass in between, since modules may
-    have a memory.
+    Trained tensors are changed before, since a branch that is initially zero would hide a difference. Other images pass
+    in between, since modules may remember the last ones.
+
+    Args:
+        trunk: The trunk to test.
+        module: The model, folded with the trunk.
+        features: Features (3, F) of the images.
+        x_R: Images (3, ...).
     """
     tensors = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     for name, parameter in module.named_parameters():
@@ -234,7 +262,7 @@ def _features_replace_images(trunk: FrozenTrunk, module: nn.Module, features: Te
     def logits(rows_R: Tensor) -> Tensor:
         with torch.no_grad(), torch.random.fork_rng([x_R.device] if x_R.is_cuda else []):
             torch.manual_seed(0)
-            # Copies, since a pass may write to buffers.
+            # Copies, since a pass in training mode may write to buffers.
             copies = clone(tensors)
             for name, first_name in tied.items():
                 copies[name] = copies[first_name]
@@ -245,6 +273,7 @@ def _features_replace_images(trunk: FrozenTrunk, module: nn.Module, features: Te
     for set_mode in (nn.Module.eval, train_mode):
         set_mode(module)
         for part in module.modules():
+            # This dropout draws from the clients' streams, which there are none of here.
             if isinstance(part, StackedDropout):
                 part.training = False
         expected = logits(x_R)
@@ -256,13 +285,13 @@ def _features_replace_images(trunk: FrozenTrunk, module: nn.Module, features: Te
 
 
 class _Output(NamedTuple):
-    """Facts about a module's output in a pass.
+    """Summary of a module's output in a pass.
 
     Attributes:
-        shape: Its shape (R, ...).
-        fingerprint: A number (R,) that stands for the contents of each row.
-        norm: The norm (R,) of each row.
-        changing: Whether it depends on trained tensors or random numbers.
+        shape: Shape (R, ...) of the output.
+        fingerprint: A number (R,) for each row, which differs between rows with different contents.
+        norm: Norm (R,) of each row.
+        changing: Whether the output depends on trained tensors or random numbers.
     """
 
     shape: torch.Size
@@ -272,7 +301,15 @@ class _Output(NamedTuple):
 
 
 def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
-    """Find the outermost constant modules, in the order of their calls, with the shapes of one image's outputs."""
+    """Find the outermost constant modules of a model.
+
+    Args:
+        model: The model of a single client.
+        x_R: Three images (3, ...).
+
+    Returns:
+        Shape of each module's output for one image, by the module's path and in the order of the calls.
+    """
     modules = dict(model.named_modules())
     outputs_of_three = _outputs(model, x_R, training=False)
     # Fewer images, other values of the trained tensors, and training mode.
@@ -280,12 +317,13 @@ def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
     constant: dict[str, torch.Size] = {}
     for path, output in outputs_of_three.items():
         other_output = outputs_of_two.get(path)
+        # Wrapping an identity would save nothing.
         if output is None or other_output is None or isinstance(modules[path], nn.Identity):
             continue
         if _agree(output, other_output, len(x_R)):
             constant[path] = output.shape[1:]
 
-    # What is inside a constant module is not run where features take the place of its output.
+    # Modules inside a constant one do not run in passes on features, which replace the output of the outer one.
     inner: set[nn.Module] = set()
     for path in constant:
         inner.update(part for part in modules[path].modules() if part is not modules[path])
@@ -293,7 +331,13 @@ def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
 
 
 def _agree(output: _Output, output_of_two: _Output, rows: int) -> bool:
-    """Return whether a module's outputs for the first two rows are the same in both passes."""
+    """Return whether a module's outputs for the first two images are the same in both passes.
+
+    Args:
+        output: Output for all images.
+        output_of_two: Output for the first two of them.
+        rows: Number of all images.
+    """
     if output.changing or output_of_two.changing:
         return False
     # The first axis must be that of the images.
@@ -306,14 +350,14 @@ def _agree(output: _Output, output_of_two: _Output, rows: int) -> bool:
 
 
 class _OutputRecorder:
-    """Records facts about the outputs of a model's modules in a pass, by forward hooks.
+    """Records summaries of the outputs of a model's modules in a pass, by forward hooks.
 
     Args:
         device: Device of the pass.
         training: Whether the pass is in training mode.
 
     Attributes:
-        outputs: Facts by path; ``None`` for an output that cannot be a feature.
+        outputs: Summary of each module's output, by path; ``None`` for an output that cannot be a feature.
     """
 
     def __init__(self, device: torch.device, training: bool) -> None:
@@ -323,24 +367,28 @@ class _OutputRecorder:
         self._initial_rng_state = self._rng_state()
 
     def begin(self) -> None:
-        """Begin the pass: random numbers that are drawn from now on are noticed."""
+        """Begin a pass: random numbers that are drawn from now on are detected."""
         self._initial_rng_state = self._rng_state()
 
     def hook(self, path: str, module: nn.Module, inputs: object, out: object) -> object:
-        """Record the output of the module at ``path``, and return it: a forward hook if the path is bound."""
+        """Record the output of the module at ``path`` and return it.
+
+        With ``path`` bound, this is a forward hook of torch.
+        """
         if not isinstance(out, Tensor) or not out.is_floating_point() or out.dim() == 0 or path in self.outputs:
-            # There are no rows of numbers, or the module is called for the second time.
+            # The output has no rows of numbers, or this is the second call of the module.
             self.outputs[path] = None
             return out
         if draws(module):
-            # Dropout is treated like a trained module, whose output differs between the two passes.
+            # Dropout, which is turned off here, is treated like a trained module: its output must differ between the
+            # two passes, and so must the outputs that depend on it.
             if self._training:
                 out = 1 - out
             out = out.detach().requires_grad_()
-        # On the CPU, since the device may have no double precision.
+        # On the CPU, since mps has no double precision.
         exact = out.detach().cpu().double()
         rows = exact.flatten(1) if out.dim() > 1 else exact.unsqueeze(1)
-        # A sum with weights that are all different, so that a permutation of a row has another fingerprint.
+        # A sum with different weights, so that the fingerprint depends on the order of a row's elements.
         weights = torch.arange(rows.shape[1]).double().cos()
         fingerprints = rows @ weights
         has_drawn = not torch.equal(self._rng_state(), self._initial_rng_state)
@@ -349,16 +397,21 @@ class _OutputRecorder:
         return out
 
     def _rng_state(self) -> Tensor:
+        """Return the state of torch's global generator on the device."""
         if self._device.type == "cuda":
             return torch.cuda.get_rng_state(self._device)
         return torch.get_rng_state()
 
 
 def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output | None]:
-    """Return facts about all modules' outputs, by path; ``None`` for an output that cannot be a feature.
+    """Return summaries of the outputs of a model's modules, by path; ``None`` for an output that cannot be a feature.
 
-    In training mode the trained tensors have other values. The pass leaves the model and torch's global stream as they
-    were.
+    The pass leaves the model's tensors and torch's global generator as they were.
+
+    Args:
+        model: The model of a single client.
+        x_R: Images (R, ...).
+        training: Whether the model is in training mode; its trained tensors then have other values.
     """
     tensors = {key: value.detach().clone() for key, value in model.named_buffers()}
     for key, value in model.named_parameters():
@@ -392,12 +445,23 @@ def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output
 
 
 def _needed(trunk: FrozenTrunk, module: nn.Module, features: Tensor, expected: Tensor) -> tuple[str, ...]:
-    """Find the paths on whose outputs the logits depend; none if the features of all paths change the logits."""
+    """Find the modules on whose outputs the logits depend.
+
+    Args:
+        trunk: A trunk whose features are the outputs of all constant modules.
+        module: The model, folded with the trunk.
+        features: Features (R, F) of some images.
+        expected: Logits (R, K) of these images.
+
+    Returns:
+        Paths of the needed modules; empty if even the complete features give other logits.
+    """
     parts = trunk.parts(features)
 
     def gives_expected_logits_without(spoilt: set[str]) -> bool:
         values = []
         for path, part in parts.items():
+            # NaN in an output that is used would be found in the logits.
             if path in spoilt:
                 part = torch.full_like(part, torch.nan)
             values.append(part)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client-level differential privacy: each client's update is clipped and receives its share of the noise.
 
-Two federations are neighbours if one client's part in every round is taken out of the sums: neither a change nor, with
-adaptive clipping, a vote. The number of clients of a round, by which sums are divided, is the same in both. A client
-whose data are exchanged for others' counts as two such steps. Clients are drawn in fixed number, for which no
-amplification is claimed: the sample rate is 1.
+Two federations are neighbours if one of them lacks one client's contribution to the sums of all rounds: its change and,
+with adaptive clipping, its vote. The number of clients of a round, by which sums are divided, is the same in both.
+Replacing a client's data by other data is two such steps. A fixed number of clients is drawn in each round, for which
+no amplification is claimed: the sample rate is 1.
 """
 
 import math
@@ -39,8 +39,9 @@ class ClippedUpdates(NamedTuple):
     """Clipped changes of C clients.
 
     Attributes:
-        changes: The changes (C, ...) of the floating-point tensors, in their dtypes.
-        norms: Their norms (C,) before clipping in float64 (where the device has it), NaN where they are not finite.
+        changes: Clipped changes (C, ...) of the floating-point tensors, in their dtypes.
+        norms: Norm (C,) of each client's change before clipping; NaN if the change is not finite. In float64 where the
+            device supports it.
     """
 
     changes: State
@@ -48,18 +49,19 @@ class ClippedUpdates(NamedTuple):
 
 
 def clip_updates(updates: State, received: State, max_norm: float) -> ClippedUpdates:
-    """Return the change that each client sends, scaled down to the norm S where it is longer.
+    """Return the change of each client, scaled down to a maximum norm S.
 
-    δ ← δ · min(1, S / ‖δ‖) with the norm over all floating tensors together (McMahan et al., ICLR 2018, section 2.2,
-    flat clipping): parameters and running statistics. A client with anything that is not finite sends no change.
+    δ ← δ · min(1, S / ‖δ‖), with the norm over all floating-point tensors together, parameters and running statistics
+    (flat clipping: McMahan et al., ICLR 2018, section 2.2). If any element of a client's change is not finite, its
+    change is 0.
 
     Args:
-        updates: States (C, ...) that clients send.
+        updates: States (C, ...) that C clients send.
         received: States (C, ...) that they had received.
-        max_norm: The norm S.
+        max_norm: Maximum norm S.
 
     Raises:
-        ValueError: As :func:`.floating_names`.
+        ValueError: As :func:`.floating_names` does.
     """
     check_bound(max_norm)
     changes: State = {}
@@ -67,15 +69,18 @@ def clip_updates(updates: State, received: State, max_norm: float) -> ClippedUpd
     for key in floating_names(updates, received):
         change = updates[key].detach() - received[key].detach()
         changes[key] = change
+        # Not flatten(1), which rejects tensors without another axis than that of the clients.
         rows = change.reshape(len(change), math.prod(change.shape[1:]))
         tensor_norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=double_dtype(rows.device)))
     norms = torch.stack(tensor_norms).square().sum(0).sqrt()
-    is_finite = norms.isfinite()  # a NaN or infinity in a tensor is one in its norm
+    # A NaN or infinity in any tensor makes the norm NaN or infinite.
+    is_finite = norms.isfinite()
     norms = norms.where(is_finite, math.nan)
     factors = (max_norm / norms).clamp(max=1.0)
     clipped: State = {}
     for key, change in changes.items():
         scaled = per_client(factors.to(change), change) * change
+        # Not a factor of 0, since 0 · NaN is NaN.
         clipped[key] = scaled.where(per_client(is_finite, change), 0)
     return ClippedUpdates(clipped, norms)
 
@@ -87,17 +92,17 @@ def noisy_updates(
     std: float,
     generators: Sequence[torch.Generator] | None,
 ) -> State:
-    """Return received + clipped change + noise in each row; all states are stacks (C, ...).
+    """Return received + clipped change + noise for each of C clients.
 
     Args:
-        updates: States that clients send, for the names and their order.
-        received: States that they had received. Tensors that are not in ``clipped`` are returned as they are here.
-        clipped: Clipped changes.
-        std: Standard deviation of the noise in each row.
+        updates: States (C, ...) that clients send, for the names and their order.
+        received: States (C, ...) that they had received. Tensors without a clipped change are returned unchanged.
+        clipped: Clipped changes (C, ...).
+        std: Standard deviation of the noise of one client.
         generators: Generator of each row's noise; None for the cryptographic generator. See :func:`.noisy_mean`.
     """
     base = {key: received[key].detach() for key in clipped}
-    # Changes are added to what was received in double precision, together with the noise, and rounded once.
+    # noisy_mean adds changes and noise in double precision, and rounds once.
     clients = len(next(iter(clipped.values())))
     noisy = noisy_mean(base, std, [1.0] * clients, generators, added=clipped)
     unchanged = {key: received[key].detach().clone() for key in updates}
@@ -105,20 +110,25 @@ def noisy_updates(
 
 
 def split_noise(noise_multiplier: float, count_noise: float) -> float:
-    """Return the noise multiplier z_Δ of the clipped updates, given that the noisy count of short ones takes part of z.
+    """Return the noise multiplier of clipped updates that are released together with a noisy count of short ones.
 
-    z_Δ = (z⁻² − (2 σ_b)⁻²)^(−1/2) (Andrew et al., NeurIPS 2021, theorem 1), so that both together cost what z costs.
+    z_Δ = (z⁻² − (2 σ_b)⁻²)^(−1/2) (Andrew et al., NeurIPS 2021, theorem 1), so that both together cost as much privacy
+    as a single release with z.
 
     Args:
-        noise_multiplier: z of updates and count together.
+        noise_multiplier: z, the noise multiplier of updates and count together.
         count_noise: σ_b, the standard deviation of the noise in the count.
 
+    Returns:
+        z_Δ, the noise multiplier of the updates.
+
     Raises:
-        ValueError: If the count on its own costs as much as z allows.
+        ValueError: If the count by itself costs as much as z allows.
 
     >>> round(split_noise(0.6, 0.5), 9)
     0.75
     """
+    # Without noise, which is not private.
     if noise_multiplier == 0:
         return 0.0
     if not 2 * count_noise > noise_multiplier:
@@ -135,22 +145,23 @@ def split_noise(noise_multiplier: float, count_noise: float) -> float:
 def noisy_share(norms: Tensor, max_norm: float, count_noise: float, generator: torch.Generator | None) -> float:
     """Return the noisy share of clients whose update norm is at most S (Andrew et al. 2021, algorithm 1).
 
-    1/2 + (Σ (b_i − 1/2) + noise) / C with b_i = 1 for a short update and 0 for a long one; so a client changes the sum
-    by 1/2 at most. Noise may take the share below 0 or above 1.
+    It is 1/2 + (Σ v_i + noise) / C, where the vote v_i is 1/2 for a short update and −1/2 for a long one, so that a
+    client changes the sum by 1/2 at most. Because of the noise, the share can be below 0 or above 1.
 
     Args:
-        norms: Norms (C,) of the updates. A client that is not finite, whose norm is NaN, changes nothing.
-        max_norm: The norm S.
+        norms: Norm (C,) of each update. NaN marks an update that is not finite, whose vote is 0.
+        max_norm: Maximum norm S.
         count_noise: Standard deviation of the noise in the sum.
-        generator: A generator on the CPU; None for the cryptographic one.
+        generator: Generator of the noise, on the CPU; None for the cryptographic generator.
     """
-    votes = torch.where(norms.isnan(), 0.0, torch.where(norms <= max_norm, 0.5, -0.5))
+    votes = torch.where(norms <= max_norm, 0.5, -0.5)
+    votes = votes.where(~norms.isnan(), 0.0)
     noisy_votes = with_noise(votes.sum(dtype=torch.float64), count_noise, generator)
     return 0.5 + float(noisy_votes) / len(norms)
 
 
 def floor_variances(state: State) -> State:
-    """Set running variances that noise made negative to 0; this is post-processing and costs nothing."""
+    """Set running variances that noise made negative to 0. This is post-processing, which costs no privacy."""
     floored = dict(state)
     for key, value in state.items():
         if key.endswith("running_var"):
@@ -160,11 +171,11 @@ def floor_variances(state: State) -> State:
 
 @dataclass(frozen=True)
 class _NoiseSplit:
-    """The split of a round's noise between the updates and the count of short ones.
+    """Noise of a round, split between the updates and the count of short updates.
 
     Attributes:
         update_multiplier: z_Δ, the noise multiplier of the updates.
-        count_std: σ_b, the standard deviation of the noise in the count; 0 where there is no count.
+        count_std: σ_b, the standard deviation of the noise in the count; 0 without a count.
     """
 
     update_multiplier: float
@@ -184,8 +195,10 @@ class ContributionNoise:
     vote: float | None = None
 
     def of(self, name: str) -> float:
-        """Return the standard deviation for the tensor with this name."""
-        return self.vote if name == VOTE and self.vote is not None else self.change
+        """Return the standard deviation for a tensor of the contribution."""
+        if name == VOTE and self.vote is not None:
+            return self.vote
+        return self.change
 
 
 class ClientLevel(Budget):
@@ -193,20 +206,20 @@ class ClientLevel(Budget):
 
     Args:
         options: The section ``client_privacy``.
-        seed: Seed of the run, from which the noise follows in the test mode.
+        seed: Seed of the run, from which the noise is derived in the test mode.
         clients: Smallest number of clients in a round.
-        rounds: Rounds in which a client takes part, for which a target is calibrated.
+        rounds: Number of rounds in which a client takes part, for which the noise of a target ε is calibrated.
         planned: In how many of the planned rounds each client takes part.
-        sums: Options of secure sums, in which each client adds its part of the noise itself.
+        sums: Options of secure sums, in which each client adds its share of the noise itself; None without them.
 
     Attributes:
-        noise_multiplier: z of a round: of the updates and, with adaptive clipping, the count together.
-        norm: S of the next round.
-        hidden: Whether the server was given only noisy sums in all rounds so far.
+        noise_multiplier: z of a round, for the updates and, with adaptive clipping, the count together.
+        norm: Maximum norm S of the next round.
+        hidden: Whether the server saw nothing but noisy sums in all rounds so far.
 
     Raises:
-        ValueError: If there is a target and no number of rounds, if the count's noise is too little, or the sums' grid
-            is too coarse for the noise.
+        ValueError: If a target is set without a number of rounds, if the count has too little noise, or if the grid of
+            the sums is too coarse for the noise.
     """
 
     section = "client_privacy"
@@ -231,37 +244,41 @@ class ClientLevel(Budget):
         if options.target_epsilon is not None:
             self.check_planned(rounds > 0)
             self.noise_multiplier = calibrate(options.target_epsilon, options.delta, 1.0, rounds, options.accountant)
-        self._noise_split()  # rejects too little noise of the count
+        # Only for their errors: the first rejects too little noise of the count, the second a grid that is too coarse.
+        self._noise_split()
         if sums is not None:
-            self.contribution_noise(max(clients, sums.min_sites))  # rejects a grid that is too coarse
+            self.contribution_noise(max(clients, sums.min_sites))
 
     def _noise_split(self) -> _NoiseSplit:
-        """Divide z between the updates and the count."""
+        """Split z between the updates and the count of short updates."""
         if self.options.clipping == "fixed":
             return _NoiseSplit(self.noise_multiplier, 0.0)
         return _NoiseSplit(split_noise(self.noise_multiplier, self._count_std), self._count_std)
 
     def costs(self, client: int, tuning: bool = False) -> list[Cost]:
-        """Return the single step of a round; fine-tuning sends nothing."""
+        """Return the cost of a round, a single step, for one client."""
+        # Fine-tuning sends nothing.
         if tuning:
             return []
         return [Cost(client, self.noise_multiplier, sample_rate=1.0, steps=1, sent=True)]
 
     def privatized(self, updates: Updates, received: State, round: int, clients: Sequence[int]) -> State:
-        """Make the updates of a round private, and move S. The round must have been counted; all ranks must call this.
+        """Make the updates of a round private, and update S. A collective: all ranks must call this.
 
-        received + clipped change + the client's share of the noise, whose standard deviation is z · S / √C. The sum
-        over the C ``clients`` then has noise z · S, so that z is the noise multiplier of any function of the uniform
-        mean. A single row has less noise than that. Integer tensors are those received.
+        A private update is received + clipped change + the client's share of the noise, whose standard deviation is
+        z · S / √C. The sum over all C clients then has noise z · S, so that z is the noise multiplier of any function
+        of their uniform mean. A single update has less noise than that. Integer tensors are returned as received.
+
+        The cost of the round must have been recorded before.
 
         Args:
             updates: Updates of the clients. They may be NaN or infinite, which depends on the data.
             received: States (c, ...) that the clients on this rank had received.
             round: Number of the round.
-            clients: All clients of the round.
+            clients: All C clients of the round, on all ranks.
 
         Returns:
-            Private states (c, ...), in the names, order and dtypes of ``updates``.
+            Private states (c, ...) of the clients on this rank, with the names, order and dtypes of ``updates``.
         """
         generators = None
         if not self.options.secure_rng:
@@ -270,7 +287,7 @@ class ClientLevel(Budget):
         clipped = clip_updates(updates.local_rows, received, self.norm)
         norms = torch.zeros(len(clients), dtype=torch.float64)
         norms[updates.places] = clipped.norms.cpu()
-        # A collective: every rank has the norms of all clients after it.
+        # A collective: each rank filled in the norms of its clients, and the sum has those of all.
         updates.ranks.sum_([norms])
         std = self.norm * split.update_multiplier / math.sqrt(len(clients))
         result = noisy_updates(updates.local_rows, received, clipped.changes, std, generators)
@@ -280,18 +297,22 @@ class ClientLevel(Budget):
                 source = generator(self._seed, "client privacy/count", round)
             count_std = split.count_std if self.noise_multiplier else 0.0
             share = noisy_share(norms, self.norm, count_std, source)
-            # A cryptographic generator draws something else on each rank: all take that of the first.
+            # The cryptographic generator draws different noise on each rank, so all use the share of rank 0.
             share = updates.ranks.gather(share)[0]
             self._move_norm(share, len(clients))
         return result
 
     def contribution_noise(self, clients: int) -> ContributionNoise:
-        """Return the noise that each of n ``clients`` adds to a secure sum: that of the full sum, divided by √t.
+        """Return the noise that each of n clients adds to a secure sum: the noise of the sum divided by √t.
 
-        At least t of the clients are in the sum (:meth:`.SecureSums.least`).
+        At least t of the clients are in the sum (:meth:`.SecureSums.least`), so its noise is sufficient even if the
+        others drop out.
+
+        Args:
+            clients: Number n of clients.
 
         Raises:
-            ValueError: If the sum's grid is too coarse for the noise, or too small.
+            ValueError: If the grid of the sum is too coarse for the noise, or too small.
         """
         assert self.sums is not None
         split = self._noise_split()
@@ -305,19 +326,20 @@ class ClientLevel(Budget):
         return ContributionNoise(change_std, vote_std)
 
     def contribution(self, update: State, received: State, clients: int, round: int, client: int) -> State:
-        """Return a client's contribution to a secure sum over n ``clients``: its noisy clipped change, in integers.
+        """Return a client's contribution to a secure sum: its noisy clipped change in integers.
 
-        With adaptive clipping its vote is added. A client that is not finite adds only noise.
+        With adaptive clipping its vote is included (see :func:`noisy_share`). A client whose change is not finite
+        contributes noise only.
 
         Args:
             update: State that the client sends, without a client axis.
-            received: State that it had received.
+            received: State that it had received, without a client axis.
             clients: Number of clients in the sum.
             round: Number of the round.
             client: Number of the client.
 
         Raises:
-            ValueError: As :meth:`contribution_noise`.
+            ValueError: As :meth:`contribution_noise` does.
         """
         assert self.sums is not None
         noise = self.contribution_noise(clients)
@@ -329,9 +351,10 @@ class ClientLevel(Budget):
                 vote = 0.5 if norm <= self.norm else -0.5
             integers[VOTE] = self.sums.to_integers(torch.tensor(vote), clients)
         source = self._noise_source(round, client)
-        # Noise is drawn in the order of names, which a simulation and the sites share.
+        # Noise is drawn in the order of names, so that it is the same in a simulation and at the sites.
         for name in sorted(integers):
-            deviation = math.ldexp(noise.of(name), self.sums.fraction_bits)  # in multiples of the grid
+            # In units of the grid, which are 2**-fraction_bits.
+            deviation = math.ldexp(noise.of(name), self.sums.fraction_bits)
             integers[name] = integers[name] + integer_noise(integers[name].shape, deviation, source)
         return integers
 
@@ -342,9 +365,18 @@ class ClientLevel(Budget):
         return generator(self._seed, "client privacy", round, client)
 
     def mean_change(self, updates: Updates, received: State, round: int, clients: Sequence[int]) -> State:
-        """Return the mean change from a secure sum over a round's ``clients``, computed as sites compute it.
+        """Return the mean change from a secure sum over a round's clients, computed as in a deployment.
 
-        The arguments are as those of :meth:`privatized`; all ranks call it.
+        A collective: all ranks must call this.
+
+        Args:
+            updates: Updates of the clients.
+            received: States (c, ...) that the clients on this rank had received.
+            round: Number of the round.
+            clients: All clients of the round, on all ranks.
+
+        Returns:
+            The mean change without a client axis and, with adaptive clipping, the mean vote.
         """
         assert self.sums is not None
         totals: State = {}
@@ -355,20 +387,20 @@ class ClientLevel(Budget):
             for name, value in contribution.items():
                 totals[name] = totals[name] + value if name in totals else value
         if not updates.places:
-            # A rank without clients takes part in the collective with zeros.
+            # A rank without clients contributes zeros to the collective below.
             sent = {key: value.new_zeros(value.shape[1:]) for key, value in updates.local_rows.items()}
             example = example_contribution(sent, self.options.clipping == "adaptive")
             totals = {name: value.long() for name, value in example.items()}
-        # Ranks must sum tensors in the same order.
+        # All ranks must pass the tensors in the same order.
         updates.ranks.sum_([totals[name] for name in sorted(totals)])
         return {name: self.sums.real(total) / len(clients) for name, total in totals.items()}
 
     def apply_mean_change(self, base: State, change: Mapping[str, Tensor], clients: int) -> State:
-        """Return the state after a round of secure sums, and move S.
+        """Return the state after a round of secure sums, and update S.
 
         Args:
             base: State that clients received, without a client axis. Tensors without a change are kept.
-            change: Mean change that a secure sum gave, with the mean vote if clipping is adaptive.
+            change: Result of :meth:`mean_change`.
             clients: Number of clients of the round.
         """
         if VOTE in change:
@@ -376,6 +408,7 @@ class ClientLevel(Budget):
         moved: State = {}
         for key, value in base.items():
             if key in change:
+                # Added in double precision, so that it is rounded once.
                 exact = double(value) + change[key].to(value.device, double_dtype(value.device))
                 moved[key] = exact.to(value.dtype)
             else:
@@ -383,9 +416,11 @@ class ClientLevel(Budget):
         return moved
 
     def _move_norm(self, share: float, clients: int) -> None:
-        """Update S geometrically, from the noisy ``share`` of short updates (Andrew et al. 2021, section 2.2).
+        """Update S geometrically: S ← S · exp(−η (share − γ)) (Andrew et al. 2021, section 2.2).
 
-        S stays where a secure sum over n ``clients`` would have no room for the new one.
+        Args:
+            share: Noisy share of short updates.
+            clients: Number of clients in a secure sum. If its grid has no room for the new S, S stays as it is.
         """
         previous_norm = self.norm
         self.norm *= math.exp(-self.options.clip_lr * (share - self.options.quantile))
@@ -396,12 +431,12 @@ class ClientLevel(Budget):
                 self.norm = previous_norm
 
     def metrics(self) -> dict[str, float]:
-        """Return S for the next round, and the largest ε of any client so far."""
+        """Return the metrics of a round: S of the next round, and the largest ε of any client so far."""
         epsilon = self.ledgers.server.summary(self.options.delta, self.options.accountant)
         return {"privacy/client_norm": self.norm, "privacy/client_epsilon_max": epsilon["max"]}
 
     def record(self, num_clients: int) -> dict[str, Any]:
-        """Return the options, the smallest noise of any round, and each client's ε, in plain types."""
+        """Return the options, the smallest noise multiplier of any round, and each client's ε, in plain types."""
         past_noise = [sigma for _, sigma, *_ in self.ledgers.server.state_dict()["rows"]]
         record: dict[str, Any] = {
             "options": asdict(self.options),
@@ -413,7 +448,7 @@ class ClientLevel(Budget):
         return record
 
     def state_dict(self) -> dict[str, Any]:
-        """Return S, z, the ledgers, and whether everything was hidden in sums, in plain types."""
+        """Return S, z, the ledgers and :attr:`hidden`, in plain types."""
         return super().state_dict() | {
             "norm": self.norm,
             "noise_multiplier": self.noise_multiplier,
@@ -421,10 +456,10 @@ class ClientLevel(Budget):
         }
 
     def load_state_dict(self, state: dict[str, Any], rounds_done: int = 0, tuned: bool = False) -> None:
-        """Resume like :meth:`.Budget.load_state_dict`; a calibrated z keeps its value.
+        """Restore a state like :meth:`.Budget.load_state_dict`.
 
         Raises:
-            ValueError: Also if :meth:`state_dict` did not return this.
+            ValueError: As there, and if :meth:`state_dict` did not return this state.
         """
         names = sorted(self.state_dict())
         if sorted(state) != names:
@@ -433,9 +468,10 @@ class ClientLevel(Budget):
                 "load what its state_dict() returned"
             )
         check_bound(state["norm"])
+        # A resumed run may have more rounds, for which a new calibration would give another z.
         if self.options.target_epsilon is not None:
             self.noise_multiplier = state["noise_multiplier"]
         super().load_state_dict(state, rounds_done, tuned)
         self.norm = float(state["norm"])
-        # Once the server saw more than sums, no later round can hide that.
+        # If the server once saw more than sums, later rounds cannot undo that.
         self.hidden = bool(state["hidden"]) and self.sums is not None

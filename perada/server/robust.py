@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Robust server rules that compare the clients' complete updates."""
+"""Robust server rules, which compare the complete updates of clients with one another or with trusted images."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -21,12 +21,14 @@ _TOLERANCE = 1e-12
 class Krum(ServerRule):
     """Average the updates that have close neighbours (multi-Krum; Blanchard et al., NeurIPS 2017).
 
-    Of C clients, f are suspected. A client's score is the sum of the squared distances to its C − f − 2 closest others;
-    those with the lowest scores are averaged. The distances are those of all floating-point tensors together.
+    Of C clients, f are assumed to be hostile. A client's score is the sum of the squared distances to its C − f − 2
+    closest neighbours, and the updates with the lowest scores are averaged. Distances are over all floating-point
+    tensors together.
 
     Args:
-        suspected: Share of the clients that may be hostile: f is ``floor(suspected * C)``, and C at least 2 f + 3.
-        keep: How many are averaged. Default: C − f. With 1 it is Krum.
+        suspected: Share of the clients that may be hostile: f is ``floor(suspected * C)``, and C must be at least
+            2 f + 3.
+        keep: Number of updates that are averaged. Default: C − f. With 1 it is Krum.
     """
 
     weighted = False
@@ -41,6 +43,7 @@ class Krum(ServerRule):
         """Raise an OptionError if a round has too few clients to suspect any, or fewer than 2 f + 3."""
         share = self.suspected
         suspects = floor_share(share, clients)
+        # The smallest sufficient number of clients, which the message suggests.
         enough = clients
         while not 1 <= floor_share(share, enough) <= (enough - 3) / 2:
             enough += 1
@@ -55,6 +58,7 @@ class Krum(ServerRule):
 
     def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
+        # An update that is not finite is infinitely far from all others.
         distances = squared_distances(inner_products(aggregation)).nan_to_num(torch.inf)
         clients = len(distances)
         suspects = floor_share(self.suspected, clients)
@@ -63,24 +67,24 @@ class Krum(ServerRule):
         num_neighbours = max(1, clients - suspects - 2)
         closest = distances.sort(1).values[:, :num_neighbours]
         scores = closest.sum(1)
-        num_kept = clients - suspects
+        num_averaged = clients - suspects
         if self.keep is not None:
-            num_kept = min(self.keep, clients)
-        # A stable sort lets the first of several clients with equal scores win on every device.
-        best = scores.argsort(stable=True)[:num_kept]
+            num_averaged = min(self.keep, clients)
+        # A stable sort, so that the order of clients with equal scores is the same on every device.
+        best = scores.argsort(stable=True)[:num_averaged]
         # In the order of the clients, so that the last bits of the mean do not depend on their scores.
-        kept = best.sort().values
-        return mean(_rows(aggregation, kept), client_weights("uniform", [1] * num_kept))
+        averaged = best.sort().values
+        return mean(_rows(aggregation, averaged), client_weights("uniform", [1] * num_averaged))
 
 
 class GeometricMedian(ServerRule):
-    """Find the state whose weighted sum of distances to the clients' is smallest (RFA; Pillutla et al., IEEE TSP 2022).
+    """Find the state with the smallest weighted sum of distances to the updates (RFA; Pillutla et al., IEEE TSP 2022).
 
-    It withstands hostile clients of less than half of the weight. The distances are those of all floating-point tensors
-    together. The state is found by Weiszfeld's steps, smoothed as in the paper.
+    It is robust as long as hostile clients have less than half of the weight. Distances are over all floating-point
+    tensors together. The minimum is found by Weiszfeld's iteration, smoothed as in the paper.
 
     Args:
-        smoothing: Lower limit of distances, as a share of the median distance.
+        smoothing: Smallest distance that is divided by, as a share of the median distance.
     """
 
     def __init__(self, smoothing: float = 1e-6) -> None:
@@ -91,6 +95,7 @@ class GeometricMedian(ServerRule):
         """Aggregate."""
         products = inner_products(aggregation)
         finite = products.diagonal().isfinite()
+        # Without a finite update there is nothing to choose; the mean is then not finite either.
         if not finite.any():
             return mean(aggregation.updates, aggregation.weights)
         clients = finite.nonzero().flatten()
@@ -100,13 +105,17 @@ class GeometricMedian(ServerRule):
         return mean(_rows(aggregation, clients), shares.cpu())
 
     def _shares(self, products: Tensor, weights: Tensor) -> Tensor:
-        """Compute the shares (C,) of the updates in their geometric median, which is a mean of them.
+        """Compute the geometric median as a weighted mean of the updates.
 
         Args:
-            products: Inner products (C, C) of the clients' changes x_c.
-            weights: The clients' weights w_c.
+            products: Inner products (C, C) of the clients' changes x_c, which are finite.
+            weights: Weight w_c (C,) of each client.
+
+        Returns:
+            Share (C,) of each update in the mean; they sum to one.
         """
-        # The most central update is the start: far updates would make the mean inexact.
+        # The start is the most central update. From the mean, which distant updates can move anywhere, small distances
+        # would be differences of large numbers.
         pairwise = squared_distances(products).clamp(min=0).sqrt()
         start = (pairwise @ weights).argmin()
         shares = torch.eye(len(weights), dtype=weights.dtype)[start]
@@ -117,12 +126,12 @@ class GeometricMedian(ServerRule):
             # Weiszfeld's step: new shares in proportion to w_c / ‖x_c − z‖.
             limit = self.smoothing * distances.median()
             if limit > 0:
-                pull = weights / distances.clamp(min=limit)
+                attraction = weights / distances.clamp(min=limit)
             else:
-                # Most of the updates are this very state.
-                pull = weights * (distances <= 0)
+                # At least half of the updates are equal to z, which is the median then.
+                attraction = weights * (distances <= 0)
             previous_shares = shares
-            shares = pull / pull.sum()
+            shares = attraction / attraction.sum()
             largest_change = (shares - previous_shares).abs().max()
             if largest_change <= _TOLERANCE:
                 break
@@ -132,11 +141,11 @@ class GeometricMedian(ServerRule):
 class NormClipping(ComposedRule):
     """Clip each client's change to a norm, and aggregate the clipped updates (Sun et al., 2019).
 
-    The norm is that of all parameters together. Running statistics are clipped separately, to the median of their
-    norms: honest ones may change far more than any parameter.
+    The norm is over all parameters together. Running statistics are clipped separately, to the median of their norms:
+    those of honest clients may change far more than any parameter.
 
     Args:
-        max_norm: Largest norm of a change of parameters. Default: the median of the round's norms.
+        max_norm: Maximum norm of a client's change of the parameters. Default: the median of the round's norms.
         aggregate: Rule for the clipped updates. Default: the mean.
     """
 
@@ -162,19 +171,19 @@ class NormClipping(ComposedRule):
 
 
 def _clipped(aggregation: Aggregation, names: Collection[str], max_norm: float | None = None) -> State:
-    """Clip the clients' changes of some tensors, whose norm is that of all together. A collective.
+    """Clip the clients' changes of some tensors, with the norm over these tensors together. A collective.
 
     Args:
         aggregation: The updates and the state before the round.
         names: Names of the tensors.
-        max_norm: Largest norm; None for the median of the clients' norms.
+        max_norm: Maximum norm; None for the median of the clients' norms.
 
     Returns:
-        The tensors (C, ...) of these names.
+        The updates (C, ...) of these tensors, clipped.
     """
     norms = inner_products(aggregation, names).diagonal().clamp(min=0).sqrt()
     limit = norms.nanmedian() if max_norm is None else max_norm
-    # 0 / 0 is that of a client that changed nothing, where the limit is 0, too.
+    # 0 / 0 is NaN: a client that changed nothing, where the limit is 0 too.
     scale = (limit / norms).clamp(max=1).nan_to_num(1.0)
     # A client whose change is not finite keeps the state before the round.
     scale = scale.where(norms.isfinite(), 0)
@@ -186,18 +195,20 @@ def _clipped(aggregation: Aggregation, names: Collection[str], max_norm: float |
 
 
 class FLTrust(ServerRule):
-    """Average with weights given by how far a client's predictions move in the direction that the server trusts.
+    """Weight each update by how well its change of predictions agrees with labels that the server trusts.
 
-    After Cao et al. (NDSS 2021), whose server trains on a few images with labels, and gives a client the cosine of its
-    change and the server's, if it is above 0. Here the change is that of the predictions, so that nothing is trained:
-    with p_c the probabilities of client c's model on N images of the server, p those of the global model before the
-    round, and q the labels as 0 and 1, client c has the weight max(0, cos(p_c − p, q − p)). Its change is shortened by
-    :class:`NormClipping` to the median of the round's norms. If no client has a weight, the state stays as it was.
+    After Cao et al. (NDSS 2021), whose server trains on a few labelled images and weights a client by the cosine of its
+    change and the server's, or 0 if that is negative. Here predictions are compared instead, so that the server trains
+    nothing. Let p_c be the probabilities that client c's model gives for N images of the server, p those of the global
+    model before the round, and q the labels, one-hot. Client c has the weight max(0, cos(p_c − p, q − p)), and its
+    change is clipped by :class:`NormClipping` to the median of the round's norms. If all weights are 0, the state stays
+    as it was.
 
     Args:
-        labels: Whether the images are those of ``server_validation``. Any number of clients may then be hostile. If
-            not, they are public ones, and q is the median of the p_c: it takes fewer hostile clients to mislead it.
-        images: N, at most.
+        labels: Use the labelled images of ``server_validation``, with which any number of clients may be hostile.
+            Otherwise q is the median of the p_c on public images, which a smaller number of hostile clients can
+            mislead.
+        images: Maximum number N of images.
     """
 
     weighted = False
@@ -216,42 +227,42 @@ class FLTrust(ServerRule):
         if total_trust <= 0:
             unchanged = {}
             for name, value in aggregation.updates.gathered_all().items():
-                # What is not in the state before the round is taken from the first client.
+                # Tensors that the state before the round does not have are those of the first client.
                 unchanged[name] = aggregation.previous.get(name, value[0]).clone()
             return unchanged
         return NormClipping()(replace(aggregation, weights=trust / total_trust))
 
     def trust(self, aggregation: Aggregation) -> Tensor:
-        """Compute the clients' weights (C,) from 0 to 1, before they are divided by their sum."""
+        """Return each client's weight (C,), from 0 to 1 and not yet divided by their sum."""
         if aggregation.predict is None:
             raise ValueError("FLTrust requires predictions on images, but Aggregation.predict is None; set it")
         # The state before the round as a stack of one client.
         previous = expand(aggregation.previous, 1)
-        # Probabilities p (1, N, K) of the state before the round; the labels are those of the next call.
+        # Probabilities p (1, N, K) of the state before the round. The labels are taken from the next call.
         before = aggregation.predict(previous, self.images, self.labels)[0]
         # Probabilities p_c (C, N, K) of the clients' models, and labels q (N, K).
         after, targets = aggregation.predict(aggregation.updates, self.images, self.labels)
-        moved = (double(after) - double(before)).flatten(1).cpu()  # p_c − p, (C, N·K)
+        moved = (double(after) - double(before)).flatten(1).cpu()  # p_c − p: (C, N·K)
         finite = moved.isfinite().all(1)
         if not finite.any():
             return torch.zeros(len(moved), dtype=torch.float64)
         if targets is None:
             direction = moved[finite].quantile(0.5, dim=0)
         else:
-            direction = (double(targets) - double(before[0])).flatten().cpu()  # q − p
+            direction = (double(targets) - double(before[0])).flatten().cpu()  # q − p: (N·K,)
         cosines = F.cosine_similarity(moved, direction.unsqueeze(0))
         return cosines.clamp(min=0).where(finite, 0)
 
 
 def inner_products(aggregation: Aggregation, names: Collection[str] | None = None) -> Tensor:
-    """Compute the inner products (C, C) of the clients' changes, of all floating-point tensors together.
+    """Compute the inner products of the clients' changes, over all floating-point tensors together. A collective.
 
     Args:
-        aggregation: The updates and the state before the round.
-        names: Names that count; all by default.
+        aggregation: The updates of C clients and the state before the round.
+        names: Names of the tensors to include; None for all.
 
     Returns:
-        The products in double precision, on the CPU.
+        The products (C, C), in double precision on the CPU.
     """
     clients = len(aggregation.weights)
     products = torch.zeros(clients, clients, dtype=torch.float64)
@@ -260,7 +271,7 @@ def inner_products(aggregation: Aggregation, names: Collection[str] | None = Non
             continue
         if names is not None and name not in names:
             continue
-        # Relative to the state before the round: products of rows far from zero would lose their differences.
+        # The products of changes rather than of states: those are nearly equal, and their differences would be lost.
         previous = double(aggregation.previous[name]).to(value.device)
         change = (double(value) - previous).flatten(1)
         # Autocast would multiply in half precision.
@@ -270,13 +281,13 @@ def inner_products(aggregation: Aggregation, names: Collection[str] | None = Non
 
 
 def squared_distances(products: Tensor) -> Tensor:
-    """Compute the squared distances (C, C) of vectors from their inner products (C, C)."""
+    """Compute the squared distances (C, C) between vectors from their inner products (C, C)."""
     squares = products.diagonal()
     return squares.unsqueeze(1) + squares - 2 * products
 
 
 def _rows(aggregation: Aggregation, clients: Tensor) -> State:
-    """Select the updates of some clients. A collective."""
+    """Return the updates of some clients, given their indices. A collective."""
     selected = {}
     for name, value in aggregation.updates.gathered_all().items():
         selected[name] = value[clients.to(value.device)]
@@ -284,7 +295,16 @@ def _rows(aggregation: Aggregation, clients: Tensor) -> State:
 
 
 def _scale_change(value: Tensor, previous: Tensor, scale: Tensor) -> Tensor:
-    """Multiply the clients' changes of a tensor (C, ...) by factors (C,)."""
+    """Multiply the clients' changes of a tensor by factors.
+
+    Args:
+        value: Updates (C, ...) of the tensor.
+        previous: The tensor before the round, without a client axis.
+        scale: Factor (C,) of each client.
+
+    Returns:
+        previous + factor · change, (C, ...) in the dtype of ``value``.
+    """
     start = double(previous).to(value.device)
     factors = per_client(scale.to(start), value)
     # A change that is not finite has the factor 0, but 0 · NaN is NaN.
