@@ -148,6 +148,7 @@ class SelectiveModel(BaseTuner):
         self._refuse("be deleted")
 
     def _refuse(self, action: str) -> NoReturn:
+        """Raise a ValueError for an action that a network trained in place does not support."""
         raise ValueError(
             f"PERADA_SELECTIVE trains the network's own parameters in place and cannot {action}; build a new backbone"
         )

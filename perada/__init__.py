@@ -68,6 +68,7 @@ def __getattr__(name: str) -> object:
 
 
 def _import_public_name(name: str) -> object:
+    """Import the module that defines a public name, and return the object with that name."""
     with collection_paused():
         for module_name in _PUBLIC_MODULES:
             module = importlib.import_module(f"perada.{module_name}")

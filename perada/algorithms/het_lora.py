@@ -100,6 +100,7 @@ class HetLoRA(AlgorithmWrapper):
         return rank
 
     def _chosen_rank(self, number: int, name: str, size: int | None, most: int) -> int:
+        """Return the rank that the options assign to a client, which may exceed ``most``."""
         if isinstance(self.ranks, Mapping):
             rank_of = {str(key): rank for key, rank in self.ranks.items()}
             rank = rank_of.get(name, rank_of.get(str(number)))

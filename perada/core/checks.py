@@ -69,6 +69,7 @@ def invalid_option(name: str, value: object, requirement: str, hint: str = "") -
 
 
 def _message(name: str, value: object, remedy: str, hint: str) -> str:
+    """Return the text of an error, with a long value abbreviated."""
     value_text = repr(value)
     if len(value_text) > 80:
         value_text = f"{value_text[:60]}…"

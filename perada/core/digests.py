@@ -132,6 +132,7 @@ def check_sums(folder: Path, needed: Collection[str], free: Collection[str] = ()
 
 
 def _digest(content: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a content that can be written as JSON."""
     # Once through JSON, as it will be read: tuples become lists, and numbers that are keys become strings.
     plain = json.loads(json.dumps(content))
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))

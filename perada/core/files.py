@@ -195,6 +195,7 @@ def check_links(folder: Path, pattern: re.Pattern[str]) -> None:
 
 
 def _check_link(path: Path, allowed: Iterable[Path]) -> None:
+    """Raise a ValueError if a path is a link to a file outside the ``allowed`` folders."""
     if not path.is_symlink():
         return
     target = path.resolve()
@@ -248,6 +249,7 @@ class Scratch:
 
 
 def _remove(path: Path, handle: int | None) -> None:
+    """Delete a folder, then close the handle that locks it."""
     shutil.rmtree(path, ignore_errors=True)
     if handle is not None:
         os.close(handle)
@@ -316,6 +318,7 @@ def _try_lock(handle: int, wait: bool = False) -> bool:
 
 
 def _sync(paths: Iterable[Path]) -> None:
+    """Make sure that files and folders are on disk and survive a power failure."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:

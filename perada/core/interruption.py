@@ -99,6 +99,7 @@ def raise_if_interrupted() -> None:
 
 
 def _on_interrupt(signum: int, frame: FrameType | None) -> None:
+    """Handle SIGINT (Ctrl-C): note it and raise KeyboardInterrupt."""
     # A forked process has the handler, too, but does not watch.
     if os.getpid() == _watch.process:
         _watch.received = signal.SIGINT
@@ -106,6 +107,7 @@ def _on_interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _on_terminate(signum: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM: note it and raise Terminated."""
     if os.getpid() != _watch.process:
         # A forked process ends as it would without a handler.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -167,6 +169,7 @@ def begin_worker(worker: int = 0) -> None:
 
 
 def _end_worker() -> None:
+    """Wait for SIGTERM and end this process, with a delay unless its parent sent the signal. Runs in a thread."""
     sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
     if sender != os.getppid():
         # The loader's own request ends the wait.

@@ -71,6 +71,7 @@ def parse_yaml(content: bytes | str, source: str, example: str = "rounds: 3") ->
 
 
 def _decoded(content: bytes, source: str) -> str:
+    """Decode a YAML file as UTF-8; raise a YamlFileError with the line of the first invalid byte."""
     if content.startswith(UTF16_MARKS):
         raise YamlFileError(f"{source}, line 1: the text is encoded as UTF-16; save it as UTF-8")
     if b"\x00" in content:

@@ -78,6 +78,7 @@ def part_fingerprint(store: Store) -> dict[str, list[str] | None]:
 
 
 def _fingerprint_of_tensors(store: TensorStore) -> dict[str, list[str] | None]:
+    """Return the hashes of each client's labels and of a sample of its images, for images in tensors."""
     image_bytes = store.images[:1].numel() * store.images.element_size()
     limit = BYTES_LIMIT // max(1, image_bytes)
     image_hashes = []
@@ -103,6 +104,7 @@ class _ClientHashes:
 
 
 def _fingerprint_of_items(store: MapStore) -> dict[str, list[str] | None]:
+    """Return the hashes of each client's labels and of a sample of its images, for images that are read one by one."""
     total = max(1, sum(store.sizes))
     clients_to_read = set(_evenly_spaced(len(store.sizes), CLIENTS_LIMIT).tolist())
     image_hashes = []
@@ -202,18 +204,21 @@ def _new_hash() -> "hashlib.blake2b":
 
 
 def _update(target: "hashlib.blake2b", values: Tensor) -> None:
+    """Add the shape, dtype and contents of a tensor to a hash."""
     target.update(f"{tuple(values.shape[1:])} {values.dtype} ".encode())
     content = values.detach().cpu().contiguous().reshape(-1)
     target.update(content.view(torch.uint8).numpy().tobytes())
 
 
 def _hash_of(values: Tensor) -> str:
+    """Return the hash of a tensor."""
     result = _new_hash()
     _update(result, values.unsqueeze(0))
     return result.hexdigest()
 
 
 def _hash_of_words(words: Iterable[str]) -> str:
+    """Return the hash of a sequence of words."""
     result = _new_hash()
     for word in words:
         result.update(f"{word}\n".encode())
@@ -255,6 +260,7 @@ def _first_change(before: Sequence[object], now: Sequence[object]) -> str:
 
 
 def _names(names: object) -> str:
+    """Return a list of names for a message, abbreviated if it is long."""
     if not isinstance(names, list):
         return "without names"
     return abbreviated(list(map(str, names)))

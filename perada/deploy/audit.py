@@ -271,6 +271,7 @@ class AuditLog:
             _write_head(self._folder, self.tip)
 
     def _append(self, content: Entry, prefix: bytes = b"") -> None:
+        """Write an entry to the log and to disk, after the bytes of ``prefix``."""
         line = _sealed_line(self.tip, content)
         data = prefix + canonical(line) + b"\n"
         tip = Tip(self.tip.lines + 1, line[KEY])
@@ -311,6 +312,7 @@ def read_log(folder: Path) -> LogContent:
 
 
 def _parse(content: bytes, head: Tip | None) -> LogContent:
+    """Read the content of a log, and find its first invalid line."""
     entries: list[Entry] = []
     torn_lines: list[bytes] = []
     problem = ""
@@ -318,7 +320,7 @@ def _parse(content: bytes, head: Tip | None) -> LogContent:
     *lines, last_line = content.split(b"\n")
     for number, line in enumerate(lines, 1):
         entry, problem_of_line = _read_entry(line, tip)
-        # An entry behind torn lines must describe them; the entry of an undamaged log describes none.
+        # An entry after torn lines must describe them; the entry of an undamaged log describes none.
         torn = _describe_torn(b"\n".join(torn_lines)) if torn_lines else None
         if entry is not None and entry.get("torn") == torn:
             entries.append(entry)
@@ -353,7 +355,7 @@ def _read_entry(line: bytes, before: Tip) -> tuple[Entry | None, str]:
 def check_chain(log: LogContent) -> None:
     """Raise if a line of a log was changed, removed, moved or cut off.
 
-    Accepted is what a killed process leaves: a line behind the head, or an incomplete one. Neither was answered.
+    A killed process may leave a line after the head, or an incomplete one, which are accepted: neither was answered.
 
     Raises:
         ValueError: If one was; the message says which.

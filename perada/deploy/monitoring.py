@@ -148,6 +148,7 @@ def json_logs(stream: TextIO, user_errors: tuple[type[Exception], ...]) -> Itera
 
 
 def _log_error_of_thread(error: threading.ExceptHookArgs) -> None:
+    """Log an error that ended a thread (``threading.excepthook``)."""
     if error.exc_value is None or isinstance(error.exc_value, SystemExit):
         return
     thread = "a thread" if error.thread is None else f"the thread {error.thread.name!r}"

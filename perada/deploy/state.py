@@ -424,6 +424,7 @@ def check_former(folder: Path, committed: Committed) -> None:
 
 
 def _older_copy_message(path: Path, commits: int, expected: int) -> str:
+    """Return the text of the error for a state that was replaced by an older copy."""
     return (
         f"{str(path)!r} is an older copy: it is number {commits} of the states written, but number {expected} was set "
         "aside; restore that one, or remove the file if the run is over"

@@ -158,6 +158,7 @@ def _repeats(engine: Engine, states: State, x: Tensor, training: bool, logits: T
 
 
 def _logits(engine: Engine, states: State, x: Tensor, training: bool, seed: int = 0) -> Tensor:
+    """Return the logits of two clients, with torch's global stream in a state that follows from ``seed``."""
     # Training updates running statistics in place.
     copies = clone(states)
     streams = Streams.derived(0, "fold check", clients=(0, 1))

@@ -246,6 +246,7 @@ def _torchmetrics_class(name: str) -> type[torchmetrics.Metric] | None:
 
 
 def _make_metric(entry: _Entry, multilabel: bool, classes: int) -> Metric:
+    """Build a metric of the options; raise an OptionError if it is unknown or does not support the data."""
     name = entry.name
     kind = entry.kind
     if kind == "auto":
@@ -359,6 +360,7 @@ def spread(
 
 
 def _quantile(scores: Tensor, share: float) -> float:
+    """Return a quantile of scores; NaN if there are none."""
     if not len(scores):
         return math.nan
     return float(scores.double().quantile(share))

@@ -106,6 +106,7 @@ class Storage:
         return ClientStore(initial, host=kind == "host")
 
     def _first_that_fits(self, initial: Stacks) -> StoreKind:
+        """Choose the fastest storage in which the states of all clients fit."""
         values = [value for state in initial.values() for value in state.values()]
         needed = self.clients * sum(value.numel() * value.element_size() for value in values)
         device = values[0].device if values else torch.device("cpu")

@@ -129,9 +129,11 @@ class ClientStore:
             self.written.pop(client, None)
 
     def _write(self, client: int, row: Tensor) -> None:
+        """Store a copy of a client's row (size,) in memory."""
         if not self.host:
             self.written[client] = row.to(self._initial.device, copy=True)
             return
+        # The client's memory is used again. It is pinned, so that copies from and to a GPU are asynchronous.
         stored = self.written.get(client)
         if stored is None:
             pinned = self._initial.device.type == "cuda"
@@ -258,6 +260,7 @@ class DiskStore(ClientStore):
                 path.unlink()
 
     def _write(self, client: int, row: Tensor) -> None:
+        """Write a client's row (size,) to a new file, which replaces the client's former one."""
         self._count += 1
         content = row.contiguous().cpu().numpy().data
         digest = hashlib.sha256(self.header)
@@ -318,7 +321,7 @@ class DiskStore(ClientStore):
             self._unsynced.append(copy)
 
     def _adopt(self, files: dict[int, Path]) -> None:
-        # They are read where they are.
+        """Take over the files of a checkpoint, which are read where they are."""
         self.written |= files
         self._of_checkpoint_before = set()
         self._of_last_checkpoint = set(self.written.values())

@@ -21,6 +21,7 @@ from perada.results.report import ENTROPY, cell, title
 
 
 def _round_title(trainer: pl.Trainer) -> str:
+    """Return the title of the current round for the progress bar."""
     # Rounds are displayed from 1. They are counted from 0 in metrics.csv and in what seeds are derived from.
     number = trainer.current_epoch + 1
     if trainer.max_epochs is not None and trainer.max_epochs > 0:

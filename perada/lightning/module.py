@@ -258,6 +258,7 @@ class FederatedClassifier(pl.LightningModule):
         return predictions
 
     def _states(self) -> Federation:
+        """Return the federation; raise a RuntimeError if the loop has not created it."""
         if self.federation is None:
             raise RuntimeError(
                 "the states of server and clients are missing: add perada.lightning.FederatedLoop to "

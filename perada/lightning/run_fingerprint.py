@@ -347,6 +347,7 @@ def _difference_in_options(former: dict[str, Any], options: dict[str, Any], allo
 
 
 def _other_run_message(difference: str, training: bool) -> str:
+    """Return the text of the error for a checkpoint that belongs to a different run."""
     remedy = "resume with the configuration that wrote it"
     if not training:
         remedy += "; other test images belong in data.shifts (docs/shifts.md)"

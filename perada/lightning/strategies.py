@@ -36,6 +36,7 @@ class _WatchingLauncher(_SubprocessScriptLauncher):
     children: Sequence[subprocess.Popen[bytes]] = ()
 
     def _call_children_scripts(self) -> None:
+        """Start the other processes, and a thread that watches them."""
         super()._call_children_scripts()
         self.children = self.procs
         self.procs = []  # so that Lightning's observer has nothing to watch
@@ -68,6 +69,7 @@ class FederatedStrategy(DDPStrategy):
     strategy_name = "perada"
 
     def _configure_launcher(self) -> None:
+        """Replace Lightning's launcher of processes by one that watches them."""
         super()._configure_launcher()
         # Under torchrun, or with processes that are started by hand, there is no launcher.
         if isinstance(self._launcher, _SubprocessScriptLauncher) and self.cluster_environment is not None:

@@ -67,6 +67,7 @@ def _check_accelerator(accelerator: str) -> None:
 
 
 def _is_available(accelerator: str) -> bool:
+    """Return whether this machine has an accelerator."""
     if accelerator == "gpu":
         return torch.cuda.is_available() or torch.backends.mps.is_available()
     is_available: bool = AcceleratorRegistry[accelerator]["accelerator"].is_available()

@@ -429,6 +429,7 @@ def _check_model_class(name: str, config: "PretrainedConfig") -> None:
 
 
 def _own_code_error(name: str) -> OptionError:
+    """Return the error for a model that comes with custom code."""
     return _backbone_error(
         name,
         "comes with custom code, which perada does not run; if you trust it, create the model yourself and pass it as "

@@ -429,6 +429,7 @@ def _layer_name(key: str) -> str:
 
 
 def _describe_change(expected: Tensor, logits: Tensor) -> str:
+    """Describe by how much the logits differ from the expected ones."""
     largest = float(expected.abs().max())
     change = float((logits - expected).abs().max())
     return f"logits of up to {largest:.2g} change by {change:.2g}"

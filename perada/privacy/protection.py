@@ -192,6 +192,7 @@ class Protection:
         return {"id": round_id, "run": self.run, "round": round, "images": [], "clients": []}
 
     def _write(self, entry: dict[str, Any]) -> None:
+        """Write an entry to the journal before its costs are counted."""
         self.journal.write(entry)
         if self.journal.paths:
             self.last_journaled = entry["id"]
@@ -206,6 +207,7 @@ class Protection:
         self.counted.append(entry["id"])
 
     def _count(self, entry: dict[str, Any], lost: bool = False) -> None:
+        """Add the costs of an entry of the journal to all budgets."""
         self.counted.append(entry["id"])
         for name, budget in self.budgets.items():
             budget.spend(entry[name], lost)

@@ -301,6 +301,7 @@ class TrustRegion:
 
 
 def _distance(first: State, second: State, names: Iterable[str]) -> float:
+    """Return the Euclidean distance between two states, over the tensors ``names`` together."""
     squares = [(double(first[name]) - double(second[name])).square().sum() for name in names]
     if not squares:
         return 0.0

@@ -85,6 +85,7 @@ class FeatureStore(Samples):
         return self._features[positions.to(device)], labels, {}
 
     def _compute(self, block: int) -> None:
+        """Compute and store the features of a block of samples."""
         samples = slice(block * BLOCK, (block + 1) * BLOCK)
         rows = self.store.table[samples].to(self.store.images.device)
         features = self.encode(self.store.images[rows])

@@ -456,6 +456,7 @@ class Preparation:
         return {stream: self._prepare_cohort(stream_batch, stream) for stream, stream_batch in batch.items()}
 
     def _prepare_cohort(self, batch: CohortBatch, stream: str | None = None) -> CohortBatch:
+        """Augment and normalise the images of a batch; rows of padding stay zero."""
         if not batch.clients:
             return batch
         x = prepare_images(self._augment(batch, stream), self.image, self.image_size)

@@ -155,6 +155,7 @@ class ByDomain(Partition):
 
     @property
     def _num_clients_of_domain(self) -> int:
+        """Return the number of clients that share a domain."""
         if self.within is None:
             return self.clients_per_domain
         return cast(int, vars(self.within)["num_clients"])

@@ -182,6 +182,7 @@ def divide(partition: Partition, train: Split, test: Split, seed: int) -> Assign
 
 
 def _invalid_split(name: str, returned: str) -> ValueError:
+    """Return the error for a split function whose result has the wrong form."""
     return ValueError(
         f"{name} returned {returned}; return two lists, the clients' training rows and test rows, each with one "
         "integer array per client of positions in train.labels or test.labels; each row must occur only once"

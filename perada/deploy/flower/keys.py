@@ -196,6 +196,7 @@ def _parse_host(host: str) -> str | ipaddress.IPv4Address | ipaddress.IPv6Addres
 
 
 def _write_private(file: Path, key: "ec.EllipticCurvePrivateKey", format_name: str) -> None:
+    """Write a private key that only the user can read."""
     private_format = getattr(serialization.PrivateFormat, format_name)
     content = key.private_bytes(serialization.Encoding.PEM, private_format, serialization.NoEncryption())
     _write(file, content, 0o600)

@@ -192,6 +192,7 @@ class Coordinator:
             check_client_level(algorithm, settings.rule, settings.weighting, bool(settings.distillation.steps))
 
     def _check_secure_sums(self, options: SecureSums) -> None:
+        """Raise a ValueError if the terms or the recipe do not support secure sums."""
         check_cryptography()
         if self.terms.min_sites < options.min_sites:
             raise ValueError(

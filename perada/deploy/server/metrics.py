@@ -114,6 +114,7 @@ class RunMetrics(Collector):
         yield from self._of_history()
 
     def _of_transport(self) -> Iterator[Metric]:
+        """Yield the metrics of the messages to and from the sites."""
         replies = CounterMetricFamily(
             "perada_replies", "Number of replies, or of failures in their place", labels=["site", "code"]
         )
@@ -128,6 +129,7 @@ class RunMetrics(Collector):
         yield bytes_
 
     def _of_sites(self, records: list[RoundRecord]) -> Iterator[Metric]:
+        """Yield the metrics of each site."""
         members = list(self._progress.roster)
         connected = set(self._transport.connected)
         in_last_round: set[str] = set()

@@ -69,6 +69,7 @@ class Roster:
         return self._lora_ranks(self.progress.roster)
 
     def _lora_ranks(self, members: Sequence[Member]) -> tuple[int, ...]:
+        """Return the LoRA rank of each member."""
         names = [member.name for member in members]
         sizes: list[int | None] = [None] * len(members)
         if not self.settings.private:

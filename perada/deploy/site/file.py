@@ -172,6 +172,7 @@ def _parse_site(folder: Path, content: dict[str, Any]) -> SiteFile:
 
 
 def _parse_secure_sums(folder: Path, section: object) -> SecureSumsSection | None:
+    """Read the section ``secure_sums`` of a site's file, whose paths are relative to ``folder``."""
     if section is None:
         return None
     check_options("secure_sums", section, "{identity: st-marys.id, sites: sites.txt}")

@@ -162,6 +162,7 @@ class SiteWorker:
         return spent
 
     def _answer(self, message: bytes, message_digest: str, transport_run: str) -> bytes:
+        """Return the reply to a message; raise a RefusalError if the site rejects it."""
         request = Request.read(read_header(message))
         self.log_context = {"run": request.run, "round": request.round}
         client = self.clients.get(request.recipe)
