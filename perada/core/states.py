@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter states as plain dictionaries of tensors, and pure functions on them.
 
-A *state* holds what one role (personal, local, global) trains: ``{name in the single model: tensor}``. A *stack* is the
-same dictionary with a leading client axis C on every tensor. Names are those of the single model's ``state_dict()``.
+A *state* holds the tensors that one role (personal, local, global) trains, by their names in the ``state_dict()`` of
+the single model. A *stack* is the same dictionary with a leading client axis C on every tensor.
 """
 
 import math
@@ -39,7 +39,7 @@ class Factors(NamedTuple):
 
 
 class Merged(nn.Parameter):
-    """A weight in states that no client trains, and into which the server merges what clients trained.
+    """A weight in states that no client trains, and into which the server merges the clients' updates.
 
     It requires gradients like trained parameters, so that it is not taken for a constant. The rows of a stack are
     usually views of one tensor, without copies.
@@ -47,7 +47,7 @@ class Merged(nn.Parameter):
 
 
 def parameter_keys(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of ``model`` that clients may train, in the model's order."""
+    """Return the names of the parameters that clients may train, in the model's order."""
     keys = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not isinstance(parameter, Merged):
@@ -56,10 +56,10 @@ def parameter_keys(model: nn.Module) -> tuple[str, ...]:
 
 
 def trained_keys(model: nn.Module) -> tuple[str, ...]:
-    """Return the names that make up a state: trainable parameters, and buffers of modules that own one.
+    """Return the names that make up a state: trainable parameters, and persistent buffers of modules that have some.
 
-    Weights that are :class:`Merged` are among them. A parameter of several layers has the first of its names. The
-    running statistics of a trained BatchNorm thus belong to the state; those of a frozen one do not.
+    The running statistics of a trained BatchNorm thus belong to the state; those of a frozen one do not. Weights that
+    are :class:`Merged` are included. A parameter that several layers share is listed under its first name.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
     >>> _ = model[1].requires_grad_(True)
@@ -82,9 +82,9 @@ def trained_keys(model: nn.Module) -> tuple[str, ...]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the further names of parameters that several modules share, ``{name: first name}``.
+    """Return the additional names of parameters that several modules share, ``{name: first name}``.
 
-    A module that occurs in several places has only its first name, as in ``named_modules()``.
+    A module that occurs in several places is listed under its first name only, as in ``named_modules()``.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> model[1].weight = model[0].weight
@@ -104,14 +104,14 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def get_state(model: nn.Module) -> State:
-    """Return a detached copy of the trained part of ``model``."""
+    """Return a detached copy of the tensors of :func:`trained_keys`."""
     tensors = model.state_dict()
     return {key: tensors[key].detach().clone() for key in trained_keys(model)}
 
 
 def set_state(model: nn.Module, state: State) -> None:
-    """Copy ``state`` into ``model`` in place; raise a KeyError if one of its names is not in the model."""
-    # These share memory with the model's own tensors.
+    """Copy a state into a model in place; raise a KeyError if one of its names is not in the model."""
+    # The tensors of a state_dict() share memory with those of the model.
     tensors = model.state_dict()
     with torch.no_grad():
         for key, value in state.items():
@@ -121,9 +121,9 @@ def set_state(model: nn.Module, state: State) -> None:
 
 
 def train_mode(model: nn.Module) -> nn.Module:
-    """Put ``model`` in training mode, but keep every frozen normalisation layer in evaluation mode.
+    """Put a model in training mode, but keep every frozen normalisation layer in evaluation mode.
 
-    A frozen BatchNorm in training mode would drift with every forward pass without being part of any state.
+    In training mode, each forward pass would update the statistics of a frozen BatchNorm, which belong to no state.
     """
     model.train()
     for module in model.modules():
@@ -133,10 +133,10 @@ def train_mode(model: nn.Module) -> nn.Module:
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """List the norms that use the statistics of a batch in training mode, or always.
+    """Return the norms that use the statistics of a batch, in training mode or always.
 
-    These are trained norms with running statistics, and norms that keep none. A frozen norm with running statistics
-    stays in evaluation mode (:func:`train_mode`).
+    These are trained norms with running statistics, and norms without any. A frozen norm with running statistics stays
+    in evaluation mode (:func:`train_mode`).
     """
     norms = []
     for module in model.modules():
@@ -149,12 +149,13 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def _has_running_statistics(module: nn.Module) -> bool:
-    """Return whether a module is a norm with running statistics, which may be None."""
-    # Not hasattr: PEFT's wrappers pass it on to the module that they wrap, and would be put in evaluation mode, too.
+    """Return whether a module is a norm that can have running statistics; they may be None."""
+    # Not hasattr(): PEFT's wrappers forward it to the module that they wrap, and would count as norms too.
     return "running_mean" in module._buffers
 
 
 def _is_trained(module: nn.Module) -> bool:
+    """Return whether a module has trainable parameters, apart from those of its children."""
     return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
@@ -196,9 +197,9 @@ def expand(state: State, clients: int) -> State:
 
 
 def gather(stacked: State, clients: Sequence[int]) -> State:
-    """Copy the rows of ``clients`` out of a stack; the host does not wait for a GPU."""
+    """Return copies of the rows of some clients of a stack, without waiting for a GPU."""
     rows = torch.tensor(clients, dtype=torch.int64)
-    # Copied once to each device, not for each tensor.
+    # The indices are copied once to each device, not once for each tensor.
     rows_on_device: dict[torch.device, Tensor] = {}
     gathered = {}
     for key, value in stacked.items():
@@ -209,7 +210,7 @@ def gather(stacked: State, clients: Sequence[int]) -> State:
 
 
 def prefix(stacked: State, clients: int) -> State:
-    """View the first ``clients`` rows of a stack."""
+    """Return views of the first ``clients`` rows of a stack."""
     return {key: value[:clients] for key, value in stacked.items()}
 
 
@@ -241,14 +242,14 @@ def to_device(state: State, device: torch.device) -> State:
 def strides_of(state: State) -> dict[str, list[int]]:
     """Return the strides of the tensors that are not contiguous, such as convolutions' weights in channels_last.
 
-    Files and messages do not keep the memory layout, on which the last bits of what a network computes depend.
+    Files and messages do not store the memory layout, but the last bits of a network's outputs depend on it.
 
     >>> strides_of({"a": torch.ones(2, 3), "b": torch.ones(2, 3).T})
     {'b': [1, 3]}
     """
     strides_by_key = {}
     for key, value in state.items():
-        # Those of a copy, which has no gaps.
+        # The strides that a copy would have, which has no gaps between its elements.
         strides = torch.empty_like(value, device="meta").stride()
         contiguous_strides = torch.empty(value.shape, device="meta").stride()
         if strides != contiguous_strides:
@@ -260,7 +261,7 @@ def laid_out(state: State, strides: Mapping[str, Sequence[int]]) -> State:
     """Copy a state into the memory layout that :func:`strides_of` returned.
 
     Raises:
-        ValueError: If there are strides of a tensor that is not in the state, or they would leave gaps or overlap.
+        ValueError: If there are strides for a tensor that is not in the state, or strides that leave gaps or overlap.
 
     >>> laid_out({"b": torch.ones(3, 2)}, {"b": [1, 3]})["b"].stride()
     (1, 3)
@@ -268,27 +269,27 @@ def laid_out(state: State, strides: Mapping[str, Sequence[int]]) -> State:
     for key, key_strides in strides.items():
         if key not in state:
             raise ValueError(f"strides of {key!r}, but there is no such tensor")
-        if not _fills(state[key].shape, key_strides):
+        if not _is_dense(state[key].shape, key_strides):
             raise ValueError(f"strides {list(key_strides)} of {key!r} do not match its shape {tuple(state[key].shape)}")
     copies: State = {}
     for key, value in state.items():
         contiguous_strides = torch.empty(value.shape, device="meta").stride()
-        # A number has no strides: the empty list stands for those of a contiguous tensor.
+        # Tensors without an entry are contiguous, and so is a scalar, whose strides are an empty list.
         key_strides = strides.get(key) or contiguous_strides
         copy = torch.empty_strided(value.shape, key_strides, dtype=value.dtype, device=value.device)
         copies[key] = copy.copy_(value)
     return copies
 
 
-def _fills(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether a tensor with these strides covers each place of its memory exactly once."""
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether a tensor with this shape and these strides has neither gaps nor overlaps in memory."""
     if len(strides) != len(shape):
         return False
-    # From the axis whose entries are closest together: each next one steps over all that came before.
+    # From the smallest stride to the largest: each must be the number of elements that the axes before it span.
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size == 1:
-            # Nothing is reached by this stride.
+            # The stride of an axis of size 1 is never used.
             continue
         if stride != expected:
             return False
@@ -297,14 +298,14 @@ def _fills(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def to_device_async(value: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to ``device``; the host does not wait for a GPU's pending work."""
+    """Copy a tensor to a device, without waiting for a GPU's pending work."""
     if torch.device(device).type == "cuda" and value.device.type == "cpu":
         return value.pin_memory().to(device, non_blocking=True)
     return value.to(device)
 
 
 def rank_axes(factors: Iterable[Factors]) -> dict[str, int]:
-    """Return the axis of the rank of each factor, by name: that of A's rows, and that of B's columns."""
+    """Return the axis of each factor, by name, that has the rank as its size: 0 for A and 1 for B."""
     axes = {}
     for pair in factors:
         axes[pair.down] = 0
@@ -313,10 +314,14 @@ def rank_axes(factors: Iterable[Factors]) -> dict[str, int]:
 
 
 def cut_ranks(stacked: State, factors: Iterable[Factors], ranks: Tensor) -> State:
-    """Set rows of A and columns of B to zero from each client's rank in ``ranks`` (C,) on.
+    """Set the rows of A and the columns of B beyond each client's rank to zero.
 
-    This applies also to tensors with the name of a factor after a prefix that ends in "/". All others are returned as
-    they are.
+    A prefix of a name that ends in "/" is ignored. Tensors that are not factors are returned as they are.
+
+    Args:
+        stacked: States (C, ...).
+        factors: Names of the factors.
+        ranks: Rank (C,) of each client.
 
     >>> pair = Factors("a", "b", 1.0)
     >>> cut_ranks({"a": torch.ones(2, 3, 1)}, [pair], torch.tensor([1, 2]))["a"].flatten(1).tolist()
@@ -332,7 +337,10 @@ def cut_ranks(stacked: State, factors: Iterable[Factors], ranks: Tensor) -> Stat
 
 
 def narrowed(state: State, factors: Iterable[Factors], rank: int) -> State:
-    """Remove what :func:`cut_ranks` makes zero from a state (no client axis), whose tensors become smaller."""
+    """Remove the rows of A and the columns of B beyond a rank from a state without a client axis.
+
+    These are the parts that :func:`cut_ranks` sets to zero.
+    """
     axes = rank_axes(factors)
     narrow_state = dict(state)
     for key, value in state.items():
@@ -343,7 +351,7 @@ def narrowed(state: State, factors: Iterable[Factors], rank: int) -> State:
 
 
 def widened(value: Tensor, shape: Sequence[int]) -> Tensor:
-    """Pad a tensor to another ``shape`` with zeros at the end of each axis.
+    """Pad a tensor with zeros at the end of each axis, up to a ``shape``.
 
     >>> widened(torch.ones(1, 2), (2, 3)).tolist()
     [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
@@ -355,11 +363,17 @@ def widened(value: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _beyond(value: Tensor, axis: int, ranks: Tensor) -> Tensor:
-    """Return a mask of where a stack (C, ...) is beyond the clients' ``ranks`` (C,), along an axis of one client's."""
+    """Return a mask of the places beyond each client's rank, which broadcasts over a stack.
+
+    Args:
+        value: Stack (C, ...) of a factor.
+        axis: Axis of the rank in one client's tensor.
+        ranks: Rank (C,) of each client.
+    """
     stacked_axis = 1 + axis
     places = torch.arange(value.shape[stacked_axis], device=value.device)
     is_beyond = places >= ranks.to(value.device).view(-1, 1)  # (C, places)
-    # Such that it broadcasts over all other axes.
+    # All other axes have size 1.
     shape = [1] * value.dim()
     shape[0] = len(ranks)
     shape[stacked_axis] = len(places)
@@ -367,7 +381,7 @@ def _beyond(value: Tensor, axis: int, ranks: Tensor) -> Tensor:
 
 
 def per_client(values: Tensor, stack: Tensor) -> Tensor:
-    """View values (C,) of clients as (C, 1, ...), such that they broadcast over a stack (C, ...).
+    """View one value (C,) per client as (C, 1, ...), so that it broadcasts over a stack (C, ...).
 
     >>> per_client(torch.ones(2), torch.ones(2, 3, 4)).shape
     torch.Size([2, 1, 1])
@@ -401,29 +415,31 @@ def megabytes(state: State) -> float:
 
 
 def is_finite(state: State) -> bool:
-    """Return whether a state, all on one device, holds neither a NaN nor an infinity."""
+    """Return whether no tensor of a state contains NaN or infinity; all must be on one device."""
     if not state:
         return True
     finite = [value.isfinite().all() for value in state.values()]
-    # Stacked first, so that the host waits once for the device.
+    # Stacked on the device, so that the host waits for it only once.
     return bool(torch.stack(finite).all())
 
 
 def as_matrix(stack: Tensor) -> Tensor:
-    """View a stack (C, ...) as a matrix (C, N) with one row for each client; copy it if its strides do not allow that.
+    """View a stack (C, ...) as a matrix (C, N) with one row per client, or copy it if its strides require that.
 
     >>> as_matrix(torch.ones(2, 3, 4)).shape, as_matrix(torch.ones(2)).shape
     (torch.Size([2, 12]), torch.Size([2, 1]))
     """
-    return stack.flatten(1) if stack.dim() > 1 else stack.unsqueeze(1)
+    if stack.dim() == 1:
+        return stack.unsqueeze(1)
+    return stack.flatten(1)
 
 
 BLOCK_SIZE = 2**19
-"""Elements of a stack that are converted to double precision at a time on a CPU: 4 MB of them."""
+"""Number of elements of a stack that are converted to double precision at a time on a CPU; they take 4 MB."""
 
 
 def column_blocks(matrix: Tensor) -> Iterator[slice]:
-    """Divide the columns of a matrix (C, N) into blocks that fit a CPU's caches; on a GPU there is one."""
+    """Yield blocks of the columns of a matrix (C, N) that fit a CPU's caches; on a GPU there is one block."""
     rows, columns = matrix.shape
     size = max(1, columns)
     if matrix.device.type == "cpu":
@@ -433,10 +449,11 @@ def column_blocks(matrix: Tensor) -> Iterator[slice]:
 
 
 def finite_rows(stack: Tensor) -> Tensor:
-    """Return which rows (C,) of a stack (C, ...) hold neither a NaN nor an infinity."""
+    """Return a mask (C,) of the rows of a stack (C, ...) that contain neither NaN nor infinity."""
     rows = as_matrix(stack)
     if not stack.is_floating_point() or not rows.shape[1]:
         return torch.ones(len(stack), dtype=torch.bool, device=stack.device)
-    # The largest magnitude is NaN or infinite if any number is. Unlike isfinite(), it makes no stack of truth values.
+    # The largest magnitude is NaN or infinite if any element is. Unlike isfinite(), this allocates no mask of the
+    # stack.
     largest: Tensor = torch.linalg.vector_norm(rows, math.inf, dim=1)
     return largest.isfinite()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward passes of many states through one model, folded into one batch or one client after another, and losses.
 
-Both give a tensor of logits (C, B, K) that can be differentiated with respect to the stacked states, so everything
-above (algorithms, optimisers, evaluation) is written once. The loop is the oracle of the folded engine, and what runs
-when a trained layer has no stacked twin, or when :func:`perada.engine.fold_check.check_fold` finds that a network mixes
-the images of a batch.
+Both ways return logits (C, B, K) that can be differentiated with respect to the stacked states, so everything above
+(algorithms, optimisers, evaluation) is written once. The loop is the reference for the folded engine. It is also the
+fallback when a trained layer has no stacked twin, or when :func:`perada.engine.fold_check.check_fold` finds that a
+network mixes the images of a batch.
 """
 
 import warnings
@@ -37,20 +37,26 @@ from perada.engine.frozen_trunk import FrozenTrunk, find_trunk
 
 EngineName = Literal["auto", "folded", "loop"]
 NUMBERS_AT_ONCE_CPU = 3 * 2**19
-"""Number of values in the images that run at once in evaluation: 512 images of 3×32×32."""
+"""Number of values in the images that run at once in evaluation on a CPU: 512 images of 3×32×32."""
 NUMBERS_AT_ONCE_GPU = 3 * 2**27
+"""The same on a GPU: 131,072 images of 3×32×32."""
 NUMBERS_PER_TOKEN = 32
+"""Number of values that a token counts as, since the model turns it into a vector."""
 
 
 class Engine:
     """Runs stacked states through one shared model.
 
     Args:
-        model: The single model, frozen but for its adapter slot; ``model(x)`` gives logits (B, K).
-        kind: ``"folded"`` runs all clients as one batch, ``"loop"`` one client after another, ``"auto"`` folds where
+        model: The model of a single client, in which only the adapter is trained; ``model(x)`` returns logits (B, K).
+        kind: ``"folded"`` runs all clients as one batch, ``"loop"`` one client after another, and ``"auto"`` folds if
             every trained layer has a stacked version.
-        channels_last: Run the images in that memory format.
-        compile: Options of ``torch.compile``, which then runs full batches; ``None``: it is not used.
+        channels_last: Run images in the channels-last memory format.
+        compile: Options of ``torch.compile``, which then compiles the pass of full batches; ``None`` not to compile.
+
+    Attributes:
+        kind: ``"folded"`` or ``"loop"``.
+        trunk: The frozen trunk, once :meth:`find_trunk` has found one.
 
     Raises:
         ValueError: If ``kind`` is unknown, or is ``"folded"`` and a trained layer has no stacked twin.
@@ -102,14 +108,14 @@ class Engine:
         return fold(self.model, random_only=random_only, wrap=self.trunk.wrap)
 
     def find_trunk(self, image: Tensor, least_share: float = 0.0) -> FrozenTrunk | None:
-        """Find the part of the model that no trained tensor precedes. From then on, its features may replace images.
+        """Find the part of the model before all trained tensors, whose features may from then on replace images.
 
         Args:
-            image: An example (channels, height, width), prepared and on the model's device.
-            least_share: Share of a pass's floating-point operations that it must save to be used.
+            image: A prepared image (channels, height, width) on the model's device.
+            least_share: Share of a forward pass's floating-point operations that the features must save.
 
         Returns:
-            The trunk, which is searched once; None if there is none.
+            The trunk, which is the same in later calls; None if there is none.
         """
         if self.trunk is None:
             self.trunk = find_trunk(self.model, image, least_share)
@@ -137,17 +143,17 @@ class Engine:
         """Compute the logits of C states, each on its own images.
 
         Args:
-            states: Stack with leading axis C; in training, running statistics in it are updated in place.
+            states: States (C, ...). Training mode updates the running statistics among them in place.
             x: Images (C, B, channels, height, width), or their features (C, B, F).
-            training: Training mode: batch statistics, dropout.
-            counts: Number of real rows of each client; its other rows are padding. ``None``: all are real.
-            streams: The clients' random streams for this pass, needed in training where there is dropout.
+            training: Run the model in training mode, with batch statistics and dropout.
+            counts: Number of real rows of each client, whose other rows are padding; ``None`` if all are real.
+            streams: Random streams of the clients for this pass; required in training mode with dropout.
             batch_statistics: In evaluation mode, normalise by the statistics of each state's images wherever training
-                would (:func:`~perada.core.states.batch_norms`). Running statistics stay as they are, and nothing is
-                dropped.
+                mode would (:func:`~perada.core.states.batch_norms`). Running statistics are not updated, and dropout is
+                off.
 
         Returns:
-            Logits (C, B, K), in single precision at least; rows beyond a client's count are meaningless.
+            Logits (C, B, K) in float32 or float64; rows beyond a client's count are meaningless.
         """
         return self._logits(states, x, self._full_batch, training, counts, streams, batch_statistics)
 
@@ -161,7 +167,8 @@ class Engine:
         streams: Streams | None,
         batch_statistics: bool = False,
     ) -> Tensor:
-        """Compute logits like :meth:`logits`; ``full_batch`` calls the model where no row is padding."""
+        """Compute logits like :meth:`logits`, calling the model by ``full_batch`` on batches without padding."""
+        # None stands for batches without padding, which stacked layers run faster.
         real_counts: tuple[int, ...] | None = None
         if counts is not None and any(count != x.shape[1] for count in counts):
             real_counts = tuple(counts)
@@ -170,11 +177,13 @@ class Engine:
         else:
             self._fold.model.eval()
             if batch_statistics:
+                # These norms use batch statistics in training mode only, in which they also update buffers.
                 for norm in batch_norms(self._fold.model):
                     norm.train()
-                states = self._with_own_buffers(states)
+                states = self._with_copied_buffers(states)
         run = self._folded if self.kind == "folded" else self._loop
         logits = run(states, x, full_batch, real_counts, streams)
+        # Losses and metrics of half precision would be too coarse.
         if logits.dtype in (torch.float16, torch.bfloat16):
             return logits.float()
         return logits
@@ -189,27 +198,39 @@ class Engine:
         counts: Sequence[int] | None = None,
         streams: Streams | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute logits (C, B, K) like :meth:`logits`, and the inputs (C, B, F) of the module called ``head``."""
+        """Compute logits like :meth:`logits`, together with the inputs of the head (representations).
+
+        Args:
+            states: States (C, ...).
+            x: Images (C, B, channels, height, width), or their features (C, B, F).
+            head: Full name of the head in the model.
+            training: Run the model in training mode.
+            counts: Number of real rows of each client; ``None`` if all are real.
+            streams: Random streams of the clients for this pass.
+
+        Returns:
+            Logits (C, B, K) and representations (C, B, D).
+        """
         head_inputs: list[Tensor] = []
         module = self._fold.model.get_submodule(head)
         hook = module.register_forward_pre_hook(lambda _, args: head_inputs.append(args[0]))
         try:
-            # Not compiled: a compiler may leave out the hook.
+            # Not compiled, since a compiler may leave out the hook.
             logits = self._logits(states, x, _call, training, counts, streams)
         finally:
             hook.remove()
         clients, rows = x.shape[:2]
         if self.kind == "folded":
-            # One pass of all clients.
+            # A single pass ran all clients.
             representations = head_inputs[0].reshape(clients, rows, -1)
         else:
-            # A pass for each client, without its rows of padding.
+            # Each client had a pass of its real rows.
             padded_inputs = [_padded(head_input.flatten(1), rows) for head_input in head_inputs]
             representations = torch.stack(padded_inputs)
         return logits, representations.to(logits.dtype)
 
-    def _with_own_buffers(self, states: State) -> State:
-        """Copy the buffers that a norm updates in training mode: running statistics and counter."""
+    def _with_copied_buffers(self, states: State) -> State:
+        """Return states with copies of the buffers, which norms update in place in training mode."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         copied = dict(states)
         for key, value in states.items():
@@ -219,7 +240,7 @@ class Engine:
 
     @property
     def has_batch_norms(self) -> bool:
-        """Return whether the logits of an image depend on its batch if norms use batch statistics."""
+        """Whether norms with batch statistics would make the logits of an image depend on its batch."""
         return bool(batch_norms(self.model))
 
     def shared_logits(
@@ -233,14 +254,14 @@ class Engine:
         """Compute logits of C states on the same images, in evaluation mode and without gradients.
 
         Args:
-            states: Stack (C, ...).
-            x: Images (B, ...) or their features.
-            rows: Largest number of rows that run at once, where an image counts once for each state. If there are more
-                images than that, one state at a time runs on groups of them. By default 512 images of 32×32 on a CPU,
-                whose caches larger batches outgrow, and 131,072 on a GPU; fewer for larger images, at least 16. A token
-                of a text counts as 32 numbers, since the model turns it into a vector.
-            batch_statistics: Normalise by the statistics of all the images, as in :meth:`logits`, which run at once
-                then.
+            states: States (C, ...).
+            x: Images (B, ...) or their features (B, F).
+            rows: Maximum number of rows that run at once, where an image is a row for each state. If there are more
+                images, one state at a time runs on groups of them. By default 512 images of 32×32 on a CPU, since
+                larger batches do not fit its caches, and 131,072 on a GPU; fewer for larger images, at least 16. A
+                token of a text counts as 32 numbers, since the model turns it into a vector.
+            batch_statistics: Normalise by the statistics of all the images, as in :meth:`logits`; these then run
+                together, whatever ``rows`` is.
 
         Returns:
             Logits (C, B, K).
@@ -254,19 +275,19 @@ class Engine:
         states_at_once = max(1, rows // len(x))
         images_at_once = rows
         if batch_statistics:
-            # The statistics are those of all images.
+            # Statistics of groups would differ from those of all images.
             images_at_once = len(x)
         num_states = stack_size(states)
         logits_of_states = []
         with torch.no_grad():
             for start in range(0, num_states, states_at_once):
                 stop = min(start + states_at_once, num_states)
-                some_states = {name: value[start:stop] for name, value in states.items()}
+                state_group = {name: value[start:stop] for name, value in states.items()}
                 logits_of_images = []
-                for some_images in x.split(images_at_once):
-                    # A view: each state is run on the same images.
-                    images = some_images.expand(stop - start, *some_images.shape)
-                    logits_of_images.append(self.logits(some_states, images, batch_statistics=batch_statistics))
+                for image_group in x.split(images_at_once):
+                    # A view, since all states run on the same images.
+                    images = image_group.expand(stop - start, *image_group.shape)
+                    logits_of_images.append(self.logits(state_group, images, batch_statistics=batch_statistics))
                 logits_of_states.append(torch.cat(logits_of_images, 1))
         return torch.cat(logits_of_states)
 
@@ -278,20 +299,24 @@ class Engine:
         counts: tuple[int, ...] | None,
         streams: Streams | None,
     ) -> Tensor:
-        """Run all clients as one batch."""
+        """Run all clients as one batch of C·B rows; the arguments are those of :meth:`_logits`."""
         clients, rows = x.shape[:2]
-        # A compiler would start again for each padded batch, since the shapes of the real rows differ.
-        call = full_batch if counts is None else _call
+        # Padded batches are not compiled: the numbers of real rows differ, and each would be compiled anew.
+        call = full_batch
+        if counts is not None:
+            call = _call
+        # One call for all clients' norms, for a GPU and for compiled code; a loop over clients is faster on a CPU.
         together = x.is_cuda or call is not _call
         self._fold.context.begin(clients, counts, streams, together=together)
         tensors = dict(states)
+        # These parameters broadcast over the batch, so every row gets a copy of its client's.
         for name in self._fold.row_keys & states.keys():
             tensors[name] = states[name].repeat_interleave(rows, 0).flatten(0, 1)
         logits = call(self._fold.model, tensors, self.format(x.flatten(0, 1)), self._tied)
         return logits.view(clients, rows, *logits.shape[1:])
 
     def format(self, x: Tensor) -> Tensor:
-        """Return the model's input for images, in the engine's memory format, or for features of images."""
+        """Return the model's input for images or features (B, ...), in the engine's memory format."""
         if self.trunk is not None:
             x = self.trunk.feed(x)
         if x.dim() == 4:
@@ -306,7 +331,7 @@ class Engine:
         counts: tuple[int, ...] | None,
         streams: Streams | None,
     ) -> Tensor:
-        """Run one client after another."""
+        """Run one client after another, each on its real rows; the arguments are those of :meth:`_logits`."""
         outputs = []
         for client, images in enumerate(x):
             real_images = images
@@ -323,25 +348,34 @@ class Engine:
 
 
 ModelCall = Callable[[nn.Module, State, Tensor, Mapping[str, str]], Tensor]
-"""Calls a module, its state, the images and the tied names, and returns the logits."""
+"""Function of a module, its state, the images (R, ...) and its tied names that returns the logits (R, K)."""
 
 
 def _call(module: nn.Module, tensors: State, x_R: Tensor, tied: Mapping[str, str]) -> Tensor:
-    """Call ``module`` with other ``tensors`` by name; ``tied`` are its :func:`~perada.core.states.tied_names`.
+    """Call a module with other tensors in place of its own.
 
-    torch would find these itself, but would then not put the tensors of a module that stands in several places back.
+    Args:
+        module: The module.
+        tensors: Tensors by name; names that are missing keep their own.
+        x_R: Images (R, ...).
+        tied: The module's :func:`~perada.core.states.tied_names`.
+
+    Returns:
+        Logits (R, K).
     """
     if tied:
         tensors = dict(tensors)
         for name, first_name in tied.items():
             if first_name in tensors:
                 tensors[name] = tensors[first_name]
+    # With tie_weights=True torch finds tied names by itself, but does not restore the tensors of a module that occurs
+    # in several places.
     logits: Tensor = functional_call(module, tensors, (x_R,), tie_weights=False)
     return logits
 
 
 def _padded(values: Tensor, rows: int) -> Tensor:
-    """Append rows of zeros to values (B, ...) up to a number of rows."""
+    """Append rows of zeros to values (B, ...) until there are ``rows`` rows."""
     padding = values.new_zeros(rows - len(values), *values.shape[1:])
     if len(padding) == 0:
         return values
@@ -349,12 +383,15 @@ def _padded(values: Tensor, rows: int) -> Tensor:
 
 
 def row_losses(logits: Tensor, y: Tensor, multilabel: bool) -> Tensor:
-    """Compute the loss (C, B) of every image, padding included.
+    """Compute the loss of every row, padding included.
 
     Args:
         logits: Logits (C, B, K).
-        y: Classes (C, B) for the cross-entropy or, if ``multilabel``, labels (C, B, K) of 0 and 1.
-        multilabel: Compute the binary cross-entropy instead, mean over labels.
+        y: Classes (C, B) or, with ``multilabel``, labels (C, B, K) of 0 and 1.
+        multilabel: Compute the binary cross-entropy, averaged over labels, instead of the cross-entropy over classes.
+
+    Returns:
+        Losses (C, B).
     """
     if multilabel:
         losses_of_labels = F.binary_cross_entropy_with_logits(logits, y.to(logits), reduction="none")
@@ -364,12 +401,20 @@ def row_losses(logits: Tensor, y: Tensor, multilabel: bool) -> Tensor:
 
 
 def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], multilabel: bool) -> Tensor:
-    """Compute each client's task loss (C,): the mean of :func:`row_losses` over its ``counts`` real rows."""
+    """Compute each client's task loss (C,), the mean of :func:`row_losses` over its real rows."""
     return client_means(row_losses(logits, y, multilabel), counts)
 
 
 def client_means(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """Compute each client's mean (C, ...) of ``values`` (C, B, ...) over its first ``counts`` rows, the real ones."""
+    """Average values over the real rows of each client.
+
+    Args:
+        values: Values (C, B, ...).
+        counts: Number of real rows of each client, which come first.
+
+    Returns:
+        Means (C, ...).
+    """
     if all(count == values.shape[1] for count in counts):
         return values.mean(1)
     real = real_rows(counts, values.shape[1], values.device)
@@ -381,7 +426,12 @@ def client_means(values: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
-    """Return a mask (C, B), true where a row holds an image rather than padding.
+    """Return a mask (C, B) that is true for rows with an image and false for padding.
+
+    Args:
+        counts: Number of real rows of each client.
+        rows: Number B of rows of each client.
+        device: Device of the mask.
 
     >>> real_rows((2, 1), 2, torch.device("cpu")).tolist()
     [[True, True], [True, False]]
@@ -395,8 +445,8 @@ def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multil
 
     Args:
         logits: Their logits (K, ..., classes).
-        average: Whether ``logits`` or ``probabilities`` are averaged.
-        multilabel: Whether probabilities are those of each class's own Bernoulli.
+        average: Which outputs are averaged: ``logits`` or ``probabilities``.
+        multilabel: Whether the classes are independent labels with sigmoid probabilities, instead of a softmax.
 
     Returns:
         Logits (..., classes) of the ensemble.
@@ -408,7 +458,7 @@ def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multil
         return logits[0]
     if average == "logits":
         return logits.mean(0)
-    # Sums of probabilities in place of means, since a common factor does not change what logits stand for.
+    # Sums of probabilities are enough: the factor 1/K is a constant in all logits, or cancels between the two sums.
     if not multilabel:
         return logits.log_softmax(-1).logsumexp(0)
     log_sum_present = F.logsigmoid(logits).logsumexp(0)
@@ -417,14 +467,17 @@ def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multil
 
 
 def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clients: int, multilabel: bool) -> Tensor:
-    """Compute the mean losses (C, K) of K models on each of C clients' images, in evaluation mode.
+    """Compute the mean loss of each of K models on the images of each of C clients, in evaluation mode.
 
     Args:
-        engine: Runs the models.
-        members: The models (K, ...).
-        batches: The clients' images; rows beyond a client's count are padding.
-        clients: C.
+        engine: Engine that runs the models.
+        members: States (K, ...) of the models.
+        batches: The clients' images.
+        clients: Number C of clients.
         multilabel: Whether images have several labels.
+
+    Returns:
+        Losses (C, K).
     """
     models = unstack(members)
     device = device_of(members)

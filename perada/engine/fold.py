@@ -2,8 +2,8 @@
 """The stacked model: the single model with its trained leaf layers replaced by stacked versions.
 
 The stacked model runs C clients as one ordinary forward pass on C·B images, client after client along the batch axis.
-Modules without trained parameters are the very modules of the single model; a frozen BatchNorm has a twin that keeps
-less for the backward pass. A leaf module that holds trained parameters is replaced by its twin
+Modules without trained parameters are shared with the single model; some frozen layers have a substitute that takes
+less time or memory (:mod:`~perada.engine.frozen_layers`). A leaf module with trained parameters is replaced by its twin
 (:mod:`~perada.engine.stacked_layers`). Outputs and gradients are those of C separate models.
 """
 
@@ -27,7 +27,9 @@ from perada.engine.stacked_layers import (
 )
 
 Wrap = Callable[[nn.Module, str], nn.Module]
+"""Function of a module and its path that returns the module to use there."""
 TwinFactory = Callable[[nn.Module, FoldContext], nn.Module]
+"""Function of a layer and the context of the passes that returns the layer's twin."""
 TWINS: dict[type[nn.Module], TwinFactory] = {
     nn.Linear: StackedLinear,
     nn.Conv2d: StackedConv2d,
@@ -42,7 +44,7 @@ RANDOM_TWINS: dict[type[nn.Module], TwinFactory] = {
     nn.Dropout2d: StackedChannelDropout,
     nn.Dropout3d: StackedChannelDropout,
 }
-"""Layers that draw random numbers: replaced whenever their drop rate is positive, trained or not."""
+"""Twins of layers that draw random numbers, which are replaced if their drop rate is positive, trained or not."""
 OWNER_TWINS: dict[type[nn.Module], Any] = {}
 """Layers whose trained parameters are in dictionaries, each with its ``StackedParamDict`` of `perada.models.twins`."""
 ROW_PARAMETERS: dict[type[nn.Module], frozenset[str]] = {}
@@ -55,10 +57,10 @@ class Fold:
 
     Attributes:
         model: The stacked model.
-        context: Facts about the pass under way, which the engine sets before each pass.
-        row_keys: State names of the parameters that are repeated over each client's rows.
-        missing: Modules with trained parameters that have no twin, ``{module path: class name}``. If there are any, the
-            model cannot be run stacked.
+        context: Facts about the current pass, which the engine sets before each one.
+        row_keys: Names of the parameters that must be repeated for each row of a client.
+        missing: Modules with trained parameters but no twin, ``{path: class name}``. If there are any, the model cannot
+            be run stacked.
     """
 
     model: nn.Module
@@ -72,9 +74,9 @@ def fold(model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = Non
 
     Args:
         model: The single model; its trained parameters have ``requires_grad``.
-        random_only: Replace only the layers that draw random numbers, for the loop over clients: it runs the single
-            model, but must draw from the same streams.
-        wrap: Returns the module to put in the place of a module at a path.
+        random_only: Replace only the layers that draw random numbers. This is for the loop over clients, which runs the
+            single model but must draw from the same streams.
+        wrap: Wraps each module after its replacement; None not to wrap.
     """
     folder = _Folder(random_only, wrap)
     return Fold(folder.visit(model, ""), folder.context, frozenset(folder.row_keys), folder.missing)
@@ -89,7 +91,7 @@ class _Folder:
         self.missing: dict[str, str] = {}
         self._random_only = random_only
         self._wrap = wrap
-        # By the module's id: a module may stand in several places, and its twin must then, too.
+        # Replacements by the id of the module: if a module occurs in several places, so must its twin.
         self._seen: dict[int, nn.Module] = {}
 
     def visit(self, module: nn.Module, path: str) -> nn.Module:
@@ -102,7 +104,7 @@ class _Folder:
         return self._seen[id(module)]
 
     def _replacement(self, module: nn.Module, path: str) -> nn.Module:
-        """Return what takes the place of a module, before it is wrapped."""
+        """Return the replacement of a module before it is wrapped; the module itself if nothing in it changes."""
         kind = type(module)
         if draws(module):
             return RANDOM_TWINS[kind](module, self.context)
@@ -124,7 +126,7 @@ class _Folder:
         return self._container(module, path)
 
     def _container(self, module: nn.Module, path: str) -> nn.Module:
-        """Return a copy of a container with replaced children, or the container itself if none is replaced."""
+        """Return a copy of a container with replaced children, or the container itself if no child is replaced."""
         owner: Any = None
         param_dicts: frozenset[str] = frozenset()
         if not self._random_only:
@@ -150,8 +152,8 @@ class _Folder:
 
 
 def _frozen_substitute(module: nn.Module) -> nn.Module | None:
-    """Return what computes the same as a frozen layer in less time or memory; None if there is nothing."""
-    # timm's norms are subclasses of torch's. Those that are run stacked as torch's are can be run frozen as these.
+    """Return a layer that computes the same as a frozen one in less time or memory; None if there is none."""
+    # timm's norms are subclasses of torch's. Those with the twin of torch's BatchNorm compute the same.
     if TWINS.get(type(module)) is StackedBatchNorm and module._buffers["running_var"] is not None:
         return FrozenBatchNorm(module)
     if type(module) is nn.Conv2d:
@@ -168,6 +170,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
     """Set the rate of every layer that draws random numbers to 0, in place, and return the model."""
     for module in model.modules():
         if draws(module):
+            # torch's layers call their rate "p", timm's "drop_prob".
             is_torch = drop_rate(module) == getattr(module, "p", None)
             setattr(module, "p" if is_torch else "drop_prob", 0.0)
     return model

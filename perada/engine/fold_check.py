@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks whether a network can be folded, by comparing a folded pass with passes of one client after another.
 
-The stacked layers keep clients apart, but the code between them in a network's own ``forward`` may not:
-``h - h.mean(0)`` takes the mean over all clients' images, and ``if h.mean() > 0`` decides for all.
+Stacked layers separate the clients, but the code between them in a network's ``forward`` may not: ``h - h.mean(0)``
+averages over all clients' images, and ``if h.mean() > 0`` decides for all clients.
 """
 
 import copy
@@ -18,13 +18,13 @@ from perada.engine.engine import Engine
 
 FAILS = "it fails on images of two clients"
 ROWS = 2
-"""Images of each client: enough for a BatchNorm, few enough for a large model on a CPU."""
+"""Number of images per client: enough for a BatchNorm, few enough for a large model on a CPU."""
 TOLERANCE = 1e-4
-"""Largest difference of logits in the model's precision, relative to the largest logit."""
+"""Largest accepted difference of logits in the model's precision, relative to the largest logit."""
 TOLERANCE_DOUBLE = 1e-6
-"""The same in double precision."""
+"""The same for a model in double precision."""
 _BLOCK = 10_007
-"""Number of random numbers drawn per client: a prime, so that rows of a matrix do not repeat."""
+"""Number of random numbers drawn per client. It is prime, so that no two rows of a matrix get the same numbers."""
 
 
 def check_fold(model: nn.Module, x: Tensor, channels_last: bool = False) -> str | None:
@@ -36,12 +36,12 @@ def check_fold(model: nn.Module, x: Tensor, channels_last: bool = False) -> str 
         channels_last: Whether images run in that memory format.
 
     Returns:
-        Why the model cannot be folded; None if both agree, or the comparison is not possible.
+        The reason why the model cannot be folded; None if both agree, or if they cannot be compared.
     """
     difference = _difference(model, x, channels_last, TOLERANCE)
     if difference is None or difference.startswith(FAILS):
         return difference
-    # The two round differently, with TF32 by much. Only a difference that remains in double precision counts.
+    # The two round differently, and very much so with TF32, so a difference must persist in double precision.
     device = torch.device("cpu") if x.device.type == "mps" else x.device
     exact = x.to(device, torch.float64 if x.is_floating_point() else x.dtype)
     exact_model = copy.deepcopy(model).to(device, torch.float64)
@@ -49,18 +49,28 @@ def check_fold(model: nn.Module, x: Tensor, channels_last: bool = False) -> str 
 
 
 def _difference(model: nn.Module, x: Tensor, channels_last: bool, tolerance: float) -> str | None:
-    """Describe how a folded pass differs from passes of one client after another; see :func:`check_fold`."""
+    """Describe how a folded pass differs from passes of one client after another.
+
+    Args:
+        model: The single model.
+        x: Images of some clients (C, B, ...).
+        channels_last: Whether images run in that memory format.
+        tolerance: Largest accepted difference, relative to the largest logit.
+
+    Returns:
+        The description; None as in :func:`check_fold`.
+    """
     folded = Engine(model, "folded", channels_last=channels_last)
     loop = Engine(model, "loop", channels_last=channels_last)
     if len(x) > 1:
         two_clients = x[:2, :ROWS]
     else:
-        # The mirrored images of the only client take the place of another client's.
+        # There is a single client, whose mirrored images are used for the second one.
         two_clients = torch.stack([x[0, :ROWS], x[0, :ROWS].flip(-1)])
     states = stack(perturbed_states(get_state(model), parameter_keys(model), clients=2))
     batches = [two_clients]
     if two_clients.is_floating_point():
-        # A network that branches by a sign may take another branch for the negated images of one client.
+        # For negated images of one client, a network that branches on a sign may take another branch.
         batches.append(torch.stack([two_clients[0], -two_clients[1]]))
     for training in (True, False):
         conclusive = True
@@ -74,17 +84,17 @@ def _difference(model: nn.Module, x: Tensor, channels_last: bool, tolerance: flo
             if difference is not None:
                 if _repeats(loop, states, batch, training, separate):
                     return difference
-                # The network draws from torch's global stream, so that no two passes agree.
+                # The network draws from torch's global generator, so no two passes agree.
                 conclusive = False
         if conclusive:
-            # Mixing of images would have shown in training. One image per client shows whether evaluation uses the
-            # weights in another way.
+            # Training mode was conclusive: the images are not mixed. For evaluation mode, one image per client is
+            # enough to show whether the weights are used in another way.
             batches = [two_clients[:, :1]]
     return _backward_failure(folded, states, two_clients[:, :1])
 
 
 def _backward_failure(folded: Engine, states: State, x: Tensor) -> str | None:
-    """Describe why gradients cannot be taken through a folded pass; return None if they can."""
+    """Describe why gradients of a folded pass cannot be computed; return None if they can."""
     trained = parameter_keys(folded.model)
     leaves = {key: value.requires_grad_(key in trained) for key, value in clone(states).items()}
     try:
@@ -104,7 +114,19 @@ def _compare(
     separate: Tensor,
     tolerance: float,
 ) -> str | None:
-    """Compare the logits of a folded pass with those of ``separate`` passes; return None if they agree."""
+    """Compare a folded pass with passes of one client after another.
+
+    Args:
+        folded: Engine of the folded pass.
+        states: States (2, ...) of two clients.
+        x: Their images (2, B, ...).
+        training: Whether the pass is in training mode.
+        separate: Logits (2, B, K) of the passes of one client after another.
+        tolerance: Largest accepted difference, relative to the largest logit.
+
+    Returns:
+        A description of the difference; None if the logits agree.
+    """
     try:
         together = _logits(folded, states, x, training)
     except Exception as error:  # networks raise errors of any kind for the images of two clients
@@ -114,7 +136,7 @@ def _compare(
     if difference <= tolerance * max(largest, 1e-6):
         return None
     if not separate.isfinite().all() and not together.isfinite().all():
-        # Both can be NaN, for example where a perturbed weight must not be negative, and then nothing follows.
+        # Both are not finite, for example because a perturbed weight must not be negative: nothing can be concluded.
         return None
     return (
         f"it mixes the images of a batch: logits of up to {largest:.2g} change by {difference:.2g} when the batch "
@@ -123,23 +145,24 @@ def _compare(
 
 
 def perturbed_states(state: State, keys: Collection[str], clients: int, least: float = 0.0) -> list[State]:
-    """Return copies of a state with random changes of some parameters, one for each client.
+    """Return a copy of a state for each client, with random changes of some parameters.
 
-    Most adapters are zero at first, so that a network computes the same with and without them.
+    The changes matter because most adapters are initially zero: a network would compute the same with and without them.
 
     Args:
-        state: The state.
-        keys: Parameters to change: by a tenth of their root mean square, and by 0.02 if they are zero.
-        clients: Number of states.
-        least: Smallest change.
+        state: State to copy, without a client axis.
+        keys: Names of the parameters to change. The standard deviation of a change is a tenth of the parameter's root
+            mean square, or 0.02 if the parameter is zero.
+        clients: Number of clients.
+        least: Smallest standard deviation of a change.
     """
     states = []
     for client in range(clients):
-        # One block of numbers is repeated: drawing one for each parameter would take longer than a pass.
+        # One block of numbers is repeated, since drawing numbers for all parameters would take longer than a pass.
         block = torch.randn(_BLOCK, generator=generator(0, "perturbation", client))
-        moved = clone(state)
+        perturbed = clone(state)
         for key in keys:
-            value = moved[key]
+            value = perturbed[key]
             root_mean_square = float(value.float().square().mean().sqrt())
             change = 0.02
             if root_mean_square > 0:
@@ -148,18 +171,18 @@ def perturbed_states(state: State, keys: Collection[str], clients: int, least: f
             num_blocks = math.ceil(value.numel() / _BLOCK)
             noise = block.repeat(num_blocks)[: value.numel()].view(value.shape)
             value += (noise * change).to(value)
-        states.append(moved)
+        states.append(perturbed)
     return states
 
 
 def _repeats(engine: Engine, states: State, x: Tensor, training: bool, logits: Tensor) -> bool:
-    """Return whether a pass with another state of torch's global stream gives the same ``logits``."""
+    """Return whether a pass with another state of torch's global generator gives the same ``logits``."""
     return torch.equal(logits, _logits(engine, states, x, training, seed=1))
 
 
 def _logits(engine: Engine, states: State, x: Tensor, training: bool, seed: int = 0) -> Tensor:
-    """Return the logits of two clients, with torch's global stream in a state that follows from ``seed``."""
-    # Training updates running statistics in place.
+    """Return the logits (2, B, K) of two clients, with torch's global generator seeded by ``seed``."""
+    # Copies, since training mode updates running statistics in place.
     copies = clone(states)
     streams = Streams.derived(0, "fold check", clients=(0, 1))
     with torch.no_grad(), seeded(seed, "fold check"):

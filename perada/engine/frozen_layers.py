@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen layers that take less time or memory than torch's; :mod:`~perada.engine.fold` inserts them.
 
-Each computes what the original layer does and leaves the tensors in it: files and exports are not affected, and moving
-the model or loading weights into it works as before.
+Each computes the same as the original layer, which keeps its tensors: files and exports are not affected, and the model
+can be moved, or weights loaded into it, as usual.
 
-**Convolutions of small maps.** At 32×32, the last stages of a ResNet convolve maps of 2×2 and of a single pixel, where
-most taps of a kernel fall on padding. Such a convolution is a linear map of the whole image: for each output and input
-position the tap that joins them, or zero. As one matrix product it takes between a quarter and two thirds of the time
-(``python -m benchmarks small_maps``).
+**Convolutions of small maps.** For images of 32×32, the last stages of a ResNet convolve maps of 2×2 and of a single
+pixel, where most taps of a kernel fall on padding. Such a convolution is a linear map of the flattened image: its
+matrix has, for each output and input position, the tap that joins them, or zero. One matrix product takes between a
+quarter and two thirds of the time (``python -m benchmarks small_maps``).
 
-**Strided depthwise convolutions in bfloat16.** On a CPU, torch has no fast gradient of their images, which is computed
-in single precision here.
+**Strided depthwise convolutions in bfloat16.** On a CPU, torch has no fast implementation of their input gradient,
+which is computed in single precision here.
 """
 
 import itertools
@@ -26,13 +26,14 @@ from perada.engine.substitutes import FrozenSubstitute
 LARGEST_WORK = 0.5
 """Largest number of multiplications of the matrix product, as a share of the convolution's nominal number.
 
-At 0.44 (3×3 on 2×2) the product is faster by 1.5 to 3.4, at 0.64 (5×5 on 4×4) the convolution is. A map of one pixel is
-always a product, which is faster by 2.2 to 4. Grouped convolutions stay, since their products are too small.
+At 0.44 (3×3 kernel, 2×2 map) the product is 1.5 to 3.4 times as fast as the convolution; at 0.64 (5×5 kernel, 4×4 map)
+it is slower. Maps of one pixel always use the product, which is 2.2 to 4 times as fast. Grouped convolutions never do,
+since their products are too small.
 """
 LARGEST_MATRIX = 4
-"""Largest number of entries of the matrix, as a multiple of the convolution's weights."""
+"""Largest number of elements of the matrix, as a multiple of the number of the convolution's weights."""
 CACHED_MATRICES = 2
-"""Number of matrices that a layer caches: runs alternate between at most two sizes, dtypes or memory formats."""
+"""Number of matrices that a layer caches: a run alternates between at most two sizes, dtypes or memory formats."""
 
 
 class LinearMap(NamedTuple):
@@ -47,7 +48,7 @@ class LinearMap(NamedTuple):
     bias: Tensor | None
 
     def to(self, dtype: torch.dtype) -> "LinearMap":
-        """Convert both tensors."""
+        """Convert both tensors to a dtype."""
         matrix = self.matrix.to(dtype)
         if self.bias is None:
             return LinearMap(matrix, None)
@@ -57,9 +58,10 @@ class LinearMap(NamedTuple):
 class FrozenConv2d(FrozenSubstitute):
     """A frozen convolution, which on a CPU is computed as a matrix product if the map is small.
 
-    The matrix is cached by size of map, dtype and memory format. It is computed again after the weights have changed,
-    except for changes by ``weight.data.copy_()`` and the like, which torch does not count as a new version. Compiled
-    passes run the plain layer, whose weights a compiler rearranges by itself, and so do layers with hooks.
+    Matrices are cached by size of the map, dtype and memory format. They are computed again after the weights have
+    changed, except by ``weight.data.copy_()`` and similar, which torch does not count as a new version.
+
+    Compiled passes run the plain layer, since a compiler rearranges the weights by itself, and so do layers with hooks.
     """
 
     def __init__(self, original: nn.Conv2d) -> None:
@@ -71,7 +73,7 @@ class FrozenConv2d(FrozenSubstitute):
         """Map (B, in, H, W) to (B, out, H', W')."""
         conv: nn.Conv2d = self.original[0]
         cast_dtype = autocast_dtype(x, conv.weight)
-        # Without autocast, weights and images of different dtypes are an error, which torch raises in the plain layer.
+        # Without autocast, different dtypes of weights and images are an error, which the plain layer raises.
         mismatched = cast_dtype is None and conv.weight.dtype != x.dtype
         if mismatched or torch.compiler.is_compiling() or is_hooked(conv):
             plain_output: Tensor = conv(x)
@@ -87,13 +89,13 @@ class FrozenConv2d(FrozenSubstitute):
         return output
 
     def _matrix_product(self, conv: nn.Conv2d, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Compute the convolution as a product of matrices; the output has the memory format of the input."""
+        """Compute the convolution of x (B, in, H, W) as a matrix product; the output has the input's memory format."""
         size = x.shape[2:]
         output_map = output_size(conv, size)
         channels_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
         linear_map = self._linear_map(conv, size, dtype, channels_last)
         if channels_last:
-            # The order in which the pixels lie in memory, so that nothing is copied.
+            # This is the order of the pixels in memory, so flatten() does not copy.
             x = x.permute(0, 2, 3, 1)
         flat_images = x.flatten(1).to(dtype)
         flat_output = F.linear(flat_images, linear_map.matrix, linear_map.bias)
@@ -103,7 +105,7 @@ class FrozenConv2d(FrozenSubstitute):
         return output.permute(0, 3, 1, 2)
 
     def _linear_map(self, conv: nn.Conv2d, size: torch.Size, dtype: torch.dtype, channels_last: bool) -> LinearMap:
-        """Return the convolution's map from the cache, or compute it."""
+        """Return the convolution as a linear map, from the cache if possible."""
         weights = _version(conv.weight)
         if conv.bias is not None:
             weights += _version(conv.bias)
@@ -112,7 +114,7 @@ class FrozenConv2d(FrozenSubstitute):
             self._cached_weights = weights
         key = (size, dtype, channels_last)
         if key not in self._cache:
-            # Tensors that are made in inference mode cannot be part of a later training step.
+            # Tensors created in inference mode could not be used in a later training step.
             with torch.inference_mode(False), torch.no_grad():
                 linear_map = small_map_matrix(conv, size, channels_last)
                 self._cache[key] = linear_map.to(dtype)
@@ -122,13 +124,13 @@ class FrozenConv2d(FrozenSubstitute):
 
 
 def _version(tensor: Tensor) -> tuple[int, ...]:
-    """Identify a tensor and its present values, as far as torch counts changes of them."""
-    # Neither number is enough: a later tensor may have the id or the address of one that is gone.
+    """Return numbers that change with a tensor or its values, as far as torch counts in-place changes."""
+    # Neither id nor address is enough: a new tensor may have those of one that was deleted.
     return id(tensor), tensor.data_ptr(), tensor._version
 
 
 def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """Return the dtype in which autocast computes a product of the two; None if it leaves them unchanged."""
+    """Return the dtype in which autocast computes a product of two tensors; None if it leaves them unchanged."""
     device_type = x.device.type
     if not torch.is_autocast_enabled(device_type):
         return None
@@ -145,15 +147,15 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def is_small_map(conv: nn.Conv2d, x: Tensor) -> bool:
-    """Return whether a convolution of images (B, in, H, W) is faster as a matrix product. Only CPUs were measured."""
+    """Return whether a convolution of maps (B, in, H, W) is faster as a matrix product; measured on CPUs only."""
     if x.dim() != 4 or x.device.type != "cpu" or conv.groups != 1 or conv.padding_mode != "zeros":
         return False
     _, channels, in_height, in_width = x.shape
     output_map = output_size(conv, x.shape[2:])
-    # Impossible sizes are an error, which torch raises in the plain layer.
+    # Impossible sizes are an error, which the plain layer raises.
     if channels != conv.in_channels or min(in_height, in_width, output_map.height, output_map.width) < 1:
         return False
-    # In every output pixel the product multiplies all pixels of the image, the convolution all taps of the kernel.
+    # For each output pixel the product multiplies all pixels of the map, and the convolution all taps of the kernel.
     in_pixels = in_height * in_width
     out_pixels = output_map.height * output_map.width
     taps = conv.kernel_size[0] * conv.kernel_size[1]
@@ -163,7 +165,7 @@ def is_small_map(conv: nn.Conv2d, x: Tensor) -> bool:
 
 
 def is_strided_depthwise(conv: nn.Conv2d, x: Tensor) -> bool:
-    """Return whether a convolution is one whose image gradients in bfloat16 are slow on a CPU."""
+    """Return whether a convolution is strided and depthwise, whose input gradient in bfloat16 is slow on a CPU."""
     is_strided = conv.stride != (1, 1)
     is_depthwise = 1 < conv.groups == conv.in_channels
     return is_strided and is_depthwise and x.device.type == "cpu" and conv.padding_mode == "zeros"
@@ -177,12 +179,17 @@ class MapSize(NamedTuple):
 
 
 def output_size(conv: nn.Conv2d, size: torch.Size) -> MapSize:
-    """Compute the height and width of a convolution's output for a map of this ``size``."""
-    # Not `padding`, which may be a word such as "same".
+    """Compute the size of a convolution's output.
+
+    Args:
+        conv: The convolution.
+        size: Height and width of its input.
+    """
+    # Not conv.padding, which may be a word such as "same".
     pad_left, pad_right, pad_top, pad_bottom = conv._reversed_padding_repeated_twice
     padded_height = size[0] + pad_top + pad_bottom
     padded_width = size[1] + pad_left + pad_right
-    # Dilation moves taps apart: the kernel spans more rows and columns than it has taps.
+    # With dilation the kernel spans more rows and columns than it has taps.
     kernel_height = conv.dilation[0] * (conv.kernel_size[0] - 1) + 1
     kernel_width = conv.dilation[1] * (conv.kernel_size[1] - 1) + 1
     height = (padded_height - kernel_height) // conv.stride[0] + 1
@@ -199,7 +206,7 @@ def pixel_tap(conv: nn.Conv2d) -> tuple[int, int] | None:
     if output_size(conv, torch.Size((1, 1))) != (1, 1):
         return None
     pad_left, _, pad_top, _ = conv._reversed_padding_repeated_twice
-    # The first tap lies on the corner of the padding, and on the first pixel after the padding.
+    # In the only output pixel, the first tap is at the corner of the padding, and the pixel comes after the padding.
     row_dilation = conv.dilation[0]
     column_dilation = conv.dilation[1]
     if pad_top % row_dilation or pad_left % column_dilation:
@@ -212,9 +219,14 @@ def pixel_tap(conv: nn.Conv2d) -> tuple[int, int] | None:
 
 
 def joining_taps(conv: nn.Conv2d, size: torch.Size) -> Tensor:
-    """Return which tap of the kernel joins output and input positions (H', W', H, W).
+    """Return which tap of the kernel joins each pair of an output and an input position.
 
-    Taps are numbered row by row; -1 stands for none.
+    Args:
+        conv: The convolution.
+        size: Height H and width W of its input.
+
+    Returns:
+        Number (H', W', H, W) of the tap, counted row by row; -1 if no tap joins the two.
     """
     height, width = size
     output_map = output_size(conv, size)
@@ -234,13 +246,16 @@ def joining_taps(conv: nn.Conv2d, size: torch.Size) -> Tensor:
 
 
 def small_map_matrix(conv: nn.Conv2d, size: torch.Size, channels_last: bool) -> LinearMap:
-    """Return a convolution of maps (H, W) as a matrix and a bias.
+    """Return a convolution of small maps as a matrix and a bias.
 
-    Rows and columns have the order in which maps lie in memory: (C, H, W), or (H, W, C) if ``channels_last``.
+    Args:
+        conv: The convolution.
+        size: Height H and width W of its input.
+        channels_last: Whether maps are flattened in the order (H, W, C) instead of (C, H, W).
     """
     output_map = output_size(conv, size)
     taps = joining_taps(conv, size)
-    # The tap -1, which stands for none, selects a zero that is appended to the weights.
+    # Index -1, for positions that no tap joins, selects the zero that is appended to the weights here.
     weights = F.pad(conv.weight.flatten(2), (0, 1))
     matrix = weights[:, :, taps]  # (out, in, H', W', H, W)
     if channels_last:
@@ -256,11 +271,11 @@ def small_map_matrix(conv: nn.Conv2d, size: torch.Size, channels_last: bool) -> 
     return LinearMap(matrix, bias.reshape(-1))
 
 
-_Context = Any  # torch does not give the context of an autograd function a type
+_Context = Any  # torch has no type for the context of an autograd function
 
 
 class _StridedDepthwise(torch.autograd.Function):
-    """A frozen convolution like torch's, whose image gradient is computed in single precision."""
+    """A frozen convolution like torch's, whose input gradient is computed in single precision."""
 
     @staticmethod
     def forward(ctx: _Context, x: Tensor, conv: nn.Conv2d) -> Tensor:
@@ -282,14 +297,14 @@ class _StridedDepthwise(torch.autograd.Function):
             dilation=conv.dilation,
             groups=conv.groups,
         )
-        # One gradient for each argument of `forward`: the convolution has none.
+        # One entry for each argument of forward(); there is no gradient of a module.
         return image_gradient.to(ctx.dtype), None
 
 
 class FrozenBatchNorm(FrozenSubstitute):
     """A frozen BatchNorm with running statistics, in evaluation mode: a scale and a shift for each channel.
 
-    Autograd would save the input for the backward pass, although only the gradient of a weight needs it.
+    torch's BatchNorm saves its input for the backward pass, although only the gradient of a trained weight needs it.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -322,7 +337,7 @@ class _Normalise(torch.autograd.Function):
         if gradient.device.type == "cpu":
             x_gradient, _, _ = torch.ops.aten.native_batch_norm_backward(
                 grad_out=gradient,
-                # Only the shape of the input is used, which is that of the gradient.
+                # Without a gradient of the weight only the input's shape is used, which is that of the gradient.
                 input=gradient,
                 weight=weight,
                 running_mean=mean,
@@ -331,20 +346,26 @@ class _Normalise(torch.autograd.Function):
                 save_invstd=None,
                 train=False,
                 eps=ctx.eps,
-                # Of input, weight and bias.
+                # Which gradients to compute: those of input, weight and bias.
                 output_mask=[True, False, False],
             )
         else:
-            # The kernel of a GPU needs the statistics of a batch, which there are none of.
+            # The GPU's kernel requires the statistics of a batch, which evaluation mode does not compute.
             x_gradient = input_gradient(gradient, weight, var, ctx.eps)
-        # One gradient for each argument of `forward`: only the input has one.
+        # One entry for each argument of forward(); only the input has a gradient.
         return x_gradient, None, None, None, None, None
 
 
 def input_gradient(gradient: Tensor, weight: Tensor | None, var: Tensor, eps: float) -> Tensor:
-    """Compute the gradient of a BatchNorm's input in evaluation mode, (B, D, ...), from that of its output.
+    """Compute the gradient of a BatchNorm's input in evaluation mode from that of its output.
 
-    It is weight / √(var + eps) times that, with weight and var (D,): the same BatchNorm without mean and bias.
+    It is weight / √(var + eps) times the gradient of the output: the same BatchNorm without mean and bias.
+
+    Args:
+        gradient: Gradient (B, D, ...) of the output.
+        weight: Weight (D,); None for 1.
+        var: Running variance (D,).
+        eps: Constant that is added to the variance.
     """
     zeros = torch.zeros_like(var)
     # A norm without a weight has no bias either.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacked versions of torch's layers, for the trained layers of a folded model.
 
-A *twin* has the same parameter names as its original, each tensor with a leading axis C, and a forward that splits the
+A *twin* has the parameter names of its original, each tensor with a leading axis C, and a forward that splits the
 batch by client. Outputs and gradients are those of C separate layers.
 
-Shape suffixes: R = C·B rows, C clients, B images a client, D features.
+Suffixes of names give shapes: R = C·B rows, C clients, B images per client, D features.
 """
 
 import math
@@ -28,12 +28,12 @@ class FoldContext:
     The layers of a model are called by its own ``forward``, so the engine cannot pass these as arguments.
 
     Attributes:
-        clients: C.
-        counts: Number of real rows of each client, the others being padding; ``None`` if every row is real.
-        streams: The clients' random streams.
+        clients: Number C of clients.
+        counts: Number of real rows of each client, whose other rows are padding; ``None`` if all are real.
+        streams: Random streams of the clients; ``None`` if the pass draws nothing.
         draws: Number of layers that have drawn from the streams in this pass.
-        together: Normalise the full batches of all clients by one call. It copies twice, but does not launch a kernel
-            for each client, for which a GPU would wait.
+        together: Normalise the full batches of all clients by one call. This copies the batch twice, but is faster on a
+            GPU than a kernel for each client.
     """
 
     clients: int = 1
@@ -50,7 +50,7 @@ class FoldContext:
         *,
         together: bool = False,
     ) -> None:
-        """Start a pass."""
+        """Start a pass; the arguments are the attributes of the same names."""
         self.clients = clients
         self.counts = counts
         self.streams = streams
@@ -70,23 +70,28 @@ class FoldContext:
 
 
 def _split_clients(x_R: Tensor, clients: int) -> Tensor:
-    """View (R, ...) as (C, B, ...)."""
+    """View rows (R, ...) as (C, B, ...)."""
     return x_R.view(clients, -1, *x_R.shape[1:])
 
 
 class StackedLayer(nn.Module):
     """Base class of the stacked layers.
 
-    A twin registers the original's tensors under their names. For each forward pass ``torch.func.functional_call``
-    replaces them by stacked ones. A parameter that is not trained stays as it is, without a client axis.
+    A twin registers the tensors of the original under their names. In each forward pass,
+    ``torch.func.functional_call`` replaces them by stacked ones. A parameter that is not trained is not replaced and
+    has no client axis.
+
+    Args:
+        original: The layer of the single model.
+        context: Facts about the current pass.
     """
 
     like_torch: ClassVar[bool] = True
-    """Return whether the original computes the same as the torch layer from which it is derived."""
+    """Whether the original computes the same as the torch layer that it is derived from."""
 
     def __init__(self, original: nn.Module, context: FoldContext) -> None:
         super().__init__()
-        # In a list, so that it is no child: the names of tensors stay those of the single model.
+        # In a list, so that it is not registered as a child: names of tensors must stay those of the single model.
         self.original: list[Any] = [original]
         self.context = context
         parameters = dict(original.named_parameters(recurse=False))
@@ -94,19 +99,19 @@ class StackedLayer(nn.Module):
         self.merged = {name for name, parameter in parameters.items() if isinstance(parameter, Merged)}
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
-        # Not named_buffers(), which leaves out those that are None.
+        # Not named_buffers(), which leaves out buffers that are None.
         for name, buffer in original._buffers.items():
             self.register_buffer(name, buffer)
 
     def stacked(self, name: str) -> Tensor | None:
-        """Return the tensor called ``name`` with its client axis, (C, ...); a frozen one is expanded."""
+        """Return a tensor with its client axis, (C, ...); a frozen one is expanded. None if the layer lacks it."""
         value: Tensor | None = getattr(self, name, None)
         if value is not None and name in self.frozen:
             return value.unsqueeze(0).expand(self.context.clients, *value.shape)
         return value
 
     def common(self, name: str) -> Tensor | None:
-        """Return the tensor called ``name`` without a client axis, or None unless it is the same for all clients."""
+        """Return a tensor without a client axis if it is the same for all clients; None if it is not."""
         value: Tensor = getattr(self, name)
         if name in self.frozen:
             return value
@@ -116,7 +121,13 @@ class StackedLayer(nn.Module):
         return None
 
     def scaled(self, x_R: Tensor, shape: list[int], name: str = "weight") -> Tensor:
-        """Multiply each client's rows of (R, ...) by its tensor called ``name``, if any, reshaped to (C, *shape)."""
+        """Multiply the rows of each client by one of its tensors, or return them as they are if the layer lacks it.
+
+        Args:
+            x_R: Rows (R, ...).
+            shape: Shape in which one client's tensor broadcasts over its rows (B, ...).
+            name: Name of the tensor.
+        """
         factors = self.stacked(name)
         if factors is None:
             return x_R
@@ -125,7 +136,7 @@ class StackedLayer(nn.Module):
         return product_CB.flatten(0, 1)
 
     def shifted(self, x_R: Tensor, shape: list[int]) -> Tensor:
-        """Add its bias, if any, to each client's rows of (R, ...), reshaped to (C, *shape)."""
+        """Add each client's bias to its rows (R, ...), reshaped like the tensor of :meth:`scaled`."""
         bias = self.stacked("bias")
         if bias is None:
             return x_R
@@ -134,7 +145,7 @@ class StackedLayer(nn.Module):
         return sum_CB.flatten(0, 1)
 
     def affine(self, x_R: Tensor, shape: list[int]) -> Tensor:
-        """Scale and shift each client's rows of (R, ...) by its weight and bias, reshaped to (C, *shape)."""
+        """Multiply the rows (R, ...) of each client by its weight and add its bias; see :meth:`scaled`."""
         return self.shifted(self.scaled(x_R, shape), shape)
 
 
@@ -147,7 +158,7 @@ class StackedLinear(StackedLayer):
         """Map (R, ..., D_in) to (R, ..., D_out)."""
         common_weight = self.common("weight")
         if common_weight is not None:
-            # One product for the rows of all clients, of whom only the biases may differ.
+            # One product for the rows of all clients, which can differ only in their biases.
             out = F.linear(x_R, common_weight)
             leading_axes = out.dim() - 1
             shape = [1] * leading_axes + [-1]
@@ -167,7 +178,7 @@ class StackedConv2d(StackedLayer):
         conv: nn.Conv2d = self.original[0]
         common_weight = self.common("weight")
         if common_weight is not None:
-            # One convolution of the rows of all clients, of whom only the biases may differ.
+            # One convolution for the rows of all clients, which can differ only in their biases.
             out = conv._conv_forward(x_R, common_weight, None)
             return self.shifted(out, [1, -1, 1, 1])
         x_CB = _split_clients(x_R, self.context.clients)
@@ -175,7 +186,7 @@ class StackedConv2d(StackedLayer):
 
         tap = _only_tap(conv, x_R)
         if tap is not None:
-            # A linear map of the only pixel: all other taps fall on padding.
+            # A linear map of the only pixel, since all other taps fall on padding.
             row, column = tap
             out = _batched_linear(x_CB.flatten(2), self.weight[..., row, column], bias)
             return out.flatten(0, 1)[..., None, None]
@@ -196,9 +207,9 @@ class StackedConv2d(StackedLayer):
 
 
 def _only_tap(conv: nn.Conv2d, x_R: Tensor) -> tuple[int, int] | None:
-    """Return the tap of a larger kernel that falls on the only pixel of maps (R, in, 1, 1).
+    """Return row and column of the tap of a larger kernel that falls on the only pixel of maps (R, in, 1, 1).
 
-    None for other maps, or where the convolution itself is faster.
+    Returns None for other maps, and where the convolution itself is faster.
     """
     if conv.kernel_size == (1, 1) or x_R.shape[2:] != (1, 1) or not is_small_map(conv, x_R):
         return None
@@ -206,13 +217,13 @@ def _only_tap(conv: nn.Conv2d, x_R: Tensor) -> tuple[int, int] | None:
 
 
 def _is_pointwise(conv: nn.Conv2d) -> bool:
-    """Return whether each output pixel is a linear map of the input pixel at its place."""
+    """Return whether each output pixel is a linear map of the input pixel at the same place."""
     is_unpadded = conv.padding in ((0, 0), "valid")
     return conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.groups == 1 and is_unpadded
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:
-    """Join the clients' outputs (B, ...) to one batch (R, ...); that of a single client is not copied."""
+    """Concatenate the outputs (B, ...) of the clients to (R, ...), without a copy for a single client."""
     if len(outputs) == 1:
         return outputs[0]
     return torch.cat(outputs)
@@ -222,7 +233,7 @@ def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     """Map inputs (C, N, D_in) to (C, N, D_out) by each client's weight (C, D_out, D_in) and bias (C, D_out)."""
     if bias is not None:
         return torch.baddbmm(bias.unsqueeze(1), x_CND, weight.transpose(1, 2))
-    # Autocast does not cast the inputs of a custom autograd function, as it would those of torch's product.
+    # Autocast casts the inputs of torch's own product, but not those of a custom autograd function.
     dtype = autocast_dtype(x_CND, weight)
     if dtype is not None:
         x_CND = x_CND.to(dtype)
@@ -232,10 +243,10 @@ def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 class _BatchedProduct(torch.autograd.Function):
-    """The product of (C, N, D_in) and (C, D_out, D_in), as (C, N, D_out).
+    """Product of inputs (C, N, D_in) and weights (C, D_out, D_in) that returns (C, N, D_out).
 
-    The gradient of the weights has their memory layout. That of torch's own product is transposed, and would be copied
-    for each optimiser.
+    The gradient of the weights has the weights' memory layout. That of torch.bmm would be transposed, and optimisers
+    would copy it.
     """
 
     @staticmethod
@@ -257,7 +268,7 @@ class _BatchedProduct(torch.autograd.Function):
 
 
 class StackedBatchNorm(StackedLayer):
-    """C batch normalisations on one batch, each with its own statistics over its own real rows."""
+    """C batch normalisations on one batch, each with the statistics of its client's real rows."""
 
     running_mean: Tensor | None
     running_var: Tensor | None
@@ -272,13 +283,14 @@ class StackedBatchNorm(StackedLayer):
         means = self.running_mean
         variances = self.running_var
         if momentum is None and self.training and means is not None and variances is not None:
-            # Without a momentum running statistics are cumulative means, which batch_norm does not support. With a
-            # momentum of 1 it writes the statistics of the batch.
+            # Without a momentum, running statistics are cumulative means, which F.batch_norm does not support. With a
+            # momentum of 1 it returns the statistics of the batch, from which the means are updated here.
             batch_means = torch.zeros_like(means)
             batch_variances = torch.zeros_like(variances)
             out = self._normalise(x_R, batch_means, batch_variances, momentum=1.0)
             assert self.num_batches_tracked is not None
-            # The n-th batch has the share 1/n in the mean over n batches. Half precision could not count them.
+            # The n-th batch has the share 1/n in the mean. In single precision at least: float16 and bfloat16 cannot
+            # count many batches.
             num_batches = self.num_batches_tracked.view(-1, 1)
             share = num_batches.to(torch.promote_types(means.dtype, torch.float32)).reciprocal()
             means.lerp_(batch_means, share.to(means.dtype))
@@ -287,7 +299,14 @@ class StackedBatchNorm(StackedLayer):
         return self._normalise(x_R, means, variances, 0.0 if momentum is None else momentum)
 
     def _normalise(self, x_R: Tensor, means: Tensor | None, variances: Tensor | None, momentum: float) -> Tensor:
-        """Normalise with running statistics (C, D), which training mode updates."""
+        """Normalise rows (R, D, ...) by the faster way.
+
+        Args:
+            x_R: Rows (R, D, ...).
+            means: Running means (C, D), which training mode updates in place; None if there are none.
+            variances: Running variances (C, D), likewise.
+            momentum: Weight of the batch's statistics in the update.
+        """
         has_padding = self.context.counts is not None
         if self.context.together and not has_padding and self.context.clients > 1:
             return self._normalise_together(x_R, means, variances, momentum)
@@ -304,7 +323,7 @@ class StackedBatchNorm(StackedLayer):
         norm = self.original[0]
         clients = self.context.clients
         use_batch = self.training or means is None
-        # Channels are the last axis, so that those of all clients can lie side by side; S are the axes of an image.
+        # Channels become the last axis, next to which the client axis is put. S stands for the axes of an image.
         x_RSD = x_R.movedim(1, -1)
         x_BSCD = _split_clients(x_RSD, clients).movedim(0, -2)
         x = x_BSCD.flatten(-2).movedim(-1, 1)  # (B, C·D, S)
@@ -339,7 +358,7 @@ class StackedBatchNorm(StackedLayer):
         variances_by_client = _unbound(variances, clients)
         weights = _unbound(self.stacked("weight"), clients)
         biases = _unbound(self.stacked("bias"), clients)
-        # A single client's rows are not cut, which would make a view in every pass.
+        # The rows of a single client are used as they are, without a view.
         rows_by_client = x_R.chunk(clients) if clients > 1 else (x_R,)
         outputs = []
         for client, rows in enumerate(rows_by_client):
@@ -364,9 +383,9 @@ class StackedBatchNorm(StackedLayer):
 
 
 def _unbound(stack: Tensor | None, clients: int) -> Sequence[Tensor | None]:
-    """Split a stack (C, ...) by client.
+    """Split a stack (C, ...) by client; None stands for None for each client.
 
-    As views of one operation: the gradient of ``stack[client]`` would have the size of the stack for each client.
+    unbind() is a single operation with one gradient; that of each ``stack[client]`` would have the size of the stack.
     """
     if stack is None:
         return [None] * clients
@@ -374,10 +393,17 @@ def _unbound(stack: Tensor | None, clients: int) -> Sequence[Tensor | None]:
 
 
 def _flat(stack: Tensor | None, view: bool = False) -> Tensor | None:
-    """Flatten a stack (C, D); as a ``view`` where what is written to it must reach the stack."""
+    """Flatten a stack (C, D) to (C·D,).
+
+    Args:
+        stack: The stack; None stays None.
+        view: Return a view, so that in-place changes reach the stack. Otherwise a copy is made if strides require it.
+    """
     if stack is None:
         return None
-    return stack.view(-1) if view else stack.flatten()
+    if view:
+        return stack.view(-1)
+    return stack.flatten()
 
 
 class StackedNorm(StackedLayer):
@@ -400,7 +426,7 @@ class StackedNorm(StackedLayer):
 class StackedDropout(StackedLayer):
     """Dropout with one random stream per client, so that a client's masks do not depend on the others.
 
-    Four keep-or-drop decisions are cut from each 64-bit draw; the drop rate is thereby rounded to a multiple of 2**-16.
+    Each 64-bit draw gives four decisions of 16 bits, which round the drop rate to a multiple of 2**-16.
     """
 
     def forward(self, x_R: Tensor) -> Tensor:
@@ -410,23 +436,27 @@ class StackedDropout(StackedLayer):
         return x_R * self.mask(x_R, x_R.dim())
 
     def mask(self, x_R: Tensor, dims: int) -> Tensor:
-        """Draw a mask of 0 or 1/(1-p) along the first ``dims`` axes.
+        """Draw a mask of 0 (dropped) and 1/(1-p), p being the drop rate.
+
+        Args:
+            x_R: Rows (R, ...).
+            dims: Number of leading axes with independent decisions. Along the others, all elements share one.
 
         Returns:
-            The mask (R, ...), of size 1 along the other axes, which are kept or dropped as one.
+            The mask, with size 1 along the axes after the first ``dims``.
         """
         trailing_axes = x_R.dim() - dims
         shape = [*x_R.shape[:dims]] + [1] * trailing_axes
         rate = drop_rate(self.original[0])
-        # Draws are uniform over the integers from -2**15 to 2**15 - 1. What is below the threshold is dropped.
+        # Draws are uniform over the integers from -2**15 to 2**15 - 1. Elements below the threshold are dropped.
         threshold = round(rate * 2**16) - 2**15
         if threshold >= 2**15:
-            # All is dropped, and 1/(1-p) may be infinite.
+            # Everything is dropped, and 1/(1-p) may be infinite.
             return x_R.new_zeros(shape)
         draws_per_client = math.prod(shape) // self.context.clients
         keep = self.context.next_streams().bits(draws_per_client) >= threshold
         if dims == x_R.dim():
-            # In the memory format of the input.
+            # The mask has the memory format of the input.
             mask = torch.empty_like(x_R)
         else:
             mask = x_R.new_empty(shape)

@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Substitute(nn.Module, ABC):
-    """Replaces a module, and forwards all other attributes to it.
+    """Base class of modules that replace another one, to which all unknown attributes are forwarded.
 
     Parents read options of their children, such as ``stride``, and adapters the weight of the layer that they wrap.
     """
@@ -17,11 +17,11 @@ class Substitute(nn.Module, ABC):
     def _replaced(self) -> nn.Module:
         """Return the replaced module.
 
-        A method, not a property: an AttributeError in a property would end in ``__getattr__``, and so in a recursion.
+        This is a method because an AttributeError in a property would call ``__getattr__``, which calls this.
         """
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the other module has there
-        """Return an attribute of the other module if this one does not have it."""
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # attributes are of any type
+        """Return an attribute of the replaced module if this one does not have it."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -36,7 +36,7 @@ class WrappingSubstitute(Substitute):
         self.original = original
 
     def _replaced(self) -> nn.Module:
-        # Not `self.original`, whose lookup would recurse in an object without a child, such as one being unpickled.
+        # Not `self.original`, whose lookup would recurse if there is no such child yet, as while unpickling.
         replaced = nn.Module.__getattr__(self, "original")
         assert isinstance(replaced, nn.Module)
         return replaced
