@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of an algorithm: what clients keep and send, one client's step, and the server's step.
 
-Roles are named as in PerAda: ``personal`` is what a client keeps and predicts with, ``local`` is what it trains from
-the received global state and sends back. Every method sees the states of C clients as one stack with a leading client
-axis, and must treat each client independently of the others.
+A role is one of the states that a client trains, named as in PerAda: the client keeps ``personal`` and predicts with
+it; ``local`` starts from the received global state and is sent back. Every method receives the states of C clients as
+one stack with a leading client axis, and must treat each client independently of the others.
 """
 
 import warnings
@@ -24,7 +24,7 @@ Average = Literal["logits", "probabilities"]
 Stacks = dict[str, State]
 """Stacked states by role."""
 RULE = "rule/"
-"""Prefix of the server rule's tensors among the server's."""
+"""Prefix that distinguishes the server rule's tensors from those of the algorithm in the server's state."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class TensorNames:
         input: All names in the first layer that images pass.
         adapter: All names that the adapter adds to the backbone.
         factors: The pairs of LoRA's factors, in the model's order.
-        shared, private: All names of either branch of the adapter ``dual_lora``. A gate belongs to the private one.
+        shared, private: All names of the shared and of the private branch of the adapter ``dual_lora``. A gate belongs
+            to the private one.
         merged: Weights into which the server merges, and which no client trains; see
             :attr:`Algorithm.merges_into_backbone`.
     """
@@ -69,7 +70,7 @@ class TensorNames:
         """
         paths = [name.split(".")[:-1] for name in self.head]
         module: list[str] = []
-        # The parameters of an adapter in the head are deeper inside, so only the common beginning counts.
+        # Parameters of an adapter are deeper inside the head, so the module is the common beginning of all paths.
         for components in zip(*paths, strict=False):
             if len(set(components)) > 1:
                 break
@@ -80,15 +81,15 @@ class TensorNames:
 class ClientStep(Protocol):
     """One local step of C clients, as an algorithm sees it.
 
-    C counts the clients that are still training; those with fewer steps have finished. Where memory is small, or
-    clients train one after another, the algorithm is called several times a step, each time for a part of them.
-    :class:`perada.federation.cohort.Cohort` makes the steps.
+    C is the number of clients that are still training; those with fewer steps have finished. Where memory is limited,
+    or clients train one after another, the algorithm is called several times, each time for some of the clients.
+    :class:`perada.federation.cohort.Cohort` creates the steps.
 
     Attributes:
         states: States (C, ...) under training, by role: the roles of :meth:`Algorithm.begin_round`. Parameters that
             the phase trains are leaves that require gradients. Other tensors may be changed in place.
-        round: The round, counted from 0.
-        phase: Name of the phase, as :meth:`Algorithm.phases` gives it.
+        round: Number of the round, counted from 0.
+        phase: Name of the phase, one of those of :meth:`Algorithm.phases`.
         tensor_names: The names of the model's tensors.
     """
 
@@ -106,11 +107,12 @@ class ClientStep(Protocol):
         """The states that the clients kept before the round, by role, (C, ...)."""
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
-        """Compute the training-mode logits (C, B, K) of a role's states, or of any stack, on the step's images.
+        """Compute logits (C, B, K) of the step's images in training mode.
 
         Args:
-            states: A role, or a stack (C, ...).
-            stream: The role whose random stream dropout draws from. Default: the role, or the first for a stack.
+            states: A role, or any stack (C, ...).
+            stream: Role from whose random stream dropout draws. Default: the role of ``states``, or the first role if
+                they are a stack.
         """
 
     def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
@@ -118,8 +120,9 @@ class ClientStep(Protocol):
 
         Args:
             states: A role, or a stack (C, ...).
-            stream: As of :meth:`logits`.
-            training: False runs the model in evaluation mode: no dropout, and running statistics are used as they are.
+            stream: As for :meth:`logits`.
+            training: Whether the model runs in training mode. In evaluation mode there is no dropout, and running
+                statistics are used and not updated.
         """
 
     def loss(self, states: str | State | Tensor, stream: str | None = None) -> Tensor:
@@ -127,24 +130,27 @@ class ClientStep(Protocol):
 
         Args:
             states: A role, a stack (C, ...), or logits (C, B, K).
-            stream: As of :meth:`logits`.
+            stream: As for :meth:`logits`.
         """
 
     def class_counts(self, classes: int) -> Tensor:
-        """Return the clients' numbers of training images of each of K ``classes``, (C, K).
+        """Return the number of training images (C, K) of each client and class.
 
-        Only for algorithms that set :attr:`Algorithm.needs_class_counts`.
+        Available only to algorithms that set :attr:`Algorithm.needs_class_counts`.
+
+        Args:
+            classes: Number K of classes.
         """
 
     @property
     def labels(self) -> Tensor:
-        """Labels of the step's images: classes (C, B), or (C, B, K) of several labels an image. Some rows are padding.
+        """Labels of the step's images: classes (C, B), or (C, B, K) with several labels per image.
 
-        :meth:`loss` and :meth:`mean` leave padding out.
+        Some rows may be padding, which :meth:`loss` and :meth:`mean` leave out.
         """
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean (C, ...) of values (C, B, ...) over each client's images, without the rows of padding."""
+        """Return the mean (C, ...) of values (C, B, ...) over each client's images, leaving out padding."""
 
     def restart(self, role: str, start: State) -> None:
         """Set a role's trained parameters to those of ``start`` (C, ...), and reset the state of its optimiser."""
@@ -157,33 +163,34 @@ class ClientStep(Protocol):
         pull: tuple[float, State] | None = None,
         slope: State | None = None,
     ) -> None:
-        """Take one optimiser step on a role's parameters, or on those of several from one gradient.
+        """Take one optimiser step on the parameters of a role, or of several roles from one backward pass.
+
+        The gradient of the step, including the terms below, stays in the parameters' ``grad`` until the next step.
 
         Args:
-            role: One or several.
-            loss: Losses (C,), each differentiated by its own client's parameters. ``None``: only the terms below.
-            pull: ``(strength, anchor)`` adds the gradient of strength/2 · ||parameters − anchor||².
-            slope: Adds this gradient, which is that of <slope, parameters>.
-
-        The anchor and the slope (C, ...) need every parameter that the phase trains in the role. The gradient that the
-        step was taken with, with these terms, stays in the parameters' ``grad`` until the next one.
+            role: One role, or several.
+            loss: Loss (C,) of each client, which is differentiated with respect to the client's parameters. ``None``
+                for a step on the terms below only.
+            pull: ``(strength, anchor)`` adds the gradient of strength/2 · ||parameters − anchor||². The anchor (C, ...)
+                must have every parameter that the phase trains in the role.
+            slope: Gradient (C, ...) to add, which is that of <slope, parameters>. It must have the same parameters.
         """
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The server's knowledge when it sends a round's C clients their states.
+    """Inputs of :meth:`Algorithm.broadcast`: what the server knows when it sends states to the C clients of a round.
 
     Attributes:
         global_state: The global state, without a client axis, or a stack of several.
         tensor_names: The names of its tensors.
-        round: The round, counted from 0.
+        round: Number of the round, counted from 0.
         clients: Ids of the round's clients.
-        num_clients: M, the number of all clients of the federation.
+        num_clients: Number M of all clients of the federation.
         seed: Seed of the run.
-        losses: Losses (C, K) of K global models on each client's training images, where clients compare them.
-        state: The server's own tensors, as of :class:`ServerStep`. Read only.
-        lora_ranks: The clients' ranks, as :meth:`Algorithm.lora_rank` gives them; empty where it gives None.
+        losses: Losses (C, K) of K global models on each client's training images; None unless clients compare them.
+        state: The server's tensors, as in :class:`ServerStep`. They must not be changed.
+        lora_ranks: Rank of each client (:meth:`Algorithm.lora_rank`); empty if all have the adapter's rank.
     """
 
     global_state: State
@@ -199,21 +206,21 @@ class Broadcast:
 
 @dataclass
 class ServerStep:
-    """The server's side of a round.
+    """Inputs of :meth:`Algorithm.server_step`, and the operations that it may use.
 
     Attributes:
-        round, num_clients, tensor_names, seed: As of :class:`Broadcast`.
-        clients: Who sent the updates, in their order.
+        round, num_clients, tensor_names, seed: As in :class:`Broadcast`.
+        clients: Ids of the clients that sent the updates, in the order of the updates.
         previous: Global state before the round.
-        updates: Updates (C, ...) of the clients, each on the device that trained it. :meth:`mean` and :attr:`distill`
-            move only sums over clients; ``updates.gathered(name)`` gathers the tensors of all clients. With privacy of
-            whole clients, every row is their noisy mean.
+        updates: Updates (C, ...) of the clients, each on the device that trained it. Between devices, :meth:`mean` and
+            :meth:`distill` transfer only sums over clients; ``updates.gathered(name)`` transfers the tensors of all
+            clients. With client-level privacy every row is the noisy mean of all clients.
         weights: Aggregation weights (C,) that sum to one.
-        state: The server's own tensors, ``{name: state}``, kept between rounds and in checkpoints. The algorithm may
-            replace entries. Those whose names begin with ``rule/`` are the server rule's.
+        state: The server's tensors, ``{name: state}``, which are kept between rounds and saved in checkpoints. The
+            algorithm may replace entries. Those whose names begin with ``rule/`` belong to the server rule.
         rule: The server rule, which :meth:`mean` applies.
         distiller: The :class:`perada.server.Distiller` that :meth:`distill` calls.
-        predict: As of :class:`perada.server.Aggregation`, given the state before the round, too.
+        predict: As in :class:`perada.server.Aggregation`, but with the state before the round as its first argument.
         metrics: Metrics of the round that are measured in the step, including those of the server rule.
     """
 
@@ -232,11 +239,20 @@ class ServerStep:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def mean(self, updates: Updates | State, weights: Tensor) -> State:
-        """Aggregate by the server rule, by default the weighted mean."""
+        """Aggregate updates by the server rule, which is the weighted mean by default.
+
+        Args:
+            updates: Updates (C, ...).
+            weights: Weight (C,) of each update; they sum to one.
+
+        Returns:
+            The aggregate, without a client axis.
+        """
         try:
             self.rule.check(len(self.clients))
         except ValueError as error:
-            # Set-up has checked the planned number. Fewer are left if some broke, or were given other models.
+            # The planned number was checked at set-up. There may be fewer, if the training of some clients failed or if
+            # the clients are divided among several models.
             warnings.warn(f"round {self.round + 1}: the server rule cannot be applied: {error}", stacklevel=2)
         if not isinstance(updates, Updates):
             updates = Updates(updates)
@@ -260,32 +276,38 @@ class ServerStep:
         return result
 
     def distill(self, student: State, teachers: Updates | State, average_from: float | None = None) -> State:
-        """Distil the ensemble of a stack of teachers into a state, as :class:`perada.server.Distiller` does.
+        """Distil an ensemble of teachers into a student, as :class:`perada.server.Distiller` does.
 
-        How far the student may go follows from its distance from :attr:`previous`.
+        Args:
+            student: State from which the student starts. Its distance from :attr:`previous` limits how far it may move.
+            teachers: States (K, ...) of the teachers.
+            average_from: As in :class:`perada.server.Distiller`.
+
+        Returns:
+            The student's state.
         """
         return self.distiller(student, teachers, average_from, self.previous)
 
 
 class Algorithm(Options):
-    """A federated algorithm. A subclass overrides only what differs from FedAvg.
+    """Base class of federated algorithms. It is FedAvg: a subclass overrides only what differs.
 
-    The constructor raises a ValueError for an option that cannot be used, such as a negative strength.
+    The constructor raises a ValueError for an invalid option, such as a negative strength.
 
     Attributes:
         inference: Which state a client predicts with: its ``personal`` one, or the ``global`` one.
         roles: Names of the states that a client trains: ``personal`` starts from its own, ``local`` from the received.
         sends_updates: Whether clients send anything.
-        global_model: Whether the server holds a whole model, which can be evaluated.
-        uses_distillation: Whether the server distils, which takes a public set.
+        global_model: Whether the server has a complete model, which can be evaluated.
+        uses_distillation: Whether the server distils, which requires public images.
         own_teachers: Whether the server makes the teachers itself, instead of distilling from the clients' models.
-        unsent: Streams of batches that nothing a client sends depends on, in this round or later. Default: none, so
-            all of a client's training counts as sent.
-        modes: Models that a round's clients are divided among.
+        unsent: Names of streams of batches on which nothing that a client ever sends depends. By default there are
+            none, so that privacy accounting treats all training as visible to the server.
+        modes: Number of global models among which a round's clients are divided.
         compares_models: Whether clients compare the models on their own training images before each round.
-        needs_class_counts: Whether a step asks for the clients' numbers of images of each class.
-        merges_into_backbone: Whether the server merges what clients trained into the weights that LoRA adapts. They are
-            then a part of all states.
+        needs_class_counts: Whether a step requires the clients' numbers of images of each class.
+        merges_into_backbone: Whether the server merges the clients' updates into the weights that LoRA adapts, which
+            are then part of all states.
         average: Which outputs of several global models are averaged to predict: ``logits`` or ``probabilities``.
     """
 
@@ -304,7 +326,7 @@ class Algorithm(Options):
 
     @property
     def kind(self) -> str:
-        """Identifies the algorithm of saved states: training resumes only with an algorithm of the same kind."""
+        """Name that is saved with states: training can be resumed only with an algorithm of the same kind."""
         return type(self).__name__
 
     @property
@@ -313,24 +335,23 @@ class Algorithm(Options):
         return type(self).members is not Algorithm.members
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the algorithm does not support the trained tensors or the number of clients. Called at set-up.
+        """Raise a ValueError if the algorithm does not support the trained tensors or the number of clients.
+
+        Called at set-up. The message should give the reason and a remedy.
 
         Args:
             tensor_names: Names of the model's tensors.
-            num_clients: M, the number of all clients.
-
-        Raises:
-            ValueError: With the reason and the remedy.
+            num_clients: Number M of all clients.
         """
 
     def lora_rank(self, number: int, name: str, size: int | None, most: int) -> int | None:
         """Return a client's LoRA rank, or None if clients have the adapter's rank.
 
         Args:
-            number: The client's id.
-            name: The client's name.
-            size: Its number of training images; None if it must stay unknown.
-            most: The adapter's rank.
+            number: Id of the client.
+            name: Name of the client.
+            size: Number of its training images; None if it must stay unknown.
+            most: Rank of the adapter, which no client may exceed.
 
         Raises:
             ValueError: If the rank cannot be determined.
@@ -338,11 +359,11 @@ class Algorithm(Options):
         return None
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
-        """Return the phases of a round of local training. Every client finishes one before any starts the next.
+        """Return the phases of a round of local training. All clients finish a phase before the next one begins.
 
         Args:
-            epochs: The option ``local_epochs``.
-            steps: The option ``local_steps``.
+            epochs: The option ``local_epochs``; None if it is not set.
+            steps: The option ``local_steps``; None if it is not set.
         """
         return (Phase("train", epochs, steps),)
 
@@ -350,18 +371,18 @@ class Algorithm(Options):
         """Return the first global state.
 
         Args:
-            make: Gives the k-th random initialisation; that of 0 is the model's own.
+            make: Function of k that returns the k-th random initialisation; number 0 is that of the model itself.
         """
         return make(0)
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """Return what one client stores before the first round, by role and without a client axis."""
+        """Return the states that a client keeps before the first round, by role and without a client axis."""
         if self.inference == "personal":
             return {"personal": initial}
         return {}
 
     def broadcast(self, sending: Broadcast) -> State:
-        """Return what the server sends to each of C clients, (C, ...)."""
+        """Return the states (C, ...) that the server sends to the clients of a round."""
         return expand(sending.global_state, len(sending.clients))
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
@@ -381,11 +402,11 @@ class Algorithm(Options):
         return stacks
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Return the parameters of ``role`` that ``phase`` trains in a round; names that the role lacks are ignored."""
+        """Return the names of the parameters that a phase trains in a role; names that the role lacks are ignored."""
         return tensor_names.parameters
 
     def client_step(self, step: ClientStep) -> None:
-        """Take one local step of every client. The step's states are changed in place, nothing is returned."""
+        """Take one local step for every client, changing ``step.states`` in place."""
         step.descend("local", step.loss("local"))
 
     def end_round(
@@ -418,7 +439,7 @@ class Algorithm(Options):
     def server_step(self, server: ServerStep) -> State:
         """Return the new global state, without a client axis. Names that are left out keep their values.
 
-        The default is the mean of the updates, distilled if the algorithm ``uses_distillation``.
+        The default is the mean of the updates, which is then distilled if the algorithm ``uses_distillation``.
         """
         if not self.sends_updates:
             return {}
@@ -428,23 +449,23 @@ class Algorithm(Options):
         return average
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
-        """Return the global models (K, ...) whose averaged outputs predict; usually one."""
+        """Return the states (K, ...) of the global models whose outputs are averaged to predict; by default one."""
         return expand(global_state, 1)
 
     def personal(self, client_state: Stacks, global_state: State) -> State:
-        """Return the states (C, ...) that clients predict with, where ``inference`` is ``"personal"``."""
+        """Return the states (C, ...) that clients predict with, if ``inference`` is ``"personal"``."""
         return client_state["personal"]
 
     def personalization(self) -> "tuple[Algorithm, Phase] | None":
-        """Return the algorithm and phase of the clients' fine-tuning after the last round, from the final global state.
+        """Return the algorithm and the phase of the clients' fine-tuning after the last round.
 
-        The default is None: nothing.
+        It starts from the final global state. By default there is none, and None is returned.
         """
         return None
 
 
 def moved_towards(previous: State, target: State, share: float) -> State:
-    """Return previous + share · (target − previous) for each tensor of ``target``; integer counters are the target's.
+    """Return previous + share · (target − previous) for each tensor of ``target``; integers are taken from it as is.
 
     >>> import torch
     >>> moved_towards({"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}, 0.5)
@@ -460,12 +481,12 @@ def moved_towards(previous: State, target: State, share: float) -> State:
 
 
 class ClientSideWrapper(Algorithm):
-    """An algorithm whose clients behave like those of its base, another algorithm.
+    """Base class of algorithms whose clients behave like those of another one, the base.
 
-    The client's methods that a subclass does not override are the base's. The server's side is not the base's.
+    Methods of the client's side that a subclass does not override are forwarded to the base. The server's side is not.
 
     Attributes:
-        base: The algorithm inside.
+        base: The other algorithm.
     """
 
     def __init__(self, base: Algorithm) -> None:
@@ -511,13 +532,13 @@ class ClientSideWrapper(Algorithm):
 
 
 class AlgorithmWrapper(ClientSideWrapper):
-    """An algorithm that wraps another one, its base, and changes part of its behaviour.
+    """Base class of algorithms that change part of the behaviour of another one, the base.
 
-    Whatever a subclass does not override comes from the base: attributes are copied when the wrapper is made, methods
-    are called.
+    Methods that a subclass does not override are forwarded to the base. Attributes are copied from it when the wrapper
+    is created.
 
     Attributes:
-        base: The algorithm inside.
+        base: The other algorithm.
 
     Raises:
         ValueError: If ``base`` is not an algorithm.
@@ -546,7 +567,7 @@ class AlgorithmWrapper(ClientSideWrapper):
 
     @property
     def kind(self) -> str:
-        """The class and the base."""
+        """Name of the class and the kind of the base."""
         return f"{type(self).__name__} of {self.base.kind}"
 
     @property
@@ -576,12 +597,9 @@ class AlgorithmWrapper(ClientSideWrapper):
 
 
 def check_outermost(wrapper: AlgorithmWrapper) -> None:
-    """Raise if the base of ``wrapper`` assigns LoRA ranks to clients.
+    """Raise a ValueError if the base of a wrapper assigns LoRA ranks to clients.
 
-    Ranks are cut from everything that a client receives, keeps and sends, so HetLoRA has to be the outermost wrapper.
-
-    Raises:
-        ValueError: With the order that works.
+    Everything that a client receives, keeps and sends is cut to its rank, so HetLoRA must be the outermost wrapper.
     """
     if type(wrapper.base).lora_rank is Algorithm.lora_rank:
         return
