@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dry runs without images that check an algorithm and a server rule at set-up, before anything is trained.
 
-:class:`DryRun` goes through rounds on made-up gradients, counts the gradients that a local step asks for, or takes
-server steps on made-up updates. What is asked of it:
+:class:`DryRun` runs rounds on made-up gradients, counts the gradients that a local step computes, and takes server
+steps on made-up updates. It answers three questions:
 
-- :func:`dry_run_rounds`: do states fit? Only of classes that are not perada's; perada's own are covered by its tests.
+- :func:`dry_run_rounds`: do all methods return states of the right form? This is for classes from outside perada, since
+  perada's are covered by its tests.
 - :func:`server_follows_from_mean`: does the server need more than the mean of the updates?
-- :mod:`perada.privacy.dry_run_checks`: what do ledgers have to count?
+- :mod:`perada.privacy.dry_run_checks`: what must privacy accounting count?
 """
 
 import copy
@@ -30,7 +31,7 @@ from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
 T = TypeVar("T")
 
 MAX_NUMBERS = 10**8
-"""Largest number of numbers in the clients' states of a dry run."""
+"""Largest number of elements in the clients' states of a dry run, which limits its memory."""
 SERVER_ROUNDS = 3
 """Number of rounds in which server steps on updates and on their mean are compared."""
 SERVER_CLIENTS = 4
@@ -38,7 +39,7 @@ SERVER_CLIENTS = 4
 
 
 def is_foreign(options: Options) -> bool:
-    """Return whether an algorithm or a rule, or one that it contains, is of a class from outside perada."""
+    """Return whether the class of an algorithm or a rule, or of one that it contains, is from outside perada."""
     if not type(options).__module__.startswith("perada."):
         return True
     return any(is_foreign(part) for part in vars(options).values() if isinstance(part, Options))
@@ -51,7 +52,7 @@ class DryRunRound:
     Attributes:
         sent: Updates (C, ...) of the clients.
         client_state: States (C, ...) that they keep, by role.
-        global_state: The global state after it.
+        global_state: The global state after the round.
     """
 
     sent: State
@@ -65,13 +66,15 @@ class DryRun:
 
     Attributes:
         algorithm, rule: The algorithm and the server rule to try. They are not copied.
-        tensor_names, initial: The initial state, and the names of its tensors.
+        tensor_names: Names of the state's tensors.
+        initial: The initial state.
         phases: Phases of local training.
         num_clients: Number of all clients of the federation.
-        clients: Clients of every round.
-        num_classes: Number of classes; None where an algorithm may not ask for logits or labels.
+        clients: Ids of the clients of every round.
+        num_classes: Number of classes; None to reject algorithms that read logits or labels.
         multilabel: Whether images have several labels.
-        changed: The stream of batches whose gradients differ from the usual ones.
+        changed: Name of a stream of batches whose made-up gradients are other ones than by default, which shows what
+            depends on it.
     """
 
     algorithm: Algorithm
@@ -86,7 +89,14 @@ class DryRun:
     changed: str = ""
 
     def rounds(self, numbers: Iterable[int]) -> Iterator[DryRunRound]:
-        """Run the rounds with these numbers on made-up gradients, with a distillation that changes nothing."""
+        """Run rounds on made-up gradients, with a distillation that changes nothing.
+
+        Args:
+            numbers: Numbers of the rounds.
+
+        Yields:
+            The result of each round.
+        """
         algorithm = self.algorithm
         tensor_names = self.tensor_names
         global_state = self.initial
@@ -102,7 +112,7 @@ class DryRun:
             step = self._step(opened, client_state, received, round)
             for phase in self.phases:
                 self.call("trainable_keys", step.begin, phase.name, tensor_names)
-                # Twice, since a second step starts from what the first left.
+                # Two steps, since the second one starts from the state that the first one left.
                 self.call("client_step", algorithm.client_step, step)
                 self.call("client_step", algorithm.client_step, step)
             client_state, update = self.call(
@@ -112,7 +122,7 @@ class DryRun:
                 server = self._server_step(
                     round,
                     global_state,
-                    # Copies, since a step may change them.
+                    # A copy, since a server step may change the updates in place.
                     updates=Updates(clone(update)),
                     state=server_state,
                     distiller=lambda student, *_, **__: student,
@@ -124,7 +134,11 @@ class DryRun:
             yield DryRunRound(update, client_state, global_state)
 
     def queries(self) -> tuple[dict[str, int], ...]:
-        """Count the gradients that one local step of the first round asks for, by phase and by stream of batches."""
+        """Count the gradients that one local step of the first round computes.
+
+        Returns:
+            For each phase, the number of gradients by stream of batches.
+        """
         algorithm = self.algorithm
         tensor_names = self.tensor_names
         first_state = algorithm.initial_client_state(self.initial, tensor_names)
@@ -141,13 +155,17 @@ class DryRun:
         return tuple(counts)
 
     def server_states_after(self, updates_of_rounds: Iterable[State]) -> dict[str, State]:
-        """Return the server's states, and under "" the global one, after one step a round on given updates (C, ...).
+        """Take a server step for each round, with copies of the algorithm and the rule.
 
-        Copies of algorithm and rule are tried.
+        Args:
+            updates_of_rounds: Updates (C, ...) of each round.
+
+        Returns:
+            The server's states by name, and the global state under ``""``.
         """
         dry_run = replace(self, algorithm=copy.deepcopy(self.algorithm), rule=copy.deepcopy(self.rule))
         server_state: dict[str, State] = {}
-        # In double precision, so that no difference is one of rounding.
+        # In double precision, so that differences between two dry runs are not due to rounding.
         global_state: State = {}
         for name, value in self.initial.items():
             if value.is_floating_point():
@@ -158,18 +176,32 @@ class DryRun:
                 round, clone(global_state), Updates(updates), server_state, distiller=_add_mean_of_teachers
             )
             with warnings.catch_warnings():
-                # A rule may warn of so few clients.
+                # A rule may warn that there are few clients.
                 warnings.simplefilter("ignore")
                 global_state |= dry_run.algorithm.server_step(server)
             server_state = server.state
         return {"": global_state} | server_state
 
     def call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  # any method's result
-        """Call a method of the algorithm; overridden to check what it returns."""
+        """Call a method of the algorithm. A subclass overrides this to check the result.
+
+        Args:
+            method: Name of the method.
+            function: The bound method.
+            arguments: Its arguments.
+        """
         return function(*arguments)
 
     def _step(self, opened: Stacks, client_state: Stacks, received: State, round: int) -> "DryRunStep":
-        """Return the local steps of a round."""
+        """Return the object that stands for the local steps of a round.
+
+        Args:
+            opened: States (C, ...) that the round begins with, by role.
+            client_state: States (C, ...) that the clients kept, by role.
+            received: States (C, ...) that the server sent.
+            round: Number of the round.
+        """
+        # The width of the representations is that of the head's input, if the head is trained.
         head = self.initial.get(f"{self.tensor_names.head_module}.weight")
         return DryRunStep(
             self.algorithm,
@@ -192,7 +224,7 @@ class DryRun:
         distiller: Callable[..., State],
         predict: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
     ) -> ServerStep:
-        """Return the server's side of a round."""
+        """Return the argument of the algorithm's server step, with equal weights for all clients."""
         return ServerStep(
             round=round,
             clients=self.clients,
@@ -210,7 +242,7 @@ class DryRun:
 
 
 def _stacked(states: Stacks, clients: int) -> Stacks:
-    """Return the states of each role as a stack of equal ones, (C, ...)."""
+    """Return each role's state as a stack (C, ...) with one equal row per client."""
     stacks = {}
     for role, state in states.items():
         stacks[role] = expand(state, clients)
@@ -218,7 +250,7 @@ def _stacked(states: Stacks, clients: int) -> Stacks:
 
 
 def _first_rows(stacks: Stacks) -> Stacks:
-    """Return the states of the first client, without the client axis."""
+    """Return the states of the first client by role, without the client axis."""
     states: Stacks = {}
     for role, stack in stacks.items():
         states[role] = {name: value[0] for name, value in stack.items()}
@@ -232,9 +264,10 @@ def server_follows_from_mean(
     initial: State,
     sent: State,
 ) -> bool:
-    """Return whether server steps give the same result for made-up updates as for their mean in every row.
+    """Return whether the server needs no more than the mean of the updates.
 
-    Whatever the algorithm or the rule raises is raised here too.
+    Server steps are taken on made-up updates and on stacks in which every row is their mean; the results must be equal.
+    Errors of the algorithm and of the rule are not caught.
 
     Args:
         algorithm: The algorithm.
@@ -262,7 +295,7 @@ def server_follows_from_mean(
             if value.is_floating_point():
                 noise = torch.randn(SERVER_CLIENTS, *value.shape[1:], generator=random, dtype=torch.float64)
                 updates[name] = 1.0 + 0.5 * noise
-                # The mean in every client's row.
+                # Every client's row is the mean.
                 means[name] = updates[name].mean(0).expand_as(updates[name]).clone()
         updates_of_rounds.append(updates)
         means_of_rounds.append(means)
@@ -272,7 +305,7 @@ def server_follows_from_mean(
 
 
 def _are_close(states: dict[str, State], other_states: dict[str, State]) -> bool:
-    """Return whether states have the same names, and tensors that are equal up to rounding."""
+    """Return whether two collections of states have the same names, and tensors that are equal up to rounding."""
     if states.keys() != other_states.keys():
         return False
     for name, state in states.items():
@@ -290,7 +323,7 @@ def _add_mean_of_teachers(
     average_from: float | None = None,
     previous: State | None = None,
 ) -> State:
-    """Stand in for a distiller, which receives the mean of the clients' logits, and no other teachers."""
+    """Add the mean of the teachers to the student, in place of a distiller, which also uses only their mean."""
     if isinstance(teachers, Updates):
         teachers = teachers.gathered_all()
     distilled = dict(student)
@@ -307,7 +340,7 @@ def _predicted(
     images: int,
     labelled: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Make up predictions (C, 1, K) on one image, and its labels."""
+    """Return made-up predictions (C, 1, K) on one image, and its labels (1, K); None without labels."""
     if isinstance(models, Updates):
         models = models.local_rows
     clients = stack_size(models)
@@ -318,7 +351,7 @@ def _predicted(
 
 
 def example_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> State:
-    """Return what a client that trains nothing sends in the first round, (1, ...)."""
+    """Return the update (1, ...) that a client without any training sends in the first round."""
     first_state = algorithm.initial_client_state(initial, tensor_names)
     client_state = _stacked(first_state, 1)
     losses: Tensor | None = None
@@ -343,12 +376,22 @@ def dry_run_rounds(
     num_classes: int,
     multilabel: bool = False,
 ) -> None:
-    """Run two rounds of ``clients`` on made-up gradients, and check all returned states.
+    """Run two rounds on made-up gradients, and check all returned states.
 
-    Copies are tried, with fewer clients where those are large; where the rule refuses so few, the mean stands for it.
+    Args:
+        algorithm: The algorithm, which is copied.
+        rule: The server rule, which is copied.
+        tensor_names: Names of the state's tensors.
+        initial: The initial state.
+        phases: Phases of local training.
+        num_clients: Number of all clients of the federation.
+        clients: Number of clients per round. Fewer are tried if their states are large; if the rule does not accept so
+            few, the mean is used instead.
+        num_classes: Number of classes.
+        multilabel: Whether images have several labels.
 
     Raises:
-        ValueError: If something fails or does not fit, with the name of the method.
+        ValueError: If a method fails, or if its result has the wrong form; the message names the method.
     """
     name = type(algorithm).__name__
     algorithm = copy.deepcopy(algorithm)
@@ -382,16 +425,15 @@ def dry_run_rounds(
 
 @dataclass(frozen=True)
 class _CheckedDryRun(DryRun):
-    """A dry run in which everything that the algorithm's methods return is checked."""
+    """A dry run that checks the results of all methods of the algorithm."""
 
     def call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  # any method's result
-        """Call a method of the algorithm, and raise if it fails or what it returns does not fit."""
+        """Call a method of the algorithm; raise a ValueError if it fails or its result has the wrong form."""
         who = f"{type(self.algorithm).__name__}.{method}"
         former_client_state: Stacks = {}
         if method == "end_round":
-            # Before the call, which might change what it is given.
-            _, client_state, _, _ = arguments
-            former_client_state = _first_rows(client_state)
+            # Read before the call, which might change its arguments in place. The second one is the client state.
+            former_client_state = _first_rows(arguments[1])
         result = _call_foreign(who, function, *arguments)
         if method == "initial_client_state":
             _check_stacks(who, result, result)
@@ -401,15 +443,15 @@ class _CheckedDryRun(DryRun):
             self._check_round_end(who, result, former_client_state)
         elif method == "server_step":
             _check_state(who, result, self.initial, partial=True)
-            (server,) = arguments
-            _check_stacks(f"{who} (server.state)", server.state, server.state)
+            server_state = arguments[0].state
+            _check_stacks(f"{who} (server.state)", server_state, server_state)
         elif method == "personal":
             _check_state(who, result, self.initial, len(self.clients))
         return result
 
     def _check_received(self, who: str, received: State) -> None:
-        """Raise if this is no stack (C, ...) of states. It may have more names than the model, for client_step."""
-        # Before their shapes are read.
+        """Raise unless the server sends stacks (C, ...). There may be other names than the model's, for client_step."""
+        # First that these are tensors, since their shapes are read below.
         _check_state(who, received, received)
         expected = dict(self.initial)
         for name, value in received.items():
@@ -418,9 +460,13 @@ class _CheckedDryRun(DryRun):
         _check_state(who, received, expected, len(self.clients), partial=True)
 
     def _check_round_end(self, who: str, result: object, former_client_state: Stacks) -> None:
-        """Raise unless the result is what clients keep and what they send, as stacks (C, ...).
+        """Raise unless the result of end_round is a pair of stacks (C, ...): those to keep and those to send.
 
-        They must keep tensors of the roles, names and shapes of ``former_client_state``, which has no client axis.
+        Args:
+            who: Name of the method, for the message.
+            result: Its result.
+            former_client_state: The states of one client before the round, by role and without a client axis. Those
+                after it must have the same roles, names and shapes.
         """
         if not isinstance(result, tuple) or len(result) != 2:
             raise _MisfitError(
@@ -428,7 +474,7 @@ class _CheckedDryRun(DryRun):
             )
         client_state, update = result
         _check_stacks(f"{who} (client states)", client_state, former_client_state, len(self.clients))
-        # Clients may send more than the model, for the algorithm's own server_step.
+        # Clients may send other tensors than the model's, which the algorithm's server_step reads.
         expected = dict(self.initial)
         for name, value in update.items():
             if name not in self.initial:
@@ -437,7 +483,7 @@ class _CheckedDryRun(DryRun):
 
 
 class _CheckedRule(ServerRule):
-    """A rule whose results are checked."""
+    """A server rule that checks the results of another one."""
 
     def __init__(self, rule: ServerRule) -> None:
         self.rule = rule
@@ -458,29 +504,44 @@ class _MisfitError(ValueError):
 
 
 def _call_foreign(who: str, function: Callable[..., T], *arguments: object) -> T:
-    """Call a method, and name it in the error if it raises."""
+    """Call a function of a class that may be from outside perada; an error is raised again with the name ``who``."""
     try:
         return function(*arguments)
     except _MisfitError:
         raise
-    except Exception as error:  # whatever a class of the caller's own does
+    except Exception as error:  # a user's class may raise errors of any kind
         reason = " ".join(str(error).split())[:200]
         raise _MisfitError(f"{who} fails in the dry run at set-up ({type(error).__name__}: {reason})") from error
 
 
 def _check_stacks(who: str, stacks: object, expected: Mapping[str, State], clients: int | None = None) -> None:
-    """Raise unless ``stacks`` are the states of the ``expected`` roles, with a leading axis of ``clients`` if set."""
+    """Raise unless states have the expected roles and form.
+
+    Args:
+        who: Name of the method, for the message.
+        stacks: States by role, as returned by the method.
+        expected: The expected roles and, if ``clients`` is set, the expected states without a client axis.
+        clients: Number C of clients in the stacks; None if only the roles are known.
+    """
     if not isinstance(stacks, Mapping) or set(stacks) != set(expected):
         actual = sorted(map(str, stacks)) if isinstance(stacks, Mapping) else type(stacks).__name__
         raise _MisfitError(f"{who} returned {actual} instead of states for the roles {sorted(expected)}")
     for role, state in stacks.items():
-        # Without clients, a state of any names and shapes will do.
+        # If only the roles are known, any names and shapes are accepted.
         expected_state = state if clients is None else expected[role]
         _check_state(f"{who} for role {role!r}", state, expected_state, clients)
 
 
 def _check_state(who: str, state: object, expected: State, clients: int | None = None, partial: bool = False) -> None:
-    """Raise unless ``state`` has tensors in the shapes of ``expected``, with a leading axis of ``clients`` if set."""
+    """Raise unless a state has the expected names, shapes and dtypes.
+
+    Args:
+        who: Name of the method, for the message.
+        state: The state, as returned by the method.
+        expected: A state with the expected names, shapes and dtypes, without a client axis.
+        clients: Number C of clients in the state; None if it has no client axis.
+        partial: Whether names may be missing.
+    """
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise _MisfitError(f"{who} returned {type(state).__name__}; return tensors by name, {{name: tensor}}")
     for name, value in state.items():
@@ -510,21 +571,21 @@ def _check_state(who: str, state: object, expected: State, clients: int | None =
 
 
 class DryRunStep:
-    """Local steps without images, on made-up gradients; satisfies :class:`perada.algorithms.base.ClientStep`.
+    """Local steps without images, on made-up gradients (a :class:`perada.algorithms.base.ClientStep`).
 
     Args:
-        algorithm: The algorithm, which chooses what is trained.
+        algorithm: The algorithm, which determines the trained parameters.
         opened: States (C, ...) that the round begins with, by role.
         client_state: States (C, ...) that the clients kept, by role.
         received: States (C, ...) that the server sent.
         round: Number of the round.
-        changed: The stream of batches whose gradients differ from the usual ones.
-        num_classes: Number of classes; None to reject that logits or labels are read.
-        width: Width of the representations.
+        changed: Name of a stream of batches whose gradients are other ones than by default; empty for none.
+        num_classes: Number of classes; None to raise if logits or labels are read.
+        width: Width of the representations; None for the number of classes.
         multilabel: Whether images have several labels.
 
     Attributes:
-        queries: Numbers of gradients that were asked for, by stream.
+        queries: Number of gradients that were computed, by stream.
     """
 
     def __init__(
@@ -555,10 +616,11 @@ class DryRunStep:
 
     @property
     def _clients(self) -> int:
+        """Number C of clients."""
         return len(next(iter(self.received.values())))
 
     def begin(self, phase: str, tensor_names: TensorNames) -> None:
-        """Begin a phase: from now on the tensors that it trains require gradients."""
+        """Begin a phase, after which the tensors that it trains require gradients."""
         self.phase = phase
         self.tensor_names = tensor_names
         self.states = self.finished()
@@ -578,7 +640,7 @@ class DryRunStep:
         """Return made-up logits (C, 2, K) of two images."""
         if self._num_classes is None:
             raise no_logits(self.algorithm)
-        # The made-up loss of each client as all its logits, so that they have a gradient.
+        # All logits of a client are its made-up loss, so that they have a gradient.
         losses = self.loss(states, stream)
         return losses.view(-1, 1, 1).expand(-1, 2, self._num_classes)
 
@@ -611,7 +673,7 @@ class DryRunStep:
         return values.mean(1)
 
     def loss(self, states: str | State | Tensor, stream: str | None = None) -> Tensor:
-        """Return a loss of 0 with a made-up gradient, which depends on the states; of logits, return their mean."""
+        """Return a loss (C,) of 0 with a made-up gradient that depends on the states; for logits, return their mean."""
         if isinstance(states, Tensor):
             return states.flatten(1).mean(1)
         if isinstance(states, str):
@@ -628,14 +690,14 @@ class DryRunStep:
         for _, value in sorted(states.items()):
             if value.requires_grad:
                 slope = (torch.rand(value.shape, generator=random) - 0.5).to(value)
-                # The square makes the gradient depend on where it is taken, as real ones do.
+                # The square makes the gradient depend on the state at which it is computed, like real ones.
                 terms = slope * value + value**2 / 2
                 total = total + terms.flatten(1).sum(1)
-        # Zero, with the gradient of the total.
+        # The value is zero, but the gradient is that of the total.
         return total - total.detach()
 
     def restart(self, role: str, start: State) -> None:
-        """Set a role's trained parameters to those of ``start``."""
+        """Set a role's trained parameters to those of ``start`` (C, ...)."""
         with torch.no_grad():
             for key, value in self.states[role].items():
                 if value.requires_grad:
@@ -649,7 +711,7 @@ class DryRunStep:
         pull: tuple[float, State] | None = None,
         slope: State | None = None,
     ) -> None:
-        """Take a step of gradient descent at a rate of 0.1."""
+        """Take a step of gradient descent with a learning rate of 0.1; see :meth:`.ClientStep.descend`."""
         roles = (role,) if isinstance(role, str) else role
         leaves: list[tuple[str, Tensor]] = []
         for name in roles:
@@ -682,7 +744,7 @@ class DryRunStep:
 
 
 def no_logits(algorithm: Algorithm) -> ValueError:
-    """Return the error of an algorithm that reads outputs or labels in private training."""
+    """Return the error for an algorithm that reads outputs or labels in private training."""
     return ValueError(
         f"privacy does not support {algorithm.kind}: its local step reads the model's outputs on private images "
         "(step.logits, step.outputs), or their labels (step.labels, step.class_counts), which no noise covers; choose "
@@ -691,7 +753,7 @@ def no_logits(algorithm: Algorithm) -> ValueError:
 
 
 def no_counts(algorithm: Algorithm) -> ValueError:
-    """Return the error of an algorithm that needs class counts that are not available."""
+    """Return the error for an algorithm that requires class counts that are not available."""
     return ValueError(
         f"algorithm {algorithm.kind} requires each client's number of images per class, but images have several "
         "labels, or labels are unknown until they are read; choose a different algorithm"
