@@ -16,17 +16,17 @@ from perada.privacy.options import ClientPrivacy, LedgerName, Privacy
 from perada.privacy.sampling import passes
 
 Planned = Callable[[int], Sequence[int]]
-"""Returns the number of planned rounds, from a given round on, in which each client takes part."""
+"""Function of a round that returns in how many of the planned rounds, from that one on, each client takes part."""
 
 
 @dataclass(frozen=True)
 class QueryPlan:
-    """The gradients that local training asks for.
+    """The gradients that local training computes.
 
     Attributes:
         phases: Phases of local training.
-        queries: For each phase, how many gradients one local step asks for, by the stream whose batch they are of.
-        unsent: Streams on which nothing that is sent depends.
+        queries: For each phase, the number of gradients that one local step computes, by stream of batches.
+        unsent: Streams on which nothing that a client sends depends.
     """
 
     phases: tuple[Phase, ...]
@@ -45,7 +45,7 @@ class Cost(NamedTuple):
     Attributes:
         client: Number of the client.
         noise_multiplier: σ of each step.
-        sample_rate: Probability of an image to be in a step's batch.
+        sample_rate: Probability that an image is in a step's batch.
         steps: Number of steps.
         sent: Whether anything that the client sends depends on them.
     """
@@ -62,14 +62,14 @@ class Budget(ABC):
 
     Args:
         options: The section.
-        planned: In how many of the planned rounds each client takes part; None where their number is open.
+        planned: In how many of the planned rounds each client takes part; None if their number is not fixed.
 
     Attributes:
         section: Name of the section.
         options: The section.
-        limit: The ε that no client may pass; None where there is no limit.
+        limit: The ε that no client may exceed; None for no limit.
         ledgers: Ledgers of the privacy costs so far.
-        lost: The part of it that no plan counted: rounds that were lost in a crash, or that another run trained.
+        lost: The part of them that was not planned: rounds that were lost in a crash, or trained by another run.
     """
 
     section: str
@@ -88,7 +88,7 @@ class Budget(ABC):
         """Return the cost of a round, or of the fine-tuning after the last, for one client."""
 
     def round_costs(self, plan: RoundPlan, tuning: bool = False) -> list[Cost]:
-        """Return the costs of ``plan`` for all its clients."""
+        """Return the costs of a round for all its clients."""
         costs: list[Cost] = []
         for client in plan.clients:
             costs += self.costs(client, tuning)
@@ -98,8 +98,8 @@ class Budget(ABC):
         """Count the costs of a round.
 
         Args:
-            costs: As :meth:`round_costs` returned them, also by way of JSON.
-            lost: Whether the round is not among the planned ones.
+            costs: Result of :meth:`round_costs`, which may have been written to JSON and read again.
+            lost: Whether the round was not planned.
         """
         for client, sigma, rate, steps, sent in costs:
             self.ledgers.add(client, sigma, rate, steps, sent=sent)
@@ -107,20 +107,22 @@ class Budget(ABC):
                 self.lost.add(client, sigma, rate, steps, sent=sent)
 
     def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
-        """Return the ``clients`` that stay within every limit if they train once more, or are fine-tuned.
+        """Return those of the clients that stay within the limit if they train once more, or are fine-tuned.
 
-        A target can be passed where a run is resumed: with other options, or fine-tuning again after an early stop.
+        Even a run with calibrated noise can reach the limit, if it was resumed with other options or is fine-tuned
+        again after an early stop.
         """
         if self.limit is None:
             return list(clients)
         rounds = 0 if tuning else 1
         tunings = 1 if tuning else 0
-        able = []
+        affordable = []
         for client in clients:
             is_free = not self.costs(client, tuning)
+            # Calibrated noise reaches the target exactly, up to rounding.
             if is_free or self._epsilon_after(client, rounds, tunings) <= self.limit * ROUNDING:
-                able.append(client)
-        return able
+                affordable.append(client)
+        return affordable
 
     def check_planned(self, is_planned: bool) -> None:
         """Raise a ValueError if noise must be calibrated but the number of rounds is unknown."""
@@ -133,11 +135,15 @@ class Budget(ABC):
             )
 
     def _is_limited(self, sent: bool) -> bool:
-        """Return whether steps count in the ledger that limits refer to."""
+        """Return whether steps are counted in the ledger that the limit refers to.
+
+        Args:
+            sent: Whether anything that a client sends depends on them.
+        """
         return sent or self.options.ledger == "release"
 
     def _history(self, ledgers: Ledgers, client: int) -> Counter[tuple[float, float]]:
-        """Return the steps of a client by noise and rate, in the ledger that limits refer to."""
+        """Return a client's number of steps by noise and rate, from the ledger that the limit refers to."""
         ledger = ledgers.release if self.options.ledger == "release" else ledgers.server
         return Counter(ledger.history(client))
 
@@ -148,7 +154,14 @@ class Budget(ABC):
         tunings: int,
         ledger: LedgerName,
     ) -> Counter[tuple[float, float]]:
-        """Return the steps that a ledger would count for a client after so many rounds and fine-tunings."""
+        """Return the number of steps by noise and rate that a ledger would count for a client.
+
+        Args:
+            client: Number of the client.
+            rounds: Number of rounds in which the client takes part.
+            tunings: Number of fine-tunings, 0 or 1.
+            ledger: Name of the ledger.
+        """
         history = Counter[tuple[float, float]]()
         for tuning, times in ((False, rounds), (True, tunings)):
             for cost in self.costs(client, tuning):
@@ -157,13 +170,13 @@ class Budget(ABC):
         return history
 
     def _epsilon_after(self, client: int, rounds: int, tunings: int, by_plan: bool = False) -> float:
-        """Return ε of a client after so many more rounds and fine-tunings.
+        """Return the ε of a client after more rounds and fine-tunings.
 
         Args:
             client: Number of the client.
-            rounds: Rounds in which the client will take part.
-            tunings: Fine-tunings, 0 or 1.
-            by_plan: Whether to leave out what was lost.
+            rounds: Number of further rounds in which the client takes part.
+            tunings: Number of fine-tunings, 0 or 1.
+            by_plan: Whether to leave out the costs that were not planned (:attr:`lost`).
         """
         options = self.options
         history = self._history(self.ledgers, client)
@@ -173,18 +186,18 @@ class Budget(ABC):
         return history_epsilon(history, options.delta, options.accountant)
 
     def epsilons(self, clients: Iterable[int]) -> dict[str, list[float]]:
-        """Return the ε spent so far by each of ``clients``, by ledger."""
-        delta = self.options.delta
-        accountant = self.options.accountant
-        return {
-            name: list(ledger.epsilons(delta, accountant, clients).values())
-            for name, ledger in ledgers_by_name(self.ledgers).items()
-        }
+        """Return the ε that each client has spent so far, by ledger."""
+        epsilons = {}
+        for name, ledger in ledgers_by_name(self.ledgers).items():
+            epsilon_of_client = ledger.epsilons(self.options.delta, self.options.accountant, clients)
+            epsilons[name] = list(epsilon_of_client.values())
+        return epsilons
 
     def planned_epsilons(self, num_clients: int) -> dict[str, list[float]]:
-        """Return ε of each client by ledger after all planned rounds and the fine-tuning; empty if rounds are open.
+        """Return the ε of each client after all planned rounds and the fine-tuning, by ledger.
 
-        Limits are not looked at: a client that reaches ``max_epsilon`` trains less.
+        It is empty if the number of rounds is not fixed. Limits are ignored: a client that reaches ``max_epsilon`` will
+        train less.
         """
         if self._planned is None:
             return {}
@@ -204,15 +217,15 @@ class Budget(ABC):
         return {"ledgers": self.ledgers.state_dict(), "lost": self.lost.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], rounds_done: int = 0, tuned: bool = False) -> None:
-        """Resume from what :meth:`state_dict` returned.
+        """Restore the state of a run that is resumed.
 
         Args:
-            state: The state.
-            rounds_done: Rounds that the run had trained.
-            tuned: Whether it had also been fine-tuned.
+            state: Result of :meth:`state_dict`.
+            rounds_done: Number of rounds that the run has completed.
+            tuned: Whether it has also been fine-tuned.
 
         Raises:
-            ValueError: If the rounds that are now planned would pass the target.
+            ValueError: If the rounds that are planned now would exceed the target.
         """
         ledgers = Ledgers()
         ledgers.load_state_dict(state["ledgers"])
@@ -239,7 +252,8 @@ class _NoisySteps:
     """Steps of one client in a phase of training.
 
     Attributes:
-        queries: Gradients of one batch that a step asks for. They cost as one with σ / √queries.
+        queries: Number of gradients of one batch that a step computes. Together they cost as much as one with
+            σ / √queries.
         steps: Number of steps, or of shuffled passes.
         sent: Whether anything that the client sends depends on them.
     """
@@ -252,9 +266,9 @@ class _NoisySteps:
 class Account(Budget):
     """The privacy of every client's images.
 
-    A step that asks for K gradients of one batch is one draw of the batch and K releases. The releases compose to one
-    with the noise multiplier σ / √K, as Gaussian mechanisms do (Dong, Roth and Su 2022, corollary 2), and it is this
-    one that the draw amplifies.
+    A step that computes K gradients of one batch draws the batch once and makes K releases. As Gaussian mechanisms,
+    these compose to one release with the noise multiplier σ / √K (Dong, Roth and Su 2022, corollary 2), to which the
+    amplification by the draw applies.
 
     Args:
         options: The section ``privacy``.
@@ -262,14 +276,14 @@ class Account(Budget):
         batch_size: Images in a batch.
         rounds: Training of each client in a round.
         tuning: Training of each client after the last round; None without fine-tuning.
-        planned: In how many of the planned rounds each client takes part; None where their number is open.
+        planned: In how many of the planned rounds each client takes part; None if their number is not fixed.
 
     Attributes:
         noise_multipliers: σ of each client.
-        least_noise: The least σ that each client ever had, also before the run was resumed.
+        least_noise: The smallest σ that each client ever had, including before the run was resumed.
 
     Raises:
-        ValueError: If a client cannot keep within the options.
+        ValueError: If the options cannot be met for a client.
     """
 
     section = "privacy"
@@ -289,7 +303,8 @@ class Account(Budget):
         self.batch_size = batch_size
         self.rounds = rounds
         self.tuning = tuning or QueryPlan((), ())
-        self._steps = cache(self._count_steps)  # clients of one size take the same steps
+        # Clients of the same size take the same steps.
+        self._steps = cache(self._count_steps)
         all_steps = [*self._steps(self.sizes[0], False), *self._steps(self.sizes[0], True)]
         if self.limit is not None and not any(self._is_limited(steps.sent) for steps in all_steps):
             raise OptionError(
@@ -301,22 +316,25 @@ class Account(Budget):
         if options.target_epsilon is not None:
             self.noise_multipliers = self._calibrated(options.target_epsilon)
         else:
-            assert options.noise_multiplier is not None  # one of both is given
+            # The options require one of the two.
+            assert options.noise_multiplier is not None
             self.noise_multipliers = [float(options.noise_multiplier)] * len(self.sizes)
         self.least_noise = list(self.noise_multipliers)
         self._check_first_round()
 
     def query_plan(self, tuning: bool) -> QueryPlan:
-        """Return the query plan of a round, or of the fine-tuning after the last."""
-        return self.tuning if tuning else self.rounds
+        """Return the query plan of a round, or of the fine-tuning after the last round."""
+        if tuning:
+            return self.tuning
+        return self.rounds
 
     def sampling(self, tuning: bool = False) -> PrivateSampling:
-        """Return how batches are drawn."""
+        """Return the description of how batches are drawn in a round, or in the fine-tuning after the last round."""
         streams = tuple(tuple(queries) for queries in self.query_plan(tuning).queries)
         return PrivateSampling(streams, self.options.sampling, self.options.secure_rng)
 
     def rate(self, client: int) -> float:
-        """Return the probability q of an image of the client to be in a batch."""
+        """Return the probability that an image of a client is in a batch."""
         return sampling_rate(self.sizes[client], self.batch_size)
 
     def check_data(self, sizes: Sequence[int], batch_size: BatchSize) -> None:
@@ -329,7 +347,7 @@ class Account(Budget):
             )
 
     def round_costs(self, plan: RoundPlan, tuning: bool = False) -> list[Cost]:
-        """Return the costs of ``plan`` for all its clients.
+        """Return the costs of a round for all its clients.
 
         Raises:
             ValueError: If the clients take other steps than the ledgers count.
@@ -355,7 +373,7 @@ class Account(Budget):
         return costs
 
     def metrics(self) -> dict[str, float]:
-        """Return mean, std and maximum of ε over clients in both ledgers; ``privacy/epsilon`` is the release's."""
+        """Return mean, std and maximum of the clients' ε by ledger; ``privacy/epsilon`` is that of the release."""
         result: dict[str, float] = {}
         for name, ledger in ledgers_by_name(self.ledgers).items():
             summary = ledger.summary(self.options.delta, self.options.accountant, range(len(self.sizes)))
@@ -384,10 +402,10 @@ class Account(Budget):
         }
 
     def load_state_dict(self, state: dict[str, Any], rounds_done: int = 0, tuned: bool = False) -> None:
-        """Resume like :meth:`Budget.load_state_dict`; a calibrated σ keeps its value.
+        """Restore a state like :meth:`Budget.load_state_dict`; a calibrated σ keeps its value.
 
         Raises:
-            ValueError: Also if batches were drawn in another way before.
+            ValueError: As there, and if batches were drawn in another way before.
         """
         before = state["sampling"]
         if before != self.options.sampling:
@@ -403,7 +421,7 @@ class Account(Budget):
         super().load_state_dict(state, rounds_done, tuned)
 
     def _count_steps(self, size: int, tuning: bool) -> tuple[_NoisySteps, ...]:
-        """Return the steps that a client with ``size`` images takes in a round, or in the fine-tuning."""
+        """Return the noisy steps that a client with ``size`` images takes in a round, or in the fine-tuning."""
         plan = self.query_plan(tuning)
         steps_of_phases = [phase.local_steps(size, self.batch_size) for phase in plan.phases]
         is_sent = {stream: not tuning and stream not in plan.unsent for stream in plan.streams}
@@ -423,21 +441,25 @@ class Account(Budget):
         return tuple(counted)
 
     def _accounted_rate(self, client: int) -> float:
-        """Return the rate at which the client's steps are counted: shuffling earns no amplification."""
-        return self.rate(client) if self.options.sampling == "poisson" else 1.0
+        """Return the sample rate with which a client's steps are counted."""
+        if self.options.sampling == "poisson":
+            return self.rate(client)
+        # There is no amplification by shuffling.
+        return 1.0
 
     def _calibrated(self, target_epsilon: float) -> list[float]:
-        """Return the σ of each client for the target."""
+        """Return the σ of each client with which the planned rounds spend the target ε."""
         options = self.options
         self.check_planned(self._planned is not None)
         assert self._planned is not None
         rounds = self._planned(0)
-        calibrate_once = cache(calibrate)  # clients of one size mostly have one plan
+        # Clients of the same size mostly have the same plan.
+        calibrate_once = cache(calibrate)
         result = []
         for client, size in enumerate(self.sizes):
             in_round = [entry for entry in self._steps(size, False) if self._is_limited(entry.sent)]
             in_tuning = [entry for entry in self._steps(size, True) if self._is_limited(entry.sent)]
-            # All steps are counted with the most queries of any; where they differ, the noise is a little more.
+            # All steps are counted with the largest number of queries; if they differ, there is slightly more noise.
             queries = max(entry.queries for entry in in_round + in_tuning)
             steps_of_rounds = max(1, rounds[client]) * sum(entry.steps for entry in in_round)
             steps = steps_of_rounds + sum(entry.steps for entry in in_tuning)
@@ -450,7 +472,7 @@ class Account(Budget):
         return result
 
     def _check_first_round(self) -> None:
-        """Raise a ValueError naming the clients that cannot afford a single round."""
+        """Raise a ValueError if some clients cannot afford a single round."""
         clients = range(len(self.sizes))
         unable = sorted({*clients} - {*self.affordable(clients)})
         if not unable:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of many clients for DP-SGD: clip every image's gradient, and sum by client.
+"""Gradients of many clients for DP-SGD: the gradient of every image is clipped, and summed by client.
 
-Opacus's hooks give the gradient of every row, laid out or as outer products. The gradient of a linear map's weight for
-one image is a sum over its N positions (tokens, pixels) of outer products b_n a_nᵀ of backpropagated and forward
-activations. Where N is small, its norm and the clipped sum over images are cheaper to compute from a and b than from
-the gradients themselves, which are then never laid out (the ghost norm of Goodfellow 2015 and Li et al. 2022, with the
-sum of Bu et al. 2023).
+Opacus's hooks return the gradient of every row, materialised or as outer products. For one image, the gradient of a
+linear map's weight is a sum over its N positions (tokens, pixels) of outer products b_n a_nᵀ of backpropagated and
+forward activations. If N is small, the norm and the clipped sum over images are cheaper to compute from a and b, and
+the gradients are never materialised (the ghost norm of Goodfellow 2015 and Li et al. 2022, with the sum of Bu et al.
+2023).
 
-Shape suffixes: C clients, B images a client, R = C·B rows, N positions, I inputs, O outputs.
+Shapes: C clients, B images per client, R = C·B rows, N positions, I inputs, O outputs.
 """
 
 import copy
@@ -37,19 +37,19 @@ from perada.privacy.options import Privacy
 from perada.server.aggregate import double, double_dtype
 
 Sampler = Callable[[Any, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
-"""Computes per-sample gradients of a layer's parameters from its inputs and the gradient by its output, for Opacus."""
+"""Function for Opacus of a layer, its inputs and the gradient of its output that returns per-sample gradients."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """A batch of C clients, and the states at which its clipped gradients are wanted.
+    """A batch of C clients, and the states at which its clipped gradients are computed.
 
     Attributes:
-        states: Stack (C, ...); gradients are computed of the tensors that require them.
+        states: States (C, ...); gradients are computed for the tensors that require them.
         x: Images (C, B, ...).
-        y: Labels (C, B) or (C, B, K).
-        counts: Real rows of each client, 0 for a batch without images.
-        dropout: The clients' random streams.
+        y: Labels (C, B), or (C, B, K) with several labels per image.
+        counts: Number of real rows of each client, which come first; 0 for a batch without images.
+        dropout: Random streams of the clients.
     """
 
     states: State
@@ -59,7 +59,7 @@ class Query:
     dropout: Streams
 
     def of_client(self, client: int) -> "Query":
-        """Return the query of one client; it keeps a client axis of size 1."""
+        """Return the query of one client, with a client axis of size 1."""
         row = slice(client, client + 1)
         return Query(
             states={key: value[row] for key, value in self.states.items()},
@@ -70,12 +70,19 @@ class Query:
         )
 
     def blocks(self, size: int | None) -> Iterator["Query"]:
-        """Yield queries of at most ``size`` rows of each client; of all rows at once if None, and none without rows."""
+        """Split the rows of the batch into blocks.
+
+        Args:
+            size: Maximum number of rows per client in a block; None for a single block.
+
+        Yields:
+            A query for each block; none if no client has rows.
+        """
         longest = max(self.counts)
         size = size or max(1, longest)
         for index, start in enumerate(range(0, longest, size)):
             stop = min(start + size, longest)
-            # A client's real rows come first, and may end before the block does or begins.
+            # The real rows of a client may end within the block or before it.
             counts = [max(0, min(count, stop) - start) for count in self.counts]
             yield replace(
                 self,
@@ -88,7 +95,12 @@ class Query:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a state's tensor in the hooked model; a tied parameter has several."""
+    """A place of a state's tensor in the hooked model, of which a tied parameter has several.
+
+    Attributes:
+        module: Module that has the tensor.
+        name: Name of the tensor in the module.
+    """
 
     module: nn.Module
     name: str
@@ -97,16 +109,19 @@ class _Place:
 class SampleGradients:
     """Computes the sum (C, ...) of the clipped gradients of each client's images.
 
-    All clients are one batch of the stacked model, or are run one by one on the single model where the options or the
-    training engine require it (``one_by_one``). The engine's own model stays as it is.
+    All clients run as one batch through the stacked model, or one by one through the single model if the options or the
+    training engine require it. The engine's own model is not changed.
 
     Args:
-        options: Clipping bound, method and engine.
-        engine: Runs the model in training.
+        options: The section ``privacy``, with the clipping bound, the method and the engine.
+        engine: Engine that runs the model in training.
         multilabel: Whether images have several labels.
 
+    Attributes:
+        one_by_one: Whether clients run one by one.
+
     Raises:
-        ValueError: If the options require the stacked model and the training engine does not fold.
+        ValueError: If the options require the stacked model but the training engine does not fold.
     """
 
     def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
@@ -126,8 +141,8 @@ class SampleGradients:
             )
         model = engine.model
         if self.one_by_one:
-            # Hooks are set on the modules themselves. Folding makes new modules of those that are trained; the single
-            # model has to be copied.
+            # Hooks are registered on modules. Folding creates new modules for those that are trained, but the single
+            # model must be copied, so that training does not run the hooks.
             model = _copy_sharing_frozen(engine.model)
         wrap = None
         if engine.trunk is not None:
@@ -140,7 +155,7 @@ class SampleGradients:
 
         names_of_keys = {key: [key] for key in trained_keys(engine.model)}
         if self.one_by_one:
-            # Twins of tied layers are one module, so that only the single model has a parameter at several places.
+            # Only in the single model is a parameter at several places: tied layers have one twin.
             tied = _tied_parameters(model)
             for key in names_of_keys:
                 names_of_keys[key] = tied.get(key, [key])
@@ -151,8 +166,8 @@ class SampleGradients:
     def _hide_from_hooks(self, model: nn.Module) -> None:
         """Freeze the parameters whose per-sample gradients do not come from Opacus's hooks.
 
-        Those are row parameters of the stacked model, whose ordinary gradient has a row for each image already, and
-        weights that only the server changes.
+        These are parameters that the stacked model repeats for each row, whose ordinary gradient has a row for each
+        image already, and weights that only the server changes.
         """
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -163,7 +178,7 @@ class SampleGradients:
                     module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
 
     def sums(self, query: Query) -> State:
-        """Return the sums (C, ...) of clipped gradients, of the tensors of ``query.states`` that require gradients."""
+        """Return the sums (C, ...) of clipped gradients for the states that require gradients, by name."""
         try:
             if not self.one_by_one:
                 return self._clipped_sums(query)
@@ -178,22 +193,22 @@ class SampleGradients:
         return joined
 
     def _release_tensors(self) -> None:
-        """Drop the references that the model holds to the tensors of a query and to their gradients."""
+        """Release the memory of a query's tensors and their gradients, which the model's parameters refer to."""
         for place in chain.from_iterable(self._places.values()):
             parameter = place.module._parameters.get(place.name)
             if parameter is not None and hasattr(parameter, "grad_sample"):
                 place.module._parameters[place.name] = nn.Parameter(parameter.new_empty(0))
 
     def _clipped_sums(self, query: Query) -> State:
-        """Return the sums (C, ...) of clipped gradients of clients that are run in one pass."""
+        """Return the sums (C, ...) of clipped gradients of clients that run in one pass."""
         trained = {key: value.detach() for key, value in query.states.items() if value.requires_grad}
-        # Double precision, so that the sum does not depend on the size of the blocks that it is added up from.
+        # In double precision, so that the sum depends on the size of the blocks only in bits that are rounded away.
         totals = {key: double(torch.zeros_like(value)) for key, value in trained.items()}
         for block in query.blocks(self.options.physical_batch_size):
             is_real = real_rows(block.counts, block.x.shape[1], block.x.device)
             samples = self._sample_gradients(block, is_real)
             with torch.autocast(block.x.device.type, enabled=False):
-                # The norm is 0 for a parameter that no image passed through.
+                # A parameter that the pass did not use has a gradient of norm 0.
                 norms = dict.fromkeys(totals, double(torch.zeros_like(is_real)))
                 for key, sample in samples.items():
                     norms[key] = double(sample.squared_norms()).sqrt().view_as(is_real)
@@ -203,14 +218,16 @@ class SampleGradients:
         return {key: total.to(trained[key].dtype) for key, total in totals.items()}
 
     def _sample_gradients(self, block: Query, is_real: Tensor) -> "dict[str, PerSampleGrads | OuterProductGrads]":
-        """Return the gradients of every row's loss, of the trained parameters that rows passed through.
+        """Return the gradients of each row's loss, for the trained parameters that the pass used.
 
-        ``is_real`` (C, B) is false for padding, whose loss is left out.
+        Args:
+            block: A block of a query.
+            is_real: Mask (C, B) that is false for padding, whose loss is left out.
         """
         clients, rows = block.x.shape[:2]
         counts: tuple[int, ...] | None = block.counts
         if self.one_by_one:
-            # Only dropout is replaced in the single model, and it treats padding as it does real rows.
+            # In the single model only dropout has twins, which do not distinguish padding from real rows.
             counts = None
         self._context.begin(clients, counts, block.dropout)
         parameters = self._put_into_model(block.states, rows)
@@ -236,9 +253,14 @@ class SampleGradients:
         return samples
 
     def _put_into_model(self, states: State, rows: int) -> dict[str, nn.Parameter]:
-        """Put the clients' tensors into the hooked model; return its parameters by name.
+        """Put the clients' tensors into the hooked model.
 
-        ``rows`` are those of each client, for which row parameters are repeated.
+        Args:
+            states: States (C, ...).
+            rows: Number of rows of each client, for which some parameters are repeated.
+
+        Returns:
+            The new parameters by name.
         """
         parameters: dict[str, nn.Parameter] = {}
         for key, value in states.items():
@@ -251,9 +273,9 @@ class SampleGradients:
             if first_place.name in first_place.module._buffers:
                 first_place.module._buffers[first_place.name] = tensor
                 continue
-            # All parameters require gradients, wanted or not: the hooks need that of every layer that they are set on.
+            # Even if their gradients are not used: Opacus's hooks require this of every layer that they are on.
             parameter = nn.Parameter(tensor, requires_grad=key not in self._merged)
-            # Opacus sets these two attributes on the parameters that it is given, and these are new.
+            # Opacus sets these attributes when it registers hooks, but this parameter is new.
             parameter.grad_sample = None  # type: ignore[attr-defined]  # Opacus's
             parameter._forward_counter = 0  # type: ignore[attr-defined]  # Opacus's
             parameters[key] = parameter
@@ -273,7 +295,7 @@ def _copy_sharing_frozen(model: nn.Module) -> nn.Module:
 
 
 def _tied_parameters(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of every parameter by its first name."""
+    """Return all names of each parameter, by the first of them."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -281,7 +303,15 @@ def _tied_parameters(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _places(model: nn.Module, names: dict[str, list[str]]) -> dict[str, list[_Place]]:
-    """Return the places in the model of the tensors with these ``names``, by the keys of ``names``."""
+    """Return the places of tensors in a model.
+
+    Args:
+        model: The model, whose layers may be wrapped in :class:`_ClonedOutput`.
+        names: All names of each tensor, by its key.
+
+    Returns:
+        The places of each tensor, by its key.
+    """
     modules = dict(_modules_behind_clones(model))
     places: dict[str, list[_Place]] = {}
     for key, aliases in names.items():
@@ -294,10 +324,10 @@ def _places(model: nn.Module, names: dict[str, list[str]]) -> dict[str, list[_Pl
 
 @dataclass(frozen=True)
 class PerSampleGrads:
-    """Materialised gradients of the rows for one parameter.
+    """Materialised per-sample gradients of one parameter.
 
     Attributes:
-        rows: The gradients (R, ...).
+        rows: Gradient (R, ...) of each row.
     """
 
     rows: Tensor
@@ -307,13 +337,18 @@ class PerSampleGrads:
         return self.rows.flatten(1).square().sum(1)
 
     def weighted_sums(self, factors: Tensor) -> Tensor:
-        """Return the sums (C, ...) over each client's rows, times their factors (C, B).
+        """Return the weighted sum over each client's rows.
 
-        In double precision where the device has it. With the factors of :func:`.clipping_factors`, one image more or
-        less changes the sums by the bound at most, up to rounding: see :func:`.sum_outer_products`. A row whose factor
-        is 0 is left out, even if it is not finite.
+        With the factors of :func:`.clipping_factors`, one image more or less changes the sums by the bound at most, up
+        to rounding: see :func:`.sum_outer_products`.
+
+        Args:
+            factors: Factor (C, B) of each row. A row with factor 0 is left out, even if it is not finite.
+
+        Returns:
+            The sums (C, ...), in double precision where the device supports it.
         """
-        # A gradient is the outer product of itself, laid out flat, and 1.
+        # A flattened gradient is its outer product with 1.
         num_rows = len(self.rows)
         flat = self.rows.reshape(num_rows, 1, -1)
         ones = self.rows.new_ones(1, 1, 1).expand(num_rows, 1, 1)
@@ -323,11 +358,11 @@ class PerSampleGrads:
 
 @dataclass(frozen=True)
 class OuterProductGrads:
-    """Gradients of a linear map's weight as outer products: that of row r is Σ_n b_rn a_rnᵀ.
+    """Per-sample gradients of a linear map's weight as sums of outer products: Σ_n b_rn a_rnᵀ for row r.
 
     Attributes:
-        inputs: The inputs a (R, N, I).
-        output_grads: The gradients b (R, N, O) by the outputs.
+        inputs: Inputs a (R, N, I) of the map.
+        output_grads: Gradients b (R, N, O) of its outputs.
         weight_shape: Shape (O, I, ...) of the weight.
     """
 
@@ -336,13 +371,14 @@ class OuterProductGrads:
     weight_shape: torch.Size
 
     def squared_norms(self) -> Tensor:
-        """Return an upper bound (R,) of each squared norm, Σ_nm (a_n · a_m)(b_n · b_m) plus its rounding error.
+        """Return an upper bound (R,) of each row's squared norm: Σ_nm (a_n · a_m)(b_n · b_m) plus its rounding error.
 
-        The terms may cancel, to 0 even, and leave a rounding error in the sum of rows that is as large as the terms. So
-        a row's factor must be small if S = Σ_n ‖a_n‖‖b_n‖ is large. By Cauchy and Schwarz's inequality the rounding
-        error here is at most (I + O + N²) 2⁻⁵³ S² to first order (Higham 2002, section 3.1); eight times that is added.
-        Then S times the factor is at most C / √(8 (I + O + N²) 2⁻⁵³), and the rounding error of a row in
-        :func:`~perada.privacy.clipping.sum_outer_products` at most 64 √(2⁻⁵³ / 8) C < 3e-7 C.
+        The terms may cancel, even to 0, but the rounding error of the row in the sum over rows is as large as the
+        terms. The clipping factor must therefore be small if S = Σ_n ‖a_n‖‖b_n‖ is large. By the Cauchy–Schwarz
+        inequality, the rounding error here is at most (I + O + N²) 2⁻⁵³ S² to first order (Higham 2002, section 3.1),
+        of which eight times is added. Then S times the factor is at most C / √(8 (I + O + N²) 2⁻⁵³), where C is the
+        clipping bound, and the rounding error of a row in :func:`~perada.privacy.clipping.sum_outer_products` is at
+        most 64 √(2⁻⁵³ / 8) C < 3e-7 C.
         """
         a = self.inputs.double()
         b = self.output_grads.double()
@@ -358,16 +394,16 @@ class OuterProductGrads:
         return squares.clamp(min=0) + slack * lengths.square()
 
     def weighted_sums(self, factors: Tensor) -> Tensor:
-        """Return the sums (C, ...), like :meth:`PerSampleGrads.weighted_sums`."""
+        """Return the weighted sum (C, ...) over each client's rows, like :meth:`PerSampleGrads.weighted_sums`."""
         sums = sum_outer_products(self.inputs, self.output_grads, factors)
         return sums.view(len(factors), *self.weight_shape)
 
 
 def collect_sample_gradients(parameter: nn.Parameter) -> PerSampleGrads | OuterProductGrads | None:
-    """Return the per-sample gradients that the hooks left at a parameter; None if the pass did not use it."""
+    """Return the per-sample gradients that the hooks stored on a parameter; None if the pass did not use it."""
     uses: list[_LayerUse] = getattr(parameter, "layer_uses", [])
     if uses:
-        # A layer that was used twice has the positions of both uses.
+        # If a layer was used twice, the positions of both uses are summed over.
         inputs = torch.cat([use.inputs for use in uses], dim=1)
         output_grads = torch.cat([use.output_grads for use in uses], dim=1)
         return OuterProductGrads(at_least_float32(inputs), at_least_float32(output_grads), parameter.shape[1:])
@@ -387,9 +423,9 @@ def silence_hook_warnings() -> Iterator[None]:
 
 
 class _ClonedOutput(WrappingSubstitute):
-    """Return a copy of a layer's output, which the network may then change in place.
+    """Wraps a layer and returns a copy of its output, which the network may change in place.
 
-    torch forbids that for the output itself where the layer has a backward hook.
+    torch forbids in-place changes of the output of a layer with a backward hook.
     """
 
     def forward(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401  # the layer's
@@ -397,14 +433,17 @@ class _ClonedOutput(WrappingSubstitute):
 
 
 def clone_outputs(module: nn.Module) -> nn.Module:
-    """Return a copy of a model's containers in which every layer that Opacus will hook returns a copy of its output."""
+    """Return a model in which every layer that Opacus will hook returns a copy of its output.
+
+    Containers are copied, layers are wrapped, and everything without trained parameters is shared.
+    """
     if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
         return _ClonedOutput(module)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     children: dict[str, nn.Module | None] = {}
     for name, child in module._modules.items():
-        # torch registers a child that is left out as None.
+        # torch registers an optional child that is absent as None.
         children[name] = None
         if child is not None:
             children[name] = clone_outputs(child)
@@ -423,29 +462,30 @@ def _modules_behind_clones(module: nn.Module, path: str = "") -> Iterator[tuple[
 
 def with_grad_sample_hooks(model: nn.Module) -> nn.Module:
     """Return the model in a GradSampleModule of Opacus, with a sampler for every class of stacked layers in it."""
-    from opacus.grad_sample import GradSampleModule  # late, since that takes seconds
+    # Imported here, since it takes seconds.
+    from opacus.grad_sample import GradSampleModule
 
     stacked_classes = {type(module) for module in model.modules() if isinstance(module, StackedLayer)}
     samplers = _samplers() | dict.fromkeys(stacked_classes, _sample_stacked_layer)
     train_mode(model)
-    # Opacus's registry is an attribute of the class, shared by the whole process. A subclass gets its own.
+    # Opacus's registry of samplers is an attribute of the class, shared by the whole process. A subclass has its own.
     hooked_class = type("Hooked", (GradSampleModule,), {"GRAD_SAMPLERS": samplers})
     hooked: nn.Module = hooked_class(model, loss_reduction="sum", strict=False)
     return hooked
 
 
 def _samplers() -> dict[type[nn.Module], Sampler]:
-    """Return Opacus's samplers by class of layer, with perada's for convolutions."""
+    """Return Opacus's samplers by class of layer, with perada's sampler for convolutions."""
     from opacus.grad_sample import GradSampleModule
 
     return {**GradSampleModule.GRAD_SAMPLERS, nn.Conv2d: _sample_conv2d}
 
 
 def _sample_conv2d(layer: nn.Conv2d, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
-    """Return the per-sample gradients of a convolution, by Opacus's sampler."""
+    """Return the per-sample gradients of a convolution, computed by Opacus's sampler."""
     from opacus.grad_sample.conv import compute_conv_grad_sample
 
-    # Opacus 1.6.0 takes channels-last tensors for contiguous ones.
+    # Opacus 1.6.0 reads channels-last tensors as if they were contiguous.
     samples: dict[nn.Parameter, Tensor] = compute_conv_grad_sample(
         layer, [activations[0].contiguous()], backprops.contiguous()
     )
@@ -457,10 +497,10 @@ def _sample_stacked_layer(
     activations: list[Tensor],
     backprops: Tensor,
 ) -> dict[nn.Parameter, Tensor]:
-    """Return the gradients (R, ...) of every row for a stacked layer's parameters, as Opacus's registry expects them.
+    """Return the per-sample gradients of a stacked layer's parameters, as a sampler of Opacus.
 
-    A row's gradient does not depend on the client's parameters if its input and the gradient by its output are given,
-    so that Opacus's sampler for the layer's original gives it.
+    Given the input of a row and the gradient of its output, the row's gradient does not depend on the parameters of its
+    client. It can therefore be computed by Opacus's sampler for the original layer.
     """
     samples = _record_outer_product(layer, activations[0], backprops)
     if samples is not None:
@@ -472,7 +512,7 @@ def _sample_stacked_layer(
     for layer_class in classes:
         if layer_class in samplers:
             samples_of_original = samplers[layer_class](original, activations, backprops)
-            # Opacus looks them up by the parameters of the stacked layer, which have the same names.
+            # Opacus looks gradients up by the parameters of the stacked layer, which have the names of the original's.
             samples_of_layer = {}
             for name, parameter in original.named_parameters(recurse=False):
                 if parameter in samples_of_original:
@@ -486,7 +526,7 @@ def _sample_by_autograd(
     activations: list[Tensor],
     backprops: Tensor,
 ) -> dict[nn.Parameter, Tensor]:
-    """Return the gradients of every row for a layer without a sampler, by running each row as a separate client."""
+    """Return the per-sample gradients of a layer without a sampler, by running each row as a separate client."""
     original = layer.original[0]
     clients = layer.context.clients
     rows = len(backprops)
@@ -496,6 +536,7 @@ def _sample_by_autograd(
         if name not in layer.frozen:
             trained[name] = getattr(layer, name)
             repeated[name] = trained[name].detach().repeat_interleave(rows // clients, 0).requires_grad_()
+    # A call of the layer itself would run the hooks again.
     without_hooks = copy.copy(layer)
     without_hooks._parameters = dict(layer._parameters)
     without_hooks._forward_hooks = OrderedDict()
@@ -515,25 +556,36 @@ def _sample_by_autograd(
 
 @dataclass(frozen=True)
 class _LayerUse:
-    """One use of a linear map in a pass: its inputs a (R, N, I) and the gradients b (R, N, O) by its outputs."""
+    """One use of a linear map in a pass.
+
+    Attributes:
+        inputs: Inputs a (R, N, I) of the map.
+        output_grads: Gradients b (R, N, O) of its outputs.
+    """
 
     inputs: Tensor
     output_grads: Tensor
 
 
 def _record_outer_product(layer: StackedLayer, x: Tensor, backprops: Tensor) -> dict[nn.Parameter, Tensor] | None:
-    """Keep a layer's gradients as outer products at its weight, if that is cheaper than materialising them.
+    """Store the factors of a layer's gradients on its weight, if that is cheaper than to materialise the gradients.
+
+    Args:
+        layer: The stacked layer.
+        x: Its input (R, ...).
+        backprops: Gradient (R, ...) of its output.
 
     Returns:
-        What Opacus gets: an empty gradient of the weight, and that of the bias. None if they have to be laid out.
+        Gradients for Opacus: an empty one of the weight, and that of the bias. None if nothing was stored.
     """
     weight: Any = None if "weight" in layer.frozen else getattr(layer, "weight", None)
     if weight is None:
         return None
-    # All uses of a layer in one pass are kept in one way, so that they can be added up.
+    # All uses of a layer in one pass must be stored in the same form, since their gradients are added.
     is_recorded = hasattr(weight, "layer_uses")
-    is_laid_out = hasattr(weight, "_current_grad_sample") and not is_recorded  # Opacus's, of an earlier use
-    if is_laid_out:
+    # Opacus sets this attribute when it stores the gradients of an earlier use.
+    is_materialised = hasattr(weight, "_current_grad_sample") and not is_recorded
+    if is_materialised:
         return None
     original = layer.original[0]
     use = _layer_use(original, x, backprops, is_recorded)
@@ -548,28 +600,30 @@ def _record_outer_product(layer: StackedLayer, x: Tensor, backprops: Tensor) -> 
 
 
 def _layer_use(layer: nn.Module, x: Tensor, backprops: Tensor, always: bool) -> _LayerUse | None:
-    """Return the inputs and output gradients by position of a layer that is a linear map of its positions.
+    """Return the inputs and output gradients of a layer by position, if it is a linear map of each position.
 
     Args:
         layer: The original layer.
-        x: Its input.
-        backprops: Gradient by its output.
+        x: Its input (R, ...).
+        backprops: Gradient (R, ...) of its output.
         always: Whether to return them even if a gradient (O, I) of each row is cheaper.
 
     Returns:
-        None for other layers, if outer products are not the cheaper, or if the device has no double precision.
+        The inputs and gradients. None for other layers, if materialised gradients are cheaper, or if the device does
+        not support double precision.
     """
     if double_dtype(x.device) is not torch.float64:
         return None
     if type(layer) is nn.Linear:
         positions = math.prod(x.shape[1:-1])
     elif type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros":
-        if isinstance(layer.padding, str):  # F.unfold takes numbers only
+        # F.unfold below accepts only numbers.
+        if isinstance(layer.padding, str):
             return None
         positions = math.prod(backprops.shape[2:])
     else:
         return None
-    # Two Gram matrices (N, N) against one gradient (O, I).
+    # The norm takes two Gram matrices (N, N) for each row, a materialised gradient is a matrix (O, I).
     is_cheaper = 2 * positions**2 < layer.weight.numel()
     if not is_cheaper and not always:
         return None
@@ -579,5 +633,5 @@ def _layer_use(layer: nn.Module, x: Tensor, backprops: Tensor, always: bool) -> 
         return _LayerUse(inputs, output_grads)
     assert not isinstance(layer.padding, str)  # see above
     patches = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
-    # The position is the last axis in both.
+    # In both, the last axis is the position.
     return _LayerUse(patches.transpose(1, 2), backprops.flatten(2).transpose(1, 2))

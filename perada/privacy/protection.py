@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The privacy of a run: its rounds, and the budget spent.
+"""The privacy of a run: its private rounds and the budget that they spend.
 
-A checkpoint knows the rounds up to its own. What was begun after it, and was lost with the process, has been drawn from
-the generator all the same: whoever resumes draws again, and both are counted. No crash makes a ledger forget a round.
+A checkpoint contains the costs of the rounds before it. Rounds that were begun later and lost in a crash have also used
+noise, and a resumed run draws new noise for them, so both are counted: a journal records each round before it begins,
+and no crash makes a ledger forget one.
 """
 
 import re
@@ -32,15 +33,15 @@ class PrivateRound:
     """Losses of one round, or of the fine-tuning after the last, whose value is 0 and whose gradient is private.
 
     Args:
-        account: Noise of each client.
-        gradients: Computes sums of clipped gradients.
-        seed: Seed of the run, from which the noise follows in the test mode.
-        plan: Clients of the round.
+        account: Account with the noise of each client.
+        gradients: Computes the sums of clipped gradients.
+        seed: Seed of the run, from which the noise is derived in the test mode.
+        plan: Plan of the round, with its clients.
         tuning: Whether this is the fine-tuning.
 
     Attributes:
-        secure: Whether noise is drawn from a cryptographic generator. Then all draws must be as unknown as the noise:
-            also dropout's masks, which go by place in the batch.
+        secure: Whether noise is drawn from a cryptographic generator. All other draws must then be unpredictable too,
+            including dropout masks, which depend on an image's place in the batch.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class PrivateRound:
         self.secure = account.options.secure_rng
         query_plan = account.query_plan(tuning)
         self._planned_queries = query_plan.queries
-        self._num_queries: Counter[tuple[int, int, str, int]] = Counter()  # by phase, step, stream and first client
-        # Noise has a random stream for each client and each stream of batches.
+        # Number of gradients so far by phase, step, stream of batches, and first client of the chunk.
+        self._num_queries: Counter[tuple[int, int, str, int]] = Counter()
+        # Generators of the noise, one for each stream of batches and each client.
         self._noise: dict[str, list[torch.Generator]] = {}
         purpose = "tuning-noise" if tuning else "noise"
         if not self.secure:
@@ -75,17 +77,19 @@ class PrivateRound:
         rows: slice,
         dropout: Streams,
     ) -> Tensor:
-        """Return losses (C,) of 0, whose gradients by ``states`` are the noisy ones on a batch.
+        """Return losses (C,) of 0 whose gradients with respect to ``states`` are the noisy gradients of a batch.
+
+        An algorithm can thus use them like an ordinary loss, without ever seeing a gradient that is not private.
 
         Args:
-            stream: Stream of batches to query.
-            states: The clients' states (C, ...).
+            stream: Name of the stream of batches.
+            states: States (C, ...) of some clients.
             batches: The step's batches of these clients, by stream.
             rows: Which of the round's clients these are.
-            dropout: The clients' random streams.
+            dropout: Random streams of these clients.
 
         Raises:
-            RuntimeError: If more gradients are asked for than the ledgers count.
+            RuntimeError: If more gradients are computed than the ledgers count.
         """
         self._count_query(one_of(batches), stream, rows)
         batch = batches[stream]
@@ -94,23 +98,29 @@ class PrivateRound:
         sums = self.gradients.sums(Query(states, batch.x[:, :width], batch.y[:, :width], counts, dropout))
         total = torch.zeros(len(counts), device=batch.x.device)
         for key, gradient in self._noisy_gradients(sums, stream, rows).items():
-            # The derivative of this product by the state is the noisy gradient.
+            # The derivative of this product with respect to the state is the noisy gradient.
             total = total + as_matrix(states[key] * gradient).sum(1)
         return total - total.detach()
 
     def _noisy_gradients(self, sums: State, stream: str, rows: slice) -> State:
-        """Return the noisy gradients (C, ...) of the mean loss of the clients in ``rows``, from their clipped sums."""
+        """Return the noisy gradients (C, ...) of the mean loss from the clipped sums.
+
+        Args:
+            sums: Sums (C, ...) of clipped gradients.
+            stream: Name of the stream of batches.
+            rows: Which of the round's clients these are.
+        """
         account = self.account
         clients = self.plan.clients[rows]
         sigmas = [account.noise_multipliers[client] for client in clients]
         stds = [sigma * account.options.max_norm for sigma in sigmas]
-        # Not the number of images that were drawn, which would reveal something about the data.
+        # Sums are divided by the expected number of images, since the actual one would reveal something about the data.
         expected_batch = [account.sizes[client] * account.rate(client) for client in clients]
         generators = None if self.secure else self._noise[stream][rows]
         return noisy_mean(sums, stds, expected_batch, generators)
 
     def _count_query(self, batch: CohortBatch, stream: str, rows: slice) -> None:
-        """Count a query of a step; raise a RuntimeError if it is one more than was planned."""
+        """Count a gradient of a step; raise a RuntimeError if there are more than planned."""
         place = (batch.phase, batch.step, stream, rows.start)
         self._num_queries[place] += 1
         if self._num_queries[place] > self._planned_queries[batch.phase].get(stream, 0):
@@ -126,11 +136,11 @@ class Protection:
 
     Attributes:
         images: Account of the clients' images; None without ``privacy``.
-        clients: Privacy of whole clients; None without ``client_privacy``.
-        journal: Where rounds are written down before they begin; nowhere in a run without checkpoints.
+        clients: Client-level privacy; None without ``client_privacy``.
+        journal: Journal in which rounds are recorded before they begin; it has no file in a run without checkpoints.
         counted: Ids of the rounds in the ledgers.
-        run: Id of the run and of all that are resumed from it.
-        last_journaled: Id of the entry that was written last; None if there is none.
+        run: Id of the run and of all runs that are resumed from it.
+        last_journaled: Id of the newest entry of the journal; None if there is none.
     """
 
     images: Account | None = None
@@ -142,7 +152,7 @@ class Protection:
 
     @property
     def budgets(self) -> dict[str, Budget]:
-        """Budgets of images and of entire clients, where they are protected."""
+        """Budgets by name: ``images`` and ``clients``, as far as they are protected."""
         budgets: dict[str, Budget] = {}
         if self.images is not None:
             budgets["images"] = self.images
@@ -152,43 +162,47 @@ class Protection:
 
     @property
     def private(self) -> bool:
-        """Whether anything is protected."""
+        """Whether images or clients are protected."""
         return bool(self.budgets)
 
     def spend(self, plan: RoundPlan, ranks: Ranks, tuning: bool = False) -> None:
-        """Count the cost of a round before anything in it is drawn; all ranks must call this.
+        """Count the cost of a round before anything in it is drawn. A collective: all ranks must call this.
 
-        A round that is begun is counted, whatever becomes of it: its noise has been drawn. Where all noise follows from
-        the seed the same is drawn again, and the round is counted once.
+        A round that was begun is counted even if it is not completed, since its noise was drawn. In the test mode noise
+        is derived from the seed: a repeated round draws the same noise and is counted once.
 
         Args:
-            plan: The round's plan with all its clients, or that of the fine-tuning after the last round.
-            ranks: The processes.
+            plan: Plan with all clients of the round, or of the fine-tuning after the last round.
+            ranks: The processes that share the work.
             tuning: Whether this is the fine-tuning.
 
         Raises:
-            OSError: If the round cannot be written down.
+            OSError: If the journal cannot be written.
         """
         if not self.private:
             return
         costs: dict[str, list[tuple[Any, ...]]] = {}
         for name, budget in self.budgets.items():
-            # As plain tuples, since their text is a part of ids that stand in checkpoints.
+            # Plain tuples, since their text is part of ids, which are saved in checkpoints.
             costs[name] = [tuple(cost) for cost in budget.round_costs(plan, tuning)]
-        kind = "tuning" if tuning else "round"
-        round_id = f"{kind} {plan.round} {costs}" if self._repeats else secrets.token_hex(16)
-        # A collective: every rank drew an id, and all take that of the first.
+        if self._repeats:
+            kind = "tuning" if tuning else "round"
+            round_id = f"{kind} {plan.round} {costs}"
+        else:
+            round_id = secrets.token_hex(16)
+        # A collective: each rank drew another random id, and all use that of rank 0.
         round_id = ranks.gather(round_id)[0]
         entry = self._entry(round_id, plan.round) | costs
         if entry["id"] in self.counted:
             return
         if ranks.rank == 0 and not self._repeats:
             self._write(entry)
-        ranks.gather(None)  # a barrier: no rank begins before the entry is on disk
+        # A barrier: no rank may begin the round before the entry is on disk.
+        ranks.gather(None)
         self._count(entry)
 
     def _entry(self, round_id: str, round: int) -> dict[str, Any]:
-        """Return the journal's entry of a round that costs nothing."""
+        """Return a journal entry for a round, without costs."""
         return {"id": round_id, "run": self.run, "round": round, "images": [], "clients": []}
 
     def _write(self, entry: dict[str, Any]) -> None:
@@ -198,7 +212,12 @@ class Protection:
             self.last_journaled = entry["id"]
 
     def journal_in(self, path: Path, rounds_done: int) -> None:
-        """Start a journal where there was none, for a checkpoint written while rounds remain."""
+        """Start a journal for a run that gets its first checkpoint, unless it has one already.
+
+        Args:
+            path: File of the journal.
+            rounds_done: Number of completed rounds.
+        """
         if self._repeats or self.journal.paths or not self.private:
             return
         self.journal = Journal([path], self.journal.earlier_paths)
@@ -213,20 +232,22 @@ class Protection:
             budget.spend(entry[name], lost)
 
     def count_begun(self, journals: Iterable[Path], ranks: Ranks) -> list[int]:
-        """Count the rounds begun after the checkpoint that this run resumes from; all ranks must call this.
+        """Count the rounds that were begun after the checkpoint from which this run is resumed.
+
+        A collective: all ranks must call this.
 
         Args:
-            journals: Files that hold them.
-            ranks: The processes.
+            journals: Files with the entries of these rounds.
+            ranks: The processes that share the work.
 
         Returns:
             Numbers of these rounds, ascending.
 
         Raises:
-            ValueError: If what this run wrote itself is not in the files.
+            ValueError: If the files lack the newest entry that the checkpoint knows of.
         """
         journals = list(journals)
-        # A collective: all ranks take what the first has read.
+        # A collective: all ranks use what rank 0 has read.
         entries = ranks.gather(read_journals(journals, self.run))[0]
         if self.last_journaled is not None and self.last_journaled not in entries:
             names = ", ".join(repr(str(path)) for path in journals)
@@ -256,14 +277,14 @@ class Protection:
         return any(budget.limit is not None for budget in self.budgets.values())
 
     def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
-        """Return the ``clients`` that stay within every limit if they train once more, or are fine-tuned."""
-        able = list(clients)
+        """Return those of the clients that stay within every limit if they train once more, or are fine-tuned."""
+        remaining = list(clients)
         for budget in self.budgets.values():
-            able = budget.affordable(able, tuning)
-        return able
+            remaining = budget.affordable(remaining, tuning)
+        return remaining
 
     def metrics(self) -> dict[str, float]:
-        """Return the ε spent so far, and a mark if any noise follows from the run's seed."""
+        """Return the ε spent so far, and ``privacy/test_mode`` if any noise is derived from the run's seed."""
         metrics: dict[str, float] = {}
         if self.images is not None:
             metrics |= self.images.metrics()
