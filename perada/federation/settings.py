@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of a federation's rounds, their checks, and the data interface that rounds need."""
+"""The options of a federation's rounds, their checks, and the interface of the data that rounds require."""
 
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -27,9 +27,9 @@ from perada.server.sums import SecureSums
 ClientOptimizer = Literal["sgd", "adam", "adamw"]
 StoreKind = Literal["auto", "device", "host", "disk"]
 MEMORY_SHARE = 0.25
-"""Share of the device's free memory, then of the host's memory, that ``auto`` allots to client states."""
+"""Share of the device's free memory, and of the host's memory, that ``auto`` uses for the clients' states."""
 Loader = Callable[[RoundPlan], Iterable[AnyBatch]]
-"""Returns the prepared batches of a plan's local steps."""
+"""Function of a plan that returns the prepared batches of its local steps."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class LocalTraining:
 
     Attributes:
         optimizer: ``sgd``, ``adam`` or ``adamw``.
-        lr: Learning rates by role. A role without one has that of ``local``.
-        momentum: Of SGD.
+        lr: Learning rate of each role. A role without one has that of ``local``.
+        momentum: Momentum of SGD.
         weight_decay: Weight decay of all optimisers.
-        clip_norm: Each client's gradient of each role is scaled down to at most this norm.
-        multilabel: Whether the loss is the binary cross-entropy of each label, instead of the cross-entropy.
+        clip_norm: Maximum norm of a client's gradient of a role, to which longer ones are scaled down; None for none.
+        multilabel: Whether the loss is the binary cross-entropy of each label, instead of the cross-entropy of classes.
     """
 
     optimizer: ClientOptimizer
@@ -56,10 +56,10 @@ class LocalTraining:
         """Create the optimiser of a role.
 
         Args:
-            role: The role.
+            role: Name of the role.
             leaves: Tensors (C, ...) that it trains.
             factor: Factor of the role's learning rate.
-            masked: Whether single clients may skip steps, as in float16.
+            masked: Whether some clients may skip a step, as in float16.
         """
         lr = self.lr.get(role, self.lr["local"]) * factor
         if self.optimizer == "sgd":
@@ -76,10 +76,10 @@ class Storage:
     """Options for the storage of the clients' states.
 
     Attributes:
-        kind: ``device``, ``host`` or ``disk``; ``auto`` takes the first of these in which the states fit.
+        kind: ``device``, ``host`` or ``disk``; ``auto`` for the first of these in which the states fit.
         folder: Folder of the files; by default a temporary one.
         prune: Whether to delete files that no checkpoint needs any more.
-        clients: Largest number of clients that are ever written.
+        clients: Maximum number of clients whose states are stored, for the choice of ``auto``.
     """
 
     kind: StoreKind = "auto"
@@ -95,7 +95,7 @@ class Storage:
 
         Args:
             initial: States that a client keeps at first, by role and without a client axis.
-            name: Name of its folder in :attr:`folder`, where there are several stores.
+            name: Name of the store's folder in :attr:`folder`, if there are several stores.
         """
         kind = self.kind
         if kind == "auto":
@@ -107,32 +107,39 @@ class Storage:
 
     def _first_that_fits(self, initial: Stacks) -> StoreKind:
         """Choose the fastest storage in which the states of all clients fit."""
-        values = [value for state in initial.values() for value in state.values()]
-        needed = self.clients * sum(value.numel() * value.element_size() for value in values)
-        device = values[0].device if values else torch.device("cpu")
+        device = torch.device("cpu")
+        bytes_per_client = 0
+        for state in initial.values():
+            for value in state.values():
+                device = value.device
+                bytes_per_client += value.nbytes
+        needed = self.clients * bytes_per_client
         on_gpu = device.type == "cuda"
-        if on_gpu and needed <= MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]:
-            return "device"
+        if on_gpu:
+            free_memory = torch.cuda.mem_get_info(device)[0]
+            if needed <= MEMORY_SHARE * free_memory:
+                return "device"
         if needed > MEMORY_SHARE * host_memory():
             return "disk"
-        # Without a GPU the memory of the device is that of the host.
+        # Without a GPU the device's memory is that of the host.
         return "host" if on_gpu else "device"
 
 
 def host_memory() -> int:
-    """Return the bytes of memory available to this process: the machine's, or the limit of its container."""
+    """Return the memory in bytes that this process may use: that of the machine, or the limit of its container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no such limit
+    except (OSError, ValueError):
+        # There is no limit: no such file, or the word "max" in it.
         return total
 
 
 class FederationData(ServerData, Protocol):
-    """The interface of :class:`perada.data.FederatedDataModule` that a round needs.
+    """The part of :class:`perada.data.FederatedDataModule` that a round requires.
 
     Attributes:
-        train_sizes: Numbers of training images of all clients.
+        train_sizes: Number of training images of each client.
     """
 
     train_sizes: tuple[int, ...]
@@ -142,7 +149,7 @@ class FederationData(ServerData, Protocol):
         """Number of public images."""
 
     def test_batches(self, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
-        """Yield prepared images and labels that clients are evaluated on, each once."""
+        """Yield batches of the prepared test images and labels, each image once."""
 
 
 @dataclass(frozen=True)
@@ -153,20 +160,20 @@ class Settings:
         algorithm: The algorithm.
         training: Options of local training.
         distillation: Options of the server's distillation.
-        weighting: Weights of the clients: ``uniform``, or ``samples``.
+        weighting: Weights of the clients: ``uniform``, or ``samples`` for their numbers of training images.
         phases: Phases of a round of local training.
-        seed: Of everything random that is not secret.
-        clients_per_round: Number of clients drawn for each round; by default all.
-        clients_per_chunk: Number of clients that train together; chosen at set-up by default.
+        seed: Seed of everything random that is not secret.
+        clients_per_round: Number of clients that are drawn for each round; None for all.
+        clients_per_chunk: Number of clients that train together; None to choose it at set-up.
         rule: The server rule.
-        privacy: Privacy of the clients' images, if any.
-        client_privacy: Privacy of whole clients, if any.
-        secure_sums: Secure sums of what clients send, if any.
-        storage: Where the clients' states are held.
+        privacy: Sample-level privacy, of the clients' images; None without it.
+        client_privacy: Client-level privacy; None without it.
+        secure_sums: Options of secure sums of the clients' updates; None without them.
+        storage: Options for the storage of the clients' states.
         loss_scaling: Options of the loss scales in float16; None in other precisions.
         drop_outliers: Whether updates that are much longer than the others are left out.
         diagnostics: Names of the :mod:`perada.federation.diagnostics` that are measured each round.
-        lora_ranks: LoRA's ranks of all clients; empty where they have the adapter's.
+        lora_ranks: LoRA rank of each client; empty if all have the adapter's rank.
     """
 
     algorithm: Algorithm
@@ -194,20 +201,17 @@ class Settings:
 
     @property
     def test_mode(self) -> bool:
-        """Whether the noise of a private run follows from the seed, which is then never written to disk."""
+        """Whether the noise of a private run is derived from the seed, which is then never written to disk."""
         return test_mode(self.privacy, self.client_privacy)
 
 
 def check_factors(settings: Settings, tensor_names: TensorNames, sent: Collection[str]) -> None:
-    """Raise if the server rule needs LoRA factors but clients do not send both factors of a layer.
+    """Raise a ValueError if the server rule requires LoRA factors but clients do not send both factors of a layer.
 
     Args:
-        settings: The options of the run.
+        settings: Options of the run.
         tensor_names: Names of the model's tensors.
-        sent: The names that a client sends in the first round.
-
-    Raises:
-        ValueError: With the reason and the remedy.
+        sent: Names of the tensors that a client sends in the first round.
     """
     rule = settings.rule
     if not rule.needs_factors:
@@ -220,7 +224,13 @@ def check_factors(settings: Settings, tensor_names: TensorNames, sent: Collectio
 
 
 def without_factors(algorithm: Algorithm, tensor_names: TensorNames, sent: Collection[str]) -> str:
-    """Return why clients do not send both LoRA factors of a layer, and the remedy; empty if they do."""
+    """Return the reason why clients do not send both LoRA factors of any layer, with a remedy; empty if they do.
+
+    Args:
+        algorithm: The algorithm.
+        tensor_names: Names of the model's tensors.
+        sent: Names of the tensors that a client sends.
+    """
     if not tensor_names.factors:
         return (
             f"the adapter has no LoRA factors A and B: the trained parameters are {tensor_names.parameter_range}; "
@@ -242,14 +252,14 @@ def lora_ranks(
     names: Iterable[str],
     sizes: Iterable[int | None],
 ) -> tuple[int, ...]:
-    """Return the clients' LoRA ranks in the order of their numbers; empty if all have the adapter's rank.
+    """Return the LoRA rank of each client, in the order of the clients; empty if all have the adapter's rank.
 
     Args:
-        algorithm: The algorithm, which chooses them.
+        algorithm: The algorithm, which chooses the ranks.
         tensor_names: Names of the model's tensors.
-        initial: The state of a model, for the adapter's rank.
-        names: The clients' names.
-        sizes: Their numbers of training images; None if they must stay unknown.
+        initial: State of the model, for the adapter's rank.
+        names: Name of each client.
+        sizes: Number of training images of each client; None if it must stay unknown.
 
     Raises:
         ValueError: If the algorithm cannot determine a rank, or its ranks do not fit the adapter.
@@ -272,11 +282,7 @@ def lora_ranks(
 
 
 def check_rule(settings: Settings) -> None:
-    """Raise if a server rule is used with an algorithm that requires the plain mean.
-
-    Raises:
-        ValueError: With the reason and the remedy.
-    """
+    """Raise a ValueError if a server rule is used with an algorithm that requires the plain mean."""
     algorithm = settings.algorithm
     rule_name = type(settings.rule).__name__
     if type(settings.rule) is Mean:
@@ -301,15 +307,12 @@ def check_rule(settings: Settings) -> None:
 
 
 def check_server_images(settings: Settings, public: int, labelled: int) -> None:
-    """Raise if an option needs images that the server lacks.
+    """Raise a ValueError if an option requires images that the server does not have.
 
     Args:
-        settings: The options of the run.
+        settings: Options of the run.
         public: Number of public images.
         labelled: Number of labelled images of the server.
-
-    Raises:
-        ValueError: With the reason and the remedy.
     """
     rule = settings.rule
     algorithm = settings.algorithm
@@ -350,22 +353,19 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
 
 
 def check_distilled_batch_norm(settings: Settings, tensor_names: TensorNames, public: int) -> None:
-    """Raise if the distillation takes steps on single images, too few for the statistics of a BatchNorm.
+    """Raise a ValueError if distillation runs BatchNorm layers on single images, which have no statistics.
 
     Args:
-        settings: The options of the run.
+        settings: Options of the run.
         tensor_names: Names of the model's tensors.
         public: Number of public images.
-
-    Raises:
-        ValueError: With the cause and the remedy.
     """
     distillation = settings.distillation
     modes = (distillation.student_mode, distillation.teacher_mode)
     uses_statistics = modes != ("eval", "eval")
     if not (settings.algorithm.uses_distillation and distillation.steps and uses_statistics):
         return
-    # Teachers in the mode "public" see the images of all steps together.
+    # In the mode "public", a teacher's batch consists of the images of all steps.
     one_image_at_once = distillation.batch_size == 1 and ("train" in modes or distillation.steps == 1)
     if not any(key.endswith("running_var") for key in tensor_names.keys):
         return

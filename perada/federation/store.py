@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Storage of the states that clients keep between rounds: on the device, in host memory, or in files.
 
-Wherever it is, a client's tensors are one flat row of bytes, so that moving a client is one copy. Only the clients of a
-round, or of a group in evaluation, are ever stacked.
+A client's tensors are stored as one flat row of bytes, so that moving a client takes a single copy. Only the clients of
+a round, or of a group in evaluation, are stacked.
 """
 
 import hashlib
@@ -25,12 +25,20 @@ from perada.core.digests import digest_of
 from perada.core.files import Scratch, open_atomic, sync
 from perada.core.states import device_of
 
+# Client, session, number and digest, as DiskStore names its files.
 _NAME = re.compile(r"client_(\d+)-[0-9a-f]+-\d+-([0-9a-f]{32})\.safetensors")
 _REMEDY = "keep the folder 'clients' of the run that wrote the checkpoint next to its folder 'checkpoints'"
 
 
 class _Field(NamedTuple):
-    """Position of a tensor in a client's row: the bytes from ``start`` to before ``stop``."""
+    """Position of a tensor in a client's row.
+
+    Attributes:
+        role: Role of the state.
+        key: Name of the tensor in the state.
+        start: Index of its first byte.
+        stop: Index after its last byte.
+    """
 
     role: str
     key: str
@@ -41,23 +49,22 @@ class _Field(NamedTuple):
 class ClientStore:
     """States that M clients keep, on the device or in the memory of the host.
 
-    A client's tensors lie in its row of bytes as in a safetensors file. A client that was never written has the initial
-    ones, which are held once. Host memory is page-locked where the device is a GPU: copies then do not wait, and are
-    made in the order of their asking.
+    A client's row has the layout of a safetensors file without its header. Clients that were never written share one
+    initial row. If the device is a GPU, host memory is pinned, so that copies are asynchronous and run in order.
 
     Args:
         initial: States that a client keeps at first, by role and without a client axis.
-        host: Whether the states are held in host memory.
+        host: Whether the states are stored in host memory.
 
     Attributes:
         header: Header of the safetensors file of a client's row.
-        size: Bytes of a row.
-        written: Rows of the clients that were written; in :class:`DiskStore` their files.
+        size: Number of bytes of a row.
+        written: Rows of the clients that were written, by client; in :class:`DiskStore` their files.
     """
 
     def __init__(self, initial: Stacks, host: bool = False) -> None:
         self.host = host
-        # Role and key by the name in the file.
+        # Role and key of each tensor, by its name in the file.
         names: dict[str, tuple[str, str]] = {}
         copies: dict[str, Tensor] = {}
         self._like: Stacks = {}
@@ -66,7 +73,7 @@ class ClientStore:
             for key, value in state.items():
                 name = f"{role}/{key}"
                 names[name] = (role, key)
-                # Tensors may share memory, which safetensors refuses.
+                # Copies, since safetensors rejects tensors that share memory.
                 copies[name] = value.detach().clone(memory_format=torch.contiguous_format)
                 self._like[role][key] = value.to("meta")
         content = save(copies, {"format": "pt"})
@@ -74,34 +81,34 @@ class ClientStore:
         begin = 8 + int.from_bytes(content[:8], "little")
         self.header = content[:begin]
         self.size = len(content) - begin
-        # In the order of the file.
+        # In the order of the tensors in the file.
         self._fields: list[_Field] = []
         for name, entry in json.loads(content[8:begin]).items():
-            # The metadata are an entry, too.
+            # The metadata is an entry of the header, too.
             if name in names:
                 role, key = names[name]
                 start, stop = entry["data_offsets"]
                 self._fields.append(_Field(role, key, start, stop))
-        # A copy, since bytes cannot be written to.
+        # A copy, since an array on bytes is read-only.
         initial_row = np.frombuffer(content, np.uint8)[begin:].copy()
         device = device_of(copies) if copies else None
         self._initial = torch.from_numpy(initial_row).to(device)
         self.written: dict[int, Any] = {}
 
     def gather(self, clients: Sequence[int]) -> Stacks:
-        """Return copies of the states that ``clients`` keep, stacked in that order on the device."""
+        """Return copies of the states of some clients, stacked in this order on the device, by role."""
         rows = self.rows(clients)
         stacks: Stacks = {role: dict.fromkeys(state, rows) for role, state in self._like.items()}
         for field in self._fields:
             like = self._like[field.role][field.key]
-            # A copy also aligns the bytes to the dtype, as view() needs.
+            # The copy aligns the bytes to the dtype, as view() requires.
             columns = rows[:, field.start : field.stop].clone(memory_format=torch.contiguous_format)
             stack = columns.view(like.dtype)
             stacks[field.role][field.key] = stack.view(len(rows), *like.shape)
         return stacks
 
     def scatter(self, clients: Sequence[int], stacks: Stacks) -> None:
-        """Store the new states (C, ...) that ``clients`` keep, by role; the tensors are copied."""
+        """Store copies of the new states (C, ...) of some clients, by role."""
         if len(clients) == 0 or self.size == 0:
             return
         columns = []
@@ -111,7 +118,7 @@ class ClientStore:
         self.put(clients, torch.cat(columns, 1))
 
     def rows(self, clients: Sequence[int]) -> Tensor:
-        """Copy the clients' rows of bytes, (C, size), to the device."""
+        """Return copies of the rows (C, size) of some clients on the device."""
         rows = self._initial.new_empty(len(clients), self.size)
         for row, client in zip(rows, clients, strict=True):
             stored = self._read(client) if client in self.written else self._initial
@@ -119,12 +126,12 @@ class ClientStore:
         return rows
 
     def put(self, clients: Sequence[int], rows: Tensor) -> None:
-        """Store copies of the clients' rows (C, size), as returned by :meth:`rows`."""
+        """Store copies of the rows (C, size) of some clients."""
         for client, row in zip(clients, rows, strict=True):
             self._write(client, row)
 
     def drop(self, clients: Sequence[int]) -> None:
-        """Forget the states of ``clients``, which return to the initial state or are kept elsewhere."""
+        """Forget the states of some clients, which return to the initial state or are now stored elsewhere."""
         for client in clients:
             self.written.pop(client, None)
 
@@ -147,17 +154,20 @@ class ClientStore:
     def state_dict(self) -> dict[str, Any]:
         """Return the initial row and the rows of the clients written so far, for a checkpoint."""
         if self._initial.device.type == "cuda":
-            # Until all copies have arrived.
+            # Asynchronous copies to host memory must be complete.
             torch.cuda.synchronize(self._initial.device)
         rows = {client: self._read(client) for client in self.written}
         return {"header": self.header, "initial": self._initial, "rows": rows}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Resume from a store of any kind, saved by :meth:`state_dict`.
+        """Restore the states of a saved store of any kind.
+
+        Args:
+            saved: Result of :meth:`state_dict`.
 
         Raises:
-            ValueError: If it held other tensors, or as of :meth:`files_of`.
-            FileNotFoundError: As of :meth:`files_of`.
+            ValueError: If the store had other tensors, or as :meth:`files_of` does.
+            FileNotFoundError: As :meth:`files_of` does.
         """
         self.written = {}
         if saved["header"] != self.header:
@@ -171,19 +181,22 @@ class ClientStore:
         self._adopt(self.files_of(saved))
 
     def _adopt(self, files: dict[int, Path]) -> None:
-        """Take over the files of another store."""
+        """Read the files of a checkpoint into this store."""
         for client, path in files.items():
             self._write(client, self.read(client, path))
 
     def files_of(self, saved: dict[str, Any]) -> dict[int, Path]:
-        """Check and return the files of the clients that a checkpoint names.
+        """Return the clients' files that a checkpoint names, after checking them.
 
-        They are in one folder, are called as a store calls them, and hold the tensors of the run. Whoever wrote the
-        checkpoint may be anyone, so nothing else is opened.
+        A checkpoint may come from anyone, so only files in its folder with the name and the header of a store's files
+        are read.
+
+        Args:
+            saved: Result of :meth:`state_dict`.
 
         Raises:
-            FileNotFoundError: If one is missing.
-            ValueError: If the checkpoint names something else, or a byte has changed.
+            FileNotFoundError: If a file is missing.
+            ValueError: If the checkpoint names another file, or if a file was changed.
         """
         files = {}
         for client, name in saved.get("files", {}).items():
@@ -198,11 +211,11 @@ class ClientStore:
         return files
 
     def read(self, client: int, path: Path) -> Tensor:
-        """Map a client's file into memory.
+        """Return a client's row (size,) as a memory map of its file.
 
         Raises:
-            FileNotFoundError: If it is missing.
-            ValueError: If it was cut off, or holds other tensors.
+            FileNotFoundError: If the file is missing.
+            ValueError: If the file is truncated, or has other tensors.
         """
         if not path.is_file():
             raise FileNotFoundError(f"{str(path)!r}, the states of client {client}, is missing; {_REMEDY}")
@@ -217,20 +230,21 @@ class ClientStore:
 
 
 def _damaged(client: int, path: Path) -> ValueError:
+    """Return the error for a client's file that was changed or is not the store's."""
     return ValueError(f"{str(path)!r}, the states of client {client}, is damaged or a different file; {_REMEDY}")
 
 
 class DiskStore(ClientStore):
-    """States in files: one safetensors file per client and version, immutable once it has its name.
+    """States in files: one safetensors file per client and version, which is never changed once it has its name.
 
-    A checkpoint names the files, which are in the same run folder, and on the disk before the checkpoint is. With a
-    temporary folder it holds the states itself.
+    A checkpoint contains the names of the files, which are in the same run folder and on disk before the checkpoint is.
+    If the folder is temporary, a checkpoint contains the states.
 
     Args:
         initial: States that a client keeps at first, by role and without a client axis.
         folder: Folder of the files; by default a temporary one.
-        prune: Whether to delete an outdated file once two newer checkpoints do without it, since one of these is
-            complete. Otherwise a checkpoint of any age finds its own.
+        prune: Whether to delete a file that the last two checkpoints do not name. At least one of these is complete,
+            whenever the process is killed. Otherwise checkpoints of any age can be resumed from.
     """
 
     def __init__(self, initial: Stacks, folder: Path | None = None, prune: bool = True) -> None:
@@ -242,18 +256,18 @@ class DiskStore(ClientStore):
             folder = self._scratch.path
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.absolute()
-        # With the session and the count in it, no name is ever used twice.
+        # Names contain the session and the count, so that none is used twice.
         self._session = secrets.token_hex(4)
         self._count = 0
-        # In the folder, and not deleted.
+        # Files of this store in the folder that were not deleted.
         self._files: set[Path] = set()
-        # Written since the last checkpoint.
+        # Files that were written since the last checkpoint, and may not be on disk yet.
         self._unsynced: list[Path] = []
         self._of_last_checkpoint: set[Path] = set()
         self._of_checkpoint_before: set[Path] = set()
 
     def drop(self, clients: Sequence[int]) -> None:
-        """Forget the states of ``clients``; their files are deleted when no checkpoint needs them."""
+        """Forget the states of some clients; their files are deleted once no checkpoint needs them."""
         for client in clients:
             path = self.written.pop(client, None)
             if path is not None and self.temporary and path in self._files:
@@ -276,17 +290,18 @@ class DiskStore(ClientStore):
         self.written[client] = path
 
     def _read(self, client: int) -> Tensor:
+        """Return the row of a written client as a memory map."""
         return self.read(client, self.written[client])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the clients' files, for a checkpoint.
 
-        Files of a temporary folder would not be found again: their contents are returned instead.
+        The files of a temporary folder will be deleted, so their contents are returned instead.
         """
         if self.temporary:
             return super().state_dict()
         self._link_files_of_other_runs()
-        # The files first, so that no checkpoint names one that is not on the disk.
+        # Files are synced before the checkpoint is written, so that it names none that a power failure would lose.
         existing = [path for path in self._unsynced if path.exists()]
         sync([*existing, self.folder])
         self._unsynced = []
@@ -305,7 +320,7 @@ class DiskStore(ClientStore):
         }
 
     def _link_files_of_other_runs(self) -> None:
-        """Link files that were adopted from another run's folder into this one's, or copy them."""
+        """Link or copy the files that were adopted from the folder of another run into this run's folder."""
         for client, path in self.written.items():
             if path.parent == self.folder:
                 continue
@@ -315,13 +330,13 @@ class DiskStore(ClientStore):
                 try:
                     os.link(path, copy)
                 except OSError:
-                    # On another file system.
+                    # Links cannot cross file systems.
                     with path.open("rb") as content, open_atomic(copy, durable=False) as file:
                         shutil.copyfileobj(content, file)
             self._unsynced.append(copy)
 
     def _adopt(self, files: dict[int, Path]) -> None:
-        """Take over the files of a checkpoint, which are read where they are."""
+        """Use the files of a checkpoint, without copying them."""
         self.written |= files
         self._of_checkpoint_before = set()
         self._of_last_checkpoint = set(self.written.values())
@@ -329,17 +344,17 @@ class DiskStore(ClientStore):
 
 
 def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Find the folder of a saved store's files: next to the checkpoint if the run was moved.
+    """Find the folder of a saved store's files, which is near the checkpoint even if the run was moved.
 
     Args:
-        saved: A store as it is saved in a checkpoint.
+        saved: Result of :meth:`ClientStore.state_dict`, read from a checkpoint.
         checkpoint: Path of the checkpoint.
 
     Returns:
-        The store, with the folder in which its files are.
+        The saved store, with the folder in which its files are.
 
     Raises:
-        ValueError: If they are not near the checkpoint, and the folder that it names is not of a run's clients.
+        ValueError: If the files are not near the checkpoint, and the saved folder is not that of a run's clients.
     """
     if not saved.get("files"):
         return saved

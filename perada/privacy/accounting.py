@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of private training: each client's history of noisy steps, and its epsilon by Opacus's accountants.
 
-The noise multiplier σ is the noise's standard deviation over the sensitivity of the sum; the sample rate q is the
-probability of an image to be in a step's batch. Two data sets are neighbours if one has one image more.
+The noise multiplier σ is the standard deviation of the noise divided by the sensitivity of the sum. The sample rate q
+is the probability that an image is in a step's batch. Two data sets are neighbours if one has one image more.
 
-A rate below 1 claims amplification by subsampling, which is proved for Poisson sampling only. Where a client goes
-through its images in shuffled order, each image is used once per pass, so a pass is counted as one step at rate 1.0
-(its neighbour is then the set with one image's gradient left out, the others staying in their batches).
+A rate below 1 claims amplification by subsampling, which is proven for Poisson sampling only. If a client goes through
+its images in shuffled order, each image is used once per pass, and a pass is counted as one step at rate 1.0. The
+neighbouring data set is then the one in which an image's gradient is left out and all others stay in their batches.
 """
 
 import math
@@ -21,13 +21,13 @@ from perada.core.checks import OptionError, check_choice, check_installed, check
 
 ACCOUNTANTS = ("rdp", "prv")
 LARGEST_TARGET = 50
-"""The largest ε that noise is calibrated for.
+"""The largest ε for which noise is calibrated.
 
-It is far above what protects anyone (the best test is certain to 22 digits). ``prv`` takes seconds there; for 1000 it
-takes minutes.
+It is far above any useful protection: the best attack is certain to 22 digits. ``prv`` takes seconds for it, and would
+take minutes for 1000.
 """
 History = Mapping[tuple[float, float], int]
-"""Numbers of steps by noise multiplier and sample rate."""
+"""Number of steps by noise multiplier and sample rate."""
 ROUNDING = 1 + 1e-9
 """Tolerance for floating-point sums against a limit that is met exactly."""
 
@@ -41,20 +41,20 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
     """Return the ε of a history of noisy steps at ``delta``, by one of Opacus's accountants.
 
     - ``rdp``: Rényi differential privacy (Mironov et al. 2019), converted by theorem 21 of Balle et al. 2020; the upper
-      bound that is usually reported. Its orders end at 63, so that it never says less than
+      bound that is usually reported. Its orders end at 63, so it is never below
       (log(1 / delta) − log 63) / 62 + log(62 / 63), which is 0.10 at delta = 1e-5.
-    - ``prv``: numerical composition (Gopi et al. 2021); its upper bound, which lies closest to the true value.
+    - ``prv``: numerical composition (Gopi et al. 2021); its upper bound, which is closer to the true value.
 
     Args:
-        history: Numbers of steps, ``{(noise multiplier, sample rate): steps}``.
+        history: Number of steps, ``{(noise multiplier, sample rate): steps}``.
         delta: δ.
         accountant: ``rdp`` or ``prv``.
 
     Returns:
-        ε ≥ 0. No step costs 0.0, a step without noise infinity.
+        ε ≥ 0; 0.0 without any step, and infinity if a step has no noise.
 
     Raises:
-        ValueError: If a number is out of its range.
+        ValueError: If a number is out of range.
     """
     check_delta(delta)
     check_choice("accountant", accountant, ACCOUNTANTS)
@@ -64,28 +64,29 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
         check_step(sigma, rate, steps)
     if not segments:
         return 0.0
-    if segments[0][0] == 0:  # the smallest noise multiplier
+    smallest_sigma = segments[0][0]
+    if smallest_sigma == 0:
         return math.inf
-    # For a large δ the conversion from Rényi divergences falls below 0, and then ε = 0 holds.
+    # For a large δ the conversion from Rényi divergences is negative, but ε is at least 0.
     return max(0.0, _epsilon(tuple(segments), delta, accountant))
 
 
 def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "rdp") -> float:
-    """Return the smallest noise multiplier, up to a tolerance, that keeps the planned steps within a budget.
+    """Return the smallest noise multiplier, up to a tolerance, with which the planned steps stay within a budget.
 
-    The ε of the result lies in [target − tolerance, target], with a tolerance of 0.01 or 1 % of the target, whichever
-    is less. Less than that is spent only where the accountant jumps.
+    The ε of the result is in [target − tolerance, target], with a tolerance of 0.01 or 1 % of the target, whichever is
+    smaller. It is lower only if the accountant's bound jumps.
 
     Args:
         target_epsilon: The budget ε.
         delta: δ.
-        sample_rate: Probability of an image to be in a batch.
-        steps: Steps, or shuffled passes at the rate 1, of all rounds together.
+        sample_rate: Probability that an image is in a batch.
+        steps: Number of steps, or of shuffled passes at rate 1, of all rounds together.
         accountant: ``rdp`` or ``prv``.
 
     Raises:
-        ValueError: If no noise brings the accountant's bound down to the target, the target is above
-            ``LARGEST_TARGET``, or a number is out of its range.
+        ValueError: If no noise brings the accountant's bound down to the target, if the target is above
+            ``LARGEST_TARGET``, or if a number is out of range.
     """
     check_target("target_epsilon", target_epsilon)
     check_step(1.0, sample_rate, steps)
@@ -96,12 +97,13 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
     def epsilon_of(noise_multiplier: float) -> float:
         return history_epsilon({(noise_multiplier, sample_rate): steps}, delta, accountant)
 
-    # Bisection, from the same numbers as Opacus's get_noise_multiplier, which computes all orders each time and does
-    # not end where the accountant jumps by more than the tolerance. `high` always stays within the budget.
+    # Bisection with the start values of Opacus's get_noise_multiplier, which computes all orders in each step and does
+    # not terminate if the accountant's bound jumps by more than the tolerance. `high` always stays within the budget.
     low = 0.0
     high = 20.0
     epsilon_of_high = epsilon_of(high)
-    while not epsilon_of_high <= target_epsilon:  # also while it is NaN
+    # Written such that NaN, which compares false, continues the search.
+    while not epsilon_of_high <= target_epsilon:
         high = 2 * high
         if high > 1e6:
             raise OptionError(
@@ -122,14 +124,15 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
     return high
 
 
-@lru_cache(maxsize=100_000)  # clients who did not take part in a round are asked about again
+# Cached, since the histories of clients that did not take part in a round are the same in the next one.
+@lru_cache(maxsize=100_000)
 def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
-    """Return the ε of (noise multiplier, sample rate, steps) by Opacus."""
+    """Return the ε of a sequence of (noise multiplier, sample rate, steps) by Opacus."""
     check_opacus()
     from opacus.accountants import create_accountant
 
     with warnings.catch_warnings():
-        # log(1 − q) at q = 1 is meant to be −inf, and other orders may be tighter but are not needed for a bound.
+        # At q = 1, log(1 − q) is −inf as it should be. Other orders may be tighter, but every order gives a bound.
         warnings.filterwarnings("ignore", "divide by zero encountered in log", RuntimeWarning)
         warnings.filterwarnings("ignore", "Optimal order is the (largest|smallest) alpha", UserWarning)
         if accountant == "rdp":
@@ -139,16 +142,17 @@ def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accou
         try:
             return float(opacus.get_epsilon(delta=delta))
         except RuntimeError:
-            # The grid of `prv` ends before so large a δ (opacus 1.5: "Cannot compute epsilon"). The bound of `rdp`
-            # also holds, and is 0 or close to it there.
+            # For such a large δ, the grid of `prv` has no ε (opacus 1.5: "Cannot compute epsilon"). The bound of `rdp`
+            # also holds, and is 0 or close to it.
             return _rdp_epsilon(segments, delta)
 
 
 def _rdp_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float) -> float:
-    """Return the same ε as Opacus's accountant, the least over its orders, in a tenth of the time: few are computed.
+    """Return the minimum of ε over Opacus's orders, like its accountant, but in a tenth of the time.
 
-    (α − 1) times the divergence of order α is the logarithm of a moment, so it is convex in α, as is (α − 1) times what
-    the conversion adds. So ε falls up to its least value and rises from there. Each order's ε is a bound in any case.
+    (α − 1) times the divergence of order α is the logarithm of a moment, so it is convex in α, and so is (α − 1) times
+    the term that the conversion adds. Therefore ε decreases up to its minimum and increases from there, and few orders
+    must be computed. The ε of every order is a valid bound in any case.
     """
     from opacus.accountants import RDPAccountant
     from opacus.accountants.analysis import rdp
@@ -159,11 +163,12 @@ def _rdp_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float) -
     def epsilon(index: int) -> float:
         order = orders[index]
         divergence = 0.0
-        for sigma, rate, steps in segments:  # rounded as Opacus does: sum() is more exact from Python 3.12 on
+        # Not sum(), which rounds differently from Opacus since Python 3.12.
+        for sigma, rate, steps in segments:
             divergence += steps * _step_rdp(sigma, rate, order)
         return float(rdp.get_privacy_spent(orders=[order], rdp=[divergence], delta=delta)[0])
 
-    # Bisection by the sign of the slope.
+    # Bisection by the sign of the difference between neighbouring orders.
     low = 0
     high = len(orders) - 1
     while low < high:
@@ -177,27 +182,38 @@ def _rdp_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float) -
 
 @cache
 def _step_rdp(sigma: float, rate: float, order: float) -> float:
-    """Return the Rényi divergence of one step."""
+    """Return the Rényi divergence of an order for one step."""
     from opacus.accountants.analysis import rdp
 
     return float(rdp.compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=float(order)))
 
 
 def check_delta(delta: float, section: str = "") -> None:
-    """Raise a ValueError if δ is outside (0, 1); ``section`` is the prefix of the option's name."""
+    """Raise a ValueError if δ is not between 0 and 1.
+
+    Args:
+        delta: δ.
+        section: Prefix of the option's name in the message.
+    """
     check_number(f"{section}delta", delta, gt=0, lt=1, hint="use less than 1 / number of images, such as 1e-5")
 
 
 def check_target(name: str, target: float | None, optional: bool = False) -> None:
-    """Raise a ValueError if noise cannot be calibrated for an ε; None is accepted if it is ``optional``."""
+    """Raise a ValueError if noise cannot be calibrated for a target ε.
+
+    Args:
+        name: Name of the option.
+        target: The target.
+        optional: Whether None is accepted.
+    """
     hint = f"typical budgets are 1 to 10, and more than {LARGEST_TARGET} protects nobody; or set noise_multiplier"
     check_number(name, target, gt=0, le=LARGEST_TARGET, optional=optional, hint=hint)
 
 
 def check_delta_covers(section: str, delta: float, count: int, what: str) -> None:
-    """Raise if δ would allow a mechanism to publish one of ``count`` records in full.
+    """Raise a ValueError if δ would allow a mechanism to publish one of ``count`` records in full.
 
-    Such a mechanism picks one record at random, so each is published with probability 1 / count.
+    Such a mechanism publishes a random record, so each is published with probability 1 / count.
 
     Args:
         section: Section of the options, for the message.
@@ -218,7 +234,7 @@ def check_delta_covers(section: str, delta: float, count: int, what: str) -> Non
 
 
 def check_step(sigma: float, rate: float, steps: int) -> None:
-    """Raise a ValueError if a noise multiplier, rate or number of steps is out of its range."""
+    """Raise a ValueError if a noise multiplier, sample rate or number of steps is out of range."""
     check_number("noise_multiplier", sigma, ge=0, hint="typical values are 0.5 to 5")
     check_number("sample_rate", rate, gt=0, le=1, hint="it is batch size / number of images")
     check_integer("steps", steps, 0, hint="count every step, including empty batches")
@@ -227,7 +243,7 @@ def check_step(sigma: float, rate: float, steps: int) -> None:
 class Ledger:
     """The number of noisy steps of each client, by noise multiplier and sample rate.
 
-    Counts are kept per setting rather than per step, so runs that alternate stay cheap to account for.
+    Counts are stored per setting rather than per step, so long runs are cheap to account for.
 
     >>> ledger = Ledger()
     >>> ledger.add(3, noise_multiplier=1.0, sample_rate=0.1, steps=10)
@@ -240,12 +256,16 @@ class Ledger:
         self._clients: dict[int, Counter[tuple[float, float]]] = {}
 
     def add(self, client: int, noise_multiplier: float, sample_rate: float, steps: int) -> None:
-        """Count steps, empty batches included, at the rate q in (0, 1], or shuffled passes at the rate 1.
+        """Count steps of a client. After a step without noise, its ε is infinite.
 
-        After a step whose σ is 0 the client's ε is infinite.
+        Args:
+            client: Number of the client.
+            noise_multiplier: σ of the steps.
+            sample_rate: Sample rate q in (0, 1]; 1 for shuffled passes.
+            steps: Number of steps, including those with empty batches, or of passes.
 
         Raises:
-            ValueError: If a number is out of its range.
+            ValueError: If a number is out of range.
         """
         check_step(noise_multiplier, sample_rate, steps)
         if steps:
@@ -253,21 +273,21 @@ class Ledger:
             history[float(noise_multiplier), float(sample_rate)] += steps
 
     def history(self, client: int) -> dict[tuple[float, float], int]:
-        """Return a copy of ``{(noise multiplier, sample rate): steps}`` of one client; empty if it took no step."""
+        """Return the steps of a client, ``{(noise multiplier, sample rate): steps}``; empty if it took none."""
         return dict(self._clients.get(client, {}))
 
     def epsilon(self, client: int, delta: float, accountant: str = "rdp") -> float:
-        """Return the ε of one client so far, by :func:`history_epsilon`."""
+        """Return the ε that a client has spent so far; see :func:`history_epsilon`."""
         return history_epsilon(self.history(client), delta, accountant)
 
     def epsilons(self, delta: float, accountant: str = "rdp", clients: Iterable[int] | None = None) -> dict[int, float]:
-        """Return the ε of each of ``clients``, 0.0 without a step; by default of the clients with a step, in order."""
+        """Return the ε of each client, which is 0.0 without steps; by default of all clients with steps, in order."""
         if clients is None:
             clients = sorted(self._clients)
         epsilons: dict[int, float] = {}
         epsilon_of_history: dict[frozenset[tuple[tuple[float, float], int]], float] = {}
         for client in clients:
-            # Clients of one size mostly have one history.
+            # Clients of the same size mostly have the same history.
             history = frozenset(self.history(client).items())
             if history not in epsilon_of_history:
                 epsilon_of_history[history] = history_epsilon(dict(history), delta, accountant)
@@ -279,12 +299,16 @@ class Ledger:
 
         If one ε is infinite, so are the mean and the maximum, and the std is NaN.
         """
-        values = list(self.epsilons(delta, accountant, clients).values()) or [0.0]
-        std = pstdev(values) if all(map(math.isfinite, values)) else math.nan
+        values = list(self.epsilons(delta, accountant, clients).values())
+        if not values:
+            values = [0.0]
+        std = math.nan
+        if all(map(math.isfinite, values)):
+            std = pstdev(values)
         return {"mean": fmean(values), "std": std, "max": max(values)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy in lists and numbers, for a checkpoint: ``{"rows": [[client, σ, q, steps], ...]}``."""
+        """Return the ledger in plain types for a checkpoint: ``{"rows": [[client, σ, q, steps], ...]}``."""
         rows = []
         for client, history in sorted(self._clients.items()):
             for (sigma, rate), steps in sorted(history.items()):
@@ -292,7 +316,10 @@ class Ledger:
         return {"rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace everything by a copy of what :meth:`state_dict` returned; an error changes nothing.
+        """Replace the ledger by a copy of a saved one; after an error, it is unchanged.
+
+        Args:
+            state: Result of :meth:`state_dict`.
 
         Raises:
             ValueError: If :meth:`state_dict` did not return this.

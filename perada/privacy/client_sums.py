@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise of clients in secure sums: each adds its part on the sum's grid before anyone sees its change.
+"""The noise of clients in secure sums: each client adds its share, rounded to the sum's grid, before masking.
 
-Of n clients who are asked, t at least must be in the sum (:meth:`.SecureSums.least`), or nothing of it can be read.
-Each clips its change to the norm S, rounds it towards zero to multiples of u = 2^−``fraction_bits``, and adds Gaussian
-noise of the variance z²S²/t, rounded to the nearest multiple. So a sum of t of them or more has the noise of z, or
-more, and z is what the ledgers count. Two things have to be shown: that rounding makes no change longer than S, and
-that a sum of rounded Gaussians protects as a Gaussian does.
+Of n invited clients, at least t must be in the sum (:meth:`.SecureSums.least`), or it cannot be decrypted. Each client
+clips its change to the norm S, rounds it towards zero to multiples of u = 2^−``fraction_bits``, and adds Gaussian noise
+of variance z²S²/t, rounded to the nearest multiple. A sum of t or more clients thus has at least the noise of z, which
+is what the ledgers count. Two things must be shown: that no change is longer than S after rounding, and that a sum of
+rounded Gaussians protects like a Gaussian.
 
-**Rounding of changes.** Of every number the size is rounded down, so the norm cannot grow. That the norm was at most S
-before is not left to floating-point arithmetic: its computed value is raised by more than the sum of squares can be
-wrong, and the factor is lowered by more than a product can be (:func:`clip_to_grid`).
+**Rounding of changes.** The magnitude of every number is rounded down, so the norm cannot grow. Floating-point errors
+cannot make it longer than S before that: its computed value is raised by more than the error of a sum of squares, and
+the factor is lowered by more than the error of a product (:func:`clip_to_grid`).
 
 **Rounding of noise.** In units of u, let σ = zS/(u√t) be the deviation of one client's noise, and a(ω) = exp(−σ²ω²/2)
 sin(ω/2)/(ω/2) the characteristic function of N(0, σ²) + U with U uniform on [−1/2, 1/2]. A rounded Gaussian takes the
-whole number k with the density of that variable at k. So by Poisson's summation its characteristic function is
+integer k with the density of that variable at k. So by Poisson's summation its characteristic function is
 Σ_m a(θ + 2πm), and that of the sum R of t independent ones is the t-th power of it. Let R' be N(0, tσ²) plus t − 1 such
-uniforms, rounded; its characteristic function is Σ_m a(θ + 2πm)^t by the same argument. As clipped changes are whole
-numbers v, v + R' is what v + N(0, tσ²) becomes if one adds the uniforms and rounds: post-processing, which costs
-nothing. R differs from R' by the mixed terms of the power alone: products of a(θ + 2πm_i) whose m_i are not all equal,
+uniforms, rounded; its characteristic function is Σ_m a(θ + 2πm)^t by the same argument. As clipped changes are
+integers v, v + R' is what v + N(0, tσ²) becomes if one adds the uniforms and rounds: post-processing, which costs
+nothing. R differs from R' only by the mixed terms of the power: products of a(θ + 2πm_i) whose m_i are not all equal,
 so that Σ (m_i − mean)² ≥ (t − 1)/t ≥ 1/2, and the exponent is π²σ² at least. Their integral over θ is below
 t exp(−π²σ²), which is 3·10⁻⁶⁹ t for σ = 4. All but 10⁻⁸⁰ of both lies within 20 deviations √t σ of zero. So R and R'
 are within τ = 21 t^1.5 σ exp(−π²σ²) of one another in total variation, and d numbers within d τ, which adds at most
@@ -25,11 +25,11 @@ are within τ = 21 t^1.5 σ exp(−π²σ²) of one another in total variation, 
 (:data:`MIN_GRID_STEPS`). The draws themselves are floating-point numbers, here as everywhere in perada: see
 :func:`.secure_noise`.
 
-Noise of further clients in the sum is added to R, and so is post-processing. If k of the t clients tell the server
-their noise, or add none, what is left has the part (t − k)/t of the variance: the noise multiplier z √((t − k)/t).
+The noise of further clients in the sum is added to R, which is post-processing too. If k of the t clients reveal their
+noise to the server, or add none, the rest has the share (t − k)/t of the variance: the noise multiplier z √((t − k)/t).
 
-Noise is drawn when a vector is made, and never kept: a vector leaves a client once. If the draws of one vector were
-used in a second one, for another number of clients, the server could solve for them.
+Noise is drawn when a vector is made and is not stored: a vector leaves a client once. If the same draws were used in a
+second vector, for another number of clients, the server could solve for them.
 """
 
 import math
@@ -45,9 +45,9 @@ from perada.privacy.clipping import check_bound, check_precision, with_noise
 from perada.server.sums import SecureSums
 
 MIN_GRID_STEPS = 4.0
-"""Smallest standard deviation of one client's noise, in multiples of the grid."""
+"""Smallest standard deviation of one client's noise, in units of the grid."""
 MAX_DRAW = 18.0
-"""No draw is further from zero, in standard deviations: one of 53 bits is at most 8.6, half of four at most 17.2."""
+"""Bound of every draw, in standard deviations: a draw of 53 bits is at most 8.6, half the sum of four at most 17.2."""
 VOTE = "client privacy/short"
 """Name of a client's vote on S, with adaptive clipping, among the tensors of its change."""
 
@@ -56,8 +56,8 @@ class GridChange(NamedTuple):
     """A clipped change of one client.
 
     Attributes:
-        integers: Its tensors as multiples of the grid (int64).
-        norm: The norm of the change before it was clipped, NaN where that is not finite.
+        integers: Its tensors in units of the grid (int64).
+        norm: Norm of the change before clipping; NaN if the change is not finite.
     """
 
     integers: State
@@ -65,11 +65,15 @@ class GridChange(NamedTuple):
 
 
 def floating_names(update: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the floating-point tensors among those that are sent.
+    """Return the names of the floating-point tensors that a client sends.
+
+    Args:
+        update: Tensors that the client sends.
+        received: Tensors that it had received.
 
     Raises:
-        ValueError: If a tensor was not received, or is in half precision, where rounding would undo what is proved of
-            the sum, or if there is no floating-point tensor.
+        ValueError: If a tensor was not received, if one is in half precision, whose rounding would void the guarantee,
+            or if there is no floating-point tensor.
     """
     names = []
     for name, value in update.items():
@@ -89,7 +93,7 @@ def exact_change(update: Mapping[str, Tensor], received: Mapping[str, Tensor]) -
     """Return the change of one client's floating-point tensors, in double precision on the CPU.
 
     Raises:
-        ValueError: As :func:`floating_names`.
+        ValueError: As :func:`floating_names` does.
     """
     change: State = {}
     for name in floating_names(update, received):
@@ -101,16 +105,16 @@ def exact_change(update: Mapping[str, Tensor], received: Mapping[str, Tensor]) -
 def clip_to_grid(change: State, max_norm: float, secure: SecureSums) -> GridChange:
     """Clip the change of one client to the norm S and round it to the grid of a secure sum.
 
-    δ ← δ · min(1, S / ‖δ‖), with the norm over all tensors together, each number then rounded towards zero. The norm of
-    the result is at most S, exactly. A change that is not finite, or has no finite norm, becomes zero.
+    δ ← δ · min(1, S / ‖δ‖), with the norm over all tensors together, after which each element is rounded towards zero.
+    The exact norm of the result is at most S. A change that is not finite, or whose norm is not, becomes zero.
 
-    A sum of d squares in double precision, in whatever order, is off by at most (d + 1) 2⁻⁵³ of itself (Higham 2002,
-    section 4.2); the norm is raised by more than that, and the factor lowered by more than a product can be off.
+    In double precision, a sum of d squares in any order has a relative error of at most (d + 1) 2⁻⁵³ (Higham 2002,
+    section 4.2). The norm is raised by more than that, and the factor is lowered by more than the error of a product.
 
     Args:
         change: Change of each tensor, in double precision.
-        max_norm: The norm S.
-        secure: Options of the sum, whose grid has steps of 2^−``fraction_bits``.
+        max_norm: Maximum norm S.
+        secure: Options of the sum, whose grid has the spacing 2^−``fraction_bits``.
     """
     check_bound(max_norm)
     tensor_norms = torch.stack([torch.linalg.vector_norm(value) for value in change.values()])
@@ -123,28 +127,30 @@ def clip_to_grid(change: State, max_norm: float, secure: SecureSums) -> GridChan
     factor = 1.0
     if norm_bound > max_norm:
         factor = min(1.0, max_norm / norm_bound * (1 - 2.0**-50))
-    factor *= 2.0**secure.fraction_bits  # a power of two, which leaves the rounding of products as it is
+    # Multiplying by a power of two is exact.
+    factor *= 2.0**secure.fraction_bits
     integers = {name: (value * factor).trunc().to(torch.int64) for name, value in change.items()}
     return GridChange(integers, norm)
 
 
 def integer_noise(shape: torch.Size, deviation: float, source: torch.Generator | None) -> Tensor:
-    """Return Gaussian noise rounded to integers (int64); nothing is drawn for a deviation of 0.
+    """Return Gaussian noise that is rounded to integers (int64); nothing is drawn for a deviation of 0.
 
     Args:
         shape: Shape of the tensor.
-        deviation: Standard deviation in multiples of the grid.
-        source: A generator on the CPU; None for the cryptographic one.
+        deviation: Standard deviation in units of the grid.
+        source: Generator on the CPU; None for the cryptographic generator.
     """
-    return with_noise(torch.zeros(shape, dtype=torch.float64), deviation, source).round().to(torch.int64)
+    zeros = torch.zeros(shape, dtype=torch.float64)
+    return with_noise(zeros, deviation, source).round().to(torch.int64)
 
 
 def example_contribution(sent: Mapping[str, Tensor], adaptive: bool) -> State:
-    """Return zeros with the names, shapes and dtype of a client's contribution to a sum.
+    """Return zeros with the names and shapes of a client's contribution to a sum.
 
     Args:
         sent: Tensors that the client sends, without a client axis.
-        adaptive: Whether clipping is adaptive, so that the client also adds its vote.
+        adaptive: Whether clipping is adaptive, so that the contribution includes a vote.
     """
     example: State = {}
     for name, value in sent.items():
@@ -156,11 +162,11 @@ def example_contribution(sent: Mapping[str, Tensor], adaptive: bool) -> State:
 
 
 def check_grid(secure: SecureSums, size: float, deviation: float, sites: int, what: str) -> None:
-    """Raise a ValueError if a sum's grid is too coarse for the noise, or the sum would wrap around.
+    """Raise a ValueError if the grid of a sum is too coarse for the noise, or if the sum could overflow.
 
     Args:
         secure: Options of the sum.
-        size: Largest magnitude that a number has without noise.
+        size: Largest magnitude of an element without noise.
         deviation: Standard deviation of one client's noise.
         sites: Number of clients in the sum.
         what: Name of the summed quantity, for the message.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping and noise of DP-SGD as functions of tensors, for the per-sample gradients of many clients at once.
+"""Clipping and noise of DP-SGD as functions of tensors, for the per-sample gradients of many clients.
 
-Shapes: C clients, B rows of a padded batch. A gradient has shape (C, B, ...) and belongs to one parameter of the single
-model; the mask (C, B) is true where a row is a real image. Two data sets are neighbours if one has one image more.
+Shapes: C clients, B rows of a padded batch. A gradient (C, B, ...) belongs to one parameter of the single model. A mask
+(C, B) is true for rows that are real images. Two data sets are neighbours if one has one image more.
 """
 
 import math
@@ -20,26 +20,26 @@ METHODS = ("flat", "per_layer", "automatic")
 GAMMA = 0.01
 """The γ of ``automatic``, which keeps a zero gradient zero."""
 MAX_COPIED = 2**24
-"""Most numbers that are copied in double precision at a time, for a sum."""
+"""Maximum number of elements that are converted to double precision at a time, for a sum."""
 MAX_ROWS = 64
-"""Most rows of a client in one product of matrices; the bound of :func:`sum_outer_products` follows from it."""
+"""Maximum number of a client's rows in one matrix product, on which the bound of :func:`sum_outer_products` rests."""
 
 
 def clipping_factors(norms: State, mask: Tensor, max_norm: float, method: str = "flat") -> dict[str, Tensor]:
-    """Return the factors by which to scale each row's gradient, so that no image contributes more than C to the sum.
+    """Return the factors that scale each row's gradient such that no image contributes more than C to the sum.
 
     - ``flat``: min(1, C / ‖g‖), with the norm over all parameters (Abadi et al. 2016, algorithm 1).
     - ``per_layer``: the same for each of L parameters with its own norm, and the bound C / √L (McMahan et al. 2018,
       section 2.2).
-    - ``automatic``: C / (‖g‖ + γ), with the norm over all parameters, whether it is large or small (AUTO-S of Bu et al.
-      2023, https://arxiv.org/abs/2206.07136).
+    - ``automatic``: C / (‖g‖ + γ), with the norm over all parameters; small gradients are scaled up (AUTO-S of Bu et
+      al. 2023, https://arxiv.org/abs/2206.07136).
 
-    An image whose gradient is not finite gets the factor 0: otherwise it would decide the sum of all.
+    An image whose gradient is not finite gets the factor 0, since it would make the sum of all images not finite.
 
     Args:
-        norms: Norms (C, B) of the rows' gradients, by parameter.
-        mask: Real rows, bool (C, B). The others get the factor 0, whatever their norms are.
-        max_norm: The bound C.
+        norms: Norm (C, B) of each row's gradient, by parameter.
+        mask: Mask (C, B) of the real rows. The others get the factor 0, even if their norms are not finite.
+        max_norm: The clipping bound C.
         method: ``flat``, ``per_layer`` or ``automatic``.
 
     Returns:
@@ -68,25 +68,26 @@ def clipping_factors(norms: State, mask: Tensor, max_norm: float, method: str = 
 
 
 def _zero_outside(mask: Tensor, factors: Tensor) -> Tensor:
-    """Return the factors (C, B) with 0 where the mask (C, B) is false, even for NaN, whose product with 0 is NaN."""
+    """Return the factors (C, B) with 0 where the mask (C, B) is false."""
+    # The product with 0 is NaN for a factor that is NaN.
     return (factors * mask).nan_to_num(0, 0, 0)
 
 
 def _factors_to_bound(norms: Tensor, bound: float) -> Tensor:
-    """Return min(1, bound / norm), with Opacus's 1e-6 for a zero gradient."""
+    """Return min(1, bound / norm); a norm of 0 is avoided by adding 1e-6, as Opacus does."""
     return (bound / (norms + 1e-6)).clamp(max=1.0)
 
 
 def sum_outer_products(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
     """Return Σ_r f_r Σ_n b_rn a_rnᵀ over each client's rows r, with N positions n.
 
-    In double precision where the device has it, at most 64 rows at a time, fewer where they are long. So the part of a
-    row is rounded by at most 64 N 2⁻⁵³ f_r Σ_n ‖a_rn‖‖b_rn‖ (Higham 2002, section 3.1).
+    Rows are summed in blocks of at most 64, in double precision where the device supports it. The contribution of a row
+    therefore has a rounding error of at most 64 N 2⁻⁵³ f_r Σ_n ‖a_rn‖‖b_rn‖ (Higham 2002, section 3.1).
 
     Args:
         a: Inputs (C·B, N, I).
-        b: Gradients by outputs (C·B, N, O).
-        factors: Factors f (C, B) of the rows. A row with the factor 0 is left out, even if it is not finite.
+        b: Gradients (C·B, N, O) of the outputs.
+        factors: Factor f (C, B) of each row. A row with factor 0 is left out, even if it is not finite.
 
     Returns:
         The sums (C, O, I).
@@ -96,6 +97,7 @@ def sum_outer_products(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
     outputs = b.shape[2]
     a = _zero_excluded_rows(a, factors).view(clients, rows, positions, inputs)
     b = _zero_excluded_rows(b, factors).view(clients, rows, positions, outputs)
+    # Fewer rows if they are long, which limits the memory of the copies in double precision.
     affordable_rows = MAX_COPIED // max(1, clients * positions * (inputs + outputs))
     block = max(1, min(MAX_ROWS, affordable_rows))
     total = double(a.new_zeros(clients, outputs, inputs))
@@ -105,7 +107,7 @@ def sum_outer_products(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
         block_b = double(b[:, block_rows])
         block_factors = double(factors[:, block_rows])
         weighted_b = block_b * block_factors[..., None, None]
-        # Rows and positions of a client are summed by one product of matrices, (O, B·N) times (B·N, I).
+        # One matrix product per client sums over rows and positions: (O, B·N) times (B·N, I).
         b_matrix = weighted_b.flatten(1, 2).transpose(1, 2)
         a_matrix = block_a.flatten(1, 2)
         total.baddbmm_(b_matrix, a_matrix)
@@ -113,16 +115,16 @@ def sum_outer_products(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
 
 
 def _zero_excluded_rows(rows: Tensor, factors: Tensor) -> Tensor:
-    """Return ``rows`` (C·B, ...) with zeros where the factor (C, B) is 0: NaN times 0 would be NaN."""
+    """Return rows (C·B, ...) with zeros where the factor (C, B) is 0, since NaN times 0 would be NaN."""
     is_excluded = factors.flatten() == 0
-    # Elsewhere than on a CPU, the question whether there is any would wait for the device.
+    # Only on a CPU, since a GPU's answer to this question must be waited for.
     if rows.device.type == "cpu" and not is_excluded.any():
         return rows
     return rows.masked_fill(per_client(is_excluded, rows), 0)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Convert a half-precision tensor to float32; return any other unchanged."""
+    """Convert a tensor of half precision to float32; return any other unchanged."""
     if x.dtype.itemsize < 4:
         return x.float()
     return x
@@ -142,22 +144,23 @@ def noisy_mean(
 ) -> State:
     """Add each client's Gaussian noise to its sum, and divide by the expected batch size.
 
-    The client c gets (sum + std · N(0, 1)) / expected_batch, the gradient of DP-SGD (Abadi et al. 2016, algorithm 1)
-    when std = noise multiplier · bound. It is computed in double precision and rounded once, with the noise in it.
+    The result of a client is (sum + std · N(0, 1)) / expected_batch. This is the gradient of DP-SGD (Abadi et al. 2016,
+    algorithm 1) if std = noise multiplier · bound. It is computed in double precision and rounded once, after the noise
+    was added.
 
     Args:
-        summed: Sums (C, ...) by parameter, such as of clipped gradients.
-        std: Standard deviation of the noise, one for all clients or one for each.
+        summed: Sums (C, ...) by parameter, such as sums of clipped gradients.
+        std: Standard deviation of the noise: one number for all clients, or one for each.
         expected_batch: Expected batch size of each client.
-        generators: One generator on the CPU for each client; None draws from a cryptographic generator.
-        added: Tensors (C, ...) that are added to the sums before they are rounded.
+        generators: Generator of each client's noise, on the CPU; None for the cryptographic generator.
+        added: Tensors (C, ...) that are added to the sums before rounding.
 
     Returns:
-        The noisy means, in the order and dtypes of ``summed``.
+        The noisy means (C, ...), in the order and dtypes of ``summed``.
 
     Raises:
-        ValueError: If there are not C of them, two clients share a generator, a number is out of its range, or a sum is
-            in half precision.
+        ValueError: If the arguments are for different numbers of clients, two clients share a generator, a number is
+            out of range, or a sum is in half precision.
     """
     clients = len(expected_batch)
     stds = list(std) if isinstance(std, Sequence) else [std] * clients
@@ -194,7 +197,11 @@ def noisy_mean(
 def with_noise(row: Tensor, std: float, source: torch.Generator | None, added: Tensor | None = None) -> Tensor:
     """Return ``row`` + ``added`` + std · N(0, 1) in double precision, not yet rounded to the dtype of ``row``.
 
-    ``source`` is a generator on the CPU, None the cryptographic one. Nothing is drawn for a deviation of 0.
+    Args:
+        row: Tensor of any shape.
+        std: Standard deviation of the noise; nothing is drawn if it is 0.
+        source: Generator on the CPU; None for the cryptographic generator.
+        added: Tensor of the same shape; None for 0.
     """
     exact = double(row)
     if added is not None:
@@ -209,7 +216,7 @@ def with_noise(row: Tensor, std: float, source: torch.Generator | None, added: T
 
 
 def check_precision(name: str, value: Tensor) -> None:
-    """Raise a ValueError if a tensor is in half precision, where rounding may be larger than the noise."""
+    """Raise a ValueError if a tensor is in half precision, whose rounding errors may be larger than the noise."""
     if value.dtype.itemsize < 4:
         raise OptionError(
             f"privacy: {name!r} is {value.dtype}, where rounding would swallow the noise; train it in float32 (frozen "

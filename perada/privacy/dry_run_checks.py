@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dry runs at set-up that tell private training what it must know about an algorithm and a server rule.
+"""Dry runs at set-up that determine what private training must know about an algorithm and a server rule.
 
-That is how often a step looks at a batch, whether what is called unsent is never sent, and whether privacy of whole
-clients is possible. The network is checked in :mod:`perada.privacy.model_checks`.
+These are the number of gradients that a step computes, whether streams that are declared unsent are never sent, and
+whether client-level privacy is possible. The network is checked in :mod:`perada.privacy.model_checks`.
 """
 
 import copy
@@ -20,9 +20,9 @@ from perada.privacy.account import QueryPlan
 from perada.server import Mean, ServerRule
 
 FIRST_ROUNDS = 3
-"""Rounds in which what a client keeps may find its way into what it sends; after them only the last one is tried."""
+"""Number of rounds that are tried first: a client may send in one round what it kept in another. Then the last is."""
 UNPLANNED = 10**6
-"""Number of rounds of a run in which it is open."""
+"""Number of rounds that is assumed for a run without a fixed one."""
 
 
 def plan_queries(
@@ -33,7 +33,7 @@ def plan_queries(
     num_clients: int,
     rounds: int | None = None,
 ) -> QueryPlan:
-    """Return the gradients that local training asks for, found by running one local step of every phase without images.
+    """Find the gradients that local training computes, by running one local step of each phase without images.
 
     Args:
         algorithm: The algorithm.
@@ -41,11 +41,11 @@ def plan_queries(
         initial: The initial state.
         phases: Phases of local training.
         num_clients: Number of all clients.
-        rounds: Number of rounds; None if it is open.
+        rounds: Number of rounds; None if it is not fixed.
 
     Raises:
-        ValueError: If a step asks for what private training cannot give, or what is sent depends on a stream that the
-            algorithm calls unsent.
+        ValueError: If a step reads what private training does not provide, or if clients send something that depends on
+            a stream that the algorithm declares unsent.
     """
     dry_run = DryRun(algorithm, Mean(), tensor_names, initial, phases, num_clients, clients=(0,))
     plan = QueryPlan(phases, dry_run.queries(), algorithm.unsent)
@@ -67,10 +67,20 @@ def check_unsent(
 ) -> None:
     """Check that what clients send is independent of the gradients of a stream that the algorithm declares unsent.
 
-    The made-up gradients depend on the states at which they are asked for, as real ones do.
+    Two dry runs, of which one has other gradients in that stream, must send the same. Like real gradients, those that
+    are made up depend on the states at which they are computed.
+
+    Args:
+        algorithm: The algorithm.
+        stream: Name of the stream of batches.
+        tensor_names: Names of the state's tensors.
+        initial: The initial state.
+        phases: Phases of local training.
+        num_clients: Number of all clients.
+        tried_rounds: Numbers of the rounds to compare.
 
     Raises:
-        ValueError: If it changes in one of the ``tried_rounds``.
+        ValueError: If they send different tensors.
     """
     clients = tuple(range(min(2, num_clients)))
 
@@ -96,19 +106,19 @@ def check_unsent(
 
 
 def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, distills: bool) -> None:
-    """Check that algorithm and rule need no more of the clients' updates than their uniform mean.
+    """Check that the algorithm and the server rule require only the uniform mean of the clients' updates.
 
-    Only the mean has all of the noise, and it is all that the server's step is given: every row of its updates is the
-    noisy mean. So nothing here could leak, but what is rejected could not do what it is for.
+    Only the mean carries all of the noise, so the server step sees nothing else: every row of its updates is the noisy
+    mean. The rejected combinations would therefore leak nothing, but would not work as intended.
 
     Args:
         algorithm: The algorithm.
         rule: The server rule.
         weighting: How clients are weighted.
-        distills: Whether the run takes steps of distillation.
+        distills: Whether the run has distillation steps.
 
     Raises:
-        ValueError: If they need more, with the remedy.
+        ValueError: If they require more; the message contains a remedy.
     """
     name = type(algorithm).__name__
     modes = algorithm.modes
@@ -116,7 +126,7 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
     while isinstance(base, AlgorithmWrapper):
         base = base.base
     needs_more_than_mean = not rule.function_of_mean
-    # Of perada's own rules tests have shown what they say of themselves.
+    # For perada's own rules, tests verify that function_of_mean is true.
     if rule.function_of_mean and is_foreign(rule):
         needs_more_than_mean = not _rule_follows_from_mean(rule)
     if not algorithm.sends_updates:
@@ -130,7 +140,7 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
             "that is one"
         )
 
-    # What is rejected below can be trained with sample-level privacy.
+    # The combinations below are possible with sample-level privacy.
     sample_level = "or protect single images instead (section privacy)"
     if isinstance(base, FedBE) and base.moments:
         raise _incompatible(
@@ -160,12 +170,12 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
 
 
 def _incompatible(reason: str) -> ValueError:
-    """Return the error for a choice that client-level privacy rules out, including the remedy."""
+    """Return the error for a combination that client-level privacy does not support."""
     return ValueError(f"client_privacy does not support {reason}")
 
 
 def _rule_follows_from_mean(rule: ServerRule) -> bool:
-    """Return whether a rule gives the same for updates as for their mean, on one tensor and with FedAvg's server step.
+    """Return whether a rule gives the same result for updates as for their mean, with one tensor and FedAvg.
 
     Raises:
         ValueError: If the rule fails.
@@ -174,7 +184,7 @@ def _rule_follows_from_mean(rule: ServerRule) -> bool:
     initial = {"weight": torch.zeros(4, dtype=torch.float64)}
     try:
         return server_follows_from_mean(Algorithm(), rule, tensor_names, initial, sent=expand(initial, 1))
-    except Exception as error:  # a rule of the caller's own
+    except Exception as error:  # a user's rule may raise errors of any kind
         raise OptionError(
             f"client_privacy: the server rule {rule.kind} declares itself a function of the mean, but fails in the "
             f"dry run ({type(error).__name__}: {error})",

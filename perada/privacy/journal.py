@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal of a private run: one line per round begun, written before anything in that round is drawn."""
+"""The journal of a private run: a line for each round, written before any noise of the round is drawn."""
 
 import json
 import os
@@ -14,18 +14,18 @@ from perada.core.files import opener
 JOURNAL = "privacy_ledger.jsonl"
 """Name of the file next to the checkpoints."""
 FIELDS = frozenset({"id", "run", "round", "images", "clients"})
-"""Keys of an entry: ids of the round and of the run, the round's number, and its costs for images and clients."""
+"""Keys of an entry: ids of the round and of the run, number of the round, and its costs for images and clients."""
 CUT = b" #cut"
-"""Appended to a line that a crash cut off."""
+"""Mark at the end of a line that a crash truncated."""
 
 
 class Journal:
-    """Files with one line of JSON per round begun.
+    """Files with a line of JSON for each round that was begun.
 
     Args:
-        paths: Files of this run. They must be writable.
-        earlier_paths: Files of the runs that it was resumed from. Whoever resumes from there, too, has to count its
-            rounds, so they are written if possible.
+        paths: Files of this run, which must be writable.
+        earlier_paths: Files of the runs from which it was resumed. They are written if possible, since another run that
+            is resumed from there must count the rounds of this one too.
     """
 
     def __init__(self, paths: Iterable[Path], earlier_paths: Iterable[Path] = ()) -> None:
@@ -34,7 +34,7 @@ class Journal:
         self.earlier_paths = [path for path in earlier if path not in self.paths]
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Add an entry to every file, and wait until it is on disk.
+        """Append an entry to all files, and wait until it is on disk.
 
         Raises:
             OSError: If a file of this run cannot be written.
@@ -57,6 +57,7 @@ def _append_line(path: Path, line: bytes) -> None:
     """Append a line to a file, and mark the previous line if a crash truncated it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", opener=opener()) as file:
+        # The file is opened at its end.
         file.seek(max(0, file.tell() - 1))
         last_byte = file.read()
         if last_byte not in (b"", b"\n"):
@@ -67,9 +68,13 @@ def _append_line(path: Path, line: bytes) -> None:
 
 
 def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of one run, and of the runs resumed from it, by their ids.
+    """Return the entries of a run, and of the runs that were resumed from it, by their ids.
 
-    A line that was cut off is left out: its round was never begun.
+    A truncated line is left out: its round did not begin, since the line was not on disk.
+
+    Args:
+        paths: Files of journals. Those that do not exist, and links, are skipped.
+        run: Id of the run.
 
     Raises:
         ValueError: If a complete line of a file is not an entry.

@@ -15,7 +15,7 @@ from perada.server.robust import FLTrust, GeometricMedian, Krum, NormClipping
 
 
 class _Coordinatewise(ServerRule):
-    """Base class of rules on the sorted values of each coordinate. A NaN counts as the largest value."""
+    """Base class of rules on the sorted values of each coordinate. NaN counts as the largest value."""
 
     weighted = False
 
@@ -23,22 +23,22 @@ class _Coordinatewise(ServerRule):
         result: State = {}
         for name, value in aggregation.updates.gathered_all().items():
             if value.is_floating_point():
-                ordered, _ = value.sort(0)
-                result[name] = self._reduce(ordered)
+                result[name] = self._reduce(value.sort(0).values)
             else:
+                # Counters of batch norms, for which an order means nothing.
                 result |= mean({name: value}, aggregation.weights)
         return result
 
     @abstractmethod
     def _reduce(self, ordered: Tensor) -> Tensor:
-        """Reduce the values (C, ...), sorted along C in ascending order, to one (...)."""
+        """Reduce values (C, ...), which are sorted along C in ascending order, to one tensor (...)."""
 
 
 class Median(_Coordinatewise):
     """Take the coordinate-wise median (Yin et al., ICML 2018, Algorithm 1, option I).
 
-    It withstands arbitrary values from fewer than half of the clients. The median of an even number of clients is the
-    mean of the two in the middle.
+    It is robust to arbitrary values from fewer than half of the clients. The median of an even number of clients is the
+    mean of the two values in the middle.
     """
 
     def _reduce(self, ordered: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ class TrimmedMean(_Coordinatewise):
         )
 
     def _reduce(self, ordered: Tensor) -> Tensor:
-        cut = floor_share(self.trim, len(ordered))
-        remaining = ordered[cut : len(ordered) - cut]
-        # By the common function, which sums half precision in double precision.
+        num_dropped = floor_share(self.trim, len(ordered))
+        remaining = ordered[num_dropped : len(ordered) - num_dropped]
+        # Not Tensor.mean(): this function sums tensors of half precision in double precision.
         means = mean({"coordinates": remaining}, client_weights("uniform", [1] * len(remaining)))
         return means["coordinates"]
 
@@ -85,13 +85,13 @@ class TrimmedMean(_Coordinatewise):
 class ModifiedLocalGD(ComposedRule):
     """Pull the aggregate back to the initial state of the run: w ← (1 − α_k) w⁰ + α_k · aggregate.
 
-    Zhu, Vardhan & Mazumdar, Algorithm 3 (Modified Local-GD). It applies to parameters and running statistics; counters
-    take the aggregate's value.
+    Zhu, Vardhan & Mazumdar, Algorithm 3 (Modified Local-GD). It applies to parameters and running statistics; integer
+    counters are those of the aggregate.
 
     Args:
-        alpha: A constant α instead of the schedule. With 1 this is ``aggregate``, to the last bit.
-        power: The schedule α_k = 1 − (k + 1)^−power for rounds k = 1, 2, …; the paper's example is 1. Its theorem needs
-            Σ (1 − α_k) = ∞, and so a power of at most 1.
+        alpha: A constant α instead of the schedule. With 1, the result is that of ``aggregate`` to the last bit.
+        power: Exponent of the schedule α_k = 1 − (k + 1)^−power for rounds k = 1, 2, …; 1 in the paper's example. The
+            paper's theorem requires Σ (1 − α_k) = ∞, which holds for a power of at most 1.
         aggregate: Rule whose result is pulled back. Default: the mean.
     """
 
@@ -105,7 +105,7 @@ class ModifiedLocalGD(ComposedRule):
         self.power = power
 
     def share(self, round: int) -> float:
-        """Return the α of a round, counted from 0.
+        """Return the α of a round; rounds are counted from 0.
 
         >>> [ModifiedLocalGD().share(round) for round in (0, 1, 3)]
         [0.5, 0.6666666666666667, 0.8]
@@ -121,11 +121,11 @@ class ModifiedLocalGD(ComposedRule):
         alpha = self.share(aggregation.round)
         if alpha == 1:
             return target
-        # w⁰, which the first round remembers.
+        # w⁰ is the state before the first round that is aggregated, and is kept in the server's state.
         initial = dict(aggregation.state.get("initial", {}))
         for key in target:
             if key not in initial:
-                # A copy, since the state before the round may be overwritten in place.
+                # A copy, since the state before the round may be changed in place.
                 initial[key] = aggregation.previous[key].clone()
         aggregation.state["initial"] = initial
 
@@ -141,7 +141,7 @@ class ModifiedLocalGD(ComposedRule):
 
 
 class _Optimizer(ComposedRule):
-    """Base class of rules that take a step with the aggregate's change Δ of the parameters as the negative gradient."""
+    """Base class of rules that apply an optimiser; its negative gradient is the aggregate's change Δ of parameters."""
 
     function_of_mean = True
 
@@ -153,15 +153,21 @@ class _Optimizer(ComposedRule):
     def __call__(self, aggregation: Aggregation) -> State:
         target = self._aggregate(aggregation)
         result = dict(target)
-        # Running statistics stay those of the aggregate: a variance that overshot could become negative.
+        # Running statistics stay those of the aggregate, since a variance that overshoots could become negative.
         for key, value in target.items():
             if key in aggregation.parameters and value.is_floating_point():
                 result[key] = self._moved(aggregation, key, value)
         return result
 
     def _moved(self, aggregation: Aggregation, key: str, target: Tensor) -> Tensor:
-        """Return the parameter called ``key`` after a step whose Δ leads to the ``target``."""
-        # τ² and small changes would vanish in half precision.
+        """Return a parameter after the optimiser's step.
+
+        Args:
+            aggregation: The updates and the state before the round.
+            key: Name of the parameter.
+            target: Value of the parameter in the aggregate.
+        """
+        # In single precision at least: τ² and small changes would vanish in half precision.
         exact = torch.promote_types(target.dtype, torch.float32)
         previous = aggregation.previous[key].to(target.device, exact)
         delta = target.to(exact) - previous
@@ -171,19 +177,33 @@ class _Optimizer(ComposedRule):
 
     @abstractmethod
     def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
-        """Compute the direction of the step for Δ = ``delta``; read and replace ``state[...][key]``."""
+        """Compute the direction of the step for a parameter.
+
+        Args:
+            state: The rule's tensors, ``{name: {parameter: tensor}}``, which are read and replaced.
+            key: Name of the parameter.
+            delta: Change Δ of the parameter in the aggregate.
+        """
 
 
 def _recall(state: dict[str, State], name: str, key: str, delta: Tensor, start: float) -> Tensor:
-    """Return ``state[name][key]`` on Δ's device; before the first round, ``start`` everywhere."""
-    remembered = state.get(name, {})
-    if key not in remembered:
+    """Return a tensor of the rule's state.
+
+    Args:
+        state: The rule's tensors, ``{name: {parameter: tensor}}``.
+        name: Name of the quantity, such as ``momentum``.
+        key: Name of the parameter.
+        delta: Change of the parameter, for the shape, dtype and device of the result.
+        start: Value of all elements before the first round.
+    """
+    tensors = state.get(name, {})
+    if key not in tensors:
         return torch.full_like(delta, start)
-    return remembered[key].to(delta)
+    return tensors[key].to(delta)
 
 
 def _remember(state: dict[str, State], name: str, key: str, value: Tensor) -> None:
-    """Set ``state[name][key]`` for the next round, without changing the dictionary that a checkpoint may hold."""
+    """Set a tensor of the rule's state; dictionaries are replaced, since a checkpoint may refer to the old ones."""
     state[name] = state.get(name, {}) | {key: value}
 
 
@@ -191,9 +211,9 @@ class FedAvgM(_Optimizer):
     """Server momentum: u ← momentum · u + Δ, w ← w + lr · u (Hsu, Qi & Brown, 2019).
 
     Args:
-        lr: Server learning rate. With ``lr=1, momentum=0`` this is ``aggregate``, to the last bit.
-        momentum: Share of the last step that is kept.
-        aggregate: Where Δ comes from. Default: the mean.
+        lr: Server learning rate. With ``lr=1, momentum=0`` the result is that of ``aggregate`` to the last bit.
+        momentum: Momentum coefficient, from 0 to below 1.
+        aggregate: Rule that computes Δ. Default: the mean.
     """
 
     def __init__(self, lr: float = 1.0, momentum: float = 0.9, aggregate: ServerRule | None = None) -> None:
@@ -223,8 +243,8 @@ class FedAdam(_Optimizer):
         lr: Server learning rate η.
         beta1: Decay of the momentum m.
         beta2: Decay of v.
-        tau: Degree of adaptivity τ. The smaller it is, the more alike are the steps of all coordinates.
-        aggregate: Where Δ comes from. Default: the mean.
+        tau: Degree of adaptivity τ. The smaller it is, the more similar are the steps of all coordinates.
+        aggregate: Rule that computes Δ. Default: the mean.
     """
 
     def __init__(
@@ -274,8 +294,8 @@ class FedAdagrad(FedAdam):
     Args:
         lr: Server learning rate η.
         beta1: Decay of the momentum m. Default: 0, as in the paper's experiments, since Adagrad has no momentum.
-        tau: Degree of adaptivity τ. The smaller it is, the more alike are the steps of all coordinates.
-        aggregate: Where Δ comes from. Default: the mean.
+        tau: Degree of adaptivity τ. The smaller it is, the more similar are the steps of all coordinates.
+        aggregate: Rule that computes Δ. Default: the mean.
     """
 
     def __init__(
@@ -310,7 +330,7 @@ SERVER_RULES: dict[str, Callable[[], ServerRule]] = {
 
 
 def make_rule(name: str | ServerRule) -> ServerRule:
-    """Return the rule called ``name`` with its default options; a :class:`ServerRule` is returned as it is.
+    """Return a server rule by its name, with default options; a :class:`ServerRule` is returned as it is.
 
     >>> make_rule("trimmed_mean").trim
     0.1
