@@ -43,18 +43,18 @@ def fill_targets(backbone: "Backbone", config: PeftConfig, last_blocks: int | No
     """Choose the layers to adapt, and write them into ``config.target_modules``.
 
     In a network of a known family these are the layers of its attention, or the main convolutions of its blocks; for
-    IA3 those of its paper. In any other network they are all linear layers but the head, or all convolutions without
-    groups but the first: the kind with more parameters. LN tuning adapts all norms. Layers whose weights a network
-    reads instead of calling them, such as ``qkv`` of BEiT, are left out where the size of images is known.
+    IA3 those of its paper. In any other network they are all linear layers except the head, or all convolutions without
+    groups except the first one, whichever have more parameters. LN tuning adapts all norms. Layers whose weights a
+    network reads without calling them, such as ``qkv`` of BEiT, are left out if the image size is known.
 
     Args:
         backbone: The backbone, without adapter.
-        config: Configuration of a method of PEFT, or of ``dual_lora``. For IA3 its ``feedforward_modules`` are filled
-            in too.
+        config: Configuration of a method of PEFT, or of ``dual_lora``, which is changed in place. For IA3, its
+            ``feedforward_modules`` are set too.
         last_blocks: Number of blocks to adapt, counted from the end; None for all.
 
     Raises:
-        ValueError: If there is no layer that the method adapts.
+        ValueError: If the backbone has no layer that the method can adapt.
     """
     check_last_blocks(last_blocks)
     layers = _adaptable_modules(backbone, last_blocks)
@@ -78,14 +78,19 @@ def fill_targets(backbone: "Backbone", config: PeftConfig, last_blocks: int | No
 
 
 def _adaptable_modules(backbone: "Backbone", last_blocks: int | None) -> dict[str, nn.Module]:
-    """Return the modules that an adapter would wrap, by name."""
+    """Return the modules that an adapter could wrap, by name.
+
+    Args:
+        backbone: The backbone, without adapter.
+        last_blocks: Number of blocks to adapt, counted from the end; None for all.
+    """
     model = backbone.model
     allowed = modules_from_last_blocks(model, last_blocks) - _uncalled_layers(backbone)
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if path in allowed and not _is_in_torch_attention(model, path)
-    }
+    modules = {}
+    for path, module in model.named_modules():
+        if path in allowed and not _is_in_torch_attention(model, path):
+            modules[path] = module
+    return modules
 
 
 def _default_layers(
@@ -94,7 +99,14 @@ def _default_layers(
     linears: list[str],
     config: PeftConfig,
 ) -> list[str]:
-    """Return the layers to adapt in a network that is not a transformer of a known family."""
+    """Return the names of the layers to adapt in a network that is not a transformer of a known family.
+
+    Args:
+        model: The network.
+        layers: Its modules that an adapter could wrap, by name.
+        linears: Names of the linear layers among them, without the head.
+        config: Configuration of the method.
+    """
     if _method(config) not in CONVOLUTION_METHODS:
         return linears
     convolutions = []
@@ -106,7 +118,7 @@ def _default_layers(
 
 
 def _larger_kind(layers: Mapping[str, nn.Module], linears: list[str]) -> list[str]:
-    """Return the linear layers, or the ungrouped convolutions except the first: the kind with more parameters."""
+    """Return the linear layers or the ungrouped convolutions except the first, whichever have more parameters."""
     convolutions = [path for path, layer in layers.items() if isinstance(layer, nn.Conv2d)]
     ungrouped = [path for path in convolutions[1:] if layers[path].groups == 1]
 
@@ -114,12 +126,15 @@ def _larger_kind(layers: Mapping[str, nn.Module], linears: list[str]) -> list[st
         return sum(parameter.numel() for path in paths for parameter in layers[path].parameters())
 
     if not linears and not ungrouped:
+        # The first convolution is the only layer.
         return convolutions[:1]
-    return linears if count_parameters(linears) >= count_parameters(ungrouped) else ungrouped
+    if count_parameters(linears) >= count_parameters(ungrouped):
+        return linears
+    return ungrouped
 
 
 def _nothing_to_adapt(backbone: "Backbone", config: PeftConfig) -> str:
-    """Return the message for a backbone without layers for a method."""
+    """Return the text of the error for a backbone without layers that a method can adapt."""
     alternative = "lora"
     if isinstance(config, LNTuningConfig):
         kinds = "normalisation layers"
@@ -135,7 +150,7 @@ def _nothing_to_adapt(backbone: "Backbone", config: PeftConfig) -> str:
 
 
 def check_attention(model: nn.Module, name: str) -> None:
-    """Raise a ValueError for adapters in or around torch's attention, which does not call its layers."""
+    """Raise a ValueError for adapters in or around torch's attention, which reads weights without calling layers."""
     for path, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention):
             continue
@@ -150,26 +165,25 @@ def check_attention(model: nn.Module, name: str) -> None:
 
 
 def call_encoder_layers(model: nn.Module) -> None:
-    """Make torch's encoder layers call those of their layers that have trained parameters, in place.
+    """Make torch's encoder layers call their layers if these have trained parameters; changes the model in place.
 
-    In evaluation mode and without gradients ``nn.TransformerEncoderLayer`` takes a fast path, one fused kernel that
-    reads the weights of its layers. PEFT's wrappers answer with the frozen weight, so that the adapter would be trained
-    and then not be used. A layer that reports an unknown activation does not take that path (torch 2.3 to 2.14).
+    In evaluation mode and without gradients, ``nn.TransformerEncoderLayer`` takes a fast path: one fused kernel that
+    reads the weights of its layers. From PEFT's wrappers it would read the frozen weight, so that a trained adapter
+    would not be used. A layer that reports an unknown activation does not take this path (torch 2.3 to 2.14).
     """
     for module in model.modules():
         is_trained = any(parameter.requires_grad for parameter in module.parameters())
         if is_trained and isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
         if is_trained and isinstance(module, nn.TransformerEncoder):
-            # Only the fast path supports nested tensors.
+            # Nested tensors are supported only by the fast path.
             module.use_nested_tensor = False
 
 
 def copy_convolution_attributes(model: nn.Module) -> None:
-    """Copy the attributes of adapted convolutions to their wrappers, in place.
+    """Copy the attributes of adapted convolutions to their wrappers, which PEFT does not do.
 
-    Some networks read them, such as those that compute the padding of TensorFlow from a layer's stride (MobileNet in
-    transformers 5.23). PEFT's wrappers have none of these attributes.
+    Some networks read them: MobileNet in transformers 5.23 computes TensorFlow's padding from a layer's stride.
     """
     names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
     for module in model.modules():
@@ -184,7 +198,7 @@ def copy_convolution_attributes(model: nn.Module) -> None:
 
 
 def _is_in_torch_attention(model: nn.Module, path: str) -> bool:
-    """Return whether a layer is inside ``nn.MultiheadAttention``, which reads its layers' weights without calls."""
+    """Return whether a layer is inside ``nn.MultiheadAttention``, which reads weights without calling its layers."""
     parts = path.split(".")
     for end in range(len(parts)):
         ancestor = model.get_submodule(".".join(parts[:end]))
@@ -194,7 +208,10 @@ def _is_in_torch_attention(model: nn.Module, path: str) -> bool:
 
 
 def _uncalled_layers(backbone: "Backbone") -> set[str]:
-    """Return the layers that a pass in evaluation mode does not call; none if the image size is unknown or it fails."""
+    """Return the names of the layers that a pass in evaluation mode does not call.
+
+    The result is empty if the image size is unknown, or if the pass fails.
+    """
     if backbone.image is None:
         return set()
     layers = {}
@@ -205,17 +222,18 @@ def _uncalled_layers(backbone: "Backbone") -> set[str]:
     try:
         with torch.no_grad(), recorded_calls(layers) as called:
             backbone.model.eval()(torch.zeros(1, *backbone.image.input_size))
-    except Exception:  # such as for an image that is too small, which is reported where images are at hand
+    except Exception:
+        # For example because the image is too small, which is reported later, for the real images.
         return set()
     return layers.keys() - called
 
 
 @contextmanager
 def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
-    """Yield a set that collects the names of the modules that are called inside the ``with`` block.
+    """Yield a set to which the names of modules are added as they are called within the ``with`` statement.
 
-    Their ``forward`` is replaced meanwhile. A hook would not do: some networks, such as torch's encoder layers, take
-    another path where there are hooks.
+    Meanwhile, their ``forward`` is replaced. Hooks cannot be used, since some networks (such as torch's encoder layers)
+    take another path if there are hooks.
     """
     called: set[str] = set()
 
@@ -240,9 +258,9 @@ def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
 
 
 def _as_target_modules(model: nn.Module, targets: list[str]) -> list[str] | str:
-    """Return names for ``target_modules``, as a regular expression if PEFT would match other modules by plain names.
+    """Return a value of ``target_modules`` that matches exactly the given modules.
 
-    PEFT compares the ends of names.
+    PEFT compares the ends of names, so names are replaced by a regular expression if they would match other modules.
     """
     endings = tuple(f".{path}" for path in targets)
     for path, _ in model.named_modules():
@@ -252,12 +270,13 @@ def _as_target_modules(model: nn.Module, targets: list[str]) -> list[str] | str:
 
 
 def _method(config: PeftConfig) -> str:
-    """Return the name of a method, which is a member of an enum for PEFT's methods and a string for perada's."""
+    """Return the name of a configuration's method."""
+    # A member of an enum for PEFT's methods, and a string for perada's.
     return str(getattr(config.peft_type, "value", config.peft_type))
 
 
 AdapterChoice = str | PeftConfig
-"""An adapter as chosen by users: one of ``ADAPTERS`` or a PEFT configuration."""
+"""An adapter as users specify it: one of ``ADAPTERS``, or a PEFT configuration."""
 
 METHODS: dict[str, type[PeftConfig]] = {
     "residual": ResidualConfig,
@@ -268,7 +287,7 @@ METHODS: dict[str, type[PeftConfig]] = {
     "ia3": IA3Config,
 }
 SELECTIONS: dict[str, list[str]] = {"head": [], "bias_norm": ["bias", "norm"], "full": ["all"]}
-"""Adapters that train parameters of the backbone itself: ``select`` of their SelectiveConfig."""
+"""Adapters that train parameters of the backbone itself, with the ``select`` of their SelectiveConfig."""
 ADAPTERS = [*METHODS, *SELECTIONS]
 PEFT_FIELDS = {field.name for field in fields(PeftConfig)}
 """Fields of every configuration that perada sets itself."""
@@ -297,9 +316,9 @@ class AdaptedModel:
 
     Attributes:
         backbone: The backbone.
-        peft_model: PEFT's wrapper, which only saving and loading need. Its adapter is called "default".
+        peft_model: PEFT's wrapper, which is needed only to save and load. Its adapter is called "default".
         config: Configuration of the adapter.
-        beside: Names of trained tensors that PEFT does not save: the backbone's own, if it is trained too.
+        beside: Names of trained tensors that PEFT does not save: those of the backbone, if it is trained too.
     """
 
     backbone: Backbone
@@ -309,12 +328,12 @@ class AdaptedModel:
 
     @property
     def model(self) -> nn.Module:
-        """The network itself, whose tensor names are those of states everywhere in perada."""
+        """The network without PEFT's wrapper. States have the tensor names of this network everywhere in perada."""
         return self.peft_model.get_base_model()
 
     @property
     def channels_last(self) -> bool:
-        """Whether the adapter's convolutions support that memory format. Some of PEFT 0.21 do not."""
+        """Whether the adapter's convolutions support the channels-last memory format. Some of PEFT 0.21 do not."""
         uses_dora = isinstance(self.config, LoraConfig) and self.config.use_dora
         return not uses_dora and _method(self.config) not in {"BOFT", "OFT", "HRA"}
 
@@ -342,23 +361,23 @@ def insert_adapter(
     train_backbone: TrainBackbone = False,
     **options: object,
 ) -> AdaptedModel:
-    """Insert an adapter into ``backbone``, in place, and make it and the classification head trainable.
+    """Insert an adapter into a backbone, in place, and make the adapter and the classification head trainable.
 
-    New weights are drawn from torch's global random stream.
+    New weights are drawn from torch's global generator.
 
     Args:
         backbone: A backbone without adapter.
         adapter: One of ``ADAPTERS``, or any PEFT configuration of a method that changes layers.
-        train_backbone: Train the backbone's own parameters beside the adapter's; ``"merged"`` puts the weights that
-            LoRA adapts into states, untrained (:class:`~perada.core.states.Merged`).
+        train_backbone: Whether the backbone's parameters are trained in addition to the adapter. With ``"merged"``, the
+            weights that LoRA adapts are part of states but not trained (:class:`~perada.core.states.Merged`).
         **options: Fields of the named method's configuration, such as ``r`` of ``"lora"``.
 
     Returns:
-        The adapted model. ``requires_grad`` is true in it for what is trained, and for nothing else.
+        The adapted model, in which exactly the trained parameters require gradients.
 
     Raises:
-        ValueError: If the adapter or an option is unknown, fits nothing in the backbone, or trains what PEFT would not
-            save. The backbone may then be half adapted: build it anew.
+        ValueError: If the adapter or an option is unknown, if the adapter does not fit the backbone, or if it trains
+            tensors that PEFT would not save. The backbone may then be partly adapted and must not be used.
         TypeError: If ``adapter`` is neither a name nor a PEFT configuration.
     """
     if hasattr(backbone.model, "peft_config"):
@@ -393,7 +412,7 @@ def insert_adapter(
 
 
 def _train_backbone(adapted: AdaptedModel, options: Mapping[str, object], method: str) -> None:
-    """Make the backbone's parameters trainable, only those of the last blocks if the adapter is restricted to these."""
+    """Make the backbone's parameters trainable; only those of the last blocks if the adapter is restricted to them."""
     if isinstance(adapted.config, SelectiveConfig):
         raise OptionError(
             f"adapter {method!r} does not support train_backbone=True: it selects which weights of the backbone are "
@@ -401,22 +420,22 @@ def _train_backbone(adapted: AdaptedModel, options: Mapping[str, object], method
             name="train_backbone",
             value=True,
         )
-    # Methods of PEFT have no such field: fill_targets takes the option.
+    # Configurations of PEFT's methods have no such field, so it is read from the options first.
     last_blocks = options.get("last_blocks", getattr(adapted.config, "last_blocks", None))
     trained_modules = modules_from_last_blocks(adapted.model, cast(int | None, last_blocks))
     for name, parameter in adapted.model.named_parameters():
         module_name = plain_name(name).rpartition(".")[0]
-        # PEFT keeps the untrained original of a module to save, which is never run.
+        # PEFT keeps the original of each of modules_to_save, which never runs.
         if "original_module" in name.split("."):
             parameter.requires_grad_(False)
         elif module_name in trained_modules:
             parameter.requires_grad_(True)
-    # Encoder layers that had no adapter have trained parameters now.
+    # Encoder layers without an adapter now have trained parameters too.
     call_encoder_layers(adapted.model)
 
 
 def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, object]) -> PeftConfig:
-    """Return the configuration to insert, with targets and head filled in."""
+    """Return the adapter's configuration with its target modules and the head set; see :func:`insert_adapter`."""
     if isinstance(adapter, PeftConfig):
         if options:
             raise ValueError(
@@ -424,7 +443,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
                 "configuration itself"
             )
         config = copy.deepcopy(adapter)
-        # A configuration that was loaded has the model it was saved with, and is frozen.
+        # A configuration that was loaded names the model it was saved with, and is for inference.
         config.base_model_name_or_path = None
         config.inference_mode = False
     elif not isinstance(adapter, str):
@@ -446,7 +465,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         fill_targets(backbone, config, cast(int | None, options.get("last_blocks")))
     if isinstance(config, IA3Config) and config.feedforward_modules is None:
         config.feedforward_modules = []
-    # A SelectiveConfig names the head in its modules.
+    # A SelectiveConfig lists the head among its modules.
     if not isinstance(config, SelectiveConfig):
         untyped_config = cast(Any, config)
         modules_to_save = [backbone.head, *(untyped_config.modules_to_save or [])]
@@ -455,7 +474,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
 
 
 def _check_supported(config: PeftConfig) -> None:
-    """Raise a ValueError if clients cannot train with a PEFT method or its options."""
+    """Raise a ValueError if clients cannot be trained with a PEFT method or with its options."""
     trains_head = isinstance(config, SelectiveConfig) or hasattr(config, "modules_to_save")
     if config.is_prompt_learning or not trains_head:
         raise ValueError(
@@ -487,7 +506,7 @@ def _config_by_name(adapter: str, options: dict[str, object], head: str) -> Peft
                 name="adapter",
                 value=adapter,
             )
-        # last_blocks has a check of its own, as a field and as an option of methods without that field.
+        # last_blocks is checked elsewhere, since it is also an option of methods without such a field.
         if name in hints and name != "last_blocks" and not _has_type(value, hints[name]):
             type_name = str(hints[name]).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
             raise invalid_option(f"adapter_options: {name}", value, f"of type {type_name} for adapter {adapter!r}")
@@ -506,7 +525,7 @@ def _config_by_name(adapter: str, options: dict[str, object], head: str) -> Peft
 
 
 def _as_integer(value: object, hint: object) -> object:
-    """Return a float as an ``int`` if the option takes integers but not floats. YAML files may have 8.0 for 8."""
+    """Return a float as an ``int`` if the option takes integers but not floats, since YAML files may have 8.0."""
     kinds = get_args(hint) or (hint,)
     if isinstance(value, float) and int in kinds and float not in kinds:
         return int(value)
@@ -516,7 +535,11 @@ def _as_integer(value: object, hint: object) -> object:
 def _has_type(value: object, hint: Any) -> bool:  # noqa: ANN401  # an annotation
     """Return whether a value has the type of an option.
 
-    Any sequence or set is accepted for a list, whatever its items are, and a float without a fraction for an integer.
+    For a list, any sequence or set is accepted with any items. For an integer, a float without a fraction is accepted.
+
+    Args:
+        value: The value.
+        hint: Annotation of the option.
     """
     origin = get_origin(hint) or hint
     if origin in (Union, UnionType):
@@ -532,17 +555,19 @@ def _has_type(value: object, hint: Any) -> bool:  # noqa: ANN401  # an annotatio
         return isinstance(value, number) and not isinstance(value, bool)
     if origin in (list, set, tuple):
         return isinstance(value, list | set | tuple)
-    # A string annotation that was not resolved accepts anything.
-    return not isinstance(origin, type) or isinstance(value, origin)
+    if not isinstance(origin, type):
+        # An annotation that was not resolved accepts anything.
+        return True
+    return isinstance(value, origin)
 
 
 def _wrap_or_explain(backbone: Backbone, config: PeftConfig, method: str) -> PeftModel:
-    """Let PEFT insert an adapter; raise its errors as OptionErrors."""
+    """Let PEFT insert an adapter, and raise its errors as OptionErrors."""
     try:
         with warnings.catch_warnings():
-            # peft 0.21 reads an attribute that transformers 5.23 has renamed.
+            # PEFT 0.21 reads an attribute that transformers 5.23 has renamed.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            # LN tuning copies any layer; BOFT is slower without an extension that PEFT compiles.
+            # LN tuning warns about layers that it supports, and BOFT about an extension without which it is slower.
             warnings.filterwarnings("ignore", "Unsupported layer type .*Norm|Failed to load the CUDA ext", UserWarning)
             return _wrap(backbone, config)
     except NoMatchingPeftModuleError as error:
@@ -553,7 +578,7 @@ def _wrap_or_explain(backbone: Backbone, config: PeftConfig, method: str) -> Pef
             name="adapter",
             value=method,
         ) from error
-    except Exception as error:  # every method of PEFT raises its own types
+    except Exception as error:  # PEFT's methods raise errors of any kind
         reason = " ".join(str(error).split())
         if not isinstance(error, ValueError):
             reason = f"{type(error).__name__}: {reason}"
@@ -565,8 +590,8 @@ def _wrap_or_explain(backbone: Backbone, config: PeftConfig, method: str) -> Pef
 def _wrap(backbone: Backbone, config: PeftConfig) -> PeftModel:
     """Let PEFT wrap the backbone's layers and its head.
 
-    PEFT finds modules to save by the ends of their names. For a head called ``out`` it would also wrap every
-    ``dropout``, including those of its own layers. Such a head is wrapped here instead.
+    PEFT finds ``modules_to_save`` by the ends of their names. For a head called ``out``, it would also wrap every
+    module called ``dropout``, including those of its own layers. Such a head is wrapped here instead.
     """
     head = backbone.head
     if isinstance(config, SelectiveConfig) or not _is_end_of_other_names(backbone.model, head, config):
@@ -576,10 +601,10 @@ def _wrap(backbone: Backbone, config: PeftConfig) -> PeftModel:
     without_head = [name for name in modules_to_save if name != head]
     untyped_config.modules_to_save = without_head or None
     peft_model = cast(PeftModel, peft.get_peft_model(backbone.model, config))
-    # Saved configurations name the head.
+    # The head belongs into saved configurations.
     untyped_config.modules_to_save = modules_to_save
     wrapper = backbone.model.get_submodule(head)
-    # One of the other names may have matched the head after all.
+    # One of the other names may have matched the head too.
     if not isinstance(wrapper, ModulesToSaveWrapper):
         wrapper = ModulesToSaveWrapper(wrapper, "default")
     wrapper.set_adapter("default")
@@ -588,7 +613,7 @@ def _wrap(backbone: Backbone, config: PeftConfig) -> PeftModel:
 
 
 def _is_end_of_other_names(model: nn.Module, head: str, config: PeftConfig) -> bool:
-    """Return whether names of other modules, of the model or of PEFT's layers, end in the name of the head."""
+    """Return whether PEFT would take other modules, of the model or of its own layers, for the head."""
     tuner: Any = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING[cast(peft.PeftType, config.peft_type)]
     layer_classes = tuner.tuner_layer_cls
     if not isinstance(layer_classes, tuple):
@@ -603,24 +628,27 @@ def _is_end_of_other_names(model: nn.Module, head: str, config: PeftConfig) -> b
 
 
 def saved_tensors(adapted: AdaptedModel) -> dict[str, Tensor]:
-    """Return the tensors that PEFT saves, by PEFT's names. They share memory with the model."""
+    """Return the tensors that PEFT saves, by PEFT's names; they share memory with the model."""
     with warnings.catch_warnings():
-        # PEFT 0.21 takes the biases of lora_bias for broken matrices.
+        # PEFT 0.21 warns about the shapes of the biases of lora_bias.
         warnings.filterwarnings("ignore", "Adapter .* have invalid shape", UserWarning)
-        # Without save_embedding_layers=False PEFT asks the Hub for the backbone's configuration.
+        # Without save_embedding_layers=False, PEFT would request the backbone's configuration from the Hub.
         return cast(dict[str, Tensor], peft.get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False))
 
 
 def _unsaved_keys(adapted: AdaptedModel) -> tuple[str, ...]:
-    """Return the trained tensors, and the buffers of modules that own one, that PEFT would not save."""
-    # PEFT renames what it saves; the same tensor has the same memory.
+    """Return the names of the tensors in states that PEFT would not save."""
+    # PEFT renames tensors, so they are identified by their memory.
     saved_pointers = {tensor.data_ptr() for tensor in saved_tensors(adapted).values()}
     state = adapted.model.state_dict()
     return tuple(key for key in trained_keys(adapted.model) if state[key].data_ptr() not in saved_pointers)
 
 
 def reset_parameters(model: nn.Module, prefix: str) -> None:
-    """Reinitialise the backbone's trained layers whose names begin with ``prefix``, from torch's global generator."""
+    """Reinitialise the trained layers of the backbone whose names begin with ``prefix``, in place.
+
+    Values are drawn from torch's global generator. Layers of the adapter are left as they are.
+    """
     for path, module in model.named_modules():
         path_with_dot = f"{path}."
         if not path_with_dot.startswith(prefix) or is_adapter_key(path_with_dot):
@@ -632,7 +660,7 @@ def reset_parameters(model: nn.Module, prefix: str) -> None:
 
 
 def find_tensor_names(model: nn.Module, head: str) -> TensorNames:
-    """Classify the names of a model's trained tensors.
+    """Return the names of a model's trained tensors, by kind.
 
     Args:
         model: The network of an adapted model.
@@ -647,7 +675,7 @@ def find_tensor_names(model: nn.Module, head: str) -> TensorNames:
             norms.append(f"{path}.")
         if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd):
             layers.append(path)
-    # PEFT's layer around it begins with the same name.
+    # The first layer, or the layer of PEFT that wraps it: the names of all its tensors begin with this one.
     input_layer = layers[0].removesuffix(".base_layer").removesuffix(".original_module")
     branches = branch_prefixes(model)
 

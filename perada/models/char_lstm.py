@@ -9,30 +9,32 @@ from torch import Tensor, nn
 VOCABULARY = 80
 """Number of characters of :class:`perada.data.Shakespeare`."""
 EMBEDDING = 8
-"""Features of an embedded character."""
+"""Number of features of an embedded character."""
 LAYERS = 2
+"""Number of LSTM layers."""
 _NAME = re.compile(r"char_lstm(?:_([1-9]\d*))?")
 
 
 class Characters(nn.Embedding):
     """An embedding of the tokens (B, L) of a batch.
 
-    A class of its own, since only this embedding can run for many clients at once: the tokens of others, such as
-    positions, may be the same for all rows of a batch, so that the rows could not be divided by client.
+    This is a separate class because only its inputs have a row for each row of the batch, so that they can be divided
+    by client. Other embeddings, such as those of positions, may have the same input for all rows.
     """
 
 
 class LSTMLayer(nn.Module):
     """One LSTM layer, computed step by step from two linear layers; equivalent to ``torch.nn.LSTM``.
 
-    ``input`` has W_ih and b_ih, ``recurrent`` W_hh and b_hh. Their rows are the input, forget, cell and output gates.
+    ``input`` has W_ih and b_ih, and ``recurrent`` has W_hh and b_hh, with rows in the order input, forget, cell and
+    output gate. Initial values are those of ``nn.Linear``.
 
-    Linear layers run for many clients at once, have per-sample gradients, and can have LoRA. None of this works with
-    torch's own layer, whose kernels take the weights of one model. Initial values are those of ``nn.Linear``.
+    Linear layers can be stacked for many clients, have per-sample gradients, and support LoRA. None of this is possible
+    with torch's LSTM, whose kernels take the weights of a single model.
 
     Args:
-        width: Features of the input.
-        hidden: Features of the hidden state.
+        width: Number of features of the input.
+        hidden: Number of features of the hidden state.
     """
 
     def __init__(self, width: int, hidden: int) -> None:
@@ -42,8 +44,8 @@ class LSTMLayer(nn.Module):
         self.recurrent = nn.Linear(hidden, 4 * hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map L steps (B, L, width) to the hidden states (B, L, hidden) after them."""
-        # The inputs do not depend on the hidden state: one product for all steps.
+        """Map inputs (B, L, width) of L steps to the hidden states (B, L, hidden) after each of them."""
+        # The part of the inputs does not depend on the hidden state, so it is one product for all steps.
         input_gates = self.input(x)
         h = input_gates.new_zeros(len(x), self.hidden)
         c = h
@@ -63,8 +65,8 @@ class CharLSTM(nn.Module):
     8, two layers of 256.
 
     Args:
-        num_classes: Number of characters to choose the next one from.
-        hidden: Features of the hidden states.
+        num_classes: Number of characters that are predicted.
+        hidden: Number of features of the hidden states.
     """
 
     def __init__(self, num_classes: int = VOCABULARY, hidden: int = 256) -> None:
@@ -75,7 +77,7 @@ class CharLSTM(nn.Module):
         self.head = nn.Linear(hidden, num_classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits (B, num_classes) of the character after int64 tokens (B, L) from 0 to 79."""
+        """Return logits (B, num_classes) of the next character for tokens (B, L), int64 from 0 to 79."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)

@@ -13,11 +13,14 @@ from perada.core.checks import OptionError
 from perada.core.states import Factors
 
 RANDOM_INITIALISATIONS = (True, False, "gaussian", "orthogonal")
-"""Values of ``init_lora_weights`` that draw the factors at random, independently of anything else."""
+"""Values of ``init_lora_weights`` with which the factors are drawn at random, independently of anything else."""
 
 
 def check_lora(config: PeftConfig) -> None:
-    """Raise a ValueError for PEFT LoRA options with which backbone and state do not determine a client's network."""
+    """Raise a ValueError for options of PEFT's LoRA with which backbone and state do not determine a client's network.
+
+    Configurations of other methods are accepted.
+    """
     if not isinstance(config, LoraConfig):
         return
     initialisation = config.init_lora_weights
@@ -41,10 +44,11 @@ def check_lora(config: PeftConfig) -> None:
 
 
 def lora_factors(model: nn.Module) -> tuple[Factors, ...]:
-    """Return the factors of PEFT's LoRA layers, and those of the branches of ``dual_lora``.
+    """Return the names of the factors of PEFT's LoRA layers, and of the branches of ``dual_lora``.
 
-    There are none of LoRA if any of its layers adds anything but s·B·A: with DoRA, whose magnitudes scale the sum, with
-    further variants, in embeddings, and for parameters without a layer. The scale of a branch is without its gate.
+    LoRA's factors are left out if any of its layers adds anything but s·B·A. This is so with DoRA, whose magnitudes
+    scale the sum, with other variants, in embeddings, and for parameters that are not in a layer. The scale of a branch
+    does not include its gate.
     """
     layers: list[tuple[str, LoraLayer, str]] = []
     for path, layer in model.named_modules():
@@ -66,7 +70,7 @@ def lora_factors(model: nn.Module) -> tuple[Factors, ...]:
 
 
 def _is_plain(layer: LoraLayer, adapter_name: str) -> bool:
-    """Return whether a layer adds s·B·A and nothing else."""
+    """Return whether a layer of LoRA adds s·B·A and nothing else."""
     # Embeddings have lora_embedding_A instead of lora_A.
     has_matrices = adapter_name in layer.lora_A
     return has_matrices and adapter_name not in layer.lora_variant and not isinstance(layer, ParamWrapper)
@@ -86,7 +90,7 @@ class BranchPrefixes:
 
 
 def branch_prefixes(model: nn.Module) -> BranchPrefixes:
-    """Return the name prefixes of all branches of ``dual_lora``."""
+    """Return the prefixes of the names of the branches' tensors in a network with ``dual_lora``."""
     shared = []
     private = []
     for path, _ in _dual_branches(model):
@@ -99,6 +103,6 @@ def _dual_branches(model: nn.Module) -> Iterator[tuple[str, float]]:
     """Yield the name and the scale of each pair of branches."""
     for path, layer in model.named_modules():
         if isinstance(layer, DualLoraLayer):
-            (dictionary,) = layer.parts
+            dictionary_name = layer.parts[0]
             for adapter_name in layer.active_adapters:
-                yield f"{path}.{dictionary}.{adapter_name}", layer.branches(adapter_name).scale
+                yield f"{path}.{dictionary_name}.{adapter_name}", layer.branches(adapter_name).scale

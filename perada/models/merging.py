@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge adapters into the weights that they adapt: with PEFT, or at a server into the weights under LoRA."""
+"""Merge adapters into the weights that they adapt: for export with PEFT, or at the server in every round."""
 
 import copy
 from contextlib import suppress
@@ -15,14 +15,14 @@ from perada.core.seeding import seeded
 from perada.core.states import Merged, State, set_state
 
 TrainBackbone = bool | Literal["merged"]
-"""Which backbone tensors are in states: all, as trained tensors, none, or the weights that LoRA adapts."""
+"""Which tensors of the backbone are in states: all (trained), none, or with ``"merged"`` the weights LoRA adapts."""
 
 
 def make_mergeable(model: nn.Module) -> None:
-    """Make the weights under PEFT's LoRA layers :class:`~perada.core.states.Merged`, in place.
+    """Turn the weights that PEFT's LoRA adapts into :class:`~perada.core.states.Merged` parameters, in place.
 
-    Layers are left out if theirs is not the sum of a weight and a product of matrices: convolutions with groups,
-    embeddings, weights that are stored transposed, and layers with DoRA.
+    Layers are left out if they do not compute with the sum of a weight and a matrix product: convolutions with groups,
+    embeddings, layers whose weights are stored transposed, and layers with DoRA.
     """
     untie_base_layers(model)
     for layer in model.modules():
@@ -37,10 +37,10 @@ def make_mergeable(model: nn.Module) -> None:
 
 
 def untie_base_layers(model: nn.Module) -> None:
-    """Give each adapted layer its own copy of weights shared with other layers of ``model``, in place.
+    """Give each adapted layer its own copy of weights that it shares with other layers, in place.
 
-    A network may use one layer, or one weight, in several places, and an adapter stands in one of them. Merging changes
-    the weight, which must stay as it is in the other places.
+    A network may use one layer, or one weight, in several places of which one is adapted. Merging changes the weight
+    there, but it must stay as it is in the other places.
     """
     for layer in list(model.modules()):
         if isinstance(layer, BaseTunerLayer):
@@ -52,13 +52,13 @@ class WrongMergeError(NotImplementedError):
 
 
 def merge_adapter(peft_model: PeftModel, state: State) -> nn.Module:
-    """Return the network in ``state`` with the adapter merged into the weights, without PEFT's layers.
+    """Return a network with the adapter merged into the weights, without PEFT's layers, in evaluation mode.
 
-    :func:`check_merged` compares the result with the network.
+    :func:`check_merged` tests whether it computes the same.
 
     Args:
-        peft_model: The network with its adapter. It is destroyed: pass a copy.
-        state: Trained tensors by name.
+        peft_model: The network with its adapter. It is changed and cannot be used afterwards: pass a copy.
+        state: Trained tensors by name, which are loaded first.
 
     Raises:
         NotImplementedError: If PEFT cannot merge the adapter.
@@ -67,7 +67,7 @@ def merge_adapter(peft_model: PeftModel, state: State) -> nn.Module:
     untie_base_layers(peft_model)
     try:
         merged: nn.Module = peft_model.merge_and_unload(safe_merge=True)
-    except Exception as error:  # every method of PEFT raises its own types
+    except Exception as error:  # PEFT's methods raise errors of any kind
         reason = " ".join(str(error).split()) or "the method has no merged form"
         raise NotImplementedError(_not_merged(peft_model, reason)) from error
     return merged.eval()
@@ -79,18 +79,18 @@ def check_merged(peft_model: PeftModel, merged: nn.Module, model: nn.Module, x: 
     Args:
         peft_model: PEFT's wrapper, whose configuration the error names.
         merged: The merged network, in evaluation mode.
-        model: The network with the adapter beside its weights, in evaluation mode.
+        model: The network with its adapter, in evaluation mode.
         x: Images (B, ...) or texts.
     """
     try:
         difference = describe_difference(model, merged, x, 1e-3)
-    except Exception:  # whatever a network raises for images of an unsupported size
+    except Exception:  # networks raise errors of any kind for images of an unsupported size
         return
     # Double precision distinguishes rounding from real differences; mps lacks it.
     if difference is not None and x.device.type != "mps":
         exact_model = copy.deepcopy(model).double()
         exact_merged = copy.deepcopy(merged).double()
-        # A network may convert to a fixed dtype and fail. The difference in single precision then counts.
+        # A network with a fixed dtype may fail, and the difference in single precision then decides.
         with suppress(Exception):
             exact_x = x.double() if x.is_floating_point() else x
             difference = describe_difference(exact_model, exact_merged, exact_x, 1e-6)
@@ -103,7 +103,7 @@ def check_merged(peft_model: PeftModel, merged: nn.Module, model: nn.Module, x: 
 
 
 def _not_merged(peft_model: PeftModel, reason: str) -> str:
-    """Return the error for an adapter that cannot be merged."""
+    """Return the text of the error for an adapter that cannot be merged."""
     method = type(peft_model.peft_config["default"]).__name__
     return (
         f"the adapter ({method}) cannot be merged into the weights: {reason}; use personal(client) or global_model(), "
@@ -115,7 +115,7 @@ def describe_difference(model: nn.Module, other: nn.Module, x: Tensor, tolerance
     """Describe by how much the logits of two networks differ.
 
     Args:
-        model: The first network. What it raises for ``x`` is raised.
+        model: The first network. Its errors are not caught.
         other: The second network.
         x: Images (B, ...) or texts.
         tolerance: Largest difference that is ignored, relative to the largest logit.
@@ -124,6 +124,7 @@ def describe_difference(model: nn.Module, other: nn.Module, x: Tensor, tolerance
         The description; None if the logits agree, or if the first network does not compute the same twice.
     """
     with torch.no_grad():
+        # Two passes with different seeds show whether the network draws random numbers.
         with seeded(0, "merging"):
             expected = model(x)
         with seeded(1, "merging"):

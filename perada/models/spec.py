@@ -55,9 +55,9 @@ class ModelSpec:
     def initial_state(self, adapted: AdaptedModel, index: int) -> State:
         """Return a random initialisation of the trained tensors.
 
-        Only random values differ between initialisations: those of the adapter, and those of the head, which is drawn
-        anew even if the weights came with one that fits. A network of the caller's own with ``pretrained=False`` is
-        drawn anew as a whole.
+        Only random values differ between initialisations: those of the adapter and of the head, which is reinitialised
+        even if the pretrained weights include one. If the caller passed a network with ``pretrained=False``, all of it
+        is reinitialised.
 
         Args:
             adapted: The model that :meth:`build` returned.
@@ -66,7 +66,7 @@ class ModelSpec:
         if index == 0:
             return get_state(adapted.model)
         model = self.build(index).model
-        # Other random networks are new in each build, but the caller's is a copy with the same values.
+        # Networks by name are random anew in each build, but one that the caller passed is copied with its values.
         is_random_copy = self.pretrained is False and isinstance(self.backbone, nn.Module)
         with seeded(self.seed, "model", index):
             reset_parameters(model, "" if is_random_copy else f"{adapted.backbone.head}.")
@@ -75,12 +75,12 @@ class ModelSpec:
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """Return the hexadecimal SHA-256 of the names and values of all tensors that are not trained."""
+    """Return the SHA-256 (hexadecimal) of the names and values of all tensors that are not trained."""
     trained = set(trained_keys(model))
     digest = hashlib.sha256()
     for key, value in sorted(model.state_dict().items()):
         if key not in trained:
             digest.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
-            # As bytes: NumPy has no bfloat16.
+            # As bytes, since NumPy has no bfloat16.
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -112,21 +112,22 @@ def register_transformers() -> None:
 
 
 class StackedScale(StackedLayer):
-    """C learned scales of the last axis, or of an image's channels.
+    """C learned scales of the last axis, or of the channels of feature maps.
 
     The original is timm's LayerScale, or a dictionary of PEFT with one parameter.
     """
 
     def forward(self, x_R: Tensor) -> Tensor:
-        """Scale (R, ..., D), or (R, D, H, W) where the tensor has four axes."""
+        """Scale (R, ..., D), or (R, D, H, W) if the scale has four axes."""
         original = self.original[0]
-        ((name, scale),) = original.named_parameters()
+        # The only parameter.
+        name, scale = next(original.named_parameters())
         if scale.dim() == 4:
             shape = [1, -1, 1, 1]
         else:
             shape = [1] * (x_R.dim() - 1) + [-1]
         out_R = self.scaled(x_R, shape, name)
-        # Under autocast PEFT returns to the dtype of its input, timm does not.
+        # Under autocast, PEFT converts the result back to the dtype of the input; timm does not.
         if isinstance(original, LayerScale):
             return out_R
         return out_R.to(x_R.dtype)
@@ -142,7 +143,7 @@ class StackedPrompts(StackedLayer):
     weight: Tensor
 
     def forward(self, x_R: Tensor) -> Tensor:
-        """Return the tokens (R, T, D) of each row's client for rows (R, ...)."""
+        """Return for each row (R, ...) the tokens of its client: (R, T, D)."""
         rows_per_client = len(x_R) // len(self.weight)
         return self.weight.repeat_interleave(rows_per_client, 0)
 
@@ -151,12 +152,14 @@ TWINS[Prompts] = StackedPrompts
 
 
 class StackedParamDict(nn.Module):
-    """A PEFT layer with parameters in dictionaries. For each of these it has a :class:`StackedScale`.
+    """Base class of the twins of PEFT layers with parameters in dictionaries.
+
+    Each dictionary is replaced by a :class:`StackedScale`.
 
     Args:
-        original: PEFT's layer.
-        children: What the fold has made of its children, by name.
-        context: The fold.
+        original: The layer of PEFT.
+        children: Replacements of its children in the folded model, by name.
+        context: Facts about the current pass.
     """
 
     dictionaries: ClassVar[frozenset[str]]
@@ -170,12 +173,16 @@ class StackedParamDict(nn.Module):
         for name in self.dictionaries:
             setattr(self, name, StackedScale(getattr(original, name), context))
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # a child, of whatever class it is
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # children are of any class
+        """Return a child. Only the annotation differs from nn.Module's, so that children can be called."""
         return super().__getattr__(name)
 
     @classmethod
     def param_dicts(cls, original: Any) -> frozenset[str]:  # noqa: ANN401  # a layer of PEFT
-        """Return the dictionaries to stack: all of them if they hold one adapter, which is trained; otherwise none."""
+        """Return the names of the dictionaries to stack.
+
+        All are stacked if they have a single adapter, which is trained; otherwise none is.
+        """
         dictionaries = [getattr(original, name) for name in cls.dictionaries]
         if original.merged or original.disable_adapters:
             return frozenset()
@@ -210,8 +217,9 @@ class StackedVera(StackedParamDict):
     def forward(self, x_R: Tensor) -> Tensor:
         """Map (R, ..., D_in) to (R, ..., D_out)."""
         layer = self.original[0]
-        ((adapter_name, matrix_A),) = self.vera_A.items()
-        # All layers share A and B, which have the sizes of the largest.
+        # The only adapter.
+        adapter_name, matrix_A = next(iter(self.vera_A.items()))
+        # All layers share A and B, which have the size of the largest layer.
         matrix_A = matrix_A[:, : layer.in_features]
         matrix_B = self.vera_B[adapter_name][: layer.out_features]
         out_R: Tensor = self.base_layer(x_R)
@@ -224,7 +232,7 @@ class StackedVera(StackedParamDict):
 class StackedDora(StackedLayer):
     """C vectors of DoRA's magnitudes (Liu et al., ICML 2024), for linear layers and convolutions.
 
-    The norm of a client's directions, base weight plus LoRA's, carries no gradient, as in PEFT.
+    As in PEFT, no gradient flows through the norm of a client's direction, the frozen weight plus s·B·A.
     """
 
     weight: Tensor
@@ -240,17 +248,17 @@ class StackedDora(StackedLayer):
         base_result: Tensor | None = None,
         adapter_name: str = "default",
     ) -> Tensor:
-        """Return the change that LoRA and the magnitudes make to the frozen layer's output.
+        """Return the difference that LoRA and the magnitudes make to the frozen layer's output.
 
-        The arguments are those of PEFT's layer.
+        PEFT calls this with the arguments of its own layer.
 
         Args:
             x_R: Input (R, ...) of the frozen layer.
-            lora_A: LoRA's projection down, of all clients.
-            lora_B: LoRA's projection up, of all clients.
+            lora_A: Stacked layer with the factors A of all clients.
+            lora_B: Stacked layer with the factors B of all clients.
             scaling: Scale s of LoRA.
             base_layer: The frozen layer.
-            base_result: Its output (R, ...). PEFT leaves it out if dropout changed ``x_R``.
+            base_result: Output (R, ...) of the frozen layer; None if dropout has changed ``x_R``.
             adapter_name: PEFT's name for the adapter.
         """
         frozen_weight = base_layer.weight
@@ -261,7 +269,7 @@ class StackedDora(StackedLayer):
             else:
                 base_result = F.linear(x_R, frozen_weight)
         elif base_layer.bias is not None:
-            # The magnitudes scale the weights only.
+            # The magnitudes scale the weights, but not the bias.
             base_result = base_result - base_layer.bias.view([-1, 1, 1] if is_convolution else [-1])
 
         norms = []
@@ -281,7 +289,14 @@ class StackedDora(StackedLayer):
     @staticmethod
     @torch.no_grad()
     def _direction_norm(frozen_weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
-        """Return the norm (D_out,) of each output's weights for one client."""
+        """Return the norm (D_out,) of the weights of each output for one client.
+
+        Args:
+            frozen_weight: Weight (D_out, D_in, ...) of the frozen layer.
+            down: Factor A (r, D_in, ...) of the client.
+            up: Factor B (D_out, r, ...) of the client.
+            scaling: Scale s of LoRA.
+        """
         product = up.flatten(1) @ down.flatten(1)
         norm: Tensor = torch.linalg.vector_norm(frozen_weight.flatten(1) + scaling * product, dim=1)
         return norm

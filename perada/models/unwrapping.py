@@ -13,18 +13,18 @@ from perada.adapters.prompt import PromptLayer
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
-    """Return a copy of a network without PEFT's layers that computes the same.
+    """Return a copy of a network that computes the same without PEFT's layers.
 
-    Adapters that PEFT can merge are merged into the weights. Layers that perada's methods add become plain ones, and a
-    trained head replaces the original.
+    Adapters that PEFT can merge are merged into the weights. Layers that perada's methods added become plain modules,
+    and the trained head replaces the original one.
     """
     model = copy.deepcopy(network)
-    # Attributes of PEFT and of transformers, which tell them that there is an adapter. transformers has the second as
-    # an attribute of the class as well.
+    # By these attributes, PEFT and transformers recognise networks with adapters. The class of a transformers network
+    # also has the second one.
     for name in ("peft_config", "_hf_peft_config_loaded"):
         if name in vars(model):
             delattr(model, name)
-    # Inner modules first: a layer of PEFT may be inside another one.
+    # Inner modules first, since a layer of PEFT may be inside another one.
     for path, module in reversed(list(model.named_modules())):
         plain = _plain_module(module)
         if plain is not module and path:
@@ -70,7 +70,7 @@ class SequentialAdapter(nn.Module):
         self.base_layer = base
         self.perada_added = added
         if isinstance(base, nn.Conv2d):
-            # A residual adapter that follows this module reads it.
+            # Another residual adapter that is added after this module reads this attribute.
             self.out_channels = base.out_channels
 
     def forward(self, x: Tensor) -> Tensor:
