@@ -33,20 +33,22 @@ Sampler = Literal["gaussian", "dirichlet"]
 class FedBE(Algorithm):
     """FedAvg with a Bayesian ensemble at the server: extra models are drawn from a fit to the clients' models.
 
-    Clients train and send their models, and keep nothing. The ensemble of the drawn models, the clients' models and
-    their mean is distilled into the mean on public images (their Algorithm 1; as everywhere in perada, the teachers'
-    logits are averaged). The result is the average of the student's states along the way (stochastic weight averaging).
-    All drawn models are in memory at the same time. Without distillation, every checkpoint holds the whole ensemble.
+    Chen and Chao, ICLR 2021. Clients train and send their models, and keep nothing. The ensemble of the drawn models,
+    the clients' models and their mean is distilled into the mean on public images (their Algorithm 1; as everywhere in
+    perada, the teachers' logits are averaged). The result is the average of the student's states during distillation
+    (stochastic weight averaging). All drawn models are in memory at the same time. Without distillation, every
+    checkpoint contains the complete ensemble.
 
     Args:
         sampler: ``gaussian`` draws from N(mean, diagonal of the variances) of the clients' models, ``dirichlet`` draws
             convex combinations of them (both in their Section 3).
-        samples: Number of models drawn each round.
-        distill: ``False`` lets the ensemble itself predict, by the mean of its probabilities.
-        average_from: Share of the distillation steps after which the student's states are averaged. 1 takes the last.
-        moments: The server fits the Gaussian to means of the clients' states and of the squares of their changes, which
-            they send too. The ensemble then has only the drawn models and the mean, so that sums over clients are all
-            that the server needs.
+        samples: Number of models drawn in each round.
+        distill: Whether the ensemble is distilled. Otherwise the ensemble predicts, by the mean of its probabilities.
+        average_from: Share of the distillation steps after which the student's states are averaged; 1 for the last
+            state only.
+        moments: Whether the Gaussian is fitted to the means of the clients' states and of the squares of their changes,
+            which clients also send. The server then requires only sums over clients, and the ensemble has only the
+            drawn models and the mean.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class FedBE(Algorithm):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep nothing; send the trained state, and with ``moments`` the scaled squares of its changes."""
+        """Keep nothing; send the trained state and, with ``moments``, the scaled squares of its change."""
         new_client_state, update = super().end_round(trained, client_state, received, tensor_names)
         squares = {}
         if self.moments:
@@ -95,7 +97,7 @@ class FedBE(Algorithm):
         return new_client_state, update | squares
 
     def server_step(self, server: ServerStep) -> State:
-        """Average and draw models; distil the ensemble into the average, or remember it."""
+        """Average the updates and draw models; then distil the ensemble into the average, or store it."""
         random = generator(server.seed, "fedbe", server.round)
         if self.moments:
             squares = [name for name in server.updates.names if name.startswith(SQUARE)]
@@ -116,9 +118,17 @@ class FedBE(Algorithm):
         return average
 
     def _draw_by_moments(self, server: ServerStep, squares: list[str], random: torch.Generator) -> State:
-        """Draw models (S, ...) from the mean and the variances of the clients' models, which come from sums only.
+        """Draw models from the mean and the variances of the clients' models, computed from sums over clients only.
 
-        With the changes d_m of the clients from the previous state, the variance is mean(d_m²) − mean(d_m)².
+        With the change d_m of client m from the previous state, the variance is mean(d_m²) − mean(d_m)².
+
+        Args:
+            server: The server's side of the round.
+            squares: Names of the updates that are squares of changes.
+            random: Generator of the draws.
+
+        Returns:
+            The models (S, ...).
         """
         means = server.updates.mean(server.weights)
         mean_squares = select(means, squares)
@@ -129,43 +139,46 @@ class FedBE(Algorithm):
                 mean_of_squares = mean_squares[SQUARE + name] / SCALE
                 mean_change = value - server.previous[name]
                 variance = mean_of_squares - mean_change.square()
-                # Rounding may leave less than 0.
+                # Rounding errors may make it negative.
                 spread[name] = variance.clamp(min=0).sqrt()
         return draw_gaussian(mean_model, spread, self.samples, random)
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
-        """Return the ensemble of the last round if it is not distilled, else the global model."""
+        """Return the ensemble of the last round or, if it was distilled, the global model."""
         if "members" in server_state:
             return server_state["members"]
         return super().members(global_state, server_state)
 
     @property
     def kind(self) -> str:
-        """The class, whether the ensemble is distilled, and whether it is drawn by moments."""
+        """Name of the class, with whether the ensemble is distilled and whether it is drawn by moments."""
         distillation = "with distillation" if self.distill else "without distillation"
         moments = ", by moments" if self.moments else ""
         return f"{type(self).__name__} {distillation}{moments}"
 
 
 SQUARE = "square/"
-"""Prefix of the names of what clients send with their models: squares of their changes, times :data:`SCALE`."""
+"""Prefix of the names of the squares of changes, which clients send in addition to their models."""
 SCALE = 2.0**12
 """Factor of these squares.
 
-Secure sums round to multiples of 2^−``fraction_bits``, by default 6·10⁻⁸, and the square of 10⁻⁴ is less than that.
+Secure sums round to multiples of 2^−``fraction_bits``, by default 6·10⁻⁸. The square of a change of 10⁻⁴ is less.
 """
 UNDRAWN = "running_var"
-"""Suffix of the names of tensors that must not be negative, and are not drawn."""
+"""Suffix of the names of tensors that must not be negative, and are therefore not drawn."""
 
 
 def draw_gaussian(center: State, spread: State, samples: int, random: torch.Generator) -> State:
-    """Draw S models (S, ...) from N(center, spread²); tensors without a spread are the center.
+    """Draw models from N(center, spread²); tensors without a spread are copies of the center.
 
     Args:
         center: Means, without a client axis.
-        spread: Standard deviations of what is drawn.
-        samples: S.
-        random: The generator, on the CPU, so that all devices have the same models.
+        spread: Standard deviations of the tensors to draw.
+        samples: Number S of models.
+        random: Generator on the CPU, so that all devices get the same models.
+
+    Returns:
+        The models (S, ...).
     """
     drawn = {}
     for key, value in center.items():
@@ -183,22 +196,25 @@ def sample_models(
     samples: int,
     random: torch.Generator,
 ) -> State:
-    """Draw S models (S, ...) from a distribution fitted to those of C clients, a stack (C, ...).
+    """Draw models from a distribution that is fitted to the models of C clients.
 
-    Counters are the clients' maximum. The Gaussian's running variances, which must not be negative, are the clients'
+    Counters are the clients' maximum. For the Gaussian, running variances, which must not be negative, are the clients'
     mean.
 
     Args:
         updates: The clients' models (C, ...).
-        weights: Weights (C,) of the Gaussian's mean and variances.
-        sampler: ``gaussian``, or ``dirichlet``, which has the distribution Dir(1, ..., 1).
-        samples: S.
-        random: The generator.
+        weights: Weight (C,) of each client in the Gaussian's mean and variances.
+        sampler: ``gaussian``, or ``dirichlet`` for the distribution Dir(1, ..., 1).
+        samples: Number S of models.
+        random: Generator on the CPU.
+
+    Returns:
+        The models (S, ...).
     """
     center = mean(updates, weights)
     floating = {key: value for key, value in updates.items() if value.is_floating_point()}
-    # Normalised exponential variables are distributed as Dir(1, ..., 1). They are drawn for the Gaussian too, whose own
-    # numbers come after them in the generator's stream.
+    # Normalised exponential variables have the distribution Dir(1, ..., 1). They are drawn for the Gaussian too, so
+    # that its numbers stay those that come next in the generator's stream.
     shares = torch.empty(samples, len(weights), dtype=torch.float64).exponential_(generator=random)
     shares /= shares.sum(1, keepdim=True)
     if sampler == "gaussian":
@@ -214,38 +230,38 @@ def sample_models(
         axes_of_one_model = [1] * (value.dim() - 1)
         shares_of_clients = shares.to(value).view(samples, len(weights), *axes_of_one_model)
         mixed[key] = (shares_of_clients * value).sum(1)
-    # Without a spread these are copies of the center, of which the counters stay.
+    # Without a spread these are copies of the center, from which only the counters are used.
     copies_of_center = draw_gaussian(center, {}, samples, random)
     return copies_of_center | mixed
 
 
 MODE = "mode"
-"""Name of the number of the mode that a client trains, which travels with what it receives and sends."""
+"""Name under which a client receives and sends the index of the mode that it trains."""
 BEST = "best mode"
-"""Name of the number of the mode with the least loss on a client's data, which travels with what it receives."""
+"""Name under which a client receives the index of the mode with the smallest loss on its data."""
 UNREPEATABLE = (APFL, FedDyn, MTL, Moon, Scaffold)
-"""Algorithms whose clients keep what belongs to the only global model."""
+"""Algorithms whose clients keep states that belong to a single global model."""
 
 
 class FedEnsemble(AlgorithmWrapper):
-    """K global models (modes) in one federation: a layer over another algorithm's local updates and server step.
+    """K global models (modes) in one federation, each trained by another algorithm (Shi et al., 2021).
 
-    Each mode starts from its own random initialisation. Clients are split once into Q strata. In an age of K rounds,
-    every stratum trains each mode once, in an order drawn anew for each stratum and age, and the server aggregates each
-    mode from the clients that had it (their Algorithm 1). So a client holds one mode in a round, as in FedAvg. The mean
-    of the modes' outputs predicts. Models that clients keep (Ditto, PerAda) are pulled towards the mode of the round.
-    With one mode this is the base algorithm.
+    Each mode starts from its own random initialisation. Clients are divided once into Q strata. In an age of K rounds,
+    every stratum trains each mode once, in an order that is drawn for each stratum and age. The server aggregates each
+    mode from the clients that trained it (their Algorithm 1). A client thus trains one model in a round, as in FedAvg.
+    Predictions are the average of the modes' outputs. Personal models (Ditto, PerAda) are pulled towards the mode of
+    the round. With one mode this is the base algorithm.
 
     Args:
-        base: What clients do with the mode they receive, and what the server does with what they send. Default: FedAvg.
-        modes: K.
-        strata: Q. Default: as many as modes, or as clients where there are fewer.
-        assignment: ``permutation`` as above, or ``loss``: a client takes the mode with the least loss on its own
-            training images, for which it is sent all modes.
-        average: What is averaged to predict: ``logits`` or ``probabilities``.
-        keeps: What a client of a base without personal models predicts with: the ``ensemble``, or the ``best`` mode,
-            which had the least loss on its training images when it last took part (mode 0 before). For ``best`` it is
-            sent all modes.
+        base: Algorithm of the clients' training and of the server step of each mode. Default: FedAvg.
+        modes: Number K of modes.
+        strata: Number Q of strata. Default: the number of modes, or of clients if there are fewer.
+        assignment: ``permutation`` as above; with ``loss`` a client trains the mode with the smallest loss on its
+            training images, for which it receives all modes.
+        average: Which outputs are averaged to predict: ``logits`` or ``probabilities``.
+        keeps: Which model clients without personal models predict with: the ``ensemble``, or the ``best`` mode, which
+            had the smallest loss on the client's training images when it last took part (mode 0 before). For ``best``,
+            clients receive all modes.
     """
 
     def __init__(
@@ -283,7 +299,7 @@ class FedEnsemble(AlgorithmWrapper):
         self.compares_models = modes > 1 and (assignment == "loss" or keeps == "best")
 
     def _check_repeatable(self) -> None:
-        """Raise if the base does not support several global models, each with its own clients in a round."""
+        """Raise an OptionError if the base does not support several global models with different clients in a round."""
         base = self.base
         has_one_model = base.sends_updates and base.global_model and not base.is_ensemble
         if not has_one_model or isinstance(base, UNREPEATABLE) or base.personalization():
@@ -298,7 +314,7 @@ class FedEnsemble(AlgorithmWrapper):
 
     @property
     def kind(self) -> str:
-        """The class, the base, and the number of modes."""
+        """Name of the class, with the base and the options that determine the saved states."""
         strata = self.modes if self.strata is None else self.strata
         return (
             f"{type(self).__name__} of {self.modes} modes of {self.base.kind}, {strata} strata, assigned by "
@@ -307,11 +323,11 @@ class FedEnsemble(AlgorithmWrapper):
 
     @property
     def is_ensemble(self) -> bool:
-        """The modes predict together."""
+        """Always true, since the modes predict together."""
         return True
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if there are more strata than clients, or the base does not support the trained tensors."""
+        """Raise a ValueError if there are more strata than clients, or if the base does not support the tensors."""
         if self.strata is not None and self.strata > num_clients:
             raise OptionError(
                 f"strata={self.strata} exceeds the number of clients, {num_clients}; set strata to at most "
@@ -326,7 +342,7 @@ class FedEnsemble(AlgorithmWrapper):
         return _stacked([make(mode) for mode in range(self.modes)])
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """Keep what the base keeps of the first mode, and the number of the best mode where clients predict with it."""
+        """Keep what the base keeps, with the first mode as its global state, and the index of the best mode if used."""
         first_mode = unstack(initial)[0]
         client_state = self.base.initial_client_state(first_mode, tensor_names)
         if self.keeps == "best":
@@ -335,38 +351,43 @@ class FedEnsemble(AlgorithmWrapper):
         return client_state
 
     def broadcast(self, sending: Broadcast) -> State:
-        """Send each client its mode, as the base sends a global state, and the numbers of its mode and its best one."""
-        best = torch.zeros(len(sending.clients), dtype=torch.long)
+        """Send each client its mode as the base sends a global state, and the indices of that and of its best mode."""
+        best_modes = torch.zeros(len(sending.clients), dtype=torch.long)
         if sending.losses is not None:
-            best = sending.losses.argmin(1)
+            best_modes = sending.losses.argmin(1)
         if self.assignment == "loss":
-            modes = best
+            modes = best_modes
         else:
             strata = self.strata or min(self.modes, sending.num_clients)
             schedule = mode_schedule(sending.seed, sending.round, sending.num_clients, self.modes, strata)
             modes = schedule[list(sending.clients)]
         device = device_of(sending.global_state)
-        numbers = {MODE: modes.to(device)}
+        indices = {MODE: modes.to(device)}
         if self.keeps == "best":
-            numbers[BEST] = best.to(device)
-        return self._broadcast_modes(sending, modes) | numbers
+            indices[BEST] = best_modes.to(device)
+        return self._broadcast_modes(sending, modes) | indices
 
     def _broadcast_modes(self, sending: Broadcast, modes: Tensor) -> State:
-        """Return what the base sends each client of its mode in ``modes`` (C,)."""
-        # What all clients would receive of each mode.
-        stacks = []
+        """Return the states (C, ...) that the base sends to clients with different modes.
+
+        Args:
+            sending: The server's knowledge, with all modes as its global state.
+            modes: Index (C,) of each client's mode.
+        """
+        # For each mode, the states that all clients would receive if it were theirs.
+        sent_by_mode = []
         for mode in unstack(sending.global_state):
-            stacks.append(self.base.broadcast(replace(sending, global_state=mode)))
+            sent_by_mode.append(self.base.broadcast(replace(sending, global_state=mode)))
         if self.modes == 1:
-            return stacks[0]
+            return sent_by_mode[0]
         received = {}
-        for key in stacks[0]:
-            rows = [stacks[mode][key][client] for client, mode in enumerate(modes.tolist())]
+        for key in sent_by_mode[0]:
+            rows = [sent_by_mode[mode][key][client] for client, mode in enumerate(modes.tolist())]
             received[key] = torch.stack(rows)
         return received
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train the stacks of the base."""
+        """Train the states that the base trains."""
         sent_by_base = without(received, (MODE, BEST))
         return self.base.begin_round(client_state, sent_by_base, tensor_names)
 
@@ -377,7 +398,7 @@ class FedEnsemble(AlgorithmWrapper):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep and send what clients of the base do, and the numbers of the best mode and of the trained one."""
+        """Keep and send the states of the base; also keep the index of the best mode and send that of the trained one."""
         new_client_state, update = self.base.end_round(trained, client_state, received, tensor_names)
         if self.keeps == "best":
             new_client_state = new_client_state | {BEST: {BEST: received[BEST]}}
@@ -385,12 +406,12 @@ class FedEnsemble(AlgorithmWrapper):
 
     def server_step(self, server: ServerStep) -> State:
         """Take the base's server step for each mode that a client trained; the others are unchanged."""
-        # The host waits for the device here, once for all modes.
+        # The host waits for the device only here, once for all modes.
         mode_of_client = server.updates.gathered(MODE).tolist()
         modes = unstack(clone(server.previous))
         for mode in sorted(set(mode_of_client)):
             rows = [row for row, trained_mode in enumerate(mode_of_client) if trained_mode == mode]
-            # Each mode has server tensors, whose names are distinguished by a prefix.
+            # Each mode has its own server tensors, whose names have a prefix.
             prefix = f"mode_{mode}/"
             step_of_mode = _part_of_step(server, rows, modes[mode], prefix)
             modes[mode] = modes[mode] | self.base.server_step(step_of_mode)
@@ -403,23 +424,24 @@ class FedEnsemble(AlgorithmWrapper):
         return global_state
 
     def personal(self, client_state: Stacks, global_state: State) -> State:
-        """Predict with the best mode, or with what the base predicts with."""
+        """Predict with the best mode of each client, or as the base does."""
         if self.keeps == "best":
             return gather(global_state, client_state[BEST][BEST].tolist())
         return self.base.personal(client_state, global_state)
 
 
 def _part_of_step(server: ServerStep, rows: Sequence[int], mode: State, prefix: str) -> ServerStep:
-    """Return the server's step for one mode.
+    """Return the server step of a single mode.
 
     Args:
-        server: The step for all modes.
-        rows: The clients that trained the mode, by their place.
-        mode: The mode before the round.
-        prefix: Prefix of the names of the server's tensors of this mode.
+        server: The server step of all modes.
+        rows: Indices, among the round's clients, of those that trained the mode.
+        mode: State of the mode before the round.
+        prefix: Prefix of the names of the mode's server tensors.
     """
     clients = server.clients
     weights = server.weights
+    # With all clients the weights stay as they are, to the last bit.
     if len(rows) < len(clients):
         clients = tuple(clients[row] for row in rows)
         weights = weights[rows] / weights[rows].sum()
@@ -438,16 +460,28 @@ def _part_of_step(server: ServerStep, rows: Sequence[int], mode: State, prefix: 
 
 
 def _stacked(states: list[State]) -> State:
-    """Stack states. A single one keeps its memory layout, on which the last bits of a convolution depend."""
+    """Stack states (K, ...)."""
     if len(states) == 1:
+        # A view, which keeps the memory layout: the last bits of a convolution depend on it.
         return expand(states[0], 1)
     return stack(states)
 
 
 def mode_schedule(seed: int, round: int, num_clients: int, modes: int, strata: int) -> Tensor:
-    """Return the mode (M,), one of K, that each of M clients would train in a round, counted from 0.
+    """Return the mode that each client would train in a round.
 
-    The Q ``strata`` are random sets of clients, whose sizes differ by at most one. An age is K rounds.
+    Strata are random sets of clients, whose sizes differ by at most one. In each age of K rounds, a stratum trains
+    every mode once.
+
+    Args:
+        seed: Seed of the run.
+        round: Number of the round, counted from 0.
+        num_clients: Number M of all clients.
+        modes: Number K of modes.
+        strata: Number Q of strata.
+
+    Returns:
+        Index (M,) of the mode of each client.
 
     >>> torch.stack([mode_schedule(0, round, 4, 3, 2) for round in range(3)]).sort(0).values.tolist()
     [[0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 2, 2]]

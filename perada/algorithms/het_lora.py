@@ -30,7 +30,7 @@ from perada.server.aggregate import Aggregation, ServerRule
 from perada.server.low_rank import client_pairs, product_norm
 
 RANK = "lora/rank"
-"""Name of a client's rank, which travels with what it receives."""
+"""Name under which a client receives its rank."""
 
 
 class HetLoRA(AlgorithmWrapper):
@@ -40,29 +40,29 @@ class HetLoRA(AlgorithmWrapper):
 
     1. A client receives the first r_m columns of B and rows of A (the paper's truncation).
     2. It trains and keeps what clients of the base do, at its rank.
-    3. The server takes what it sends as zero beyond its rank (zero-padding).
-    4. Each layer's B and A are averaged with weights in proportion to ‖B_m·A_m‖, the Frobenius norm of the product of
-       what the client sent (sparsity-weighted aggregation); all else that is trained is averaged as in the base.
+    3. The server pads the client's factors with zeros to rank r (zero-padding).
+    4. B and A of each layer are averaged with weights proportional to ‖B_m·A_m‖, the Frobenius norm of the product that
+       the client sent (sparsity-weighted aggregation). All other tensors are averaged as in the base.
 
-    A factor that a client does not send counts as the server has it. Where all products are zero, or the server's rule
-    is not a function of the mean, the base's weights count: with ``svd`` the server is FlexLoRA's (Bai et al., NeurIPS
-    2024), and the columns that are cut off are those of the smallest singular values. A round whose clients all have
-    less than rank r leaves the rest of B and A zero, which has no gradient any more (but with ``svd``): a warning says
-    so.
+    If a client does not send a factor, that of the server is used in the product. If all products are zero, or if the
+    server rule is not a function of the mean, the weights of the base are used. With ``server_rule='svd'`` this is
+    FlexLoRA (Bai et al., NeurIPS 2024), where truncation removes the columns with the smallest singular values. If no
+    client of a round has rank r, the remaining rows and columns become zero and (except with ``svd``) never have a
+    gradient again, of which a warning is given.
 
-    A client has the adapter's scale s = α/r, whatever its r_m: with α/r_m, the same columns would mean another matrix
-    to each client, and their average none. A client predicts with its rank too, in a base without personal models
-    with the global one, cut. All clients have tensors of rank r, of which nothing beyond r_m is ever other than zero,
-    under noise of differential privacy as well. With privacy of whole clients, of whom the server sees only the noisy
-    mean, the weights are equal. The paper's self-pruning, a loss on the last columns of B and rows of A that lowers r_m
-    as they shrink, is left out.
+    All clients use the adapter's scale s = α/r. With α/r_m, the same columns would represent different matrices at
+    different clients and could not be averaged. A client also predicts with its rank: without personal models, with the
+    truncated global model. All tensors have rank r and are zero beyond r_m, even with the noise of differential
+    privacy. With client-level privacy the server sees only the noisy mean, so the weights are equal. The paper's
+    self-pruning, a loss that lowers r_m as the last columns of B and rows of A shrink, is not implemented.
 
     Args:
-        base: What clients do. Default: FedAvg, as in the paper.
-        ranks: The r_m. A list is dealt to the clients in turn, by their numbers; a mapping has the rank of each client,
-            by its name or number. Default: r, r/2 and r/4 in turn.
-        sizes: Rising numbers of training images. A client with fewer than the first has the first of the ``ranks``, one
-            with fewer than the second has the second, and so on; ``ranks`` then is a list with one entry more.
+        base: Algorithm of the clients. Default: FedAvg, as in the paper.
+        ranks: The ranks r_m. The entries of a list are assigned to the clients in turn, by their numbers. A dictionary
+            has the rank of each client, by its name or number. Default: r, r/2 and r/4 in turn.
+        sizes: Increasing numbers of training images, one fewer than ``ranks``, which must be a list. A client with
+            fewer images than the first number has the first rank, one with fewer than the second has the second, and so
+            on.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class HetLoRA(AlgorithmWrapper):
         _check_ranks(ranks, sizes)
 
     def lora_rank(self, number: int, name: str, size: int | None, most: int) -> int:
-        """Return a client's rank according to the options."""
+        """Return the rank that the options assign to a client; raise an OptionError if it exceeds ``most``."""
         rank = self._chosen_rank(number, name, size, most)
         if rank > most:
             raise OptionError(
@@ -100,7 +100,14 @@ class HetLoRA(AlgorithmWrapper):
         return rank
 
     def _chosen_rank(self, number: int, name: str, size: int | None, most: int) -> int:
-        """Return the rank that the options assign to a client, which may exceed ``most``."""
+        """Return the rank that the options assign to a client.
+
+        Args:
+            number: Id of the client.
+            name: Name of the client.
+            size: Number of its training images; None if unknown.
+            most: Rank of the adapter, from which the default is derived.
+        """
         if isinstance(self.ranks, Mapping):
             rank_of = {str(key): rank for key, rank in self.ranks.items()}
             rank = rank_of.get(name, rank_of.get(str(number)))
@@ -124,12 +131,12 @@ class HetLoRA(AlgorithmWrapper):
         return ranks[bisect(self.sizes, size)]
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the adapter has no LoRA factors, or the base does not support it."""
+        """Raise a ValueError if the adapter has no LoRA factors, or if the base does not support it."""
         check_factors(type(self).__name__, tensor_names)
         self.base.check(tensor_names, num_clients)
 
     def broadcast(self, sending: Broadcast) -> State:
-        """Send what the base sends, cut to each client's rank, and the ranks (C,)."""
+        """Send the states of the base, cut to each client's rank, and the ranks (C,)."""
         factors = sending.tensor_names.factors
         example = sending.global_state[factors[0].down]
         lora_ranks = sending.lora_ranks or (example.shape[0],) * len(sending.clients)
@@ -137,12 +144,14 @@ class HetLoRA(AlgorithmWrapper):
         return cut_ranks(self.base.broadcast(sending), factors, ranks) | {RANK: ranks}
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train the stacks of the base, made from what a client keeps at its rank: at first it keeps rank r."""
+        """Train the states of the base, cut to each client's rank."""
         ranks, received = _split_ranks(received)
-        return self.base.begin_round(_cut(client_state, tensor_names, ranks), received, tensor_names)
+        # What a client keeps before its first round has rank r.
+        client_state = _cut(client_state, tensor_names, ranks)
+        return self.base.begin_round(client_state, received, tensor_names)
 
     def client_step(self, step: ClientStep) -> None:
-        """Take the base's step, then zero whatever noise and pulls left beyond the ranks."""
+        """Take the base's step; after each optimiser step, set everything beyond the ranks to zero."""
         self.base.client_step(_RankCutStep(step))
 
     def end_round(
@@ -152,21 +161,21 @@ class HetLoRA(AlgorithmWrapper):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep and send what clients of the base do, cut to each client's rank."""
+        """Keep and send the states of the base, cut to each client's rank."""
         ranks, received = _split_ranks(received)
         client_state = _cut(client_state, tensor_names, ranks)
         new_client_state, update = self.base.end_round(trained, client_state, received, tensor_names)
         return _cut(new_client_state, tensor_names, ranks), cut_ranks(update, tensor_names.factors, ranks)
 
     def server_step(self, server: ServerStep) -> State:
-        """Take the base's server step, in which means of factors are weighted by the norms of their products."""
+        """Take the base's server step, averaging factors with weights proportional to the norms of their products."""
         if server.rule.function_of_mean:
             rule = _NormWeightedRule(server.rule, server.tensor_names.factors, self._largest_rank())
             server = replace(server, rule=rule)
         return self.base.server_step(server)
 
     def _largest_rank(self) -> int | None:
-        """Return the largest rank of a client; None if it is the adapter's."""
+        """Return the largest rank of a client; None if it is the rank of the adapter."""
         if not self.ranks:
             return None
         if isinstance(self.ranks, Mapping):
@@ -174,7 +183,7 @@ class HetLoRA(AlgorithmWrapper):
         return max(self.ranks)
 
     def personalization(self) -> tuple[Algorithm, Phase] | None:
-        """Return what clients of the base train after the last round, at their ranks."""
+        """Return the base's training after the last round, at the clients' ranks."""
         tuning = self.base.personalization()
         if tuning is None:
             return None
@@ -183,7 +192,7 @@ class HetLoRA(AlgorithmWrapper):
 
 
 def _check_ranks(ranks: object, sizes: object) -> None:
-    """Raise if ``ranks`` or ``sizes`` is invalid: ``sizes`` must divide the clients among the ranks."""
+    """Raise an OptionError if ``ranks`` or ``sizes`` is invalid; there must be one rank more than sizes."""
     if ranks is not None and (not isinstance(ranks, list | tuple | Mapping) or not ranks):
         raise invalid_option("ranks", ranks, "a list such as [2, 4, 8] or a dictionary {client: rank}")
     values = ranks.values() if isinstance(ranks, Mapping) else ranks
@@ -202,20 +211,24 @@ def _check_ranks(ranks: object, sizes: object) -> None:
 
 
 def _split_ranks(received: State) -> tuple[Tensor, State]:
-    """Split what clients received into their ranks (C,) and what the base sent."""
+    """Split the states (C, ...) that clients received into their ranks (C,) and the states of the base."""
     sent_by_base = without(received, {RANK})
     return received[RANK], sent_by_base
 
 
 def _cut(stacks: Stacks, tensor_names: TensorNames, ranks: Tensor) -> Stacks:
+    """Cut the states (C, ...) of all roles to the clients' ranks (C,)."""
     return {role: cut_ranks(stack, tensor_names.factors, ranks) for role, stack in stacks.items()}
 
 
 class _RankCutStep:
-    """A local step whose states are always zero beyond the clients' ranks. Satisfies :class:`ClientStep`.
+    """A local step (:class:`ClientStep`) whose states are always zero beyond the clients' ranks.
 
-    The base sees what clients kept cut to their ranks, and every step of the optimiser is followed by a cut. All else
-    is passed on to the step inside.
+    The states that clients kept are cut to their ranks, and so are the states after every optimiser step. All other
+    calls are forwarded.
+
+    Args:
+        step: The step to wrap.
     """
 
     def __init__(self, step: ClientStep) -> None:
@@ -268,21 +281,21 @@ class _RankCutStep:
             for name in roles:
                 state = self.states[name]
                 for key, value in cut_ranks(state, self.tensor_names.factors, self._ranks).items():
-                    # What has no rank comes back as the same tensor, and needs no copy.
+                    # Tensors that are not factors are returned as they are.
                     if value is not state[key]:
                         state[key].copy_(value)
 
 
 class _NormWeightedRule(ServerRule):
-    """A rule on the mean in which factors are averaged with weights proportional to ‖B_m·A_m‖.
+    """A server rule that averages factors with weights proportional to ‖B_m·A_m‖, by another rule on the mean.
 
-    The rule inside averages with the clients' aggregation weights p_m. So what client m sent is scaled by
-    ‖B_m·A_m‖ / Σ_k ‖B_k·A_k‖ / p_m before.
+    The other rule averages with the clients' aggregation weights p_m. To give client m the weight
+    w_m = ‖B_m·A_m‖ / Σ_k ‖B_k·A_k‖, its factors are multiplied by w_m / p_m before.
 
     Args:
-        rule: The rule inside.
-        factors: The pairs of factors.
-        largest_rank: The largest rank of a client; None if it is the adapter's.
+        rule: The other rule.
+        factors: Names of each layer's factors.
+        largest_rank: The largest rank of a client; None if it is the rank of the adapter.
     """
 
     function_of_mean = True
@@ -293,7 +306,7 @@ class _NormWeightedRule(ServerRule):
         self._largest_rank = largest_rank
 
     def check(self, clients: int) -> None:
-        """Raise if the rule does not support this number of clients."""
+        """Raise a ValueError if the rule does not support this number of clients."""
         self.rule.check(clients)
 
     def __call__(self, aggregation: Aggregation) -> State:
@@ -302,7 +315,7 @@ class _NormWeightedRule(ServerRule):
         for pair, norms in zip(self._factors, self._product_norms(aggregation), strict=True):
             total_norm = norms.sum()
             if total_norm <= 0:
-                # The mean with the weights p_m stays.
+                # Nothing is scaled, so the mean has the weights p_m.
                 continue
             scale = norms / total_norm / aggregation.weights.to(norms)
             local_scale = scale[updates.places]
@@ -316,7 +329,11 @@ class _NormWeightedRule(ServerRule):
         return result
 
     def _product_norms(self, aggregation: Aggregation) -> Tensor:
-        """Compute ‖B_m·A_m‖ of each layer and client, (layers, C) on the CPU. A collective."""
+        """Compute ‖B_m·A_m‖ for each layer and client. A collective: all ranks must call this.
+
+        Returns:
+            The norms (layers, C) in float64 on the CPU, of the clients of all ranks.
+        """
         updates = aggregation.updates
         factors: State = {}
         for pair in self._factors:
@@ -324,7 +341,7 @@ class _NormWeightedRule(ServerRule):
                 if name in updates:
                     factors[name] = updates.local_rows[name].detach()
                 else:
-                    # A factor that clients do not send is the server's.
+                    # Clients do not send this factor, so all have that of the server.
                     value = aggregation.previous[name].detach()
                     factors[name] = value.expand(len(updates.places), *value.shape)
         factors = _to_cpu(factors)
@@ -333,11 +350,12 @@ class _NormWeightedRule(ServerRule):
             products = client_pairs(factors[pair.up], factors[pair.down])
             for place, product in zip(updates.places, products, strict=True):
                 norms[layer, place] = product_norm(product)
+        # Each rank has filled in its clients; the others are zero.
         updates.ranks.sum_([norms])
         return norms
 
     def _warn_of_lost_ranks(self, aggregation: Aggregation, result: State) -> None:
-        """Warn where rows of A and the matching columns of B became zero: neither will ever have a gradient again."""
+        """Warn if rows of A and the corresponding columns of B became zero, which never have a gradient again."""
         before = _used_ranks(aggregation.previous, self._factors, self._largest_rank)
         after = _used_ranks(aggregation.previous | result, self._factors, self._largest_rank)
         for rank_before, rank_after in zip(before, after, strict=True):
@@ -352,7 +370,7 @@ class _NormWeightedRule(ServerRule):
 
 
 def _to_cpu(state: State) -> State:
-    """Copy tensors to the CPU, batched by dtype since the host waits for each copy."""
+    """Return a state on the CPU, copied as one buffer for each dtype, since the host waits for every copy."""
     if not state or device_of(state).type == "cpu":
         return state
     names_by_dtype: dict[torch.dtype, list[str]] = {}
@@ -368,7 +386,13 @@ def _to_cpu(state: State) -> State:
 
 
 def _used_ranks(state: State, factors: Sequence[Factors], largest_rank: int | None) -> list[int]:
-    """Count how many of a layer's first rows of A and columns of B are not both zero, for each layer."""
+    """Return for each layer the number of rows of A and columns of B, with the same index, that are not both zero.
+
+    Args:
+        state: A state without a client axis.
+        factors: Names of each layer's factors.
+        largest_rank: Number of rows and columns to look at, from the first; None for all.
+    """
     if not factors:
         return []
     num_used = []
@@ -376,5 +400,5 @@ def _used_ranks(state: State, factors: Sequence[Factors], largest_rank: int | No
         rows = state[pair.down][:largest_rank].flatten(1)
         columns = state[pair.up].transpose(0, 1)[:largest_rank].flatten(1)
         num_used.append((rows.any(1) | columns.any(1)).sum())
-    # One copy from the device for all layers: the host waits for it.
+    # One copy for all layers, since the host waits for it.
     return torch.stack(num_used).tolist()
