@@ -398,7 +398,7 @@ class FedEnsemble(AlgorithmWrapper):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep and send the states of the base; also keep the index of the best mode and send that of the trained one."""
+        """Keep and send the states of the base, keep the index of the best mode, and send that of the trained one."""
         new_client_state, update = self.base.end_round(trained, client_state, received, tensor_names)
         if self.keeps == "best":
             new_client_state = new_client_state | {BEST: {BEST: received[BEST]}}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FedAvg (McMahan et al., AISTATS 2017), algorithms that add one thing to it, and standalone training."""
+"""FedAvg (McMahan et al., AISTATS 2017), algorithms that make one change to it, and standalone training."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ class FedAvg(Algorithm):
 
 
 class Standalone(Algorithm):
-    """Standalone training: clients train and keep their personal state. They send nothing; the global state stays."""
+    """Standalone training: clients train and keep a personal state. They send nothing; the global state never changes."""
 
     inference = "personal"
     roles = ("personal",)
@@ -25,7 +25,7 @@ class Standalone(Algorithm):
     unsent = frozenset({"personal"})
 
     def client_step(self, step: ClientStep) -> None:
-        """Take a step on the client's own loss."""
+        """Take a step on the client's loss."""
         step.descend("personal", step.loss("personal"))
 
 
@@ -33,7 +33,7 @@ class FedAvgFT(Algorithm):
     """FedAvg+FT: after the last round of FedAvg, every client fine-tunes the global state and keeps the result.
 
     Args:
-        finetune_epochs: Epochs of that fine-tuning, above 0.
+        finetune_epochs: Number of epochs of the fine-tuning, > 0.
     """
 
     def __init__(self, finetune_epochs: float = 1) -> None:
@@ -41,12 +41,12 @@ class FedAvgFT(Algorithm):
         self.finetune_epochs = finetune_epochs
 
     def personalization(self) -> tuple[Algorithm, Phase]:
-        """Train without communication, from the global state."""
+        """Return standalone training, which starts from the global state."""
         return Standalone(), Phase("personalize", self.finetune_epochs)
 
 
 class StandaloneHead(Standalone):
-    """Standalone training of the head; all else is unchanged except running statistics, which follow the passes."""
+    """Standalone training of the head; otherwise only running statistics change, which every pass updates."""
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """Train the head."""
@@ -54,14 +54,14 @@ class StandaloneHead(Standalone):
 
 
 class FedBABU(FedAvgFT):
-    """FedAvg of the body under a head frozen at its initial value, which every client fine-tunes after the last round.
+    """FedAvg of the body with a frozen initial head, which every client fine-tunes after the last round.
 
-    Oh et al. (ICLR 2022). The global model is the averaged body with the initial head. That head is the
-    same for all and is never sent back.
+    Oh et al. (ICLR 2022). The global model is the averaged body with the initial head, which is the same for all
+    clients and is never sent back.
 
     Args:
-        finetune_epochs: Epochs of the fine-tuning, above 0.
-        tunes: What is fine-tuned: the ``head``, or ``all``.
+        finetune_epochs: Number of epochs of the fine-tuning, > 0.
+        tunes: Which parameters are fine-tuned: those of the ``head``, or ``all``.
     """
 
     def __init__(self, finetune_epochs: float = 1, tunes: Literal["head", "all"] = "head") -> None:
@@ -70,7 +70,7 @@ class FedBABU(FedAvgFT):
         self.tunes = tunes
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if no head, or nothing but the head, is trained."""
+        """Raise a ValueError if the adapter does not train a head, or trains nothing else."""
         trains_head = bool(tensor_names.head)
         trains_body = tensor_names.head != set(tensor_names.parameters)
         if trains_head and trains_body:
@@ -82,7 +82,7 @@ class FedBABU(FedAvgFT):
         )
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Train all but the head."""
+        """Train all parameters but those of the head."""
         return tuple(key for key in tensor_names.parameters if key not in tensor_names.head)
 
     def end_round(
@@ -92,12 +92,12 @@ class FedBABU(FedAvgFT):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep nothing, send all but the head."""
+        """Keep nothing; send the body."""
         body = without(trained["local"], tensor_names.head)
         return {}, body
 
     def personalization(self) -> tuple[Algorithm, Phase]:
-        """Train the head, or everything, from the global state without communication."""
+        """Return standalone training of the head, or of all parameters, from the global state."""
         phase = Phase("personalize", self.finetune_epochs)
         if self.tunes == "head":
             return StandaloneHead(), phase
@@ -108,7 +108,7 @@ class FedProx(Algorithm):
     """FedAvg whose clients minimise loss + μ/2 ||w_m − w||², with w as received (Li et al., MLSys 2020, Equation 2).
 
     Args:
-        prox_strength: μ. With 0 this is FedAvg.
+        prox_strength: Strength μ of the pull. With 0 this is FedAvg.
     """
 
     def __init__(self, prox_strength: float = 0.1) -> None:
@@ -122,9 +122,9 @@ class FedProx(Algorithm):
 
 
 class FedDF(Algorithm):
-    """FedAvg, then the ensemble of the clients' models is distilled into the average on public images.
+    """FedAvg, after which the ensemble of the clients' models is distilled into the average on public images.
 
-    Lin et al. (NeurIPS 2020), Algorithm 1: the student starts as the average, and its teacher is the mean of the
+    Lin et al. (NeurIPS 2020), Algorithm 1: the student starts from the average, and its teacher is the mean of the
     clients' logits. Without distillation steps this is FedAvg.
     """
 
@@ -132,20 +132,20 @@ class FedDF(Algorithm):
 
 
 class FedDyn(Algorithm):
-    """FedAvg with a dynamic regulariser that makes the clients' optima agree with the server's (their Algorithm 1).
+    """FedAvg with a dynamic regulariser that makes the clients' optima agree with the server's.
 
-    Of Acar et al. (ICLR 2021). w is the global model as received, w_m the client's, h_m and h what client and server
-    remember, zero at first:
+    Acar et al. (ICLR 2021), Algorithm 1. w is the received global model and w_m the model of client m. The client keeps
+    h_m and the server keeps h, which are both initially zero:
 
     1. A client minimises loss − <h_m, w_m> + α/2 ||w_m − w||² and sends w_m.
     2. It keeps h_m ← h_m − α (w_m − w).
-    3. The server takes h ← h − α/M Σ (w_m − w) over the round's clients, M being the number of all.
+    3. The server sets h ← h − α/M Σ (w_m − w), summed over the clients of the round, where M is the number of all.
     4. The new global model is mean(w_m) − h/α.
 
     Running statistics of norms are averaged.
 
     Args:
-        alpha: α, above 0.
+        alpha: Strength α of the regulariser, > 0.
     """
 
     def __init__(self, alpha: float = 0.1) -> None:
@@ -153,7 +153,7 @@ class FedDyn(Algorithm):
         self.alpha = alpha
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """Keep h_m, zero at first."""
+        """Keep h_m, which is initially zero."""
         return {"gradient": {key: torch.zeros_like(initial[key]) for key in tensor_names.parameters}}
 
     def client_step(self, step: ClientStep) -> None:
@@ -170,7 +170,7 @@ class FedDyn(Algorithm):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep h_m − α (w_m − w), send w_m."""
+        """Keep h_m − α (w_m − w); send w_m."""
         w = received
         w_m = trained["local"]
         new_h = {}

@@ -14,16 +14,17 @@ class FedROD(Algorithm):
 
     A client trains the received model θ_m on the balanced softmax (Ren et al., NeurIPS 2020),
     −log( n_y^γ exp g_y / Σ_c n_c^γ exp g_c ), where g are its logits and n_c the client's number of training images of
-    class c, and sends it. Its personal head φ_m is trained on the plain loss of the logits g + φ_m(f), where neither g
-    nor f, which the head is given, pass a gradient on. A client predicts with the newest global model and φ_m: both
-    heads are linear, so they add up to one.
+    class c, and sends it. Its personal head φ_m is trained on the cross-entropy of the logits g + φ_m(f), where f are
+    the features that the head receives; no gradient flows to g and f. A client predicts with the newest global model
+    and
+    φ_m: both heads are linear, so their sum is one linear head.
 
-    Both losses are of one pass, before either step. The paper does not say where φ_m starts: here at 0, so that a
-    client begins with the global model. φ_m is trained at the rate of the personal role. The paper's hypernetwork,
-    which makes φ_m of the n_c, is left out.
+    Both losses are computed from the same pass, before either step. The paper leaves open where φ_m starts; here it is
+    0, so that a client starts with the global model. φ_m has the learning rate of the personal role. The paper's
+    hypernetwork, which computes φ_m from the n_c, is not implemented.
 
     Args:
-        gamma: γ. With 0 the global model is FedAvg's.
+        gamma: Exponent γ of the class counts. With 0 the global model is that of FedAvg.
     """
 
     inference = "personal"
@@ -35,7 +36,7 @@ class FedROD(Algorithm):
         self.gamma = gamma
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the head is not trained as a linear layer, with a weight and at most a bias."""
+        """Raise a ValueError unless the head is trained as a linear layer, with a weight and at most a bias."""
         trains_weight = f"{tensor_names.head_module}.weight" in tensor_names.head
         if not trains_weight or len(tensor_names.head) > 2:
             raise ValueError(
@@ -45,11 +46,11 @@ class FedROD(Algorithm):
             )
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """Keep φ_m, zero at first."""
+        """Keep φ_m, which is initially zero."""
         return {"personal": {key: torch.zeros_like(initial[key]) for key in sorted(tensor_names.head)}}
 
     def client_step(self, step: ClientStep) -> None:
-        """Take a step on θ_m from the balanced softmax, and one on φ_m from the plain loss."""
+        """Take a step on θ_m with the balanced softmax, and one on φ_m with the cross-entropy."""
         logits, features = step.outputs("local")
         personal_logits = logits.detach()
         for value in step.states["personal"].values():

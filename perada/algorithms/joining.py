@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of a client that joins after the last round, and a run's record of its algorithm."""
+"""Training of a client that joins a run after its last round, and the record of a run's algorithm."""
 
 import inspect
 from collections.abc import Mapping
@@ -21,10 +21,9 @@ from perada.core.states import State
 
 
 class Joining(ClientSideWrapper):
-    """The client side of another algorithm: it sends nothing, and the server's state is unchanged.
+    """The client's side of another algorithm, without anything that is sent: the server's state does not change.
 
-    What the client receives, trains, keeps and predicts with is the base's. All else is that of an algorithm whose
-    clients send nothing.
+    The client receives, trains, keeps and predicts with the same states as in the base.
 
     Args:
         base: The other algorithm.
@@ -42,26 +41,26 @@ class Joining(ClientSideWrapper):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep what clients of the base keep, send nothing."""
+        """Keep the states of the base; send nothing."""
         new_client_state, _ = self.base.end_round(trained, client_state, received, tensor_names)
         return new_client_state, {}
 
 
 class JoiningPrivatePart(Joining):
-    """Training of the private part on a fixed shared part, for algorithms whose clients share a part.
+    """Training of the private part with a frozen shared part, for algorithms whose clients share a part.
 
     Args:
-        base: The algorithm.
+        base: The algorithm of the run.
     """
 
     def __init__(self, base: PartialSharing) -> None:
         super().__init__(base)
-        # FedSim and its subclasses train the private part at the rate of the personal role, others at that of the
-        # local one, which a role without a rate has.
+        # FedSim and its subclasses train the private part with the learning rate of the personal role. Others use that
+        # of the local role, which is also that of a role without one.
         self._role = "personal" if isinstance(base, FedSim) else "own"
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train the private part; the shared one is included because its running statistics change with each pass."""
+        """Train the private part. The shared part is included, since each pass changes its running statistics."""
         return {self._role: client_state["personal"], "local": received}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
@@ -82,12 +81,12 @@ class JoiningPrivatePart(Joining):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep the private part, send nothing."""
+        """Keep the private part; send nothing."""
         return {"personal": trained[self._role]}, {}
 
 
 class JoiningRestOfWorld(Joining):
-    """Joining for FedALT: an individual branch that starts with B = 0, with the mean of all the run's clients.
+    """Joining for FedALT: an individual branch that starts with B = 0, next to the mean of all clients of the run.
 
     Args:
         base: FedALT.
@@ -97,29 +96,30 @@ class JoiningRestOfWorld(Joining):
         """Accept a single client, which the base rejects: the other clients are those of the run."""
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """Start from the others' mean A, and B = 0."""
+        """Start from the mean A of the other clients, and B = 0."""
         zeros = {private.up: torch.zeros_like(initial[private.up]) for _, private in branch_pairs(tensor_names)}
         return self.base.initial_client_state(initial | zeros, tensor_names)
 
     def broadcast(self, sending: Broadcast) -> State:
-        """Send what the base sends to a client that has no part in the mean."""
+        """Send the states that the base sends to a client that is not part of the mean."""
         return self.base.broadcast(replace(sending, num_clients=0))
 
 
 def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, tuple[Phase, ...]]:
-    """Choose the algorithm, and the phases of its rounds, for a client that joins a finished run of ``algorithm``.
+    """Return the algorithm with which a client joins a finished run, and the phases of its rounds.
 
-    PerAda's personal adapter, Ditto's and pFedMe's are trained on loss + λ/2 ||v − w||², without what would be sent.
-    Where clients share a part, the other one is trained. Where clients have no model of their own, the global one is
-    fine-tuned, as FedAvg+FT does. FFA-LoRA's A is frozen. With HetLoRA the client has the
-    adapter's rank. All else trains as its clients did, and sends nothing.
+    - PerAda, Ditto, pFedMe: the personal adapter is trained on loss + λ/2 ||v − w||², without the part that is sent.
+    - If clients share a part, the private part is trained.
+    - If clients have no personal model, the global one is fine-tuned, as in FedAvg+FT.
+    - FFA-LoRA: as its base, with A frozen. HetLoRA: as its base, with the adapter's rank.
+    - Any other algorithm trains like the clients of the run, and sends nothing.
 
     Args:
         algorithm: Algorithm of the run.
         phases: Phases of the run's rounds.
 
     Raises:
-        ValueError: If there are several global models, so that there is no one state to begin with.
+        ValueError: If the run has several global models, and so no single state to start from.
     """
     if algorithm.modes > 1:
         raise ValueError(
@@ -137,8 +137,8 @@ def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, t
         return Joining(tuned), (phase,)
     if isinstance(algorithm, PartialSharing):
         # FedAlt and FedRep have a phase for the private part. Others have one phase for both.
-        of_private_part = tuple(phase for phase in phases if phase.name == "personal")
-        return JoiningPrivatePart(algorithm), of_private_part or phases[:1]
+        private_phases = tuple(phase for phase in phases if phase.name == "personal")
+        return JoiningPrivatePart(algorithm), private_phases or phases[:1]
     if isinstance(algorithm, RestOfWorld):
         return JoiningRestOfWorld(algorithm), phases
     client_step = type(algorithm).client_step
@@ -151,7 +151,7 @@ def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, t
 
 
 def algorithm_record(algorithm: Algorithm) -> dict[str, Any]:
-    """Describe an algorithm in plain types: its class, and those constructor options that are plain or algorithms.
+    """Return a description of an algorithm in plain types: its class, and the options that are plain or algorithms.
 
     >>> algorithm_record(MTL(0.5))
     {'class': 'MTL', 'options': {'prox_strength': 0.5}}
@@ -159,7 +159,7 @@ def algorithm_record(algorithm: Algorithm) -> dict[str, Any]:
     algorithm_class = type(algorithm)
     class_name = algorithm_class.__name__
     if getattr(algorithms, class_name, None) is not algorithm_class:
-        # Not one of perada's own: anyone's class is named with its module.
+        # Classes from outside perada are recorded with their module.
         class_name = f"{algorithm_class.__module__}.{algorithm_class.__qualname__}"
     options: dict[str, Any] = {}
     wrapped: dict[str, Any] = {}
@@ -173,12 +173,16 @@ def algorithm_record(algorithm: Algorithm) -> dict[str, Any]:
 
 
 def algorithm_of(record: Mapping[str, Any]) -> Algorithm:
-    """Re-create the algorithm that :func:`algorithm_record` described.
+    """Re-create an algorithm from its record.
 
-    Only perada's own are made: a record comes from a file that anyone may have written, and names no code to be run.
+    Only perada's algorithms are created: a record comes from a file that may be from anyone, so it must not choose code
+    to run.
+
+    Args:
+        record: Result of :func:`algorithm_record`.
 
     Raises:
-        ValueError: If it is another one, or has other options.
+        ValueError: If the class is not one of perada's algorithms, or does not have these options.
     """
     algorithm_class = getattr(algorithms, str(record["class"]), None)
     if not (isinstance(algorithm_class, type) and issubclass(algorithm_class, Algorithm)):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Federated LoRA factors: one of A and B is averaged while the other is common to all, so that the mean is exact.
+"""Federated LoRA in which one of A and B is averaged and the other is common to all clients, so the mean is exact.
 
-LoRA adds s·B·A to a frozen weight. B (``up``), A (``down``) and the scale s of a layer are those of
-:class:`perada.core.states.Factors`. The product of two means is not the mean of the products,
-mean(B_m)·mean(A_m) ≠ mean(B_m·A_m), unless all clients m have the same A, or the same B.
+LoRA adds s·B·A to a frozen weight, where B is called ``up`` and A ``down`` (:class:`perada.core.states.Factors`). The
+product of two means is not the mean of the products, mean(B_m)·mean(A_m) ≠ mean(B_m·A_m), unless all clients m have the
+same A, or the same B.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ from perada.core.states import State, device_of, expand, stack_size, without
 
 
 def check_factors(name: str, tensor_names: TensorNames) -> None:
-    """Raise if the model lacks the LoRA factors that the algorithm ``name`` requires."""
+    """Raise a ValueError if the model lacks the LoRA factors that the algorithm ``name`` requires."""
     if not tensor_names.factors:
         raise ValueError(
             f"algorithm {name} requires LoRA factors A and B, but the trained parameters contain none "
@@ -47,23 +47,23 @@ def ups(tensor_names: TensorNames) -> frozenset[str]:
 
 
 def _module_of(key: str) -> str:
+    """Return the name of the module that has a tensor."""
     return key.rpartition(".")[0]
 
 
 class FFALoRA(AlgorithmWrapper):
     """Any algorithm, with every LoRA A frozen at its initial value (FFA-LoRA: Sun et al., ICLR 2024, arXiv 2403.12313).
 
-    Clients train and send B (and the head, and all else that is trained); A is the same for all of them, so that
-    mean(B_m)·A is the mean of the B_m·A, and half of LoRA's numbers are sent. Noise of differential privacy is added to
-    B only: with σ its standard deviation, s·B·A gets s·σ·ξ_B·A, which is linear in the noise, where LoRA gets
-    s·σ (ξ_B·A + B·ξ_A) + s·σ²·ξ_B·ξ_A.
+    Clients train and send B, the head and all other trained tensors. A is the same for all of them, so that mean(B_m)·A
+    is the mean of the products B_m·A, and half of LoRA's numbers are sent. The noise of differential privacy is added
+    to B only. With its standard deviation σ, the product s·B·A changes by s·σ·ξ_B·A, which is linear in the noise; for
+    LoRA it changes by s·σ (ξ_B·A + B·ξ_A) + s·σ²·ξ_B·ξ_A.
 
-    The base works as if A were a part of the frozen backbone: its clients neither train, pull nor send A, and a
-    distillation does not train it. Clients receive A with everything else, since one may take part for the first time
-    in any round. Several global models have an A each.
+    To the base, A is a part of the frozen backbone: it is neither trained, pulled, sent nor distilled. Clients receive
+    A in every round, since any round may be a client's first. Each of several global models has its own A.
 
     Args:
-        base: What clients do with B, the head and all else that is trained. Default: FedAvg, as in the paper.
+        base: Algorithm for B, the head and all other trained tensors. Default: FedAvg, as in the paper.
     """
 
     def __init__(self, base: Algorithm | None = None) -> None:
@@ -78,24 +78,24 @@ class FFALoRA(AlgorithmWrapper):
             )
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the adapter has no LoRA factors, or the base does not support a frozen A."""
+        """Raise a ValueError if the adapter has no LoRA factors, or if the base does not support a frozen A."""
         check_factors(type(self).__name__, tensor_names)
         self.base.check(_without_a(tensor_names), num_clients)
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """Keep what clients of the base keep. A complete personal model includes its A."""
+        """Keep the states of the base. A complete personal model includes A."""
         return self.base.initial_client_state(initial, _without_a(tensor_names))
 
     def broadcast(self, sending: Broadcast) -> State:
-        """Send what the base sends; A is in the global state."""
+        """Send the states of the base, which include A as a part of the global state."""
         return self.base.broadcast(replace(sending, tensor_names=_without_a(sending.tensor_names)))
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train the stacks of the base."""
+        """Train the states of the base."""
         return self.base.begin_round(client_state, received, _without_a(tensor_names))
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Train what the base trains, without A."""
+        """Train the parameters of the base, without A."""
         return self.base.trainable_keys(role, phase, _without_a(tensor_names), round)
 
     def end_round(
@@ -105,7 +105,7 @@ class FFALoRA(AlgorithmWrapper):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep what clients of the base keep, and send what they send without A."""
+        """Keep the states of the base; send its updates without A."""
         new_client_state, update = self.base.end_round(trained, client_state, received, _without_a(tensor_names))
         update_without_a = without(update, downs(tensor_names))
         return new_client_state, update_without_a
@@ -115,13 +115,13 @@ class FFALoRA(AlgorithmWrapper):
         return self.base.server_step(replace(server, tensor_names=_without_a(server.tensor_names)))
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
-        """Return the base's global models (K, ...), completed by A."""
+        """Return the global models (K, ...) of the base, completed by A."""
         members = self.base.members(global_state, server_state)
         not_in_members = without(global_state, members)
         return expand(not_in_members, stack_size(members)) | members
 
     def personalization(self) -> tuple[Algorithm, Phase] | None:
-        """Return what clients of the base train after the last round, with A frozen."""
+        """Return the base's training after the last round, with A frozen."""
         tuning = self.base.personalization()
         if tuning is None:
             return None
@@ -130,7 +130,7 @@ class FFALoRA(AlgorithmWrapper):
 
 
 def _without_a(tensor_names: TensorNames) -> TensorNames:
-    """Return the names without those of A, and without pairs of factors, as if A were not trained."""
+    """Return the names as if A were not trained: without those of A, and without pairs of factors."""
     frozen = downs(tensor_names)
     return replace(
         tensor_names,
@@ -145,45 +145,45 @@ def _without_a(tensor_names: TensorNames) -> TensorNames:
 
 
 class FedSALoRA(PartialSharing):
-    """Every LoRA A is shared, every B stays at its client (FedSA-LoRA: Guo et al., ICLR 2025, arXiv 2410.01463).
+    """LoRA's A is shared and B stays at the client (FedSA-LoRA: Guo et al., ICLR 2025, arXiv 2410.01463).
 
-    A client keeps B, sends A, and trains both at once. The mean of A is of a single matrix, and so is exact. The
-    classification head stays at the client too, as in the settings that the authors publish; the paper's text is only
-    about A and B. Whatever else is trained, such as norms, is shared.
+    A client keeps B, sends A, and trains both together. The mean is of a single matrix and therefore exact. The
+    classification head stays at the client too, as in the authors' published settings; the paper mentions only A and B.
+    All other trained tensors, such as norms, are shared.
     """
 
     what = "LoRA's B and the classification head"
 
     def private(self, tensor_names: TensorNames) -> frozenset[str]:
-        """Return all B, and the head."""
+        """Return the names of all B, and of the head."""
         return ups(tensor_names) | tensor_names.head
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the adapter has no LoRA factors."""
+        """Raise a ValueError if the adapter has no LoRA factors."""
         check_factors(type(self).__name__, tensor_names)
         super().check(tensor_names, num_clients)
 
 
 A_IS_TRAINED = "lora/turn"
-"""Name of a flag that travels with what a client receives: whether A is trained in the round, and B is not."""
+"""Name under which a client receives whether A is trained in the round, rather than B."""
 
 
 class RoLoRA(Algorithm):
     """FedAvg that trains LoRA's B and A in alternating rounds (RoLoRA: Chen et al., NeurIPS 2025, arXiv 2502.01755).
 
-    In odd rounds, of which the first is one, clients train B and send it, with A as it is at the server; in even rounds
-    A, with B as it is. So one factor is the same for all clients, and the mean of the other one is exact. B comes
-    first, which is zero at first: A would have no gradient. The head and all else is trained and sent in each round.
-    Clients keep nothing. They receive both factors, since one may not have been there when the other factor was
+    In odd rounds, counted from 1, clients train and send B with A frozen, and in even rounds A with B frozen. One
+    factor is thus the same for all clients, and the mean of the other one is exact. B comes first: as long as it is
+    zero, A has no gradient. The head and all other tensors are trained and sent in every round. Clients keep nothing.
+    They receive both factors, since a client may not have taken part in the round in which the other factor was
     trained.
     """
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the adapter has no LoRA factors."""
+        """Raise a ValueError if the adapter has no LoRA factors."""
         check_factors(type(self).__name__, tensor_names)
 
     def broadcast(self, sending: Broadcast) -> State:
-        """Send the global state, and which factor is trained."""
+        """Send the global state, and whether A is trained."""
         flag = torch.tensor(_trains_a(sending.round), device=device_of(sending.global_state))
         return expand(sending.global_state | {A_IS_TRAINED: flag}, len(sending.clients))
 
@@ -193,7 +193,7 @@ class RoLoRA(Algorithm):
         return {"local": global_state}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Train all but the factor that is frozen in this round."""
+        """Train all parameters but the factor that is frozen in this round."""
         frozen = _frozen(tensor_names, _trains_a(round))
         return tuple(key for key in tensor_names.parameters if key not in frozen)
 
@@ -204,7 +204,7 @@ class RoLoRA(Algorithm):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep nothing, send what was trained."""
+        """Keep nothing; send all tensors but the frozen factor."""
         frozen = _frozen(tensor_names, bool(received[A_IS_TRAINED][0]))
         update = without(trained["local"], frozen)
         return {}, update
@@ -216,7 +216,7 @@ def _trains_a(round: int) -> bool:
 
 
 def _frozen(tensor_names: TensorNames, a_is_trained: bool) -> frozenset[str]:
-    """Return the names of the factor that is not trained."""
+    """Return the names of the factor that is frozen: all B if A is trained, otherwise all A."""
     if a_is_trained:
         return ups(tensor_names)
     return downs(tensor_names)

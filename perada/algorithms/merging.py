@@ -25,7 +25,7 @@ class _Merging(Algorithm):
     merges_into_backbone = True
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the adapter has no LoRA factors, or a product cannot be merged into the weight under it."""
+        """Raise a ValueError if the adapter has no LoRA factors, or if a product cannot be merged into its weight."""
         name = type(self).__name__
         check_factors(name, tensor_names)
         for pair in tensor_names.factors:
@@ -43,7 +43,7 @@ class _Merging(Algorithm):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep nothing, send all but W."""
+        """Keep nothing; send all tensors but W."""
         update = without(trained["local"], tensor_names.merged)
         return {}, update
 
@@ -51,8 +51,8 @@ class _Merging(Algorithm):
 class FedExLoRA(_Merging):
     """Average A and B, and add the residual of their product to W (FedEx-LoRA: Singhal et al., ACL 2025).
 
-    Of the round's clients, W ← W + s (mean(B·A) − mean(B)·mean(A)), where means have the aggregation weights; the
-    paper's are uniform (arXiv 2410.09432).
+    W ← W + s (mean(B·A) − mean(B)·mean(A)), where the means are over the clients of the round with their aggregation
+    weights; those of the paper are uniform (arXiv 2410.09432).
     """
 
     def server_step(self, server: ServerStep) -> State:
@@ -68,15 +68,15 @@ class FedExLoRA(_Merging):
 
 
 class FLoRA(_Merging):
-    """Merge what clients trained into W, and start new factors (FLoRA: Wang et al., NeurIPS 2024, arXiv 2409.05976).
+    """Merge the clients' products into W and reinitialise the factors (FLoRA: Wang et al., NeurIPS 2024).
 
-    The stacked factors of the round's clients are merged, W ← W + s Σ p_m B_m·A_m. Then B is zero and A is drawn anew,
-    from the seed and the round, uniformly within ±1/√n, n being the inputs of one output of A: as PEFT draws it by
-    default. All clients begin with the same A; the paper lets each draw its own.
+    W ← W + s Σ p_m B_m·A_m over the clients of the round (arXiv 2409.05976). Then B is set to zero, and A is drawn from
+    the uniform distribution within ±1/√n, where n is the number of inputs of an output of A, like PEFT's default. It is
+    derived from the seed and the round, so all clients start from the same A; in the paper each draws its own.
     """
 
     def server_step(self, server: ServerStep) -> State:
-        """Add s Σ p_m B_m·A_m to W, start new factors, and average all else."""
+        """Add s Σ p_m B_m·A_m to W, reinitialise the factors, and average all other tensors."""
         factor_names = set[str]()
         for pair in server.tensor_names.factors:
             factor_names.add(pair.up)
@@ -92,7 +92,7 @@ class FLoRA(_Merging):
             state[pair.up] = torch.zeros_like(server.previous[pair.up])
 
             previous_down = server.previous[pair.down]
-            # Drawn on the CPU and in double precision, so that all devices have the same numbers.
+            # Drawn on the CPU and in double precision, so that the numbers are the same for all devices and dtypes.
             random = generator(server.seed, "flora", server.round, layer)
             from_zero_to_one = torch.rand(previous_down.shape, generator=random, dtype=torch.float64)
             from_minus_one_to_one = 2 * from_zero_to_one - 1
@@ -104,10 +104,10 @@ class FLoRA(_Merging):
 
 
 def _mean_product(server: ServerStep, pair: Factors) -> Tensor:
-    """Compute the weighted mean of the clients' s·B·A, (out, in), in double precision. A collective.
+    """Compute the weighted mean (out, in) of the clients' products s·B·A, in double precision. A collective.
 
-    It is one product of stacked factors: the p_m B_m side by side, (out, C·r), times the A_m one below the other,
-    (C·r, in).
+    It is one product of concatenated factors: all p_m B_m next to one another, (out, C·r), times all A_m below one
+    another, (C·r, in).
     """
     updates = server.updates
     up = double(updates.local_rows[pair.up]).flatten(2)  # (c, out, r) of this rank's clients

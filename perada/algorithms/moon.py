@@ -13,16 +13,16 @@ class Moon(Algorithm):
     """Model-contrastive federated learning (their Algorithm 1): loss + μ · ℓ_con, averaged over the images.
 
     ℓ_con = −log( exp(sim(z, z_glob)/τ) / (exp(sim(z, z_glob)/τ) + exp(sim(z, z_prev)/τ)) ) with the cosine similarity
-    sim. z is the image's representation in the model that is trained, z_glob in the received one, z_prev in what the
-    client trained when it last took part, at first the initial model.
+    sim. z is the representation of an image in the trained model, z_glob that in the received model, and z_prev that in
+    the model that the client trained when it last took part, or in the initial model before.
 
-    A representation is what the classification head is given. The paper puts a projection head before it, and here is
-    none: networks stay what they are. The paper does not say in which mode z_glob and z_prev are computed: here in
+    A representation is the input of the classification head. The paper adds a projection head, which is left out here
+    so that networks do not change. The paper leaves open in which mode z_glob and z_prev are computed; here it is
     evaluation mode.
 
     Args:
-        mu: μ. With 0 this is FedAvg.
-        tau: τ, the temperature, above 0.
+        mu: Weight μ of the contrastive loss. With 0 this is FedAvg.
+        tau: Temperature τ, > 0.
     """
 
     def __init__(self, mu: float = 1.0, tau: float = 0.5) -> None:
@@ -32,7 +32,7 @@ class Moon(Algorithm):
         self.tau = tau
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if no head is trained: the representations are then undefined."""
+        """Raise a ValueError if no head is trained, since representations are then undefined."""
         if not tensor_names.head:
             raise ValueError(
                 "algorithm Moon contrasts the input of the classification head, but no head is trained; choose an "
@@ -40,7 +40,7 @@ class Moon(Algorithm):
             )
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """Keep the previous model, at first the initial one."""
+        """Keep the initial model as the previous one."""
         return {"previous": initial}
 
     def client_step(self, step: ClientStep) -> None:
@@ -64,5 +64,5 @@ class Moon(Algorithm):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep the trained model, which is the next previous one, and send it."""
+        """Keep the trained model as the previous one, and send it."""
         return {"previous": trained["local"]}, trained["local"]

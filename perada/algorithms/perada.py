@@ -13,7 +13,7 @@ from perada.server.aggregate import double_dtype
 class PerAda(Algorithm):
     """Personal adapters regularised towards a global one, which is refined by distilling the clients' ensemble.
 
-    The algorithm of Xie et al. (CVPR 2024), with the lines of their Algorithm 1:
+    Xie et al. (CVPR 2024), with the lines of their Algorithm 1:
 
     ============ ================================================================================================
     personal v_m is trained on loss + λ/2 ||v_m − w||² (line 10) and kept; the client predicts with it
@@ -24,8 +24,8 @@ class PerAda(Algorithm):
     Without distillation this is Ditto on the parameters that are trained.
 
     Args:
-        prox_strength: λ, how strongly v_m is pulled towards w.
-        distill: Whether the server distils; ``False`` is "PerAda w/o KD".
+        prox_strength: Strength λ with which v_m is pulled towards w.
+        distill: Whether the server distils; without, this is the paper's "PerAda w/o KD".
     """
 
     inference = "personal"
@@ -49,10 +49,10 @@ class PerAda(Algorithm):
 
 
 class Ditto(PerAda):
-    """Ditto (Li et al., ICML 2021): PerAda without distillation, on whatever the adapter trains (usually ``full``).
+    """Ditto (Li et al., ICML 2021): PerAda without distillation, on all trained parameters (usually ``full``).
 
     Args:
-        prox_strength: λ of the pull λ/2 ||v_m − w||².
+        prox_strength: Strength λ of the pull λ/2 ||v_m − w||².
     """
 
     def __init__(self, prox_strength: float = 1.0) -> None:
@@ -62,13 +62,13 @@ class Ditto(PerAda):
 class MTL(Algorithm):
     """Personal models pulled towards their mean: v_m minimises loss + λ/2 ||v_m − v̄||².
 
-    A client keeps v_m and trains it. v̄, the global model, is the mean of the v_m of all M clients: a client sends it
-    back moved by the change of its v_m, and the server moves it by the mean of these changes. This is the
-    mean-regularised form of Evgeniou and Pontil (KDD 2004), with which Ditto's authors replace MOCHA where models are
-    not convex (Li et al., ICML 2021).
+    A client keeps v_m and trains it. The global model v̄ is the mean of the v_m of all M clients: a client sends v̄ plus
+    the change of its v_m, and the server moves v̄ by the mean of these changes. This is the mean-regularised multi-task
+    learning of Evgeniou and Pontil (KDD 2004), which the authors of Ditto use instead of MOCHA for non-convex models
+    (Li et al., ICML 2021).
 
     Args:
-        prox_strength: λ. With 0 the personal models are Standalone's.
+        prox_strength: Strength λ of the pull. With 0 the personal models are those of standalone training.
     """
 
     inference = "personal"
@@ -79,7 +79,7 @@ class MTL(Algorithm):
         self.prox_strength = prox_strength
 
     def client_step(self, step: ClientStep) -> None:
-        """Take a step on the client's own loss and the pull towards v̄."""
+        """Take a step on the client's loss and the pull towards v̄."""
         v_mean = step.received
         loss = step.loss("personal")
         step.descend("personal", loss, pull=(self.prox_strength, v_mean))
@@ -91,7 +91,7 @@ class MTL(Algorithm):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep v_m; send v̄ moved by the change of v_m. Integer counters are those of v_m."""
+        """Keep v_m; send v̄ plus the change of v_m. Integer counters are those of v_m."""
         v_before = client_state["personal"]
         v_after = trained["personal"]
         moved_mean = {}
@@ -104,7 +104,8 @@ class MTL(Algorithm):
         return {"personal": v_after}, moved_mean
 
     def server_step(self, server: ServerStep) -> State:
-        """Move v̄ by the mean change of the round's clients, times their share of all M. Weights do not count."""
+        """Move v̄ by the mean change of the round's clients, times their share of all M clients."""
+        # v̄ is the mean of all v_m with equal weights, whatever the aggregation weights are.
         num_clients = len(server.clients)
         uniform = torch.full_like(server.weights, 1 / num_clients)
         mean_of_round = server.mean(server.updates, uniform)
@@ -116,23 +117,26 @@ class MTL(Algorithm):
 class PFedMe(Algorithm):
     """Federated learning of Moreau envelopes (T. Dinh et al., NeurIPS 2020, their Algorithm 1).
 
-    1. For each minibatch a client looks for θ ≈ argmin loss(θ) + λ/2 ||θ − w_m||², by ``inner_steps`` steps at the rate
-       of the personal role.
-    2. Then w_m ← w_m − η λ (w_m − θ), with η the rate of the local role. w_m starts from the received w, and is sent.
-    3. The server takes w ← (1 − β) w + β mean(w_m).
+    1. For each minibatch a client approximates θ ≈ argmin loss(θ) + λ/2 ||θ − w_m||² by ``inner_steps`` steps with the
+       learning rate of the personal role.
+    2. Then w_m ← w_m − η λ (w_m − θ), where η is the learning rate of the local role. w_m starts from the received w
+    and
+       is sent.
+    3. The server sets w ← (1 − β) w + β mean(w_m).
 
-    The last θ is the personal model, which is kept. There is one copy of the running statistics of norms: those of the
-    passes of θ, which also travel with w_m. With η λ of 2 or more, steps of w_m overshoot.
+    The last θ is the personal model, which is kept. There is one copy of the running statistics of norms, which the
+    passes of θ update and which is sent with w_m. If η λ is 2 or more, the steps of w_m overshoot.
 
-    Algorithm 1 does not say where θ starts on a minibatch. Here, as in the authors' code, it stays where the last
-    minibatch left it. Restarted from w_m, K steps at rate η_p leave (1 − η_p λ)^K of the inner problem's gradient: 61 %
-    with η_p = 0.01, λ = 15 and K = 3. Kept, 11 % of a constant gradient is left after a few minibatches (η = 0.005).
+    Algorithm 1 leaves open where θ starts on a minibatch. Here, as in the authors' code, it continues from the last
+    minibatch. If it were restarted from w_m, K steps with learning rate η_p would leave (1 − η_p λ)^K of the inner
+    problem's gradient: 61 % for η_p = 0.01, λ = 15 and K = 3. Without restarts, 11 % of a constant gradient are left
+    after a few minibatches (η = 0.005).
 
     Args:
-        prox_strength: λ.
-        inner_steps: Steps K of the inner problem on each minibatch.
-        beta: β; 1 takes the mean.
-        restart: Whether θ, and the optimiser of the inner problem, start afresh from w_m on each minibatch.
+        prox_strength: Strength λ of the pull.
+        inner_steps: Number K of steps of the inner problem on each minibatch.
+        beta: Share β of the clients' mean in the new global model; with 1 it is the mean.
+        restart: Whether θ, and the optimiser of the inner problem, are restarted from w_m on each minibatch.
     """
 
     inference = "personal"
@@ -154,7 +158,7 @@ class PFedMe(Algorithm):
         self.restart = restart
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Start θ and w_m from what was received."""
+        """Start θ and w_m from the received state."""
         return {"personal": received, "local": received}
 
     def client_step(self, step: ClientStep) -> None:
@@ -166,7 +170,7 @@ class PFedMe(Algorithm):
         for _ in range(self.inner_steps):
             loss = step.loss("personal")
             step.descend("personal", loss, pull=(self.prox_strength, w))
-        # The gradient of λ/2 ||w_m − θ||² is λ (w_m − θ): step 2 at the rate η.
+        # Step 2: the gradient of λ/2 ||w_m − θ||² is λ (w_m − θ).
         step.descend("local", pull=(self.prox_strength, theta))
 
     def end_round(
@@ -176,14 +180,14 @@ class PFedMe(Algorithm):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep θ; send w_m, with the running statistics of norms of θ, which only θ's passes have."""
+        """Keep θ; send w_m with the running statistics of θ, since w_m has no passes of its own."""
         theta = trained["personal"]
         w = select(trained["local"], tensor_names.parameters)
         update = theta | w
         return {"personal": theta}, update
 
     def server_step(self, server: ServerStep) -> State:
-        """Return (1 − β) w + β mean(w_m). Integer counters are the mean's."""
+        """Return (1 − β) w + β mean(w_m). Integer counters are those of the mean."""
         average = server.mean(server.updates, server.weights)
         if self.beta == 1:
             return average
@@ -199,15 +203,15 @@ class PFedMe(Algorithm):
 class APFL(Algorithm):
     """Adaptive personalised federated learning: a client mixes a personal model with the global one.
 
-    Of Deng, Kamani and Mahdavi (2020, arXiv 2003.13461), their Algorithm 1. w_m is received, trained as in FedAvg, and
-    sent. The client's own v_m is kept, and trained on the loss of the mixture α v_m + (1 − α) w_m, with both as they
-    were before the step. The personal model is the mixture with the client's last w_m. Running statistics are not
-    mixed: those of the mixture's passes stay with v_m.
+    Deng, Kamani and Mahdavi (2020, arXiv 2003.13461), Algorithm 1. w_m is received, trained as in FedAvg, and sent. v_m
+    is kept by the client and trained on the loss of the mixture α v_m + (1 − α) w_m, with both as they were before the
+    step. The personal model is the mixture with the client's last w_m. Running statistics are not mixed: the passes of
+    the mixture update those of v_m.
 
     Args:
-        alpha: α of every client at first. With 1 the personal models are Standalone's.
-        lr_alpha: Learning rate of α, which each client adapts by its own gradient after every minibatch, between 0 and
-            1 (the paper's adaptive variant). 0 keeps it fixed.
+        alpha: Initial α of every client. With 1 the personal models are those of standalone training.
+        lr_alpha: Learning rate of α, which each client adapts between 0 and 1 by its gradient after every minibatch
+            (the paper's adaptive variant). With 0, α is fixed.
     """
 
     inference = "personal"
@@ -226,7 +230,7 @@ class APFL(Algorithm):
         return {"personal": initial, "mixed": initial, "share": {"alpha": alpha}}
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train v_m and w_m. α goes along: it is adapted after every step."""
+        """Train v_m and w_m. α is included, since it is adapted after every step."""
         return {"personal": client_state["personal"], "local": received, "share": client_state["share"]}
 
     def client_step(self, step: ClientStep) -> None:
@@ -234,14 +238,14 @@ class APFL(Algorithm):
         v = step.states["personal"]
         w = step.states["local"]
         alpha = step.states["share"]["alpha"]
-        # A copy whose gradient is computed with that of v_m.
+        # A copy whose gradient is computed in the same backward pass as that of v_m.
         alpha_leaf = alpha.detach().clone().requires_grad_(self.lr_alpha > 0)
         trained_names = tuple(key for key, value in v.items() if value.requires_grad)
         mixture = _mixture(v, w, alpha_leaf, trained_names)
         mixture_loss = step.loss(mixture, stream="personal")
         step.descend("personal", mixture_loss)
         if alpha_leaf.grad is not None:
-            # In float16 it is not finite where the step is skipped for overflow.
+            # In float16 it is not finite for a client whose step is skipped because of overflow.
             gradient = alpha_leaf.grad.nan_to_num(0, 0, 0)
             alpha.sub_(self.lr_alpha * gradient).clamp_(0, 1)
         local_loss = step.loss("local")
@@ -266,7 +270,17 @@ class APFL(Algorithm):
 
 
 def _mixture(v: State, w: State, alpha: Tensor, parameters: tuple[str, ...]) -> State:
-    """Return α v_m + (1 − α) w_m for ``parameters``, with each client's α (C,), and v_m for all other tensors."""
+    """Mix the parameters of two stacks.
+
+    Args:
+        v: Personal states v_m (C, ...).
+        w: States w_m (C, ...), to which no gradient flows.
+        alpha: α (C,) of each client.
+        parameters: Names of the tensors to mix; the others are those of v_m.
+
+    Returns:
+        α v_m + (1 − α) w_m, (C, ...).
+    """
     mixed = dict(v)
     for key in parameters:
         share = per_client(alpha.to(v[key]), v[key])

@@ -15,13 +15,13 @@ Split = Literal["input", "output", "adapter", "branch"]
 
 
 class PartialSharing(Algorithm, ABC):
-    """Clients keep some tensors and share the others; both are trained together, as in FedAvg.
+    """Base class of algorithms whose clients keep some tensors and share the others; all are trained as in FedAvg.
 
-    A subclass chooses the private tensors, which are kept. The others are received, sent, and averaged.
+    A subclass chooses the private tensors, which are kept. The others are received, sent and averaged.
 
     Attributes:
-        what: What is private, in words.
-        remedy: What to do where there is nothing to keep or nothing to share.
+        what: Description of the private tensors, for messages.
+        remedy: Remedy if there is nothing to keep or nothing to share, for messages.
     """
 
     inference = "personal"
@@ -34,7 +34,7 @@ class PartialSharing(Algorithm, ABC):
         """Return the names of the tensors that stay on the client."""
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the split leaves nothing to keep or nothing to share."""
+        """Raise a ValueError if there is nothing to keep or nothing to share."""
         private = self.private(tensor_names)
         shared_parameters = set(tensor_names.parameters) - private
         if not private:
@@ -59,7 +59,7 @@ class PartialSharing(Algorithm, ABC):
         return expand(shared, len(sending.clients))
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train the complete model, made of both parts."""
+        """Train the complete model, which consists of both parts."""
         return {"local": received | client_state["personal"]}
 
     def end_round(
@@ -69,7 +69,7 @@ class PartialSharing(Algorithm, ABC):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep the private part, send the shared one."""
+        """Keep the private part; send the shared one."""
         private_names = self.private(tensor_names)
         private = select(trained["local"], private_names)
         shared = without(trained["local"], private_names)
@@ -103,14 +103,15 @@ class LGFedAvg(PartialSharing):
 
 
 class FedSim(PartialSharing):
-    """A private part v and a shared part u are trained at once (Pillutla et al., ICML 2022, Algorithm 3).
+    """A private part v and a shared part u are trained together (Pillutla et al., ICML 2022, Algorithm 3).
 
-    One gradient of the loss moves v at the rate of the personal role and u at that of the local role.
+    Each step uses one gradient for both, with the learning rate of the personal role for v and that of the local role
+    for u.
 
     Args:
-        split: What is private: the ``input`` layer (the first that images pass), the ``output`` layer (the head), the
-            ``adapter``, or the private ``branch`` of the adapter ``dual_lora``. Private adapters need a trained
-            backbone to share (``train_backbone``).
+        split: Which part is private: the ``input`` layer (the first one), the ``output`` layer (the head), the
+            ``adapter``, or the private ``branch`` of the adapter ``dual_lora``. With private adapters the backbone is
+            shared, and must be trained (``train_backbone``).
     """
 
     def __init__(self, split: Split = "output") -> None:
@@ -129,11 +130,11 @@ class FedSim(PartialSharing):
 
     @property
     def kind(self) -> str:
-        """The class and the split."""
+        """Name of the class, with the split."""
         return f"{type(self).__name__} with the {self.split} split"
 
     def private(self, tensor_names: TensorNames) -> frozenset[str]:
-        """Return the names of the chosen part."""
+        """Return the names of the tensors in the part of the split."""
         return {
             "input": tensor_names.input,
             "output": tensor_names.head,
@@ -142,7 +143,7 @@ class FedSim(PartialSharing):
         }[self.split]
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the backbone, which is to be shared, is frozen."""
+        """Raise a ValueError if the backbone is frozen although it would be shared."""
         backbone = set(tensor_names.parameters) - tensor_names.adapter - tensor_names.head - tensor_names.norms
         if self.split == "adapter" and tensor_names.adapter and not backbone:
             raise ValueError(
@@ -152,11 +153,11 @@ class FedSim(PartialSharing):
         super().check(tensor_names, num_clients)
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train v and u as two roles, so that each has its own rate."""
+        """Train v and u as two roles, so that each has its own learning rate."""
         return {"personal": client_state["personal"], "local": received}
 
     def client_step(self, step: ClientStep) -> None:
-        """Take one step on both parts, from one gradient."""
+        """Take one step on both parts, from one backward pass."""
         step.descend(("personal", "local"), loss_of_both_parts(step))
 
     def end_round(
@@ -166,19 +167,19 @@ class FedSim(PartialSharing):
         received: State,
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
-        """Keep v, send u."""
+        """Keep v; send u."""
         return {"personal": trained["personal"]}, trained["local"]
 
 
 def loss_of_both_parts(step: ClientStep) -> Tensor:
-    """Compute the task loss (C,) of the models made of v and u."""
+    """Compute the task loss (C,) of the complete models, which consist of v and u."""
     return step.loss(step.states["personal"] | step.states["local"], stream="local")
 
 
 class FedPer(FedSim):
     """Private heads on a shared body, trained together (Arivazhagan et al., 2019): FedSim with the output split.
 
-    The paper trains both at one rate. Here the head has that of the personal role, as in FedRep.
+    In the paper both have the same learning rate. Here the head has that of the personal role, as in FedRep.
     """
 
     def __init__(self) -> None:
@@ -188,12 +189,12 @@ class FedPer(FedSim):
 class FedAlt(FedSim):
     """v is trained with u frozen, then u with v frozen (Pillutla et al., ICML 2022, Algorithm 2).
 
-    v is trained at the rate of the personal role, u at that of the local role. Running statistics of norms follow every
-    training pass.
+    v is trained with the learning rate of the personal role and u with that of the local role. Running statistics of
+    norms are updated in every training pass.
 
     Args:
-        split: What is private, as in :class:`FedSim`.
-        personal_epochs: Epochs on v in each round. Default: as long as on u; 0 leaves v as it is.
+        split: Which part is private, as in :class:`FedSim`.
+        personal_epochs: Number of epochs on v in each round. Default: as many as on u; with 0, v is not trained.
     """
 
     def __init__(self, split: Split = "output", personal_epochs: float | None = None) -> None:
@@ -202,7 +203,7 @@ class FedAlt(FedSim):
         self.personal_epochs = personal_epochs
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
-        """Return first a phase for v, then one for u."""
+        """Return a phase for v, followed by one for u."""
         phase_of_u = Phase("local", epochs, steps)
         if self.personal_epochs == 0:
             return (phase_of_u,)
@@ -213,13 +214,13 @@ class FedAlt(FedSim):
         return (phase_of_v, phase_of_u)
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Train in each phase the role that it is named after."""
+        """Train in each phase the role with its name."""
         if role == phase:
             return tensor_names.parameters
         return ()
 
     def client_step(self, step: ClientStep) -> None:
-        """Take a step on the part that the phase is named after."""
+        """Take a step on the role with the name of the phase."""
         step.descend(step.phase, loss_of_both_parts(step))
 
 
@@ -230,8 +231,8 @@ class FedRep(FedAlt):
     averages the bodies.
 
     Args:
-        head_epochs: Epochs on the head in each round. Default: as long as on the body. With 0 this is FedAvg of the
-            body under each client's initial head.
+        head_epochs: Number of epochs on the head in each round. Default: as many as on the body. With 0 this is FedAvg
+            of the body with each client's initial head.
     """
 
     def __init__(self, head_epochs: float | None = None) -> None:
