@@ -16,7 +16,7 @@ class FedAvg(Algorithm):
 
 
 class Standalone(Algorithm):
-    """Standalone training: clients train and keep a personal state. They send nothing; the global state never changes."""
+    """Standalone training: clients train and keep a personal state, send nothing, and the global state is unchanged."""
 
     inference = "personal"
     roles = ("personal",)
