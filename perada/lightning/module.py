@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LightningModule: one frozen backbone with one adapter slot, the local step, and the evaluation of all models."""
+"""The LightningModule: one frozen backbone with one adapter, the local step, and the evaluation of all models."""
 
 from dataclasses import fields
 from functools import cached_property, partial
@@ -27,7 +27,13 @@ from perada.models.spec import ModelSpec, frozen_digest
 
 
 class Task(NamedTuple):
-    """The task that a module is built for."""
+    """The task for which a module was built.
+
+    Attributes:
+        num_classes: Number of classes.
+        multilabel: Whether images may have several labels.
+        seed: Seed of the random initial values.
+    """
 
     num_classes: int
     multilabel: bool
@@ -37,9 +43,9 @@ class Task(NamedTuple):
 class FederatedClassifier(pl.LightningModule):
     """Fine-tunes an adapter on a frozen image classifier for every client of a federation.
 
-    Its training step is one local step of every client of the round; :class:`perada.lightning.FederatedLoop` opens and
-    closes the rounds. The adapters of clients and server are in :attr:`federation`, which the module owns from the
-    first round on; the loop makes it.
+    A training step is one local step of every client of the round; :class:`perada.lightning.FederatedLoop` begins and
+    ends the rounds. The adapters of the clients and the server are in :attr:`federation`, which the loop creates in the
+    first round.
 
     Args:
         backbone: A timm model name, ``hf:`` and a transformers name or folder, ``char_lstm`` for texts, or a module
@@ -72,7 +78,7 @@ class FederatedClassifier(pl.LightningModule):
         check_options("adapter_options", {} if adapter_options is None else adapter_options, "{'r': 8}")
         if not isinstance(pretrained, bool | str):
             raise invalid_option("pretrained", pretrained, "True, False or the location of the weights")
-        # A network of the caller's is no part of this module: it would be moved and put in training mode with it.
+        # Not registered as a child: a network that the caller passed would be moved and put in training mode with it.
         object.__setattr__(self, "backbone", backbone)
         self.adapter = adapter
         self.adapter_options = adapter_options or {}
@@ -82,10 +88,10 @@ class FederatedClassifier(pl.LightningModule):
         self.train_backbone: TrainBackbone = train_backbone
         self.automatic_optimization = False
         self.strict_loading = False
-        # The options of the loop, which build() takes over.
+        # build() replaces these by the options of the loop.
         self.training_options = Training()
         self.evaluation = Evaluation()
-        # Built by build() unless it is set before.
+        # Created by build(), unless it was set before.
         self.adapted: AdaptedModel | None = None
         self.multilabel = False
         self.seed = 0
@@ -104,19 +110,18 @@ class FederatedClassifier(pl.LightningModule):
         training: Training | None = None,
         evaluation: Evaluation | None = None,
     ) -> None:
-        """Build backbone, adapter and engine for the data's classes. A second call for the same task does nothing.
+        """Build backbone, adapter and engine for the data. A second call for the same task does nothing.
 
         Args:
-            num_classes: The data's number of classes K.
+            num_classes: Number of classes of the data.
             multilabel: Whether an image may have several labels.
-            seed: Seed of what is random in head and adapter.
-            merges: Whether the algorithm merges LoRA into the backbone, whose adapted weights are then a part of the
-                states.
-            training: How training is computed.
+            seed: Seed of the random initial values of the head and the adapter.
+            merges: Whether the algorithm merges LoRA into the backbone, whose adapted weights are then part of states.
+            training: Options of how training is computed.
             evaluation: Options of evaluation.
 
         Raises:
-            ValueError: If another number of classes was requested, or the module was built for another task.
+            ValueError: If the option ``num_classes`` does not match the data, or the module was built for another task.
         """
         task = Task(num_classes, multilabel, seed)
         if self._task is not None:
@@ -145,7 +150,7 @@ class FederatedClassifier(pl.LightningModule):
         self.model = self.adapted.model
         channels_last = self.training_options.channels_last
         if channels_last is None:
-            # A single convolution is a ViT's patch embedding, which gains nothing.
+            # A single convolution is the patch embedding of a ViT, which is not faster in this format.
             convolutions = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
             channels_last = convolutions > 1 and self.adapted.channels_last
         if channels_last:
@@ -157,16 +162,16 @@ class FederatedClassifier(pl.LightningModule):
         self.tensor_names = find_tensor_names(self.model, self.adapted.backbone.head)
 
     def use_loop_engine(self) -> None:
-        """Train one client after another, because the network mixes the images of a batch."""
+        """Train one client after another from now on, because the network mixes the images of a batch."""
         self.engine = self._make_engine("loop")
 
     @property
     def spec(self) -> ModelSpec:
-        """The options that the network is built from."""
+        """Options from which the network is built."""
         return ModelSpec(**{field.name: getattr(self, field.name) for field in fields(ModelSpec)})
 
     def initial_state(self, index: int) -> State:
-        """Return the ``index``-th random initialisation of what is trained (:meth:`.ModelSpec.initial_state`)."""
+        """Return a random initialisation of the trained tensors by its index (:meth:`.ModelSpec.initial_state`)."""
         assert self.adapted is not None
         return self.spec.initial_state(self.adapted, index)
 
@@ -181,22 +186,22 @@ class FederatedClassifier(pl.LightningModule):
         if cohort is None:
             raise RuntimeError("no round is open: add perada.lightning.FederatedLoop to the Trainer's callbacks")
         cohort.step(batch)
-        # The clients' optimisers are not Lightning's, whose count of steps loggers and checkpoints read (2.6.6).
+        # Loggers and checkpoints read the number of steps of Lightning's optimisers (2.6.6), which do not run here.
         steps = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         steps.increment_ready()
         steps.increment_completed()
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Return no callbacks, but check the trainer's before Lightning sets any of them up."""
+        """Check the trainer's callbacks before Lightning sets them up, and return no others."""
         check_callbacks(self.trainer)
         return []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return a dummy optimiser, since Lightning requires one. Clients' optimisers live for one round."""
+        """Return a dummy optimiser, which Lightning requires. The clients' optimisers are created in each round."""
         return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave the frozen backbone out of checkpoints. The loop saves all that was trained."""
+        """Leave the frozen backbone out of checkpoints. The loop saves everything that is trained."""
         checkpoint["state_dict"] = {}
 
     def on_validation_epoch_start(self) -> None:
@@ -206,11 +211,11 @@ class FederatedClassifier(pl.LightningModule):
         self._evaluation = EvaluationPass(federation, self.metrics, everywhere)
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
-        """Run the personal models and the global one on a batch of the test set."""
+        """Evaluate the personal models and the global model on a batch of test images."""
         self._evaluation.step(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the scores: mean and standard deviation over clients. The progress bar displays some of the means."""
+        """Log the scores (mean and standard deviation over clients); the progress bar displays some of the means."""
         self.score()
         self.log("round", float(self.trainer.current_epoch))
         shifted = self.results.shifted
@@ -219,7 +224,7 @@ class FederatedClassifier(pl.LightningModule):
             self.log(name, value, prog_bar=not is_spread(name) and not is_shifted)
 
     def score(self) -> None:
-        """Compute ``results`` from the counts of the validation steps. A collective."""
+        """Compute :attr:`results` from the counts of all validation steps. A collective."""
         self.results.scores, self.results.per_client = self._evaluation.result()
         self.results.details = self._evaluation.details()
         self.results.include_shifted()
@@ -237,8 +242,8 @@ class FederatedClassifier(pl.LightningModule):
         """Predict a batch with the personal model of each image's owner, and with the global model. A collective.
 
         Returns:
-            Logits (B, K) ``personal`` and, where there is a global model, ``global``; ``owner`` (B,) and labels ``y``
-            of the images.
+            Logits (B, K) ``personal`` and, if there is a global model, ``global``; ``owner`` (B,) and labels ``y`` of
+            the images.
         """
         federation = self._states()
         predictions = {"owner": batch.owner, "y": batch.y}
@@ -249,9 +254,9 @@ class FederatedClassifier(pl.LightningModule):
             return predictions
         logits = own_logits(federation, batch)
         if logits is None:
-            # None of the owners is on this rank.
+            # This rank has none of the owners, and contributes zeros to the sum below.
             logits = torch.zeros(len(batch.x), self.num_classes or 0, device=batch.x.device)
-        # Ranks add up tensors of one number format, including a rank that has no logits.
+        # All ranks must sum tensors of the same dtype, including ranks without logits.
         dtype = torch.promote_types(torch.float32, next(self.model.parameters()).dtype)
         predictions["personal"] = logits.to(dtype)
         federation.ranks.sum_([predictions["personal"]])
