@@ -14,6 +14,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm
+from perada.algorithms.specs import class_path_of
 from perada.core.checks import OptionError, check_integer, check_options
 from perada.core.interruption import watch_signals
 from perada.core.quiet import quiet
@@ -101,7 +102,7 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
         adapter: ``residual``, ``bottleneck``, ``prompt``, ``lora``, ``dual_lora``, ``ia3``, ``head``, ``bias_norm``,
             ``full``, or a PEFT config.
         adapter_options: Options of the named adapter, for example ``{"r": 8}``.
-        pretrained: ``True`` for weights from the Hub, ``False`` for random ones, or a local file or folder.
+        pretrained: Load weights from the Hub, or from this local file or folder; otherwise they are random.
         num_classes: Number of classes; by default that of the data.
         image_size: Side of the images in pixels: uint8 images are resized to it, ViTs built for it. A datamodule has
             its own.
@@ -232,10 +233,9 @@ def to_yaml_value(value: object) -> YamlValue:
     if isinstance(value, list | tuple):
         return [to_yaml_value(item) for item in value]
     if isinstance(value, Algorithm | ServerRule):
-        class_path = f"{type(value).__module__}.{type(value).__qualname__}"
         parameters = inspect.signature(type(value)).parameters
         init_args = {name: to_yaml_value(getattr(value, name)) for name in parameters if hasattr(value, name)}
-        return {"class_path": class_path, "init_args": init_args}
+        return {"class_path": class_path_of(type(value)), "init_args": init_args}
     if is_dataclass(value) and not isinstance(value, type) and type(value) in OPTION_CLASSES.values():
         return to_yaml_value(asdict(value))
     return shorten(repr(value), 500, placeholder="...")

@@ -146,7 +146,7 @@ def study(
 
     Args:
         output: Folder to write fed_ensemble.json and fed_ensemble.png to.
-        modes: The K to compare, ascending.
+        modes: Numbers of modes K to compare, ascending.
         quick: 10 re-runs of 20 rounds for K = 1, 2 and 4, whatever else is said.
         **settings: See :class:`~perada.studies.toy_regression.Settings`.
 

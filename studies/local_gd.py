@@ -201,10 +201,7 @@ def draw_dirichlet(curves_of_alpha: dict[str, Curves]) -> "Figure":
     panels = []
     for alpha, curves in curves_of_alpha.items():
         rounds = _rounds_of(curves["plain_central"])
-        distances = [
-            Line("G – C", rounds, curves["plain_central"]),
-            Line("G-Mod – C", rounds, curves["modified_central"]),
-        ]
+        distances = _distances_to_central(curves)
         accuracies = [
             Line("G", rounds, curves["plain_accuracy"]),
             Line("G-Mod", rounds, curves["modified_accuracy"], "--"),
@@ -298,13 +295,19 @@ def _classification_panels(results: dict[str, Curves]) -> list[Panel]:
     ]
 
 
-def _head_panels(curves: Curves) -> list[Panel]:
-    """Return panels (h) and (i)."""
+def _distances_to_central(curves: Curves) -> list[Line]:
+    """Return the distances of both global models to the centralized one, by round."""
     rounds = _rounds_of(curves["plain_central"])
-    distances = [
+    return [
         Line("G – C", rounds, curves["plain_central"]),
         Line("G-Mod – C", rounds, curves["modified_central"]),
     ]
+
+
+def _head_panels(curves: Curves) -> list[Panel]:
+    """Return panels (h) and (i)."""
+    rounds = _rounds_of(curves["plain_central"])
+    distances = _distances_to_central(curves)
     accuracies = [
         Line("G", rounds, curves["plain_accuracy"]),
         Line("G-Mod", rounds, curves["modified_accuracy"]),
@@ -370,5 +373,7 @@ def _head_rows(curves: Curves) -> list[SummaryRow]:
 def main(parser: ArgumentParser, words: list[str]) -> None:
     """Run ``perada study local-gd``."""
     parser.add_function_arguments(study, as_group=False, skip={"quick"})
-    parser.add_argument("--quick", action="store_true", help="Small problems, which overrides other options: seconds.")
+    parser.add_argument(
+        "--quick", action="store_true", help="Solve small problems within seconds; overrides other options."
+    )
     study(**parser.instantiate(parser.parse_args(words)))

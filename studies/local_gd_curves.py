@@ -39,10 +39,10 @@ class RegressionSettings(Counts):
     """The linear regression, panels (a) to (c).
 
     Args:
-        dimension: d of the curves by round.
-        dimensions: d of the curves by dimension.
+        dimension: Dimension d of the curves by round.
+        dimensions: Dimensions d of the curves by dimension.
         rounds: Communication rounds R.
-        local_steps: L.
+        local_steps: Local steps L of a node in a round.
         lr: Learning rate, on half the sum of a node's squared errors.
         central_steps: Steps of the centralized model.
     """
@@ -60,10 +60,10 @@ class ClassificationSettings(Counts):
     """The linear classification, panels (d) to (g).
 
     Args:
-        dimension: d of the curves by round.
-        dimensions: d of the curves by dimension.
+        dimension: Dimension d of the curves by round.
+        dimensions: Dimensions d of the curves by dimension.
         rounds: Communication rounds R.
-        local_steps: L.
+        local_steps: Local steps L of a node in a round.
         lr: Learning rate, on the mean of a node's exponential losses.
         decay: λ, the pull towards the global model.
         noise: Standard deviation of the differences between the nodes' true models.
@@ -86,11 +86,11 @@ class DirichletSettings(Counts):
 
     Args:
         alphas: α of each division.
-        nodes: M.
+        nodes: Number of nodes M.
         samples: Training samples of all nodes together.
-        dimension: d.
+        dimension: Dimension d.
         rounds: Communication rounds R.
-        local_steps: L.
+        local_steps: Local steps L of a node in a round.
         lr: Learning rate, on the mean of a node's exponential losses.
         decay: λ, the pull towards the global model.
         central_steps: Steps of the centralized model.
@@ -117,8 +117,8 @@ class Nodes(Counts):
     """The nodes of the linear problems.
 
     Args:
-        count: M.
-        samples: Training samples N of each.
+        count: Number of nodes M.
+        samples: Training samples N of each node.
     """
 
     count: int = 10

@@ -42,9 +42,9 @@ class HeadSettings(Counts):
         backbone: A timm name, or ``hf:`` and a transformers name or folder.
         pretrained: Its weights: a file, a folder or a shipped name; by default those shipped for the other set.
         image_size: Height and width in pixels of the backbone's input.
-        nodes: Nodes M; half of the images of each are of one class.
+        nodes: Number of nodes M; half of the images of each are of one class.
         rounds: Communication rounds R.
-        local_steps: L; the centralized head is trained R · L steps.
+        local_steps: Local steps L of a node in a round; the centralized head is trained R · L steps.
         batch_size: Images in a step.
         lr: Learning rate.
     """

@@ -20,7 +20,8 @@ import peft
 import pytest
 import pytorch_lightning as pl
 import torch
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse._actions import _ActionConfigLoad
 from packaging.requirements import Requirement
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from pytorch_lightning.callbacks import TQDMProgressBar
@@ -393,3 +394,17 @@ def test_argparse_lists_a_parsers_actions():
     action = parser.add_argument("--rounds")
     assert parser._actions == [action]
     assert parser._option_string_actions == {"--rounds": action}
+
+
+def test_a_formatter_of_help_formats_values_and_jsonargparse_adds_an_option_for_a_file():
+    formatter = DefaultHelpFormatter("perada")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Layer, "layer")
+    (action,) = [action for action in parser._actions if isinstance(action, _ActionConfigLoad)]
+    assert action.option_strings == ["--layer"]
+    assert formatter._format_args(action, "FILE") == action.metavar == "CONFIG"
+    assert formatter._get_help_string(action) == action.help
+    assert formatter._get_default_metavar_for_optional(action) == "LAYER"
+    assert formatter._get_default_metavar_for_positional(action) == "layer"
+    assert formatter._metavar_formatter(action, "LAYER")(2) == (action.metavar, action.metavar)
+    assert callable(formatter._format_action_invocation)

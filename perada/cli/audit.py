@@ -11,18 +11,21 @@ from perada.deploy.protocol import canonical, display_round
 from perada.deploy.site.file import read_site
 from perada.results.report import table
 
-HEADER = ["line", "time (UTC)", "run", "round", "asked", "message", "answered", "left", "ε"]
+HEADER = ["line", "time (UTC)", "run", "round", "request", "message", "answered", "left", "ε"]
 
 
 def audit(parser: ArgumentParser, words: list[str]) -> None:
     """Print a site's audit log, and check that no line was changed, removed, moved or truncated."""
-    parser.add_argument("where", type=Path, help="File of a site, such as site.yaml, or its state folder.")
+    parser.add_argument(
+        "where", type=Path, metavar="PATH", help="File of a site, such as site.yaml, or its state folder."
+    )
     parser.add_argument("--json", action="store_true", help="Print the raw lines.")
     parser.add_argument(
         "--noted",
         type=str,
         action="append",
         default=[],
+        metavar="SHA256",
         help="SHA-256 of a line, noted elsewhere, that must be in the log; may be repeated.",
     )
     parser.add_argument(
@@ -78,9 +81,9 @@ def _row(entry: Entry) -> list[str]:
     """Return the cells of an entry, in the order of `HEADER`."""
     number = str(entry["number"])
     time = entry["time"].removesuffix("+00:00")
-    if "asked" not in entry:
+    if "request" not in entry:
         return [number, time, *["–"] * 5, _describe_event(entry), "–"]
-    request = entry["asked"]
+    request = entry["request"]
     kind = request.get("kind", "–")
     if "of" in request:
         kind = f"{kind} ({request['of']})"

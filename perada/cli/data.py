@@ -256,7 +256,8 @@ def draw(inspection: Inspection, output: Path) -> None:
 def init(parser: ArgumentParser, words: list[str]) -> None:
     """Ask for everything that no option sets, and write a recipe."""
     for name, (question, default) in QUESTIONS.items():
-        parser.add_argument(f"--{name}", type=str, help=f"{question}. (default: {default or 'none'})")
+        value = "PATH" if name == "images" else name.upper()
+        parser.add_argument(f"--{name}", type=str, metavar=value, help=f"{question}. (default: {default or 'none'})")
     parser.add_argument("--output", type=Path, default=Path("recipe.yaml"), help="File to write.")
     parser.add_argument(
         "--yes", action="store_true", help="Do not ask; use the default of everything that no option sets."

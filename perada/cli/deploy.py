@@ -129,7 +129,7 @@ def _read_ledger(folder: Path) -> Ledger:
 
 def status(parser: ArgumentParser, words: list[str]) -> None:
     """Print the progress of a deployed run, or what a site has trained and spent."""
-    parser.add_argument("where", type=Path, help="Folder of a deployed run, or file of a site.")
+    parser.add_argument("where", type=Path, metavar="PATH", help="Folder of a deployed run, or file of a site.")
     where = parser.parse_args(words).where
     if where.is_file():
         print(site_status(read_site(where)))
@@ -140,10 +140,12 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
 
 def export(parser: ArgumentParser, words: list[str]) -> None:
     """Write the models of a site, or the global one of a deployed run, in the format of `perada export`."""
-    parser.add_argument("where", type=Path, help="File of a site, or folder of a deployed run (with --recipe).")
+    parser.add_argument(
+        "where", type=Path, metavar="PATH", help="File of a site, or folder of a deployed run (with --recipe)."
+    )
     parser.add_argument("--recipe", default=None, help="Recipe of the run; by default the site's only one.")
     parser.add_argument(
-        "--run", default=None, help="Id of an earlier run of the site, as listed by `perada deploy status`."
+        "--run", default=None, metavar="ID", help="Earlier run of the site, as listed by `perada deploy status`."
     )
     parser.add_argument("--output", type=Path, required=True, help="Folder for client_0 and global.")
     options = parser.parse_args(words)

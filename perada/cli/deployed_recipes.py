@@ -95,7 +95,7 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
     recipe = Recipe(text, cli.model, cli.loop, cli.trainer, FederatedDataModule(data, **options, seed=seed))
 
     algorithm = cli.loop.algorithm
-    adds_up_logits = cli.loop.secure_sums is not None and algorithm.uses_distillation and not algorithm.own_teachers
+    adds_up_logits = cli.loop.secure_sums is not None and algorithm.uses_distillation and not algorithm.builds_teachers
     is_private = cli.loop.privacy is not None or cli.loop.client_privacy is not None
     if adds_up_logits or is_private:
         # The public images are those of the recipe as it was written, with its data set and partition.

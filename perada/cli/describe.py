@@ -15,6 +15,7 @@ from unittest.mock import patch
 from jsonargparse import ArgumentParser
 
 from perada.api import OPTION_CLASSES
+from perada.cli.help_format import new_parser, option_names
 from perada.cli.main import COMMANDS, Tree
 from perada.cli.options import COMMANDS_FILE, RECIPE_COMMANDS, SECTIONS_OF_RECIPES, CommandFacts, Facts
 from perada.cli.parser import class_names
@@ -29,7 +30,9 @@ WIDTH = 80
 def describe() -> Facts:
     """Return the content of ``commands.json``."""
     with patch.dict(os.environ, {"COLUMNS": str(WIDTH)}):
-        commands = {" ".join(path): _command(path, target) for path, target in leaves(COMMANDS)}
+        commands = {}
+        for path, (target, description) in leaves(COMMANDS):
+            commands[" ".join(path)] = _command(path, target, description)
     recipe_options: dict[str, list[str]] = {}
     for parser in _recipe_parsers():
         recipe_options |= _options(parser._actions)
@@ -46,19 +49,19 @@ def describe() -> Facts:
     }
 
 
-def leaves(tree: Tree, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield every command of a tree as words, and where its function is."""
-    for name, (entry, _) in tree.items():
+def leaves(tree: Tree, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], tuple[str, str]]]:
+    """Yield every command of a tree as words, with where its function is and its line of help."""
+    for name, (entry, line) in tree.items():
         if isinstance(entry, str):
-            yield (*prefix, name), entry
+            yield (*prefix, name), (entry, line)
         else:
             yield from leaves(entry, (*prefix, name))
 
 
-def _command(path: tuple[str, ...], target: str) -> CommandFacts:
+def _command(path: tuple[str, ...], target: str, description: str) -> CommandFacts:
     """Return the help that a command prints, and the options that it adds to its parser for that."""
     module, _, function = target.partition(":")
-    parser = ArgumentParser(prog=" ".join(["perada", *path]), exit_on_error=False, allow_abbrev=False)
+    parser = new_parser(" ".join(["perada", *path]), description)
     text = StringIO()
     with redirect_stdout(text), suppress(SystemExit):
         getattr(import_module(f"perada.{module}"), function)(parser, ["--help"])
@@ -83,8 +86,8 @@ def _options(actions: Iterable[Action]) -> dict[str, list[str]]:
     for action in actions:
         if action.help == SUPPRESS:
             continue
-        for option in action.option_strings:
-            if not option.endswith("+") and option not in LINKED:
+        for option in option_names(action):
+            if option not in LINKED:
                 names[option] = _values(action)
     return names
 

@@ -57,7 +57,7 @@ def recipe_digest(name: str) -> str:
 
 def keys_server(parser: ArgumentParser, words: list[str]) -> None:
     """Write the server's certificate, and the authority's, with which sites verify it."""
-    parser.add_argument("folder", type=Path, help="Folder for them; created if it does not exist.")
+    parser.add_argument("folder", type=Path, help="Folder to write them to; created if it does not exist.")
     parser.add_argument(
         "--host", type=str, action="append", required=True, help="Name or address of the server; may be repeated."
     )
@@ -101,7 +101,7 @@ def _parse_folder_and_name(parser: ArgumentParser, words: list[str], name_help: 
     """Parse the options of a command that writes keys."""
     from perada.deploy.sums.vector import check_cryptography
 
-    parser.add_argument("folder", type=Path, help="Folder for them; created if it does not exist.")
+    parser.add_argument("folder", type=Path, help="Folder to write them to; created if it does not exist.")
     parser.add_argument("--name", type=str, required=True, help=name_help)
     options = parser.parse_args(words)
     check_cryptography()
@@ -141,6 +141,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
         "--state",
         type=str,
         default="",
+        metavar="PATH",
         help="Folder for the server's state, on the SuperLink's machine; by default in Flower's folder.",
     )
     parser.add_argument("--local", nargs="+", type=Path, default=[], help="Files of sites that run in this process.")
@@ -157,7 +158,9 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
         default=0,
         help="Number of sites to ask in a round; 0 for those that the recipe draws, or all.",
     )
-    parser.add_argument("--deadline", type=float, default=600.0, help="Seconds that a round waits for replies.")
+    parser.add_argument(
+        "--deadline", type=float, default=600.0, metavar="SECONDS", help="Seconds to wait for the replies of a round."
+    )
     parser.add_argument(
         "--late",
         type=Literal["wait", "skip"],
@@ -237,7 +240,7 @@ def serve(path: Path, transport: Transport, terms: Terms, state: Path, monitorin
 
 def demo(parser: ArgumentParser, words: list[str]) -> None:
     """Run a federation of three sites on this machine, with TLS and authentication, and clean up."""
-    parser.add_argument("--rounds", type=int, default=3, help="Rounds.")
+    parser.add_argument("--rounds", type=int, default=3, help="Communication rounds.")
     parser.add_argument("--secure-sums", action="store_true", help="Let the server see only sums over the sites.")
     options = parser.parse_args(words)
     check_integer("rounds", options.rounds)

@@ -3,6 +3,7 @@
 
 import re
 import sys
+from argparse import SUPPRESS
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +27,14 @@ from perada.results.run import Run
 from perada.results.run_file import holds_adapters
 
 RUN_HELP = "Folder written by `perada fit`, `perada export` or Run.save, or a checkpoint in one."
-_DATA_HELP = f"{SOURCE_HELP} Or a recipe whose data are only the client's, or include it by name. Also called --images."
-_SCORES_HELP = "Whether to write scores and losses too; by default not those of a private run, which no ledger counts."
+_DATA_HELP = (
+    f"{SOURCE_HELP} Or a recipe with the data of this client, or of several, from which --client selects one. --images "
+    "is the same option."
+)
+_SCORES_HELP = (
+    "Write scores and losses too. By default only for runs without privacy, since privacy accounting does not cover "
+    "them."
+)
 _RECIPE_USE = (
     "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's test images, with its data; `perada test "
     "--help` lists its options."
@@ -44,12 +51,17 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         required=True,
         help="An image, a folder of images, or a table (.csv, .tsv, .parquet) that lists them.",
     )
-    parser.add_argument("--path", type=str, default="path", help="Column of a table with the files' paths.")
+    parser.add_argument(
+        "--path", type=str, default="path", metavar="COLUMN", help="Column of a table with the paths of the files."
+    )
     parser.add_argument(
         "--encoding", type=str, default=None, help="Encoding of a text table, such as cp1252; by default UTF-8."
     )
     parser.add_argument(
-        "--client", type=str, default=None, help="Name or number of a client; by default, the global model."
+        "--client",
+        type=str,
+        default=None,
+        help="Name or number of the client whose model predicts; by default, the global model.",
     )
     parser.add_argument("--output", type=Path, default=Path("predictions.csv"), help="Table to write.")
     parser.add_argument("--batch_size", type=int, default=64, help="Number of images in memory at a time.")
@@ -89,9 +101,12 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
 def push(parser: ArgumentParser, words: list[str]) -> None:
     """Upload one adapter of a run to the Hugging Face Hub."""
     parser.add_argument("run", type=Path, help=RUN_HELP)
-    parser.add_argument("repo", type=str, help="Repository, user/name; created if it does not exist.")
+    parser.add_argument("repo", type=str, help="Repository on the Hub, as user/name; created if it does not exist.")
     parser.add_argument(
-        "--client", type=str, default=None, help="Name or number of a client; by default, the global adapter."
+        "--client",
+        type=str,
+        default=None,
+        help="Name or number of the client whose adapter to upload; by default, the global adapter.",
     )
     parser.add_argument("--public", action="store_true", help="Make the repository public; by default it is private.")
     parser.add_method_arguments(Run, "push_to_hub", skip={"repo", "client", "private", "token"}, as_group=False)
@@ -110,7 +125,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         "--format",
         type=Literal["peft", "onnx", "safetensors", "torch-export"],
         default="peft",
-        help="All but peft write one model, also of a saved run.",
+        help="Format of the files. All but peft write a single model, and also accept a saved run.",
     )
     parser.add_argument("--client", help="Name or number of the client whose model to write.")
     parser.add_argument("--scores", type=bool, default=None, help=_SCORES_HELP)
@@ -200,6 +215,8 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
     words, images_class = _find_source(words)
     if images_class is not None:
         add_options(parser, images_class, "images")
+        # --images is --data here, and not the file of options that jsonargparse would read.
+        parser._option_string_actions["--images"].help = SUPPRESS
     if images_class is Images:
         parser.set_defaults({"images.layout": "{class}/*"})
     options = parser.parse_args(words)

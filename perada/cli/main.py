@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from jsonargparse import ArgumentParser
 
+from perada.cli.help_format import new_parser
 from perada.cli.messages import one_line, quiet_libraries, short_warnings
 from perada.cli.options import check_options, check_recipe, command_hint, help_text
 from perada.cli.parser_errors import of_options
@@ -133,7 +134,7 @@ def _run(words: list[str], entry: str | Tree, description: str, prog: str) -> No
         description: One line of help.
         prog: The words of the entry, with the program's name.
     """
-    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
+    parser = new_parser(prog, description)
     if isinstance(entry, str):
         command = prog.removeprefix("perada ")
         stored_help = help_text(command, words)
@@ -217,7 +218,8 @@ def ls(parser: ArgumentParser, words: list[str]) -> None:
         "prefix",
         nargs="?",
         metavar="PREFIX",
-        help="data, method, privacy, paper, or the first letters of names: describe only these recipes, in full.",
+        help="data, method, privacy or paper, or the beginning of names, such as cifar10 or cifar10_vit/ditto: "
+        "describe only these recipes.",
     )
     prefix = parser.parse_args(words).prefix
     print(overview() if prefix is None else descriptions(prefix))
@@ -256,8 +258,8 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
         "--scores",
         type=bool,
         default=None,
-        help="Whether to include scores and losses in a page; by default not those of private runs, which no ledger "
-        "counts.",
+        help="Include scores and losses in the page. By default only for runs without privacy, since privacy "
+        "accounting does not cover them.",
     )
     options = parser.parse_args(words)
     if options.output is None:

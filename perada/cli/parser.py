@@ -24,6 +24,7 @@ from perada.algorithms import ALGORITHMS, Algorithm
 from perada.algorithms.registry import distinct_methods, methods
 from perada.algorithms.specs import class_path_of, option_words
 from perada.api import OPTION_CLASSES, SECTIONS, argument_texts
+from perada.cli.help_format import HelpFormatter, default_text, option_names, option_text, plain_text
 from perada.cli.options import TEXTS
 from perada.cli.parser_errors import missing_module, subclasses
 from perada.cli.recipes import recipe_files
@@ -40,10 +41,16 @@ MOST_USED: list[str] = TEXTS["first"].split()
 """Options that help shows first."""
 TRAINER_TEXTS: dict[str, str] = TEXTS["lightning"]
 """Descriptions of options of Lightning's trainer."""
+WITH_CHECKPOINT: dict[str, dict[str, str]] = TEXTS["with_checkpoint"]
+"""Commands that score or predict with the models of a checkpoint, and descriptions that differ from those of fit."""
 
 
 class RecipeParser(LightningArgumentParser):
     """Parses recipes that name algorithms and server rules."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # jsonargparse builds another parser of this class, without our arguments, for the help of a class.
+        super().__init__(*args, formatter_class=HelpFormatter, **kwargs)
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
         """Parse the text of a recipe."""
@@ -210,11 +217,11 @@ def class_names() -> dict[str, list[str]]:
 
 
 END = """\
-Recipes have the same names, with a section for each part before a dot. NAME.CHILD sets an argument of a class:
+Recipes use the same names, with a section for each part before a dot. NAME.CHILD sets an argument of a class:
 --data.partition.alpha=0.1, --privacy.target_epsilon=3.
-  --help WORD                the options with that word in their names, such as --help lr
-  --help all                 every option, also those of Lightning's trainer that are seldom needed
-  --data.partition.help NAME the arguments of a class, likewise for all options that take one"""
+  --help WORD                 the options with this word in their names, such as --help lr
+  --help all                  every option, including those of Lightning's trainer that are rarely needed
+  --data.partition.help NAME  the arguments of a class; every option that takes a class has such a help"""
 
 
 def explained(parser: ArgumentParser, topic: str) -> str:
@@ -224,26 +231,27 @@ def explained(parser: ArgumentParser, topic: str) -> str:
         parser: Parser of a command.
         topic: ``all``, a word in the names of options, or "" for the options that most users need.
     """
-    if topic == "all":
-        return parser.format_help()
+    command = parser.prog.split()[-1]
     actions = {action.dest: action for action in parser._actions if _is_option(action)}
     if topic:
-        matching = [action for action in actions.values() if topic in " ".join(_option_names(action))]
+        matching = list(actions.values())
+        if topic != "all":
+            matching = [action for action in matching if topic in " ".join(option_names(action))]
         if not matching:
             raise ValueError(f"--help {topic}: no option has this in its name; --help all shows every option")
-        return _format_options(matching)
-    command = parser.prog.split()[-1]
-    most_used = [actions.pop(name) for name in MOST_USED if name in actions]
-    blocks = [
-        f"usage: perada {command} --config RECIPE [--OPTION VALUE ...]",
-        "-h, --help [WORD | all]",
-        f"Most used:\n{_format_options(most_used)}",
-    ]
+        return _format_options(matching, command)
+    usage = f"usage: perada {command} --config RECIPE [--OPTION VALUE ...]"
+    names = MOST_USED
+    if command in WITH_CHECKPOINT:
+        usage = f"usage: perada {command} --config RECIPE --ckpt_path FILE [--OPTION VALUE ...]"
+        names = sorted(MOST_USED, key=lambda name: name not in ("config", "ckpt_path"))
+    most_used = [actions.pop(name) for name in names if name in actions]
+    blocks = [usage, "-h, --help [WORD | all]", f"Most used:\n{_format_options(most_used, command)}"]
     for section in (*SECTIONS, *ALWAYS_SET, "trainer"):
         in_section = [action for name, action in actions.items() if name.startswith(f"{section}.")]
         if section == "trainer":
             in_section = [action for action in in_section if action.dest in TRAINER_TEXTS]
-        blocks.append(f"{section.capitalize()}:\n{_format_options(in_section)}")
+        blocks.append(f"{section.capitalize()}:\n{_format_options(in_section, command)}")
     return "\n\n".join([*blocks, END])
 
 
@@ -253,25 +261,21 @@ def _is_option(action: Action) -> bool:
     return is_visible and not action.dest.endswith(".help") and action.dest != "data.data"
 
 
-def _option_names(action: Action) -> list[str]:
-    """Return the names of an option, with dashes."""
-    # jsonargparse adds NAME+ for lists.
-    return [name for name in action.option_strings if not name.endswith("+")]
-
-
-def _format_options(actions: Iterable[Action]) -> str:
-    """Format options with their names, descriptions, values and defaults."""
+def _format_options(actions: Iterable[Action], command: str) -> str:
+    """Format options of a command with their names, descriptions, values and defaults."""
+    texts = TRAINER_TEXTS | WITH_CHECKPOINT.get(command, {})
     lines: list[str] = []
     width = min(shutil.get_terminal_size().columns, 120) - 2
     for action in actions:
         choices = action.metavar if isinstance(action.metavar, str) and action.metavar.startswith("{") else ""
-        lines.append(f"  {', '.join(_option_names(action))} {choices}".rstrip())
-        text = TRAINER_TEXTS.get(action.dest) or " ".join((action.help or "").replace("``", "").split())
+        lines.append(f"  {', '.join(option_names(action))} {choices}".rstrip())
+        text = texts.get(action.dest) or option_text(action)
         for base, (short_names, options) in _CLASSES.items():
             if action.dest in options:
                 text += f" One of {', '.join(short_names or _exported_classes(base))}, or a custom class."
-        if action.default not in (None, SUPPRESS, ""):
-            text += f" (default: {action.default})"
+        default = default_text(action)
+        if default:
+            text += f" (default: {default})"
         lines += wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
@@ -333,7 +337,7 @@ def _arguments(options_class: type, prefix: str = "") -> Schema:
     properties: Schema = {}
     for name, argument in inspect.signature(options_class).parameters.items():
         properties[name] = _value(hints.get(name, Any))
-        text = TRAINER_TEXTS.get(prefix + name) or texts.get(name, "").replace("``", "")
+        text = TRAINER_TEXTS.get(prefix + name) or plain_text(texts.get(name, ""))
         if text:
             properties[name]["description"] = text
         # perada's defaults of the trainer differ from Lightning's.

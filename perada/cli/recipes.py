@@ -24,7 +24,7 @@ WIDTH = 100
 """Largest number of columns of the overview."""
 OVERVIEW_END = """\
 `perada ls method`, `perada ls paper` or `perada ls PREFIX` prints full descriptions.
-Recipes are combined, each over those before it, by several options or by one name:
+Recipes can be combined, by several options or by one name; later recipes override earlier ones:
   perada fit --config cifar10_vit --config method/ditto --config privacy/sample
   perada fit --config cifar10_vit/ditto/sample
 `perada cp cifar10_vit/ditto/sample mine.yaml` writes a combination as one file."""
@@ -85,7 +85,8 @@ def combinations(name: str) -> list[str]:
     ['cifar10/ditto/client', 'cifar10/ditto/sample']
     """
     words = name.split("/")
-    if len(words) >= len(COMBINED) or not (RECIPES / "data" / f"{words[0]}.yaml").is_file():
+    parts = [RECIPES / group / f"{word}.yaml" for group, word in zip(COMBINED, words, strict=False)]
+    if len(words) >= len(COMBINED) or not all(path.is_file() for path in parts):
         return []
     group = COMBINED[len(words)]
     return [f"{name}/{path.stem}" for path in sorted((RECIPES / group).glob("*.yaml"))]
@@ -109,12 +110,29 @@ def overview() -> str:
 
 
 def _short_lines(paths: Sequence[Path]) -> list[str]:
-    """Format recipes with as much of their descriptions as fits into a line each."""
+    """Format recipes in a line each, with the beginning of their descriptions."""
     lines = []
     for path in paths:
-        line = f"  {path.stem:26} "
-        lines.append(line + shorten(_leading_comment(path)[0], WIDTH - len(line), placeholder=" …"))
+        name = f"  {path.stem:26} "
+        lines.append(name + first_clauses(_leading_comment(path)[0], WIDTH - len(name)))
     return lines
+
+
+def first_clauses(sentence: str, width: int) -> str:
+    """Return as many clauses of a sentence as fit into a width; words if the first clause is longer.
+
+    >>> first_clauses("CIFAR-10, 20 clients, Dirichlet 0.1: the setting of a paper.", 40)
+    'CIFAR-10, 20 clients, Dirichlet 0.1'
+    """
+    if len(sentence) <= width:
+        return sentence
+    ends = [match.start() for match in re.finditer("[,:;] ", sentence[: width + 2])]
+    for end in reversed(ends):
+        clauses = sentence[:end]
+        # A comma may stand in parentheses, as in "(Xie et al., CVPR 2024)".
+        if clauses.count("(") == clauses.count(")"):
+            return clauses
+    return shorten(sentence, width, placeholder=" …")
 
 
 def _paper_lines(paths: Sequence[Path]) -> list[str]:
@@ -154,6 +172,9 @@ def _columns(names: Sequence[str]) -> list[str]:
 def descriptions(prefix: str) -> str:
     """Format the recipes of a group, or whose names begin with a prefix, with their full descriptions.
 
+    Args:
+        prefix: Name of a group, or the beginning of names: ``cifar10``, or ``cifar10/di`` for combinations.
+
     Raises:
         ValueError: If there is none.
     """
@@ -162,8 +183,15 @@ def descriptions(prefix: str) -> str:
     for name, path in shipped.items():
         if path.parent.name == prefix or name.startswith(prefix) or path.stem.startswith(prefix):
             lines.append(f"{name:38} {_leading_comment(path)[0]}")
+    parent, _, _ = prefix.rpartition("/")
+    siblings = combinations(parent)
+    names = [name for name in siblings if name.startswith(prefix)]
+    if prefix in names:
+        names += combinations(prefix)
+    for name in sorted(names):
+        lines.append(f"{name:38} {_combined_description(find_recipe(name))}")
     if not lines:
-        proposal = hint(prefix, [*GROUPS, *shipped], "`perada ls` lists the recipes")
+        proposal = hint(prefix, [*GROUPS, *shipped, *siblings], "`perada ls` lists the recipes")
         raise ValueError(f"no recipe name begins with {prefix!r}; {proposal}")
     return "\n".join(lines)
 
@@ -175,15 +203,25 @@ def recipe_text(name: str) -> str:
         # An error names the line of a mistake before the text is copied or sent to sites.
         read_yaml(paths[0])
         return paths[0].read_text(encoding="utf-8")
-    data, method, *privacy = [_leading_comment(path) for path in paths]
-    comments = [method, data, *privacy]
-    comment = ["; ".join(lines[0].removesuffix(".") for lines in comments) + "."]
-    for lines in comments:
-        comment += lines[1:]
+    comment = [_combined_description(paths)]
+    for path in _method_first(paths):
+        comment += _leading_comment(path)[1:]
     merged: dict[str, Any] = {}
     for path in paths:
         merged = _merge(merged, read_yaml(path))
     return "".join(f"# {line}\n" for line in comment) + yaml.safe_dump(merged, sort_keys=False)
+
+
+def _combined_description(paths: Sequence[Path]) -> str:
+    """Return the first lines of the comments of a combination's recipes as one sentence."""
+    descriptions_of_parts = [_leading_comment(path)[0].removesuffix(".") for path in _method_first(paths)]
+    return f"{'; '.join(descriptions_of_parts)}."
+
+
+def _method_first(paths: Sequence[Path]) -> list[Path]:
+    """Return the recipes of a combination in the order of its description: method, data set, privacy."""
+    data_set, method, *privacy = paths
+    return [method, data_set, *privacy]
 
 
 def _leading_comment(path: Path) -> list[str]:

@@ -316,7 +316,7 @@ class _StopAfterSetUp(pl.Callback):
 def check(parser: ArgumentParser, words: list[str]) -> None:
     """Print the errors and warnings of a recipe; the exit status is 1 if it is invalid."""
     parser.add_argument(
-        "recipe", nargs="*", help="Recipe, and others that override it. Options of `perada fit` may follow."
+        "recipe", nargs="*", help="Recipes; later ones override earlier ones. Options of `perada fit` may follow."
     )
     is_option = [word.startswith("-") for word in words]
     num_recipes = is_option.index(True) if any(is_option) else len(words)

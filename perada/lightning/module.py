@@ -53,7 +53,7 @@ class FederatedClassifier(pl.LightningModule):
         adapter: ``residual``, ``bottleneck``, ``prompt``, ``lora``, ``dual_lora``, ``ia3``, ``head``, ``bias_norm``,
             ``full``, or a PEFT config.
         adapter_options: Options of the named adapter, for example ``{"r": 8}``.
-        pretrained: ``True`` for weights from the Hub, ``False`` for random ones, or a local file or folder.
+        pretrained: Load weights from the Hub, or from this local file or folder; otherwise they are random.
         num_classes: Number of classes; by default that of the data.
         image_size: Side of the images in pixels, where the backbone is built for one size (ViT).
         train_backbone: Train the backbone's parameters in addition to the adapter's.

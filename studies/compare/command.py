@@ -224,31 +224,31 @@ def _split_words(words: list[str], parser: ArgumentParser) -> SplitWords:
 
 def _add_options(parser: ArgumentParser) -> None:
     """Add the options of ``perada compare``."""
-    parser.add_argument("recipes", nargs="+", help="Recipes or configuration files.")
+    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="Recipes or configuration files.")
     parser.add_argument(
         "--algorithms",
         nargs="+",
         default=[],
         metavar="NAME",
         help=(
-            "Replace the recipes' algorithms: all, methods of `perada ls method`, or paths of custom classes, such as "
-            "mine.MyAlgorithm."
+            "Algorithms to run in place of the recipes': all, methods of `perada ls method`, or paths of custom "
+            "classes, such as mine.MyAlgorithm."
         ),
     )
     parser.add_argument(
         "--paper",
         action="store_true",
-        help="Each algorithm trains what its paper trains: PerAda the recipe's adapter, the others full models.",
+        help="Train what each algorithm's paper trains: PerAda the recipe's adapter, the others full models.",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Seeds.")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Seeds, with each of which every row is run.")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="ALGORITHMS:NAME=V",
         help=(
-            "Value of an option of `perada fit` for some algorithms: ditto,perada:NAME=V. A+B=V sets two options to "
-            "the same value."
+            "Value of an option of `perada fit` for some of the algorithms: ditto,perada:NAME=V. A+B=V sets two "
+            "options to the same value."
         ),
     )
     parser.add_argument(
@@ -266,17 +266,15 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--trials", type=PositiveInt, help="Number of settings per algorithm whose --tune has a range (default: 10)."
     )
-    parser.add_argument(
-        "--sampler", type=Sampler, default="tpe", help="Sampler of settings from ranges: tpe or random."
-    )
+    parser.add_argument("--sampler", type=Sampler, default="tpe", help="How settings are drawn from ranges.")
     parser.add_argument(
         "--choose_by",
         nargs="+",
         default=list(CHOSEN_BY),
         metavar="SCORE",
         help=(
-            "Scores on the held-out images whose mean selects settings (default: the personal models'), such as "
-            "global/global_test or personal/local_test_worst."
+            "Scores on the held-out images by whose mean settings are chosen, such as global/global_test or "
+            "personal/local_test_worst."
         ),
     )
     parser.add_argument(

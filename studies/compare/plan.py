@@ -347,12 +347,12 @@ class Plan:
             entry_of(row.algorithm).check(cli.config.federated.algorithm)
         if cli.loop.test_mode:
             raise ValueError(
-                "privacy: secure_rng=false cannot be used with perada compare, which writes each run's seed next to "
+                "privacy: secure_rng=false is rejected by perada compare, which writes each run's seed next to "
                 "its results: the noise would follow from it; leave secure_rng out"
             )
         if grid and (cli.loop.privacy or cli.loop.client_privacy):
             raise ValueError(
-                "--tune cannot be used with privacy or client_privacy: it selects by private images, which no ledger "
+                "--tune is rejected with privacy or client_privacy: it selects by private images, which no ledger "
                 "counts; tune on public data, and set the values"
             )
         for point in corners(grid):

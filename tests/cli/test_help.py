@@ -2,12 +2,17 @@
 """What `--help` shows of the commands that run recipes."""
 
 import inspect
+import re
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from perada import Evaluation, FederatedClassifier, FederatedLoop, Training
 from perada.api import OPTION_CLASSES
 from perada.cli import main
+from perada.cli.help_format import HelpFormatter, new_parser
+from perada.cli.options import facts
 from perada.cli.parser import MOST_USED, TRAINER_TEXTS
 from perada.cli.runs import PeradaCLI
 from perada.data import FederatedDataModule
@@ -68,3 +73,66 @@ def test_what_is_explained_here_is_an_option_and_a_word_in_no_name_is_refused(ca
     assert {*TRAINER_TEXTS, *MOST_USED} <= known
     with pytest.raises(ValueError, match="--help xyzzy: no option has this in its name"):
         main(["fit", "--help", "xyzzy"])
+
+
+PYTHON = re.compile(
+    r"<class|\btype: |\w\[(?:str|int|float|'|\.\.\.)|Union\[|``|:\w+:`|\x08|Path to a configuration|\bNone\b|\bFalse\b"
+)
+"""What a reader of help would have to know Python, Sphinx or jsonargparse for."""
+
+
+@pytest.mark.parametrize("command", facts()["commands"])
+def test_no_help_needs_python(command):
+    text = " ".join("\n".join(facts()["commands"][command]["help"]).split())
+    assert PYTHON.findall(text) == []
+
+
+@pytest.mark.parametrize(
+    "words", ["--data.partition.help=Dirichlet", "--privacy.help", "--federated.algorithm.help=PerAda"]
+)
+def test_no_help_of_a_class_needs_python(words, capsys):
+    text = shown(capsys, "fit", words)
+    assert "(default: " in text
+    assert PYTHON.findall(text.partition("\n")[2]) == []
+
+
+def test_help_of_all_options_adds_no_types(capsys):
+    every = shown(capsys, "fit", "--help=all")
+    assert "<class" not in every and "Union[" not in every and "(type: " not in every
+
+
+@pytest.mark.parametrize(("command", "use"), [("test", "to score"), ("predict", "that predict"), ("fit", "resume")])
+def test_a_checkpoint_is_explained_by_its_use(command, use, capsys):
+    with pytest.raises(SystemExit):
+        PeradaCLI([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    described = text.partition("--ckpt_path Checkpoint ")[2].partition(" --")[0]
+    assert use in described
+    assert ("resume" in described) is (command == "fit")
+
+
+def test_options_are_shown_as_they_are_typed():
+    parser = new_parser("perada x")
+    parser.add_argument("where", type=Path, help="A.")
+    parser.add_argument("-r", "--rounds", type=int | None, default=None, help="B.")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="``C``.")
+    parser.add_argument("--names", type=list[str] | None, default=None, help="D.")
+    parser.add_argument("--kind", type=Literal["one", "two"], required=True, help="A :class:`~a.b.Kind`.")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="E.")
+    parser.add_argument("--ages", type=tuple[int, ...], default=(1, 2), help="F.")
+    parser.add_argument("--fast", type=bool, default=False, help="G.")
+    parser.add_argument("--force", action="store_true", help="H.")
+    assert parser.formatter_class is HelpFormatter
+    options = [" ".join(line.split()) for line in parser.format_help().splitlines()]
+    for line in (
+        "WHERE A.",
+        "-r, --rounds N B.",
+        "--folder PATH C. (default: runs)",
+        "--names [NAME,...] D.",
+        "--kind {one,two} A Kind. (required)",
+        "--seeds N [N ...] E. (default: 0 1)",
+        "--ages [N,...] F. (default: [1, 2])",
+        "--fast {true,false} G. (default: false)",
+        "--force H.",
+    ):
+        assert line in options

@@ -319,6 +319,13 @@ def test_ls_shows_the_groups_and_how_to_combine_them_on_one_screen(parser, capsy
     assert sorted(name for row in methods for name in row) == GROUPS["method"]
     assert [row[0] for row in privacy] == GROUPS["privacy"]
     assert [row[0] for row in complete] == sorted([*COMPLETE, *COMPARISONS, "sites"])
+    for name, *words in (*data, *privacy, *complete):
+        (path,) = find_recipe(name if name not in GROUPS["privacy"] else f"privacy/{name}")
+        description = path.read_text().splitlines()[0].removeprefix("# ")
+        beginning = " ".join(words)
+        assert description.startswith(beginning)
+        # No sentence ends within a clause.
+        assert description[len(beginning) :][:1] in ("", ",", ":", ";") and len(words) > 3
     figures = {f"{paper.removesuffix('*')}{figure}" for paper, *figures in papers for figure in figures}
     assert all(any(name.startswith(figure) for figure in figures) for name in GROUPS["paper"])
     assert all(any(name.startswith(figure) for name in GROUPS["paper"]) for figure in figures)
@@ -347,9 +354,31 @@ def test_ls_of_a_group_or_a_prefix_prints_full_descriptions(prefix, names, capsy
         assert path.read_text().startswith(f"# {text}\n")
 
 
-def test_ls_of_nothing_proposes_the_nearest():
-    with pytest.raises(ValueError, match="no recipe name begins with 'methdo'; did you mean 'method'"):
-        main(["ls", "methdo"])
+@pytest.mark.parametrize(
+    ("prefix", "names"),
+    [
+        ("cifar10_vit/ditto", ["cifar10_vit/ditto", "cifar10_vit/ditto/client", "cifar10_vit/ditto/sample"]),
+        ("cifar10/fedav", ["cifar10/fedavg", "cifar10/fedavg_ft"]),
+        ("cifar10/ditto/s", ["cifar10/ditto/sample"]),
+        ("cifar10/", [f"cifar10/{name}" for name in GROUPS["method"]]),
+    ],
+)
+def test_ls_of_a_combination_describes_each_of_its_recipes(prefix, names, capsys):
+    main(["ls", prefix])
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _ in rows] == names
+    for name, text in rows:
+        for path in find_recipe(name):
+            assert path.read_text().splitlines()[0].removeprefix("# ").removesuffix(".") in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [("methdo", "'method'"), ("cifar10_vit/dito", "'cifar10_vit/ditto'"), ("cifar10/x/sample", "")]
+)
+def test_ls_of_nothing_proposes_the_nearest(wrong, meant):
+    remedy = f"did you mean {meant}" if meant else "`perada ls` lists the recipes"
+    with pytest.raises(ValueError, match=f"no recipe name begins with '{wrong}'; {remedy}"):
+        main(["ls", wrong])
 
 
 @pytest.mark.slow

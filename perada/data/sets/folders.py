@@ -65,7 +65,7 @@ class ImageFolder(OwnImages):
 
 
 class Images(OwnImages):
-    """Users' own images with client, class, split and group in their paths.
+    """Images in folders, with client, class, split and group in their paths.
 
     ``{client}/{class}/*`` matches ``hospital_a/benign/0001.png``. A layout is the path below ``root``, with ``/``. Its
     fields are ``{client}``, ``{class}`` (required), ``{split}``, ``{group}`` and ``{domain}``. A field matches a

@@ -159,8 +159,8 @@ class OwnImages(ImageFiles):
         root: Folder of the images.
         classes: Names of the classes, in the order of their numbers; some may have no images. Null for all classes that
             occur.
-        test_share: If the source has no splits, about the share of each client's images that is the test split.
-        seed: A different seed gives a different test split.
+        test_share: Approximate share of each client's images in the test split, if the source has no splits.
+        seed: Seed of the choice of test images.
         gray: Load images with one channel instead of three.
         full_scale: The value of white in grey images of more than 8 bits, such as 4095; null for 65535, or for 1 in
             floating-point images.
