@@ -3,7 +3,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,12 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.gpu.parts import Part, Setting
+from benchmarks.sessions import end_session, offline_environment
 
 ROOT = Path(__file__).parents[2]
 RECORD = "parts.json"
 """Name of the file with the outcomes of the parts."""
-GRACE = 10.0
-"""Seconds that a part has to end after a signal."""
 MODULES = {"pillow": "PIL", "pyyaml": "yaml"}
 """Names under which packages are imported that differ from the packages' names by more than a hyphen."""
 FASHION_MNIST_FILES = (
@@ -82,7 +80,7 @@ def required_modules() -> list[str]:
 def import_errors(modules: Sequence[str]) -> dict[str, str]:
     """Import modules in a process of its own; return the errors of those that cannot be imported."""
     command = [sys.executable, "-W", "ignore", "-c", IMPORT_PROGRAM, *modules]
-    completed = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True)
+    completed = subprocess.run(command, cwd=ROOT, env=part_environment(), capture_output=True, text=True)
     if completed.returncode:
         return dict.fromkeys(modules, f"Python ended with status {completed.returncode} over it")
     errors: dict[str, str] = json.loads(completed.stdout.splitlines()[-1])
@@ -198,7 +196,7 @@ def run_part(part: Part, command: Sequence[str], setting: Setting, limit: float)
     started_at = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, env=part_environment(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             returncode = process.wait(limit)
@@ -209,30 +207,14 @@ def run_part(part: Part, command: Sequence[str], setting: Setting, limit: float)
             status = "timed out"
             reason = f"its limit of {limit / 60:.1f} minutes"
         finally:
-            _end(process)
+            end_session(process)
     seconds = round(time.monotonic() - started_at, 1)
     return Outcome(part.name, status, reason, seconds, tuple(command[1:]))
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of a part, in which this tree is imported and the Hub is not contacted."""
-    paths = [str(ROOT)]
-    if os.environ.get("PYTHONPATH"):
-        paths.append(os.environ["PYTHONPATH"])
-    return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the processes of a part's session: by SIGTERM, and by SIGKILL those that are still running after it."""
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, signal_number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            continue
+def part_environment() -> dict[str, str]:
+    """Return the environment of a part, whose log is written line by line."""
+    return offline_environment(PYTHONUNBUFFERED="1")
 
 
 def last_line(log: Path) -> str:

@@ -2,8 +2,6 @@
 """Runs a framework in a process of its own, and takes its seconds and memory."""
 
 import json
-import os
-import signal
 import statistics
 import subprocess
 import time
@@ -14,6 +12,7 @@ import torch
 
 from benchmarks.peers.memory import process_tree, proportional_mb
 from benchmarks.peers.tasks import RESULT_FILE, Training
+from benchmarks.sessions import end_session, offline_environment
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"perada": ("perada",), "pfl": ("pfl", "torch"), "flower": ("flwr", "ray", "torch")}
@@ -49,7 +48,7 @@ def missing_packages(python: str, framework: str) -> str:
     code += "print(json.dumps([name for name in sys.argv[1:] if find_spec(name) is None]))"
     command = [python, "-c", code, *MODULES[framework]]
     try:
-        ended = subprocess.run(command, cwd=ROOT, env=_environment(1), capture_output=True, text=True)
+        ended = subprocess.run(command, cwd=ROOT, env=process_environment(1), capture_output=True, text=True)
     except OSError as error:
         return f"{python} cannot be started: {error}"
     if ended.returncode != 0:
@@ -84,7 +83,7 @@ def run_process(
     log_file = folder / f"{framework}.log"
     command = [python, "-m", "benchmarks.peers.runner", framework, str(folder), str(rounds), str(threads)]
     # Flower's actors have a thread each, and there is one for each thread of the others.
-    environment = _environment(1 if framework == "flower" else threads)
+    environment = process_environment(1 if framework == "flower" else threads)
     peak_mb = 0.0
     with log_file.open("wb") as log:
         started_at = time.monotonic()
@@ -97,7 +96,7 @@ def run_process(
                     peak_mb = max(peak_mb, proportional_mb(process_tree(process.pid)))
                 time.sleep(SAMPLING_SECONDS)
         finally:
-            _end(process)
+            end_session(process)
     if process.returncode != 0 or not result_file.is_file():
         printed = log_file.read_text(errors="replace").strip()
         raise RuntimeError(f"{framework} ended with status {process.returncode}: ...{printed[-1500:]}")
@@ -118,23 +117,11 @@ def measurement_of(training: Training, started_at: float, peak_mb: float) -> Mea
     )
 
 
-def _environment(threads: int) -> dict[str, str]:
-    """Return the environment of a process: this tree is imported, and no package reports to anyone."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": "600",  # instead of 30, which a busy machine exceeds
-    }
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process's session."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+def process_environment(threads: int) -> dict[str, str]:
+    """Return the environment of a framework's process: a number of threads, and no package reports to anyone."""
+    return offline_environment(
+        OMP_NUM_THREADS=str(threads),
+        FLWR_TELEMETRY_ENABLED="0",
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_raylet_start_wait_time_s="600",  # instead of 30, which a busy machine exceeds
+    )

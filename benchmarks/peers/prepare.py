@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.networks import build_network
-from benchmarks.peers.run_perada import SEED, adapter_options, cohort_size, image_size, plain_state
+from benchmarks.peers.run_perada import SEED, adapter_options, image_size, plain_state
 from benchmarks.peers.tasks import NUM_CLASSES, State, Task, TaskData
 from perada.core.rounds import batch_indices, sample_cohort
 from perada.lightning.module import FederatedClassifier
@@ -32,7 +32,7 @@ def prepare(task: Task, rounds: int) -> TaskData:
     batches = []
     steps = task.images // task.batch_size
     for round_number in range(rounds):
-        cohort = sample_cohort(SEED, round_number, task.clients, cohort_size(task))
+        cohort = sample_cohort(SEED, round_number, task.clients, task.clients_per_round)
         client_batches = []
         for client in cohort:
             indices = batch_indices(task.images, task.batch_size, steps, SEED, "batches", round_number, client)

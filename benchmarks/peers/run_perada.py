@@ -64,7 +64,7 @@ def run(data: TaskData, rounds: int, threads: int, folder: Path) -> Training:
         algorithm=task.algorithm,
         algorithm_options={"prox_strength": PROX_STRENGTH} if task.algorithm == "ditto" else None,
         rounds=rounds,
-        clients_per_round=cohort_size(task),
+        clients_per_round=task.clients_per_round,
         batch_size=task.batch_size,
         lr_local=task.lr,
         lr_personal=task.lr,
@@ -105,11 +105,6 @@ def adapter_options(task: Task) -> dict[str, Any]:
 def image_size(task: Task) -> int | None:
     """Return the side that a ViT is built for."""
     return task.side if "vit" in task.network else None
-
-
-def cohort_size(task: Task) -> int | None:
-    """Return ``clients_per_round`` of perada."""
-    return None if task.clients == task.clients_per_round else task.clients_per_round
 
 
 def plain_state(task: Task, state: State) -> State:

@@ -80,7 +80,7 @@ def run(data: TaskData, rounds: int, threads: int, folder: Path) -> Training:
         algorithm_params=NNAlgorithmParams(
             central_num_iterations=rounds,
             evaluation_frequency=rounds + 1,
-            train_cohort_size=task.clients_per_round,
+            train_cohort_size=task.clients_per_round or task.clients,
             val_cohort_size=0,
         ),
         backend=SimulatedBackend(training_data=_federated_dataset(data), val_data=None),

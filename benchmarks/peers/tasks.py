@@ -27,7 +27,7 @@ class Task:
         adapter: What is trained: ``full`` for all weights, ``residual`` or ``lora``.
         algorithm: ``fedavg`` or ``ditto``.
         clients: Clients of the federation.
-        clients_per_round: Clients that train in a round.
+        clients_per_round: Clients that train in a round; None for all.
         images: Images of each client. All are seen once a round.
         batch_size: Images in a local step.
         side: Height and width of an image in pixels.
@@ -41,7 +41,7 @@ class Task:
     adapter: Literal["full", "residual", "lora"] = "full"
     algorithm: Literal["fedavg", "ditto"] = "fedavg"
     clients: int = 100
-    clients_per_round: int = 100
+    clients_per_round: int | None = None
     images: int = 20
     batch_size: int = 10
     side: int = 28
@@ -55,7 +55,6 @@ RESNET = Task(
     "ResNet-18 at 32×32, all weights, 20 clients × 256 images, batch 64",
     network="resnet18",
     clients=20,
-    clients_per_round=20,
     images=256,
     batch_size=64,
     side=32,
@@ -68,7 +67,6 @@ VIT = Task(
     network="vit_small_patch16_224",
     adapter="lora",
     clients=8,
-    clients_per_round=8,
     images=16,
     batch_size=8,
     side=224,
@@ -79,7 +77,10 @@ VIT = Task(
 TASKS = {
     "cnn": FEDAVG_CNN,
     "cnn_1000": replace(
-        FEDAVG_CNN, description="FedAvgCNN, all weights, 100 of 1,000 clients × 20 images, batch 10", clients=1000
+        FEDAVG_CNN,
+        description="FedAvgCNN, all weights, 100 of 1,000 clients × 20 images, batch 10",
+        clients=1000,
+        clients_per_round=100,
     ),
     "ditto": replace(
         FEDAVG_CNN, description="Ditto, FedAvgCNN, all weights, 100 clients × 20 images, batch 10", algorithm="ditto"
@@ -97,9 +98,9 @@ TASKS = {
 
 def quick_task(task: Task) -> Task:
     """Return a small form of a task, which only shows that it runs."""
-    smaller = replace(task, clients=4, clients_per_round=4, timed_rounds=1, description=f"{task.description} (quick)")
-    if task.clients > task.clients_per_round:
-        smaller = replace(smaller, clients=8)
+    smaller = replace(task, clients=4, timed_rounds=1, description=f"{task.description} (quick)")
+    if task.clients_per_round is not None:
+        smaller = replace(smaller, clients=8, clients_per_round=4)
     if task.network == "resnet18":
         smaller = replace(smaller, network="test_resnet", images=16, batch_size=8)
     if "vit" in task.network:

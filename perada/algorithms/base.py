@@ -300,7 +300,7 @@ class Algorithm(Options):
         sends_updates: Whether clients send anything.
         global_model: Whether the server has a complete model, which can be evaluated.
         uses_distillation: Whether the server distils, which requires public images.
-        own_teachers: Whether the server makes the teachers itself, instead of distilling from the clients' models.
+        builds_teachers: Whether the server builds the teachers itself, instead of distilling from the clients' models.
         unsent: Names of streams of batches on which nothing that a client ever sends depends. By default there are
             none, so that privacy accounting treats all training as visible to the server.
         modes: Number of global models among which a round's clients are divided.
@@ -316,7 +316,7 @@ class Algorithm(Options):
     sends_updates: bool = True
     global_model: bool = True
     uses_distillation: bool = False
-    own_teachers: bool = False
+    builds_teachers: bool = False
     unsent: frozenset[str] = frozenset()
     modes: int = 1
     compares_models: bool = False
@@ -557,7 +557,7 @@ class AlgorithmWrapper(ClientSideWrapper):
         self.sends_updates = base.sends_updates
         self.global_model = base.global_model
         self.uses_distillation = base.uses_distillation
-        self.own_teachers = base.own_teachers
+        self.builds_teachers = base.builds_teachers
         self.unsent = base.unsent
         self.modes = base.modes
         self.compares_models = base.compares_models

@@ -25,7 +25,7 @@ from perada.algorithms.base import Algorithm, Broadcast, ServerStep, Stacks, Ten
 from perada.core.checks import Options, check_choice
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
-from perada.core.states import State, clone, expand, numel, stack_size
+from perada.core.states import State, clone, device_of, expand, numel, stack_size
 from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
 
 T = TypeVar("T")
@@ -352,16 +352,27 @@ def _predicted(
 
 def example_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> State:
     """Return the update (1, ...) that a client without any training sends in the first round."""
-    first_state = algorithm.initial_client_state(initial, tensor_names)
-    client_state = _stacked(first_state, 1)
+    client_state = _stacked(algorithm.initial_client_state(initial, tensor_names), 1)
+    received = _example_received(algorithm, tensor_names, initial)
+    opened = algorithm.begin_round(client_state, received, tensor_names)
+    client_results = algorithm.end_round(opened, client_state, received, tensor_names)
+    return client_results[1]  # the first are the states that it keeps
+
+
+def example_opened(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> Stacks:
+    """Return the states with which a client begins the first round, (1, ...) by role."""
+    client_state = _stacked(algorithm.initial_client_state(initial, tensor_names), 1)
+    received = _example_received(algorithm, tensor_names, initial)
+    return algorithm.begin_round(client_state, received, tensor_names)
+
+
+def _example_received(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> State:
+    """Return what the only client of a federation receives in the first round, (1, ...)."""
     losses: Tensor | None = None
     if algorithm.compares_models:
         losses = torch.zeros(1, algorithm.modes)
     sending = Broadcast(initial, tensor_names, round=0, clients=(0,), num_clients=1, seed=0, losses=losses)
-    received = algorithm.broadcast(sending)
-    opened = algorithm.begin_round(client_state, received, tensor_names)
-    client_results = algorithm.end_round(opened, client_state, received, tensor_names)
-    return client_results[1]  # the first are the states that it keeps
+    return algorithm.broadcast(sending)
 
 
 def dry_run_rounds(
@@ -617,7 +628,7 @@ class DryRunStep:
     @property
     def _clients(self) -> int:
         """Number C of clients."""
-        return len(next(iter(self.received.values())))
+        return stack_size(self.received)
 
     def begin(self, phase: str, tensor_names: TensorNames) -> None:
         """Begin a phase, after which the tensors that it trains require gradients."""
@@ -663,7 +674,7 @@ class DryRunStep:
         """Labels of the two images: both of class 0, or without a label."""
         if self._num_classes is None:
             raise no_logits(self.algorithm)
-        device = next(iter(self.received.values())).device
+        device = device_of(self.received)
         if self._multilabel:
             return torch.zeros(self._clients, 2, self._num_classes, dtype=torch.float32, device=device)
         return torch.zeros(self._clients, 2, dtype=torch.int64, device=device)
@@ -685,7 +696,7 @@ class DryRunStep:
         if stream == self._changed:
             purpose += "/changed"
         random = generator(0, purpose, self.round, self.queries[stream])
-        device = next(iter(states.values())).device
+        device = device_of(states)
         total = torch.zeros(self._clients, device=device)
         for _, value in sorted(states.items()):
             if value.requires_grad:

@@ -72,7 +72,7 @@ class FedBE(Algorithm):
                 value=True,
             )
         self.moments = moments
-        self.own_teachers = moments
+        self.builds_teachers = moments
         self.sampler = sampler
         self.samples = samples
         self.distill = distill

@@ -16,6 +16,7 @@ from perada.algorithms.het_lora import HetLoRA
 from perada.algorithms.lora import FFALoRA
 from perada.algorithms.perada import MTL, PerAda, PFedMe
 from perada.algorithms.sharing import FedSim, PartialSharing
+from perada.algorithms.specs import class_path_of
 from perada.core.rounds import Phase
 from perada.core.states import State
 
@@ -160,7 +161,7 @@ def algorithm_record(algorithm: Algorithm) -> dict[str, Any]:
     class_name = algorithm_class.__name__
     if getattr(algorithms, class_name, None) is not algorithm_class:
         # Classes from outside perada are recorded with their module.
-        class_name = f"{algorithm_class.__module__}.{algorithm_class.__qualname__}"
+        class_name = class_path_of(algorithm_class)
     options: dict[str, Any] = {}
     wrapped: dict[str, Any] = {}
     for name in inspect.signature(algorithm_class).parameters:

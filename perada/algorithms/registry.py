@@ -194,12 +194,15 @@ def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
     if name not in ALGORITHMS:
         _check_method(name)
     check_known("algorithm", name, ALGORITHMS)
+    signature = inspect.signature(ALGORITHMS[name])
     try:
-        return ALGORITHMS[name](**options)
+        signature.bind(**options)
     except TypeError as error:
-        option_names = ", ".join(inspect.signature(ALGORITHMS[name]).parameters) or "none at all"
+        option_names = ", ".join(signature.parameters) or "none at all"
         what = f"algorithm={name!r} does not accept the options {options}"
         raise ValueError(f"{what}: {error}; its options are {option_names}") from None
+    # Outside of the try, so that a TypeError of the constructor itself is not taken for a wrong option.
+    return ALGORITHMS[name](**options)
 
 
 def _check_method(name: str) -> None:

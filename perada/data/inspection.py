@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,7 +54,6 @@ from perada.data.sets.base import ImageSet, split_of
 from perada.data.sets.manifest import ImageFiles
 
 OnBroken = Literal["refuse", "skip"]
-_REMEDY = re.compile(r": (fix it|fetch it again|take it out|take the row out|check the disk)[^:]*$")
 T = TypeVar("T")
 
 
@@ -387,7 +385,7 @@ def _find_broken(base: Dataset[Any], rows: list[int], name: str, workers: int) -
         # Workers call the function that collates a batch, here a single row.
         read_row = partial(_problem_of_row, base, name, progress)
         problems = _show_progress(worker_loader(rows, workers, progress, collate_fn=read_row), len(rows))
-        return {row: _without_remedy(problem) for row, problem in zip(rows, problems, strict=True) if problem}
+        return {row: problem for row, problem in zip(rows, problems, strict=True) if problem}
 
 
 def _find_broken_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
@@ -401,7 +399,8 @@ def _find_broken_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = _show_progress(pool.map(partial(_problem_of_file, base), rows), len(rows))
         errors = {row: error for row, error in zip(rows, results, strict=True) if error is not None}
-    problems = {row: _without_remedy(str(error)) for row, error in errors.items()}
+    # A list of problems ends with one remedy for all.
+    problems = {row: error.problem for row, error in errors.items()}
     # A missing file has no state to compare later, and one that the disk failed to deliver may be intact next time.
     is_certain = all(type(error) is UnreadableImageError for error in errors.values())
     if cache is not None and is_certain:
@@ -427,7 +426,7 @@ def _cache_file(base: ImageFiles, paths: Iterable[str]) -> Path | None:
     return root / "perada" / "read" / f"{digest.hexdigest()[:32]}.json"
 
 
-def _problem_of_file(base: ImageFiles, row: int) -> Exception | None:
+def _problem_of_file(base: ImageFiles, row: int) -> UnreadableImageError | MissingImageError | None:
     """Read a file and return the error, if there is one."""
     try:
         base.read(base.manifest.paths[row])
@@ -441,11 +440,6 @@ def _problem_of_file(base: ImageFiles, row: int) -> Exception | None:
 def _show_progress(results: Iterable[T], total: int) -> Iterable[T]:
     """Show the progress of a pass over all images."""
     return tqdm(results, total=total, desc="Read all images once", leave=False, disable=None)
-
-
-def _without_remedy(problem: str) -> str:
-    """Remove the remedy from a message, since a list of problems ends with one remedy for all."""
-    return _REMEDY.sub("", problem)
 
 
 def _describe_sample(dataset: Dataset[Any], name: str, owner: int, row: int) -> str:
@@ -468,14 +462,14 @@ def _problem_of_item(dataset: Dataset[Any], name: str, row: int) -> str:
     try:
         item = read_item(dataset, row, name)
     except (UnreadableImageError, MissingImageError) as error:
-        return str(error).removeprefix(f"{name}, ")
+        return error.problem
     # The checks of the data report items that are not images.
     with suppress(TypeError, IndexError):
         stored, _ = image_and_label(item, labelled=False)
         try:
             image = to_image(stored)  # reads the pixels of a PIL image that was only opened
-        except ValueError as error:
-            return f"sample {row} cannot be read ({_without_remedy(' '.join(str(error).split()))})"
+        except UnreadableImageError as error:
+            return f"sample {row} cannot be read ({' '.join(error.problem.split())})"
         if image.is_floating_point() and not image.isfinite().all():
             return f"sample {row} is an image with NaN or infinity"
     return ""

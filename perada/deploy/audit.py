@@ -158,7 +158,7 @@ def make_entry(message: bytes, reply: bytes, spent: Callable[[Request], object])
         "sums": sorted(response.sums),
     }
     entry: Entry = {
-        "asked": request_fields,
+        "request": request_fields,
         "answered": response.code,
         "left": reply_fields,
         "run": None,

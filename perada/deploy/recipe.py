@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from perada.algorithms import Broadcast, Stacks
 from perada.core.checks import check_integer
-from perada.core.states import State, to_device_async
+from perada.core.states import State, device_of, to_device_async
 from perada.data import FederatedDataModule
 from perada.data.batches.public import augment_public_images, public_indices
 from perada.data.batches.samples import make_store
@@ -208,7 +208,7 @@ class Recipe:
     def distils(self, round: int) -> bool:
         """Return whether the server distils after a round, for which sites in secure sums add up logits."""
         loop = self.loop
-        has_ensemble = loop.algorithm.uses_distillation and not loop.algorithm.own_teachers
+        has_ensemble = loop.algorithm.uses_distillation and not loop.algorithm.builds_teachers
         return has_ensemble and loop.client_privacy is None and loop.distillation.active(round)
 
     def teacher_batches(self, round: int, images: "PublicImages") -> TeacherBatches:
@@ -227,7 +227,7 @@ class Recipe:
         tensor_names = self.module.tensor_names
         losses = None
         if algorithm.compares_models:
-            losses = torch.zeros(1, algorithm.modes, device=next(iter(state.values())).device)
+            losses = torch.zeros(1, algorithm.modes, device=device_of(state))
         received = algorithm.broadcast(Broadcast(state, tensor_names, round, (0,), 1, self.loop.seed, losses))
         client_state = initial_stacks(algorithm.initial_client_state(state, tensor_names))
         opened = algorithm.begin_round(client_state, received, tensor_names)

@@ -8,6 +8,7 @@ averages over all clients' images, and ``if h.mean() > 0`` decides for all clien
 import copy
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from perada.core.seeding import Streams, generator, seeded
 from perada.core.states import State, clone, get_state, parameter_keys, stack
 from perada.engine.engine import Engine
 
-FAILS = "it fails on images of two clients"
 ROWS = 2
 """Number of images per client: enough for a BatchNorm, few enough for a large model on a CPU."""
 TOLERANCE = 1e-4
@@ -38,18 +38,34 @@ def check_fold(model: nn.Module, x: Tensor, channels_last: bool = False) -> str 
     Returns:
         The reason why the model cannot be folded; None if both agree, or if they cannot be compared.
     """
-    difference = _difference(model, x, channels_last, TOLERANCE)
-    if difference is None or difference.startswith(FAILS):
-        return difference
+    obstacle = _find_obstacle(model, x, channels_last, TOLERANCE)
+    if obstacle is None:
+        return None
+    if obstacle.raised:
+        return obstacle.reason
     # The two round differently, and very much so with TF32, so a difference must persist in double precision.
     device = torch.device("cpu") if x.device.type == "mps" else x.device
     exact = x.to(device, torch.float64 if x.is_floating_point() else x.dtype)
     exact_model = copy.deepcopy(model).to(device, torch.float64)
-    return _difference(exact_model, exact, channels_last, TOLERANCE_DOUBLE)
+    obstacle = _find_obstacle(exact_model, exact, channels_last, TOLERANCE_DOUBLE)
+    return None if obstacle is None else obstacle.reason
 
 
-def _difference(model: nn.Module, x: Tensor, channels_last: bool, tolerance: float) -> str | None:
-    """Describe how a folded pass differs from passes of one client after another.
+@dataclass(frozen=True)
+class _Obstacle:
+    """Why a model cannot be folded.
+
+    Attributes:
+        reason: The reason as a sentence.
+        raised: Whether a folded pass raised an error. Otherwise it differs from passes of one client after another.
+    """
+
+    reason: str
+    raised: bool
+
+
+def _find_obstacle(model: nn.Module, x: Tensor, channels_last: bool, tolerance: float) -> _Obstacle | None:
+    """Compare a folded pass with passes of one client after another.
 
     Args:
         model: The single model.
@@ -58,7 +74,7 @@ def _difference(model: nn.Module, x: Tensor, channels_last: bool, tolerance: flo
         tolerance: Largest accepted difference, relative to the largest logit.
 
     Returns:
-        The description; None as in :func:`check_fold`.
+        The obstacle; None as in :func:`check_fold`.
     """
     folded = Engine(model, "folded", channels_last=channels_last)
     loop = Engine(model, "loop", channels_last=channels_last)
@@ -80,10 +96,10 @@ def _difference(model: nn.Module, x: Tensor, channels_last: bool, tolerance: flo
             except Exception:  # networks raise errors of any kind in training, for example with one image
                 conclusive = False
                 continue
-            difference = _compare(folded, states, batch, training, separate, tolerance)
-            if difference is not None:
+            obstacle = _compare(folded, states, batch, training, separate, tolerance)
+            if obstacle is not None:
                 if _repeats(loop, states, batch, training, separate):
-                    return difference
+                    return obstacle
                 # The network draws from torch's global generator, so no two passes agree.
                 conclusive = False
         if conclusive:
@@ -93,8 +109,8 @@ def _difference(model: nn.Module, x: Tensor, channels_last: bool, tolerance: flo
     return _backward_failure(folded, states, two_clients[:, :1])
 
 
-def _backward_failure(folded: Engine, states: State, x: Tensor) -> str | None:
-    """Describe why gradients of a folded pass cannot be computed; return None if they can."""
+def _backward_failure(folded: Engine, states: State, x: Tensor) -> _Obstacle | None:
+    """Return why gradients of a folded pass cannot be computed; None if they can."""
     trained = parameter_keys(folded.model)
     leaves = {key: value.requires_grad_(key in trained) for key, value in clone(states).items()}
     try:
@@ -102,7 +118,7 @@ def _backward_failure(folded: Engine, states: State, x: Tensor) -> str | None:
             logits = folded.logits(leaves, x)
             torch.autograd.grad(logits.sum(), [leaves[key] for key in trained], allow_unused=True)
     except Exception as error:  # networks raise errors of any kind in the backward pass
-        return f"{FAILS} ({type(error).__name__}: {' '.join(str(error).split())[:150]})"
+        return _failure(error)
     return None
 
 
@@ -113,7 +129,7 @@ def _compare(
     training: bool,
     separate: Tensor,
     tolerance: float,
-) -> str | None:
+) -> _Obstacle | None:
     """Compare a folded pass with passes of one client after another.
 
     Args:
@@ -125,12 +141,12 @@ def _compare(
         tolerance: Largest accepted difference, relative to the largest logit.
 
     Returns:
-        A description of the difference; None if the logits agree.
+        The obstacle; None if the logits agree.
     """
     try:
         together = _logits(folded, states, x, training)
     except Exception as error:  # networks raise errors of any kind for the images of two clients
-        return f"{FAILS} ({type(error).__name__}: {' '.join(str(error).split())[:150]})"
+        return _failure(error)
     largest = float(separate.abs().max())
     difference = float((together - separate).abs().max())
     if difference <= tolerance * max(largest, 1e-6):
@@ -138,10 +154,17 @@ def _compare(
     if not separate.isfinite().all() and not together.isfinite().all():
         # Both are not finite, for example because a perturbed weight must not be negative: nothing can be concluded.
         return None
-    return (
+    return _Obstacle(
         f"it mixes the images of a batch: logits of up to {largest:.2g} change by {difference:.2g} when the batch "
-        "contains another client's images"
+        "contains another client's images",
+        raised=False,
     )
+
+
+def _failure(error: Exception) -> _Obstacle:
+    """Return the obstacle for an error that the network raised in a folded pass."""
+    message = " ".join(str(error).split())[:150]
+    return _Obstacle(f"it fails on images of two clients ({type(error).__name__}: {message})", raised=True)
 
 
 def perturbed_states(state: State, keys: Collection[str], clients: int, least: float = 0.0) -> list[State]:

@@ -16,7 +16,7 @@ from perada.algorithms import PerAda
 from perada.core.checks import OptionError, check_choice, invalid_option
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, Shares
-from perada.core.states import State, as_matrix, per_client, stack_size
+from perada.core.states import State, as_matrix, device_of, per_client, prefix, stack_size
 from perada.engine.engine import Engine, client_losses
 from perada.federation.cohort import Cohort
 from perada.federation.scores import probabilities
@@ -161,7 +161,7 @@ class DiagnosticsPass:
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self.globals.values())).device
+        return device_of(self.globals)
 
     def _distances(self, names: Collection[str]) -> dict[str, float]:
         """Make one pass over the public set.
@@ -206,7 +206,7 @@ class DiagnosticsPass:
         total = 0.0
         for x, y in self.data.test_batches(self._device):
             # A process without local models knows the number of classes from a global one.
-            averaged_model = {name: value[:1] for name, value in self.globals.items()}
+            averaged_model = prefix(self.globals, 1)
             classes = self.engine.shared_logits(averaged_model, x[:1]).shape[-1]
             logits, h_BK = self._means(x, classes)
             if self.multilabel:

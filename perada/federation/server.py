@@ -302,7 +302,7 @@ class Server:
         """Return the distiller of a round, by which an algorithm's server step refines the global state."""
         secure: SecureTeachers | None = None
         # An algorithm that makes teachers itself makes them of what the server may see.
-        if self.settings.secure_sums is not None and not self.settings.algorithm.own_teachers:
+        if self.settings.secure_sums is not None and not self.settings.algorithm.builds_teachers:
             secure = SecureTeachers(self.settings.secure_sums, teachers, context.logit_sum)
         return Distiller(
             engine=self.engine,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perada.core.checks import OptionError
 from perada.core.seeding import generator
-from perada.core.states import State, per_client
+from perada.core.states import State, per_client, stack_size
 from perada.privacy.account import Budget, Cost, Planned
 from perada.privacy.accounting import calibrate
 from perada.privacy.client_sums import (
@@ -103,7 +103,7 @@ def noisy_updates(
     """
     base = {key: received[key].detach() for key in clipped}
     # noisy_mean adds changes and noise in double precision, and rounds once.
-    clients = len(next(iter(clipped.values())))
+    clients = stack_size(clipped)
     noisy = noisy_mean(base, std, [1.0] * clients, generators, added=clipped)
     unchanged = {key: received[key].detach().clone() for key in updates}
     return unchanged | noisy

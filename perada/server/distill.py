@@ -13,7 +13,7 @@ from torch import Tensor
 from perada.core.checks import OptionError, check_choice, check_integer, check_number
 from perada.core.ranks import Ranks
 from perada.core.seeding import Streams
-from perada.core.states import State, expand, is_finite, to_device_async
+from perada.core.states import State, device_of, expand, is_finite, to_device_async
 from perada.engine.engine import Engine
 from perada.engine.loss_scaling import KeptScales, LossScales, MaskedAdam, MaskedOptimizer, MaskedSGD
 from perada.server.aggregate import Updates, double
@@ -423,7 +423,7 @@ class Distiller:
             The refined state, or the student if nothing was or could be distilled.
         """
         self.report.student = student
-        device = next(iter(student.values())).device
+        device = device_of(student)
         clients = self._clients(teachers)
         scales = self.scales.open("student", 1, device)
         refined = student
@@ -528,7 +528,7 @@ class Distiller:
         states = expand(student, max(1, count))
         if count:
             states |= clients.local_rows
-        device = next(iter(student.values())).device
+        device = device_of(student)
         sums = []
         for logits in batches.logits(self.engine, states, lambda rows: self.data.public_images(rows, device)):
             if not count:
@@ -565,7 +565,7 @@ class Distiller:
 
     def _public_logits(self, state: State, batches: TeacherBatches) -> Tensor:
         """Compute the logits (N, K) of one state on the rows of the batches, in evaluation mode. A collective."""
-        device = next(iter(state.values())).device
+        device = device_of(state)
         model = expand(state, 1)
         # Each image is passed once, and its logits are repeated as often as it is among the rows.
         distinct, rows = torch.cat(batches.batches).unique(return_inverse=True)
@@ -580,7 +580,7 @@ class Distiller:
 
     def _accuracy(self, state: State) -> float:
         """Compute the share of the server's validation labels that a state predicts."""
-        device = next(iter(state.values())).device
+        device = device_of(state)
         correct = 0
         total = 0
         for images, labels in self.data.validation_batches(device):

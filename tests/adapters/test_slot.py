@@ -47,7 +47,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
             {"bias": "all"},
             r"would train 'conv1\.1\.running_mean' \(\d+ such tensors\).* would not save it",
         ),
-        ("net", peft.LoraConfig(), {"r": 3}, r"adapter_options \['r'\] cannot be used with a PeftConfig"),
+        (
+            "net",
+            peft.LoraConfig(),
+            {"r": 3},
+            r"adapter_options \['r'\] must be left out with a PeftConfig",
+        ),
         ("vit", peft.PromptTuningConfig(num_virtual_tokens=2), {}, r"PromptTuningConfig cannot train a classification"),
         ("vit", "lora", {"r": "abc"}, "adapter_options: r must be of type int for adapter 'lora', got 'abc'"),
         ("vit", "lora", {"r": True}, "adapter_options: r must be of type int for adapter 'lora', got True"),

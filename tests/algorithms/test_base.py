@@ -72,6 +72,19 @@ def test_wrong_names_and_options_are_refused(name, options, message):
         make_algorithm(name, **options)
 
 
+def test_an_error_of_a_constructor_is_not_taken_for_a_wrong_option(monkeypatch):
+    class Broken(FedProx):
+        def __init__(self, prox_strength: float = 1.0) -> None:
+            super().__init__(prox_strength)
+            len(prox_strength)
+
+    monkeypatch.setitem(ALGORITHMS, "broken", Broken)
+    with pytest.raises(TypeError, match="object of type 'float' has no len"):
+        make_algorithm("broken", prox_strength=0.5)
+    with pytest.raises(ValueError, match=r"unexpected keyword argument 'mu'; its options are prox_strength$"):
+        make_algorithm("broken", mu=0.5)
+
+
 @pytest.mark.parametrize(
     ("kind", "option", "values"),
     [

@@ -78,8 +78,8 @@ def test_each_reply_has_a_line_that_says_what_left(tiny, tmp_path):
     replies = [site.answer(message, "flower-7") for message in asked]
     entries = verified(site.store.folder)
     assert [entry["answered"] for entry in entries] == ["ok", "ok", "ok", "ok", "future", "malformed"]
-    assert [entry["asked"]["message"] for entry in entries] == [hashlib.sha256(one).hexdigest() for one in asked]
-    kinds = [(entry["asked"].get("kind"), entry["run"], entry["round"]) for entry in entries]
+    assert [entry["request"]["message"] for entry in entries] == [hashlib.sha256(one).hexdigest() for one in asked]
+    kinds = [(entry["request"].get("kind"), entry["run"], entry["round"]) for entry in entries]
     assert kinds == [
         (kind, RUN, n) for kind, n in zip(("join", *["train"] * 2, "evaluate", "train"), (0, 0, 0, 1, 7), strict=True)
     ] + [(None, None, None)]
@@ -312,7 +312,7 @@ def test_sigkill_at_any_moment_leaves_every_answered_line(tmp_path):
             answered += 1 + len(process.stdout.read().splitlines())
         main(["deploy", "audit", str(tmp_path / "state"), "--json"])
         entries = read_log(tmp_path / "state").entries
-        replies = [entry for entry in entries if "asked" in entry]
+        replies = [entry for entry in entries if "request" in entry]
         assert answered <= len(replies) <= answered + len(draw)
     assert all(later["previous"] == before["sha256"] for before, later in pairwise(entries))
 
@@ -396,7 +396,7 @@ def test_what_leaves_under_masks_is_told_from_what_leaves_in_the_clear(tiny, tmp
     parties = Parties(tiny, tmp_path, rounds=1, loop={"secure_sums": SecureSums()})
     _, workers = parties.deployed()
     entries = verified(workers["site0"].store.folder)
-    left = {(entry["asked"]["kind"], entry["asked"].get("of")): entry["left"] for entry in entries}
+    left = {(entry["request"]["kind"], entry["request"].get("of")): entry["left"] for entry in entries}
     masked = {key for key, one in left.items() if one["masks"]}
     assert masked == {("mask", "update"), ("mask", "scores")}
     for key, one in left.items():
@@ -411,7 +411,7 @@ def test_noisy_sums_say_what_the_site_as_a_whole_has_spent(tiny, tmp_path):
     made = noisy(tiny, tmp_path, rounds=2, every=2, privacy={"noise_multiplier": 2.0})
     _, workers = made.deployed()
     entries = [entry for entry in verified(workers["site0"].store.folder) if "epsilon" in entry]
-    assert [entry["asked"]["kind"] for entry in entries] == ["train", "mask", "train", "mask"]
+    assert [entry["request"]["kind"] for entry in entries] == ["train", "mask", "train", "mask"]
     client = only_client(workers["site0"])
     expected = [by_opacus(sums, 2.0, client.limits.delta) for sums in (0, 1, 1, 2)]
     assert [entry["epsilon"]["site"] for entry in entries] == pytest.approx(expected, rel=1e-12)

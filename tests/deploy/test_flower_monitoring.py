@@ -52,7 +52,7 @@ def test_a_run_over_flower_is_watched(capsys):
         for site in SITES:
             main(["deploy", "audit", str(demo.folder / f"state-{site}"), "--json"])
             left = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-            assert [line["asked"]["kind"] for line in left] == ["join", "train", "evaluate"]
+            assert [line["request"]["kind"] for line in left] == ["join", "train", "evaluate"]
             assert {line["run"] for line in left} == {progress.run}
     assert end.value.code == 0
     ours = [line for line in lines if line["logger"] == "perada.deploy"]

@@ -190,7 +190,7 @@ def test_the_program_says_so_and_writes_no_seed(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match=r"belongs to a different run: its seed is '[0-9a-f]{32}', here '"):
         main(["fit", "--config", "recipe.yaml", "--ckpt_path=last", "--trainer.max_epochs=2"])
     main(["fit", "--config", "recipe.yaml", "--ckpt_path=last", "--trainer.max_epochs=2", seed])
-    with pytest.raises(ValueError, match=r"secure_rng=false cannot be used with perada compare"):
+    with pytest.raises(ValueError, match=r"secure_rng=false is rejected by perada compare"):
         main(["compare", "recipe.yaml"])
 
 

@@ -193,7 +193,7 @@ def read_item(dataset: Dataset[Any], index: int, owner: str) -> object:
     except Exception as error:  # whatever a dataset raises
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         raise UnreadableImageError(
-            f"{owner}, sample {index}{location_of(dataset, index)}, cannot be read ({reason}): fix it or leave it out"
+            f"sample {index}{location_of(dataset, index)}, cannot be read ({reason})", "fix it or leave it out", owner
         ) from error
 
 

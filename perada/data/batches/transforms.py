@@ -180,7 +180,7 @@ def read_image(
     try:
         return _decode_file(path, mode, full_scale)
     except FileNotFoundError:
-        raise MissingImageError(f"{name} does not exist: {remedy}") from None
+        raise MissingImageError(f"{name} does not exist", remedy) from None
     except Exception as error:  # Pillow's decoders raise many types
         problem = error
     if isinstance(path, str | Path):
@@ -217,13 +217,13 @@ def _unreadable(error: Exception, name: str, remedy: str) -> "UnreadableImageErr
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
         reason = getattr(error, "strerror", None) or type(error).__name__
         return UnreachableImageError(
-            f"{name} could not be read ({reason}): check the disk and the file's permissions, and try again"
+            f"{name} could not be read ({reason})", "check the disk and the file's permissions, and try again"
         )
     if isinstance(error, UnidentifiedImageError):
         reason = "no known image format"  # Pillow's text repeats the path, or names an object in memory
     else:
         reason = " ".join(str(error).split()) or type(error).__name__
-    return UnreadableImageError(f"{name} is not a readable image ({reason}): {remedy}")
+    return UnreadableImageError(f"{name} is not a readable image ({reason})", remedy)
 
 
 class _OneLineError(Exception):
@@ -231,11 +231,24 @@ class _OneLineError(Exception):
 
     torch recreates a worker's error in the main process with the worker's traceback as message. Its last line has the
     original message.
+
+    Args:
+        problem: What is wrong.
+        remedy: What to do, which follows the problem after a colon.
+        owner: Whose image it is, which precedes the problem.
+
+    Attributes:
+        problem: What is wrong, for lists of problems with one remedy for all. In the process that raised the error it
+            is the argument; in another one it is the whole message.
     """
 
-    def __init__(self, message: str) -> None:
-        if "Original Traceback" in message:
-            message = message.strip().rpartition("\n")[2].partition(": ")[2]
+    def __init__(self, problem: str, remedy: str = "", owner: str = "") -> None:
+        if "Original Traceback" in problem:
+            problem = problem.strip().rpartition("\n")[2].partition(": ")[2]
+        self.problem = problem
+        message = f"{owner}, {problem}" if owner else problem
+        if remedy:
+            message = f"{message}: {remedy}"
         super().__init__(message)
 
 
@@ -251,7 +264,7 @@ class MissingImageError(_OneLineError, FileNotFoundError):
     """Raised if a file does not exist."""
 
 
-def to_image(image: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset returns
+def to_image(image: Any) -> Tensor:  # noqa: ANN401  # whatever a dataset returns
     """Convert the image of a dataset's item to a tensor.
 
     Args:

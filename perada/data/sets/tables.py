@@ -299,7 +299,7 @@ class HuggingFace(ListedImages):
         """Return the stored bytes of the image ``split[row]``."""
         (stored,) = self._images[self._row_of_path[path]].values()
         if stored is None:
-            raise MissingImageError(f"{self.name}, {path}, has no image: take the row out")
+            raise MissingImageError(f"{self.name}, {path}, has no image", "take the row out")
         return stored["bytes"] or Path(stored["path"]).read_bytes()
 
     def _digest(self, path: str) -> str:

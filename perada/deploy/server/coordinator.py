@@ -15,7 +15,7 @@ from safetensors.torch import load
 
 from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
-from perada.core.states import State, narrowed, strides_of, widened
+from perada.core.states import State, narrowed, stack_size, strides_of, widened
 from perada.deploy.protocol import (
     SUM_KINDS,
     RefusalError,
@@ -758,7 +758,7 @@ class Coordinator:
         num_models = 0
         if members:
             tensors |= {f"members/{key}": value for key, value in members.items()}
-            num_models = len(next(iter(members.values())))
+            num_models = stack_size(members)
         responses, _ = self._ask_everyone("evaluate", tensors, models=num_models, strides=strides_of(state))
 
         metrics = self.recipe.module.metrics
