@@ -4,6 +4,7 @@
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from peft import PeftConfig
@@ -29,6 +30,22 @@ def plain_name(name: str) -> str:
     ('layer1.0.conv1.weight', 'fc.bias')
     """
     return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+
+
+FORMER_ADAPTERS = frozenset({"perada_added", "perada_enter", "perada_leave"})
+"""Names of the modules of an earlier run's adapters, which are a part of the network that the run left."""
+
+
+def owner_name(name: str) -> str:
+    """Return the plain name of the module of the network that a module belongs to.
+
+    Modules of an earlier run's adapter belong to the module that it adapts.
+
+    >>> owner_name("layer1.0.conv1.perada_added.0"), owner_name("layer1.0.conv1.base_layer")
+    ('layer1.0.conv1', 'layer1.0.conv1')
+    """
+    parts = takewhile(lambda part: part not in FORMER_ADAPTERS, plain_name(name).split("."))
+    return ".".join(parts)
 
 
 def backbone_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

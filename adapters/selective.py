@@ -9,7 +9,7 @@ from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
-from .added import AdapterConfig, check_last_blocks, modules_from_last_blocks
+from .added import AdapterConfig, check_last_blocks, modules_from_last_blocks, owner_name
 
 
 @dataclass
@@ -72,7 +72,8 @@ def _select(model: nn.Module, config: SelectiveConfig) -> Iterator[SelectedParam
     allowed = modules_from_last_blocks(model, config.last_blocks)
     for path, module in model.named_modules():
         in_named_module = any(f"{path}.".startswith(f"{name}.") for name in config.modules)
-        select = config.select if path in allowed else []
+        # An earlier run's adapters are selected with the modules that they adapt, whose names they have changed.
+        select = config.select if owner_name(path) in allowed else []
         is_selected_norm = "norm" in select and "Norm" in type(module).__name__
         all_selected = in_named_module or is_selected_norm or "all" in select
         names = []

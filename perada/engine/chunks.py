@@ -6,20 +6,16 @@ from torch import nn
 from perada.core.states import parameter_keys
 
 CACHE_BYTES = 16 * 2**20
-"""Size of weights, gradients and optimiser states of several clients up to which they stay in a processor's caches."""
-COPIES_OF_WEIGHTS = 3
-"""Numbers stored for each weight: itself, its gradient and its momentum."""
+"""Size of states, gradients and optimiser states of several clients up to which they stay in a processor's caches."""
+COPIES_WHILE_TRAINED = 2
+"""Numbers stored for each weight that is trained, besides itself: its gradient and its momentum."""
 
 
-def clients_in_cache(model: nn.Module) -> int | None:
-    """Return how many clients' trained weights fit the processor's caches while the clients take their local steps.
+def is_mostly_trained(model: nn.Module) -> bool:
+    """Return whether most bytes of a model are trained, so that few clients should train at a time on a processor.
 
-    This limits the speed if most of the model is trained: a step reads and writes all weights of each client, and its
-    matrix products, one for each client, gain nothing from more clients. If most of the model is frozen, and shared by
-    all clients, more clients in a pass are faster.
-
-    Returns:
-        The number of clients, at least 1; None for no limit, if most of the model is frozen.
+    A step then reads and writes all weights of each client, and its matrix products, one for each client, gain nothing
+    from more clients. If most of the model is frozen, and shared by all clients, more clients in a pass are faster.
     """
     # parameter_keys leaves out weights that only the server merges into, which are frozen in local training.
     trained = set(parameter_keys(model))
@@ -30,6 +26,15 @@ def clients_in_cache(model: nn.Module) -> int | None:
             trained_bytes += parameter.nbytes
         else:
             frozen_bytes += parameter.nbytes
-    if trained_bytes <= frozen_bytes:
-        return None
-    return max(1, CACHE_BYTES // (COPIES_OF_WEIGHTS * trained_bytes))
+    return trained_bytes > frozen_bytes
+
+
+def clients_in_cache(state_bytes: int, trained_bytes: int) -> int:
+    """Return how many clients fit the processor's caches while they take their local steps, at least 1.
+
+    Args:
+        state_bytes: Bytes of all states that a client has in a round: of each model, if it trains several.
+        trained_bytes: Bytes of the parameters that it trains in the same steps.
+    """
+    client_bytes = state_bytes + COPIES_WHILE_TRAINED * trained_bytes
+    return max(1, CACHE_BYTES // max(1, client_bytes))

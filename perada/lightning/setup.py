@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Set-up before the first round: all checks in order, the privacy of the run, and the batches of rounds."""
 
+from itertools import product
+
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
-from perada.algorithms.dry_run import no_counts
+from perada.algorithms.dry_run import example_opened, no_counts
 from perada.core.rounds import CohortBatch, sample_cohort
 from perada.data.batches.features import FeatureStore
-from perada.engine.chunks import clients_in_cache
+from perada.engine.chunks import clients_in_cache, is_mostly_trained
 from perada.engine.frozen_trunk import FrozenTrunk
 from perada.engine.loss_scaling import product_seconds
 from perada.federation.secure_sums import check_secure_sums
@@ -129,7 +131,30 @@ def _clients_per_chunk(context: RunContext) -> int | None:
         return settings.clients_per_chunk
     if context.trainer.strategy.root_device.type != "cpu":
         return None
-    return clients_in_cache(context.module.model)
+    if not is_mostly_trained(context.module.model):
+        return None
+    return _clients_in_cache(context)
+
+
+def _clients_in_cache(context: RunContext) -> int:
+    """Return how many clients fit the processor's caches, by what one client of the run trains at a time."""
+    settings = context.settings
+    algorithm = settings.algorithm
+    tensor_names = context.module.tensor_names
+    opened = example_opened(algorithm, tensor_names, algorithm.initial(context.module.initial_state))
+    state_bytes = 0
+    for state in opened.values():
+        # Weights that only the server merges into are one tensor for all clients.
+        state_bytes += sum(value.nbytes for key, value in state.items() if key not in tensor_names.merged)
+    trained_bytes = 0
+    # Some algorithms train other parameters in odd rounds than in even ones.
+    for round, phase in product((0, 1), settings.phases):
+        bytes_of_phase = 0
+        for role, state in opened.items():
+            keys = set(algorithm.trainable_keys(role, phase.name, tensor_names, round))
+            bytes_of_phase += sum(value.nbytes for key, value in state.items() if key in keys)
+        trained_bytes = max(trained_bytes, bytes_of_phase)
+    return clients_in_cache(state_bytes, trained_bytes)
 
 
 def _first_batch(context: RunContext) -> CohortBatch:

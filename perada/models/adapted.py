@@ -20,7 +20,7 @@ from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
 
 from perada.adapters import AddingModel, BottleneckConfig, DualLoraConfig, PromptConfig, ResidualConfig, SelectiveConfig
-from perada.adapters.added import check_last_blocks, is_norm, modules_from_last_blocks, plain_name
+from perada.adapters.added import check_last_blocks, is_norm, modules_from_last_blocks, owner_name, plain_name
 from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import TensorNames
 from perada.core.checks import OptionError, invalid_option
@@ -424,7 +424,7 @@ def _train_backbone(adapted: AdaptedModel, options: Mapping[str, object], method
     last_blocks = options.get("last_blocks", getattr(adapted.config, "last_blocks", None))
     trained_modules = modules_from_last_blocks(adapted.model, cast(int | None, last_blocks))
     for name, parameter in adapted.model.named_parameters():
-        module_name = plain_name(name).rpartition(".")[0]
+        module_name = owner_name(name.rpartition(".")[0])
         # PEFT keeps the original of each of modules_to_save, which never runs.
         if "original_module" in name.split("."):
             parameter.requires_grad_(False)
@@ -439,7 +439,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
     if isinstance(adapter, PeftConfig):
         if options:
             raise ValueError(
-                f"adapter_options {sorted(options)} cannot be used with a PeftConfig; set them in the "
+                f"adapter_options {sorted(options)} must be left out with a PeftConfig; set them in the "
                 "configuration itself"
             )
         config = copy.deepcopy(adapter)
