@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A complete round of perada against the naive way and a lower bound, and a profile of its time.
+"""A whole round of perada against the naive way and the limit, and where its time goes.
 
-perada runs as users run it, by :func:`perada.finetune`. After each of its rounds, the other ways run a round with the
-same clients and images.
+perada runs as a user runs it, by :func:`perada.finetune`. At the end of each of its rounds the other ways take their
+turn, with the same clients and images.
 """
 
 import itertools
@@ -21,7 +21,6 @@ from benchmarks.timing import clock, ratio
 from benchmarks.workload import Workload
 
 Way = Callable[[pl.LightningDataModule, int], dict[str, float]]
-"""Function of the data and the number of a round that runs the round, and returns the seconds of its parts."""
 RESNET = Workload()
 VIT = Workload(
     "vit_small_patch16_224", "lora", {}, side=224, clients=8, sampled=4, batch=8, steps=1, public=8, public_batch=8
@@ -36,11 +35,11 @@ class Turns(pl.Callback):
 
     Args:
         others: The other ways by name.
-        device: The device to synchronise with before the clock is read.
-        read: Function of the device that returns the time in seconds, or another quantity that grows.
+        device: The device that is timed.
+        read: Returns the time in seconds, or another figure that grows.
 
     Attributes:
-        seconds: Duration of each round after the first one, by way and part of a round.
+        seconds: By way and part of a round, a number for each round after the first.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Turns(pl.Callback):
         self._trained_at = 0.0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Move this callback before the loop, which ends the round in the hook of its last batch."""
+        """Move before the loop, which closes the round at the end of its last batch."""
         callbacks: list[pl.Callback] = trainer.callbacks
         callbacks.sort(key=lambda callback: callback is not self)
 
@@ -66,7 +65,7 @@ class Turns(pl.Callback):
             self._trained_at = self.read(self.device)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record the end of the round, and run a round of each other way."""
+        """Record the end of the round, and run those of the other ways."""
         ended_at = self.read(self.device)
         parts_of_way = {
             "perada": {
@@ -77,8 +76,7 @@ class Turns(pl.Callback):
         }
         for name, way in self.others.items():
             parts_of_way[name] = way(trainer.datamodule, trainer.current_epoch)
-        # The first round warms up.
-        if trainer.current_epoch > 0:
+        if trainer.current_epoch > 0:  # the first round is to warm up
             for name, parts in parts_of_way.items():
                 for part, value in parts.items():
                     self.seconds[name].setdefault(part, []).append(value)
@@ -86,7 +84,7 @@ class Turns(pl.Callback):
 
 
 def round_resnet(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """ResNet-18 with residual adapters, 32×32, 8 clients × 64: little, much, and large steps of distillation."""
+    """ResNet-18 with residual adapters, 32×32, 8 clients × 64: little distillation, much, and large steps of it."""
     if quick:
         works = [SMALL]
     else:
@@ -96,7 +94,7 @@ def round_resnet(device: torch.device, repeats: int, quick: bool) -> Iterator[di
 
 
 def round_vit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """ViT-S/16 with LoRA, 224×224: per round 4 clients with batches of 8 on a CPU, 8 with batches of 32 on a GPU."""
+    """ViT-S/16 with LoRA at 224×224; on a CPU 4 clients a round with batches of 8, on a GPU 8 with batches of 32."""
     work = VIT if device.type == "cpu" else VIT_GPU
     if quick:
         work = replace(work, backbone="test_vit", side=160)
@@ -104,13 +102,13 @@ def round_vit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[
 
 
 def round_lite0(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """EfficientNet-Lite0 with residual adapters, 64×64, 20 clients of which 4 per round, batches of 32."""
+    """EfficientNet-Lite0 with residual adapters, 64×64, 20 clients, 4 a round, batches of 32."""
     work = replace(SMALL, backbone="test_efficientnet") if quick else LITE0
     yield from _compare(work, device, repeats, quick)
 
 
 def round_last_stage(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """Like round_resnet, with adapters only in the last stage: perada caches the outputs of the layers before it."""
+    """As round_resnet, with adapters in the last stage alone: perada keeps the outputs of what stands before it."""
     work = replace(SMALL if quick else RESNET, options={"last_blocks": 2})
     yield from _compare(work, device, repeats, quick)
 
@@ -122,7 +120,7 @@ class ProfileSecondRound(pl.Callback):
         self.profiler = profiler
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the profiler after the first round, and stop it after the second."""
+        """Start after the first round, stop after the second."""
         if trainer.current_epoch == 0:
             self.profiler.start()
         else:
@@ -130,7 +128,7 @@ class ProfileSecondRound(pl.Callback):
 
 
 def round_profile(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """The operations that take the most time in perada's second round, without the time of those that they call."""
+    """The operations that take the most time of perada's second round, without what they call."""
     is_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU]
     if is_gpu:
@@ -155,7 +153,7 @@ def round_profile(device: torch.device, repeats: int, quick: bool) -> Iterator[d
 
 
 def _compare(work: Workload, device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """Yield a row for each arithmetic, with perada, the naive way in fp32 and in this arithmetic, and the limit."""
+    """Yield a row for each arithmetic of perada, beside the naive way in fp32 and in this one, and the limit."""
     for arithmetic in arithmetics(device, quick):
         is_bf16 = arithmetic is BF16
         data = work.data()
@@ -174,7 +172,7 @@ def _compare(work: Workload, device: torch.device, repeats: int, quick: bool) ->
 
 
 def _in_arithmetic(arithmetic: Arithmetic, way: Way) -> Way:
-    """Return a way that computes in the given arithmetic, whatever the one around it is."""
+    """Return a way that computes in an arithmetic of its own."""
 
     def run(data: pl.LightningDataModule, round_number: int) -> dict[str, float]:
         with arithmetic.active():
@@ -184,9 +182,8 @@ def _in_arithmetic(arithmetic: Arithmetic, way: Way) -> Way:
 
 
 def _row(work: Workload, precision: str, seconds: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """Return a row of the table: ratios of the ways, and the medians of their seconds."""
+    """Return the ratios of the ways, and the medians of their seconds."""
     perada_seconds = seconds["perada"]
-    # Every image is used by the personal and by the local step.
     images = 2 * work.sampled * work.batch * work.steps
     row: dict[str, Any] = {
         "model": f"{work.backbone}, {work.adapter}, {work.side}×{work.side}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time distillation with teachers' logits computed once or in every step, evaluation, and group sizes of images."""
+"""Distillation with the teachers' logits computed once or in every step, evaluation, and how many images at once."""
 
 import copy
 import itertools
@@ -29,8 +29,8 @@ PRECISIONS = ("fp32", "bf16")
 def distillation(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """8 teachers, 256 public images of 32×32 in batches of 64, ResNet-18 with residual adapters.
 
-    The naive way computes in fp32 and runs the teachers one after another in every step. perada runs them folded, by
-    default once for each image. The time of the student without teachers is a lower bound for every way.
+    The naive way is in fp32 and runs the teachers one after another in every step. perada runs them folded, by default
+    each image once. The student alone, with logits that are given, is what no way of running the teachers can undercut.
     """
     for passes in (3,) if quick else (1, 3, 10):
         work = _workload(quick, passes)
@@ -49,7 +49,7 @@ def distillation(device: torch.device, repeats: int, quick: bool) -> Iterator[di
 
 
 def _distillation_ways(work: Workload, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Return a function for each way of distilling, by name."""
+    """Return the ways of distilling, by name."""
     x = torch.randn(work.public, 3, work.side, work.side, device=device)
     indices = batch_indices(work.public, work.public_batch, work.distillation.steps, 0, "public").to(device)
     cohort = _make_cohort(work, device, work.sampled)
@@ -66,12 +66,7 @@ def _distillation_ways(work: Workload, device: torch.device) -> dict[str, Callab
 
 @dataclass(frozen=True)
 class Cohort:
-    """An engine with the states of some models.
-
-    Attributes:
-        engine: The engine.
-        states: States (C, ...) of the models.
-    """
+    """An engine, and the stacked states of some models."""
 
     engine: Engine
     states: State
@@ -82,11 +77,11 @@ def _distil(work: Workload, cohort: Cohort, x: Tensor, indices: Tensor, teachers
 
     Args:
         work: The workload.
-        cohort: The teachers, of which the first one is also the student.
+        cohort: The teachers; the first is the student too.
         x: Public images.
-        indices: Indices (steps, B) of the images of each step.
-        teachers: Whether the teachers' logits are computed ``once``, in ``every step``, or not at all (``student``).
-        bf16: Whether to use autocast to bfloat16.
+        indices: Images of each step.
+        teachers: Whether the teachers' logits are computed ``once``, in ``every step``, or given (``student``).
+        bf16: Whether to compute in bfloat16 where autocast does.
     """
 
     def ensemble_logits(images: Tensor) -> Tensor:
@@ -106,7 +101,7 @@ def _distil(work: Workload, cohort: Cohort, x: Tensor, indices: Tensor, teachers
 
     student = {key: value[0] for key, value in cohort.states.items()}
     with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
-        # No image loader is needed, since the batches contain the images.
+        # Without an image loader: the batches have the images.
         distiller = Distiller(cohort.engine, work.distillation, parameter_keys(cohort.engine.model), None)
         distiller.train(student, batches())
 
@@ -131,9 +126,9 @@ def evaluation(device: torch.device, repeats: int, quick: bool) -> Iterator[dict
 
 
 def groups(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """Run two models on many images: one model at a time on groups of images, as perada does, and in two other ways.
+    """Two models on many images: a group of images and one model at a time, as perada does, against two other ways.
 
-    These are one model at a time on all images, and both models together on groups of half the size.
+    They are all images of one model at once, and half a group of them for both models at once.
     """
     works = [(SMALL, 64)] if quick else [(RESNET, 1024), (LITE0, 256), (VIT, 64)]
     for (work, num_images), precision in itertools.product(works, PRECISIONS):
@@ -160,21 +155,21 @@ def groups(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str
 
 
 def _memory(work: Workload, device: torch.device, num_images: int, rows: int) -> float:
-    """Return the growth of memory at its peak during a pass of one model, in MB."""
+    """Return how much the memory in use grows at its peak by one model's pass, in MB."""
     cohort = _make_cohort(work, device, 1)
     x = torch.randn(num_images, 3, work.side, work.side, device=device)
     return growth(lambda: cohort.engine.shared_logits(cohort.states, x, rows), device)
 
 
 def _pass(cohort: Cohort, batches: Sequence[Tensor], rows: int, bf16: bool) -> None:
-    """Run all models on batches of images, with at most ``rows`` rows at a time."""
+    """Run all models on batches of images, so many rows at once."""
     with torch.autocast(batches[0].device.type, torch.bfloat16, enabled=bf16):
         for x in batches:
             cohort.engine.shared_logits(cohort.states, x, rows)
 
 
 def _one_by_one(cohort: Cohort, x: Tensor) -> Tensor:
-    """Return the logits of the models, running one after another."""
+    """Return the logits of the models, which are run one after another."""
     num_models = len(next(iter(cohort.states.values())))
     logits = []
     for index in range(num_models):
@@ -184,7 +179,6 @@ def _one_by_one(cohort: Cohort, x: Tensor) -> Tensor:
 
 
 def _workload(quick: bool, passes: int = 3) -> Workload:
-    """Return the workload of ResNet-18, or with ``quick`` a small one for tests."""
     work = Workload(passes=passes)
     if quick:
         return replace(work, backbone="test_resnet", public=32, public_batch=16, clients=2, sampled=2)
@@ -192,7 +186,7 @@ def _workload(quick: bool, passes: int = 3) -> Workload:
 
 
 def _make_cohort(work: Workload, device: torch.device, count: int) -> Cohort:
-    """Return an engine with ``count`` models in equal states."""
+    """Return an engine and a stack of equal states."""
     model = work.module().model.to(device)
     is_vit = "vit" in str(work.backbone)
     return Cohort(Engine(model, "folded", channels_last=not is_vit), clone(expand(get_state(model), count)))

@@ -17,15 +17,7 @@ from perada.engine.frozen_layers import is_small_map, output_size, small_map_mat
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a convolution with a square kernel, and of its input.
-
-    Attributes:
-        in_channels: Number of input channels.
-        out_channels: Number of output channels.
-        kernel: Side of the kernel.
-        stride: Stride in both directions.
-        side: Height and width of the input, in pixels.
-    """
+    """A convolution and the side of its input in pixels."""
 
     in_channels: int
     out_channels: int
@@ -49,9 +41,9 @@ SHAPES = (
 
 
 def small_maps(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """Time the forward pass of 512 images in channels-last format, and the forward and backward pass to the input.
+    """Time the forward pass of 512 images with channels last, and with it the backward pass to the input.
 
-    The column "taken" is the way that perada chooses.
+    The column "taken" is what perada runs.
     """
     shapes = SHAPES[:2] if quick else SHAPES
     num_images = 8 if quick else 512
@@ -63,7 +55,7 @@ def small_maps(device: torch.device, repeats: int, quick: bool) -> Iterator[dict
 def _time_shape(
     shape: Shape, num_images: int, dtype: torch.dtype, device: torch.device, repeats: int
 ) -> dict[str, Any]:
-    """Return the row of a shape: times of torch's convolution and of the matrix product."""
+    """Time a convolution as torch computes it and as a matrix product."""
     conv = nn.Conv2d(
         shape.in_channels,
         shape.out_channels,
@@ -98,13 +90,8 @@ def _time_shape(
 
 
 def _as_product(conv: nn.Conv2d, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that computes a convolution as a matrix product, even if that takes longer.
-
-    Args:
-        conv: The convolution, without a bias.
-        x: Maps (B, in, H, W), for their size.
-    """
-    matrix = small_map_matrix(conv, x.shape[2:], channels_last=True).matrix
+    """Return the convolution of maps of the size of ``x`` as a matrix product, even where that takes longer."""
+    matrix, _ = small_map_matrix(conv, x.shape[2:], channels_last=True)
     output_shape = (*output_size(conv, x.shape[2:]), conv.out_channels)
 
     def product(x: Tensor) -> Tensor:
@@ -115,6 +102,5 @@ def _as_product(conv: nn.Conv2d, x: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _forward_and_backward(layer: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Run a layer on ``x``, and compute the gradient of ``x``."""
     x.grad = None
     layer(x).sum().backward()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw home_and_abroad.svg from the table of README.md: `python docs/home_and_abroad.py`.
 
-Each method is a circle. Its horizontal position is the accuracy on the clients' own images, its vertical position the
-accuracy on all clients' images, and its area the number of megabytes that a client sends in a round.
+A method is a circle: to the right are good scores on own images, at the top good scores on all clients' images, and the
+area is what a client sends in a round.
 """
 
 import math
@@ -12,33 +12,17 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FIGURE = ROOT / "docs" / "home_and_abroad.svg"
-# Columns of the table.
-HOME = "own images"
-ABROAD = "all clients' images"
-SENT = "MB sent"
+HOME, ABROAD, SENT = "own images", "all clients' images", "MB sent"
 
-WIDTH = 420
-HEIGHT = 420
-# A phone displays the figure about 340 pixels wide, so that 14 of 420 units are 11 pixels.
-FONT_SIZE = 14
-# Margins around the plot.
-LEFT = 52
-RIGHT = 14
-TOP = 40
-BOTTOM = 60
-# Scores in percent; guessing one of ten classes gives 10 %.
-X_RANGE = (50, 96)
-Y_RANGE = (10, 70)
-LARGEST_RADIUS = 14.0
-# Radius of a method that sends nothing, which is drawn as a ring.
-RING_RADIUS = 4.0
-# Sizes of a label's text, for finding room.
-LETTER_WIDTH = 0.6 * FONT_SIZE
-LINE_HEIGHT = 1.1 * FONT_SIZE
-# Distance between a circle and its label.
-GAP = 4
+# A phone shows the figure about 340 pixels wide, where 14 units of 420 are 11 pixels.
+WIDTH, HEIGHT, FONT_SIZE = 420, 420, 14
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 40, 60
+# Ten classes are guessed with 10 %.
+X_RANGE, Y_RANGE = (50, 96), (10, 70)
+LARGEST_RADIUS, RING_RADIUS = 14.0, 4.0
+LETTER_WIDTH, LINE_HEIGHT, GAP = 0.6 * FONT_SIZE, 1.1 * FONT_SIZE, 4
 
-# An image in a page does not know the page's colours, but it knows whether the reader's system is dark.
+# An image in a page cannot see the page's colours, but it does see whether the reader's system is dark.
 STYLE = """<style>
 .back { fill: #ffffff } .grid { stroke: #d8dee4 } text { fill: #24292f }
 .perada { fill: #b3261e; stroke: #b3261e } .other { fill: #0b5cad; stroke: #0b5cad }
@@ -60,20 +44,14 @@ class Box(NamedTuple):
     bottom: float
 
     def overlaps(self, other: "Box") -> bool:
-        """Return whether two boxes share more than an edge."""
-        overlaps_in_x = self.left < other.right and other.left < self.right
-        overlaps_in_y = self.top < other.bottom and other.top < self.bottom
-        return overlaps_in_x and overlaps_in_y
-
-    def contains(self, other: "Box") -> bool:
-        """Return whether another box is inside this one."""
-        contains_in_x = self.left <= other.left and other.right <= self.right
-        contains_in_y = self.top <= other.top and other.bottom <= self.bottom
-        return contains_in_x and contains_in_y
+        """Whether two boxes share more than an edge."""
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
 
 
 class Circle(NamedTuple):
-    """The circle of a method, in the units of the figure."""
+    """The circle of a method."""
 
     x: float
     y: float
@@ -88,24 +66,19 @@ class Circle(NamedTuple):
 def read_table(text: str) -> dict[str, dict[str, float]]:
     """Read the first table of a page that has the columns of the figure.
 
-    Args:
-        text: The page, in Markdown.
-
     Returns:
-        Values by method and column, without their standard deviations.
+        For each method the value by column, without what follows the ±.
     """
     lines = text.splitlines()
-    header = next(row for row, line in enumerate(lines) if HOME in line and ABROAD in line and line.startswith("|"))
+    header = next(place for place, line in enumerate(lines) if HOME in line and ABROAD in line and line.startswith("|"))
     columns = [cell.strip() for cell in lines[header].split("|")[1:-1]]
     methods: dict[str, dict[str, float]] = {}
-    # The line after the header has only dashes.
     for line in lines[header + 2 :]:
         if not line.startswith("|"):
             break
         cells = [cell.strip("* ") for cell in line.split("|")[1:-1]]
         values = {}
         for column, cell in zip(columns, cells, strict=True):
-            # The number before the ±.
             number = re.match(r"[\d.]+", cell)
             if column in (HOME, ABROAD, SENT) and number:
                 values[column] = float(number[0])
@@ -114,47 +87,47 @@ def read_table(text: str) -> dict[str, dict[str, float]]:
 
 
 def x_of(score: float) -> float:
-    """Return the horizontal position of a score on own images."""
+    """Horizontal place of a score on own images."""
     return LEFT + (score - X_RANGE[0]) / (X_RANGE[1] - X_RANGE[0]) * (WIDTH - LEFT - RIGHT)
 
 
 def y_of(score: float) -> float:
-    """Return the vertical position of a score on all clients' images."""
+    """Vertical place of a score on all clients' images."""
     return HEIGHT - BOTTOM - (score - Y_RANGE[0]) / (Y_RANGE[1] - Y_RANGE[0]) * (HEIGHT - TOP - BOTTOM)
 
 
-def place_label(lines: list[str], circle: Circle, obstacles: list[Box]) -> Box:
-    """Return a free box for a label next to its circle.
+def place_label(lines: list[str], circle: Circle, taken: list[Box]) -> Box:
+    """Find room for a label beside its circle.
 
     Args:
-        lines: Lines of the label.
-        circle: Circle of the label.
-        obstacles: Boxes of all circles, and of the labels that were placed before.
+        lines: The lines of the label.
+        circle: The circle that the label names.
+        taken: Boxes of all circles, and of the labels that have their place.
 
     Raises:
-        ValueError: If there is no room on any side of the circle.
+        ValueError: There is no free place on any side of the circle.
     """
     width = max(map(len, lines)) * LETTER_WIDTH
     height = len(lines) * LINE_HEIGHT
-    square = circle.box
-    # To the right, to the left, below and above the circle.
-    corners = [
-        (square.right + GAP, circle.y - height / 2),
-        (square.left - GAP - width, circle.y - height / 2),
-        (circle.x - width / 2, square.bottom + GAP),
-        (circle.x - width / 2, square.top - GAP - height),
+    around = circle.box
+    places = [
+        (around.right + GAP, circle.y - height / 2),
+        (around.left - GAP - width, circle.y - height / 2),
+        (circle.x - width / 2, around.bottom + GAP),
+        (circle.x - width / 2, around.top - GAP - height),
     ]
     plot = Box(LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
-    for left, top in corners:
+    for left, top in places:
         label = Box(left, top, left + width, top + height)
-        is_free = not any(label.overlaps(box) for box in obstacles)
-        if is_free and plot.contains(label):
+        inside = plot.left <= label.left and label.right <= plot.right and plot.top <= label.top
+        inside = inside and label.bottom <= plot.bottom
+        if inside and not any(label.overlaps(box) for box in taken):
             return label
     raise ValueError(f"no room for the label {' '.join(lines)!r}: widen X_RANGE or Y_RANGE, or make circles smaller")
 
 
 def draw_axes() -> list[str]:
-    """Return the SVG elements of the background, the grid, the ticks and the titles."""
+    """Draw the background, grid, ticks and titles."""
     parts = [f'<rect class="back" width="{WIDTH}" height="{HEIGHT}" rx="6"/>']
     for score in range(X_RANGE[0], X_RANGE[1] + 1, 10):
         x = f"{x_of(score):.1f}"
@@ -176,16 +149,13 @@ def draw_axes() -> list[str]:
 
 
 def draw_figure(methods: dict[str, dict[str, float]]) -> str:
-    """Return the text of an SVG file with a circle and a label for each method."""
-    largest_sent = max(values[SENT] for values in methods.values())
+    """Draw a circle and a label for each method, as the text of an SVG file."""
+    most = max(values[SENT] for values in methods.values())
     circles = {}
     for method, values in methods.items():
-        radius = RING_RADIUS
-        if values[SENT]:
-            # The area, not the radius, is proportional to the value.
-            radius = LARGEST_RADIUS * math.sqrt(values[SENT] / largest_sent)
+        radius = LARGEST_RADIUS * math.sqrt(values[SENT] / most) if values[SENT] else RING_RADIUS
         circles[method] = Circle(x_of(values[HOME]), y_of(values[ABROAD]), radius)
-    obstacles = [circle.box for circle in circles.values()]
+    taken = [circle.box for circle in circles.values()]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         f'font-family="Helvetica, Arial, sans-serif" font-size="{FONT_SIZE}" role="img" '
@@ -200,10 +170,9 @@ def draw_figure(methods: dict[str, dict[str, float]]) -> str:
         parts.append(
             f'<circle class="{colour}{ring}" cx="{circle.x:.1f}" cy="{circle.y:.1f}" r="{circle.radius:.2f}"/>'
         )
-        amount = f"{sent:.2f} MB" if sent else "0 MB"
-        lines = [method, amount]
-        label = place_label(lines, circle, obstacles)
-        obstacles.append(label)
+        lines = [method, f"{sent:g} MB" if sent == 0 else f"{sent:.2f} MB"]
+        label = place_label(lines, circle, taken)
+        taken.append(label)
         middle = (label.left + label.right) / 2
         for number, line in enumerate(lines):
             baseline = label.top + (number + 0.8) * LINE_HEIGHT
@@ -214,5 +183,4 @@ def draw_figure(methods: dict[str, dict[str, float]]) -> str:
 
 
 if __name__ == "__main__":
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    FIGURE.write_text(draw_figure(read_table(page)), encoding="utf-8")
+    FIGURE.write_text(draw_figure(read_table((ROOT / "README.md").read_text(encoding="utf-8"))), encoding="utf-8")

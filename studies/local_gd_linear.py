@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local-GD on the linear problems of Zhu, Vardhan & Mazumdar (https://arxiv.org/abs/2412.07971v1, section 5).
 
-M nodes have N samples of dimension d each. In a round every node takes L gradient steps on its loss from the global
-model w, and a server rule aggregates the resulting models w_i into the next w. All tensors are float64.
+M nodes hold N samples each of dimension d. In a round every node takes L gradient steps on its own loss from the global
+model w, and a server rule aggregates the models w_i that they reach into the next w. All tensors are float64.
 
-Gradient descent stays in w plus the span of the node's samples. The L steps are therefore computed in coordinates c of
-that span, w_i = w + Z_iᵀ c, where a step costs N² instead of N d operations.
+Gradient descent never leaves w plus the span of the node's own samples. The L steps are therefore taken in coordinates
+of that span: w_i = w + Z_iᵀ c, a gradient step on c is the gradient step on w_i, and costs N² instead of N d.
 """
 
 import math
@@ -27,7 +27,7 @@ from perada.server import Aggregation, Mean, ServerRule, Updates
 MAX_STEP = 2.0
 """Gradient descent on a quadratic function diverges if the learning rate times the curvature is at least this."""
 MAX_PASSES = 1_000_000
-"""Maximum number of steps of the SVM's solver, which would not terminate on data that cannot be separated."""
+"""Limit on the steps of the SVM's solver, which would not end on data that cannot be separated."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Problem:
 
     Attributes:
         x: Samples (M, N, d).
-        y: Outputs (M, N); -1 or 1 in a classification.
-        truth: True model (M, d) of each node.
-        sizes: Number (M,) of samples of each node; None if all have N. Otherwise N is the largest of them, and ``x``
-            and ``y`` are padded with zeros.
+        y: Outputs (M, N); of a classification, -1 or 1.
+        truth: Each node's own true model (M, d).
+        sizes: Samples of each node (M,) where they differ. N is then the largest of them, and the rows of ``x`` and
+            ``y`` behind a node's own are zero.
     """
 
     x: Tensor
@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def together(self) -> "Problem":
-        """The same samples on a single node, for centralized training; ``truth`` is still (M, d)."""
+        """The same samples on one node, for centralized training; ``truth`` is still (M, d)."""
         x = self.x.flatten(0, 1)
         y = self.y.flatten()
         if self.sizes is not None:
@@ -60,16 +60,9 @@ class Problem:
 
 
 def regression(dimension: int, nodes: int = 10, samples: int = 50, seed: int = 0) -> Problem:
-    """Draw a linear regression with independent true models.
+    """Draw a linear regression with unrelated truths: x ~ N(0, 1), w_i* ~ N(0, 4), y = xᵀ w_i* + noise ~ N(0, 0.04).
 
-    x ~ N(0, 1), w_i* ~ N(0, 4) and y = xᵀ w_i* + noise with noise ~ N(0, 0.04), where the second parameters are
-    variances.
-
-    Args:
-        dimension: Dimension d.
-        nodes: Number M of nodes.
-        samples: Number N of samples per node.
-        seed: Seed of all draws.
+    The second parameters are variances.
     """
     draw = generator(seed, "local-gd/regression", dimension)
     x = torch.randn(nodes, samples, dimension, generator=draw, dtype=torch.float64)
@@ -82,10 +75,10 @@ def classification(dimension: int, nodes: int = 10, samples: int = 50, noise: fl
     """Draw a classification with labels y = sign(xᵀ w_i*), x ~ N(0, 1), w_i* = w* + z_i, w* ~ N(0, 1).
 
     Args:
-        dimension: Dimension d.
-        nodes: Number M of nodes.
-        samples: Number N of samples per node.
-        noise: Standard deviation of z_i, which the paper does not state.
+        dimension: d.
+        nodes: M.
+        samples: N.
+        noise: Standard deviation of z_i. The paper does not give it.
         seed: Seed of all draws.
     """
     draw = generator(seed, "local-gd/classification", dimension)
@@ -104,10 +97,10 @@ def dirichlet_classification(
     their number of samples and in their share of positive ones. Every node has at least one sample.
 
     Args:
-        dimension: Dimension d.
-        alpha: Concentration α; the smaller it is, the more the nodes differ.
-        nodes: Number M of nodes.
-        samples: Number of samples of all nodes together.
+        dimension: d.
+        alpha: α; the smaller, the less alike the nodes.
+        nodes: M.
+        samples: Samples of all nodes together.
         seed: Seed of all draws.
     """
     draw = generator(seed, "local-gd/dirichlet", dimension)
@@ -137,17 +130,17 @@ def _apply(x: Tensor, w: Tensor) -> Tensor:
 
 
 Local = Callable[[Tensor], Tensor]
-"""Function of the global model (d,) that returns the models (M, d) of the nodes after their local steps."""
+"""Returns the models (M, d) that the nodes reach from the global model (d,)."""
 
 
 def federate(local: Local, dimension: int, rounds: int, rule: ServerRule | None = None) -> Tensor:
     """Run rounds from w⁰ = 0.
 
     Args:
-        local: Local steps of a round.
-        dimension: Dimension d.
-        rounds: Number K of rounds.
-        rule: Server rule; the mean by default.
+        local: What the nodes do in a round.
+        dimension: d.
+        rounds: K.
+        rule: How the server aggregates; the mean by default.
 
     Returns:
         The global models (K + 1, d), from w⁰ to w^K.
@@ -178,11 +171,6 @@ def regression_steps(problem: Problem, steps: int, lr: float) -> Local:
 
     This is the loss without the 1/N of the paper's section 2.1; docs/studies/local_gd.md explains why.
 
-    Args:
-        problem: Data of the nodes.
-        steps: Number L of steps.
-        lr: Learning rate.
-
     Raises:
         ValueError: If gradient descent would diverge with this learning rate.
     """
@@ -210,15 +198,15 @@ def classification_steps(problem: Problem, steps: int, lr: float, decay: float) 
     Equation 12 has the sum over j; docs/studies/local_gd.md explains why the mean is taken here.
 
     Args:
-        problem: Data of the nodes.
-        steps: Number L of steps.
+        problem: The data.
+        steps: L.
         lr: Learning rate.
-        decay: Weight decay λ.
+        decay: λ.
 
     Raises:
         ValueError: When the steps are taken, if they diverge.
     """
-    signed = problem.y.unsqueeze(-1) * problem.x  # y x, (M, N, d), whose product with w is the margin
+    signed = problem.y.unsqueeze(-1) * problem.x  # (M, N, d): y x, so that the margin is a product with it
     gram = signed @ signed.mT
     if problem.sizes is None:
         count = torch.tensor(signed.shape[1])
@@ -229,7 +217,7 @@ def classification_steps(problem: Problem, steps: int, lr: float, decay: float) 
         margin = _apply(signed, w).unsqueeze(-1)  # (M, N, 1): of the global model
         c = torch.zeros_like(margin)
         for _ in range(steps):
-            # Padding is zero in `signed`, so its entries of c do not change a model.
+            # The padding after a node's samples is zero, so its entries of c move no model.
             c += lr * (torch.exp(-margin - gram @ c) / count - decay * c)
         models = w + (signed.mT @ c).squeeze(-1)
         if not models.isfinite().all():
@@ -243,10 +231,10 @@ def centralized(problem: Problem, steps: int, lr: float, *, classify: bool) -> T
     """Return the model (d,) after gradient descent from 0 on all samples, as on a single node, with λ = 0.
 
     Args:
-        problem: Data of the nodes.
-        steps: Number of steps of gradient descent.
+        problem: The data.
+        steps: Steps of gradient descent.
         lr: Learning rate.
-        classify: Whether the problem is a classification rather than a regression.
+        classify: Whether the problem is a classification, or else a regression.
     """
     all_data = problem.together
     if classify:
@@ -257,38 +245,35 @@ def centralized(problem: Problem, steps: int, lr: float, *, classify: bool) -> T
 
 
 def closed_form(problem: Problem, rounds: int, steps: int | None = None, lr: float = 0.0) -> Tensor:
-    """Compute the global models of Local-GD on the regression in closed form.
+    """Return the global models of Local-GD on the regression, without running it.
 
-    The steps of a node map w to (I − P_i) w + Q_i. In the limit of many steps, P_i = X_i⁺X_i and Q_i = X_i⁺y_i
-    (equation 4). After L steps with learning rate η, I − P_i = (I − η X_iᵀX_i)^L and Q_i = P_i X_i⁺y_i. With the means
-    P̄ and Q̄ over the nodes, w^K = Σ_{k<K} (I − P̄)^k Q̄ (equation 6), which is computed from the eigenvalues of P̄.
+    A node's steps take w to (I − P_i) w + Q_i. Where they converge, P_i = X_i⁺X_i and Q_i = X_i⁺y_i (equation 4). After
+    L steps of rate η, I − P_i = (I − η X_iᵀX_i)^L and Q_i = P_i X_i⁺y_i. With the means P̄ and Q̄ over the nodes,
+    w^K = Σ_{k<K} (I − P̄)^k Q̄ (equation 6), here by the eigenvalues of P̄.
 
     Args:
-        problem: Data of the nodes.
-        rounds: Number K of rounds.
-        steps: Number L of steps; None for the limit of many steps.
-        lr: Learning rate η, which is used only with ``steps``.
+        problem: The data.
+        rounds: K.
+        steps: L; None for the limit of many steps.
+        lr: η; only with ``steps``.
 
     Returns:
-        The global models (K + 1, d), from w⁰ = 0 to w^K.
+        (K + 1, d), from w⁰ = 0 to w^K.
     """
     u, s, v = torch.linalg.svd(problem.x, full_matrices=False)  # (M, N, N), (M, N), (M, N, d)
-    # Share (M, N) of the distance to the node's solution that its steps close, along each singular vector.
-    closed = torch.ones_like(s)
-    if steps is not None:
-        closed = 1 - (1 - lr * s.square()) ** steps
+    # (M, N): how much of the gap to the node's solution its steps close, along each singular vector.
+    closed = torch.ones_like(s) if steps is None else 1 - (1 - lr * s.square()) ** steps
     pull = closed / s * (u.mT @ problem.y.unsqueeze(-1)).squeeze(-1)
     q_mean = (v.mT @ pull.unsqueeze(-1)).squeeze(-1).mean(0)  # Q̄ (d,)
 
-    # All models are in the span of the samples, in which P̄ is an r × r matrix instead of d × d.
+    # All models lie in the span of the samples, so P̄ is diagonalized there: r × r instead of d × d.
     basis = torch.linalg.qr(problem.x.flatten(0, 1).T)[0]  # (d, r)
     v_in_basis = v @ basis  # (M, N, r)
     p_mean = (v_in_basis.mT @ (closed.unsqueeze(-1) * v_in_basis)).mean(0)
     eigenvalues, eigenvectors = torch.linalg.eigh(p_mean)
-    # Rounding errors can lead out of (0, 1].
-    eigenvalues = eigenvalues.clamp(1e-300, 1)
+    eigenvalues = eigenvalues.clamp(1e-300, 1)  # rounding can lead out of (0, 1]
 
-    # Σ_{k<K} (1 − p)^k = (1 − (1 − p)^K) / p, (K, r), by functions without cancellation for small p.
+    # (K, r): Σ_{k<K} (1 − p)^k = (1 − (1 − p)^K) / p, without cancellation for small p.
     powers = torch.arange(1, rounds + 1, dtype=torch.float64).unsqueeze(-1)
     geometric_sums = -torch.expm1(powers * torch.log1p(-eigenvalues)) / eigenvalues
     models = geometric_sums * (eigenvectors.mT @ (basis.T @ q_mean)) @ (basis @ eigenvectors).T
@@ -296,7 +281,7 @@ def closed_form(problem: Problem, rounds: int, steps: int | None = None, lr: flo
 
 
 def least_norm(problem: Problem) -> Tensor:
-    """Return the centralized solution X⁺y (d,), which has the smallest norm of all models with the smallest error."""
+    """Return the centralized solution X⁺y (d,): of all models with the least error, the one of least norm."""
     all_data = problem.together
     y = all_data.y[0].unsqueeze(-1)
     solution: Tensor = torch.linalg.lstsq(all_data.x[0], y, driver="gelsd").solution
@@ -304,11 +289,10 @@ def least_norm(problem: Problem) -> Tensor:
 
 
 def max_margin(problem: Problem) -> Tensor:
-    """Return the hard-margin SVM (d,) through the origin: minimal ‖w‖ with y xᵀw ≥ 1 for all samples (equation 15).
+    """Return the hard-margin SVM through the origin (d,): least ‖w‖ with y xᵀw ≥ 1 for all samples (equation 15).
 
-    scikit-learn's ``SVC`` always has an intercept b. Each sample is passed twice, as (x, y) and (−x, −y): together the
-    two constraints are y xᵀw ≥ 1 + |b|, so an intercept can only increase the norm, and b = 0. C = 10¹⁰ leaves no
-    slack.
+    scikit-learn's ``SVC`` always has an intercept b. It is given every sample twice, (x, y) and (−x, −y): together the
+    two constraints are y xᵀw ≥ 1 + |b|, so that an intercept can only cost, and b = 0. C = 10¹⁰ leaves no slack.
 
     Raises:
         ValueError: If no hyperplane through the origin separates the classes.
@@ -320,8 +304,7 @@ def max_margin(problem: Problem) -> Tensor:
     y = all_data.y[0]
     machine = svm.SVC(kernel="linear", C=1e10, tol=1e-6, cache_size=500, max_iter=MAX_PASSES)
     with warnings.catch_warnings():
-        # If the solver does not converge, an error is raised below.
-        warnings.simplefilter("ignore", exceptions.ConvergenceWarning)
+        warnings.simplefilter("ignore", exceptions.ConvergenceWarning)  # an error is raised below
         machine.fit(torch.cat([x, -x]).numpy(), torch.cat([y, -y]).numpy())
     w = torch.tensor(machine.coef_[0])
     is_converged = machine.n_iter_.max() < MAX_PASSES
@@ -334,7 +317,7 @@ def max_margin(problem: Problem) -> Tensor:
 
 
 def direction_distance(first: Tensor, second: Tensor) -> Tensor:
-    """Return ‖w₁/‖w₁‖ − w₂/‖w₂‖‖ along the last axis; NaN for a model of zeros, which has no direction.
+    """Return ‖w₁/‖w₁‖ − w₂/‖w₂‖‖ along the last axis; NaN for the model 0, which has no direction.
 
     >>> direction_distance(torch.tensor([3.0, 0.0]), torch.tensor([-0.5, 0.0])).item()
     2.0
@@ -344,7 +327,7 @@ def direction_distance(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _normalized(models: Tensor) -> Tensor:
-    """Return models (..., d) divided by their norms."""
+    """Return models (..., d) of norm 1."""
     unit_models: Tensor = models / models.norm(dim=-1, keepdim=True)
     return unit_models
 
@@ -352,14 +335,11 @@ def _normalized(models: Tensor) -> Tensor:
 def accuracy(w: Tensor, truth: Tensor) -> Tensor:
     """Return the expected accuracy of models on new samples of all nodes.
 
-    Two hyperplanes through the origin disagree on a share of angle/π of Gaussian samples, so no test set is drawn.
+    Two hyperplanes through the origin disagree on a share of angle/π of a Gaussian, so no test set is drawn.
 
     Args:
         w: Models (..., d).
-        truth: True model (M, d) of each node.
-
-    Returns:
-        Accuracies (...,), from 0 to 1.
+        truth: The nodes' true models (M, d).
     """
     cosine = _normalized(w) @ _normalized(truth).T
     error: Tensor = torch.arccos(cosine.clamp(-1, 1)) / math.pi

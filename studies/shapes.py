@@ -12,35 +12,35 @@ from perada.core.seeding import generator
 from perada.data.sets.base import ImageSet
 
 WAVES = 5
-"""Number of waves of a contour."""
+"""Waves of a contour."""
 SMALLEST_RADIUS = 0.15
 """Smallest radius of a contour, in units of its mean radius."""
 NOISE = 0.03
 """Standard deviation of the noise inside a shape; white is 1."""
 CHUNK_SIZE = 2000
-"""Number of images that are drawn together, which limits memory."""
+"""Images that are drawn at once."""
 
 
 class Shapes(ImageSet):
-    """Grey images of random shapes on black. Each class is one shape: an outer and an inner contour with stripes.
+    """Grey images of random shapes on black, each class one shape: an outer contour, an inner one, a tone and stripes.
 
-    The radius of a contour is 1 + Σ_k (a_k cos kθ + b_k sin kθ), k = 1 … 5, with normal coefficients of standard
-    deviation 0.35 / √k. Classes differ in these coefficients, in proportions, in the tone of the inner part, and in the
-    frequency, direction and depth of the stripes. Images of one class differ in position, size, proportions, rotation,
-    mirroring, brightness, the phase of the stripes, and by about 15 % in the coefficients of their contours.
+    A contour's radius is 1 + Σ_k (a_k cos kθ + b_k sin kθ), k = 1 … 5, with normal coefficients of standard deviation
+    0.35 / √k. Classes differ in them, in proportions, in the tone of the inner part, and in the stripes' frequency,
+    direction and depth. Images of one class differ in place, size, proportions, rotation, mirroring, brightness,
+    the stripes' phase, and by a tenth or so in their contours' coefficients.
 
-    Learning features for real images from classes that are defined by formulas was proposed by Kataoka et al. (ACCV
-    2020), and with contours by Kataoka et al. (CVPR 2022).
+    The idea, to learn features for real images from classes of formulas: Kataoka et al. (ACCV 2020); with contours,
+    Kataoka et al. (CVPR 2022).
 
     Args:
-        count: Number of training images; the test split has a tenth as many.
+        count: Training images; the test split has a tenth as many.
         classes: Number of shapes.
-        size: Height and width of the images, in pixels.
-        seed: Seed of the shapes and images.
-        train: Whether to draw the training split rather than the test split.
+        size: Height and width, in pixels.
+        seed: Another seed, other shapes.
+        train: The training split, or else the test split.
 
     Raises:
-        ValueError: If one of the numbers is too small.
+        ValueError: If there is nothing to draw.
     """
 
     def __init__(
@@ -58,7 +58,6 @@ class Shapes(ImageSet):
         self._num_shapes = classes
 
     def _load(self) -> tuple[Tensor, Tensor]:
-        """Draw the images (N, 1, size, size) and the labels (N,) of the split."""
         classes = draw_classes(self._num_shapes, generator(self.seed, "shape classes"))
         random = generator(self.seed, "shape images", int(self.train))
         num_images = self.count if self.train else self.count // 10
@@ -71,7 +70,7 @@ class Shapes(ImageSet):
 
 @dataclass(frozen=True)
 class ShapeClasses:
-    """Parameters that all images of a class share. Unless stated otherwise, tensors are (C, 1, 1) for C classes.
+    """Common parameters of the images of each class. Unless stated otherwise a tensor is (C, 1, 1) for C classes.
 
     Attributes:
         outer: Coefficients of the outer contour (C, 2, waves), cosines before sines.
@@ -94,7 +93,7 @@ class ShapeClasses:
     depth: Tensor
 
     def of(self, labels: Tensor) -> "ShapeClasses":
-        """Return the parameters of the classes of images with the labels (B,), with B in place of C."""
+        """Return the same for images with these labels (B,), in place of C classes."""
         return ShapeClasses(
             outer=self.outer[labels],
             inner=self.inner[labels],
@@ -108,7 +107,7 @@ class ShapeClasses:
 
 
 def draw_classes(num_classes: int, random: torch.Generator) -> ShapeClasses:
-    """Draw the parameters of classes. The order of the draws must not change, since it determines a seed's shapes."""
+    """Draw the classes. The order of the draws decides which shapes a seed stands for."""
     spread = 0.35 / torch.arange(1, WAVES + 1).sqrt()
     contours = torch.randn(2, num_classes, 2, WAVES, generator=random) * spread
     inner_size = _uniform(num_classes, 0.25, 0.75, random)
@@ -131,19 +130,19 @@ def draw_classes(num_classes: int, random: torch.Generator) -> ShapeClasses:
 
 
 def draw_images(classes: ShapeClasses, size: int, random: torch.Generator) -> Tensor:
-    """Draw an image of each of B classes, which may be the same class several times.
+    """Draw an image of each entry of ``classes``.
 
     Args:
-        classes: Parameters of the B classes.
+        classes: Classes of the B images.
         size: Height and width of the images, in pixels.
-        random: Generator of the differences between images of a class. The order of its draws must not change.
+        random: Source of what differs between images of a class. The order of the draws decides the images.
 
     Returns:
         Images (B, 1, size, size), uint8.
     """
     count = len(classes.tone)
 
-    # Coordinates (B, size, size) of the pixels in a frame in which the shape's mean radius is 1.
+    # Coordinates (B, size, size) in the shape's own frame, in which its mean radius is 1.
     line = torch.linspace(-1, 1, size)
     right = line.view(1, 1, -1) - _uniform(count, -0.2, 0.2, random)
     down = line.view(1, -1, 1) - _uniform(count, -0.2, 0.2, random)
@@ -157,7 +156,7 @@ def draw_images(classes: ShapeClasses, size: int, random: torch.Generator) -> Te
     distance = (x * x + y * y).sqrt()
     theta = torch.atan2(y, x)
 
-    # Both parts have soft edges with a width of about a pixel.
+    # Both parts have soft edges of about a pixel.
     outer = contour(classes.outer * (1 + 0.15 * _normal(random, count, 2, WAVES)), theta)
     inner = contour(classes.inner * (1 + 0.15 * _normal(random, count, 2, WAVES)), theta) * classes.inner_size
     sharpness = 0.75 * size * scale
@@ -180,7 +179,6 @@ def _uniform(count: int, low: float, high: float, random: torch.Generator) -> Te
 
 
 def _normal(random: torch.Generator, *shape: int) -> Tensor:
-    """Draw standard normal numbers."""
     return torch.randn(*shape, generator=random)
 
 
@@ -188,7 +186,7 @@ def contour(coefficients: Tensor, theta: Tensor) -> Tensor:
     """Return the radius of B contours: 1 + Σ_k (a_k cos kθ + b_k sin kθ), but at least :data:`SMALLEST_RADIUS`.
 
     Args:
-        coefficients: Coefficients a and b of each wave, (B, 2, waves).
+        coefficients: a and b, (B, 2, waves).
         theta: Angles (B, H, W), in radians.
 
     >>> contour(torch.tensor([[[0.5, 0.0], [0.0, 0.0]]]), torch.tensor([[[0.0, math.pi]]])).tolist()

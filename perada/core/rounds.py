@@ -3,12 +3,10 @@
 
 Plans are pure functions of the run's seed and the round.
 
-The samples of a client form a stream of permutations, which is derived from (seed, "batches", round, client). A batch
-is the next B samples of the stream, so it is always full: the last batch of an epoch is filled from the next
-permutation. A client with n <= B samples has batches of all n. The stream continues from one phase of the round to the
-next.
-
-Shapes: C clients, B samples per batch, K classes.
+The samples of a client form a stream of permutations, derived from (seed, "batches", round, client). A batch takes the
+next B samples of the stream, so it is always full: what an epoch lacks for its last batch comes from the next
+permutation. A client with n <= B samples has batches of n, each a whole permutation. The stream runs on from one phase
+of the round to the next. Shape suffixes: C clients, B batch, K classes.
 """
 
 import math
@@ -24,7 +22,6 @@ from perada.core.checks import check_integer, check_number
 from perada.core.seeding import generator
 
 BatchSize = int | Literal["full"]
-"""Number of samples in a batch, or ``"full"`` for all samples of a client."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +29,12 @@ class Phase:
     """A phase of local training within a round.
 
     Attributes:
-        name: Name of the phase, which the algorithm chooses.
-        epochs: Number of passes over the client's samples, possibly a fraction; 1 by default.
-        steps: Number of local steps of every client, instead of ``epochs``.
+        name: Name that the algorithm gives it.
+        epochs: Passes over the client's samples, fractions allowed; 1 by default.
+        steps: Instead of epochs: number of local steps of every client.
 
     Raises:
-        ValueError: If both are set, or a number is not positive.
+        ValueError: If both are given, or a number is not positive.
 
     >>> Phase("local").epochs, Phase("local", steps=5).epochs
     (1.0, None)
@@ -56,14 +53,14 @@ class Phase:
             object.__setattr__(self, "epochs", 1.0)
 
     def local_steps(self, size: int, batch_size: BatchSize) -> int:
-        """Return the number of steps of a client with n = ``size`` samples: ceil(epochs · n / B), or ``steps`` if set.
+        """Return the steps of a client with ``size`` samples: ceil(epochs · n / B), or the phase's ``steps``.
 
         >>> [Phase(epochs=2).local_steps(n, 4) for n in (3, 4, 5, 10)]
         [2, 2, 3, 5]
         """
         if self.epochs is None:
             return cast(int, self.steps)
-        # Rounded before ceil(), since 0.1 · 30 is 3.0000000000000004 in floating point.
+        # Rounded first: 0.1 · 30 is 3.0000000000000004 in floating point, and means 3.
         batches = round(self.epochs * size / rows_per_batch(size, batch_size), 9)
         return max(1, math.ceil(batches))
 
@@ -74,13 +71,12 @@ class RoundPlan:
 
     Attributes:
         round: Number of the round, counted from 0.
-        clients: Ids of the clients, with the largest numbers of samples first (ties by id), so that the clients that
-            are active in a step are always a prefix.
-        steps: Number of local steps by phase and client: ``steps[phase][i]`` for ``clients[i]``.
-        clients_per_chunk: Number of clients that train together; the next chunk begins when these have finished. None
-            for all clients of the round.
-        min_batches: Smallest number of cohort batches, of which the last ones have no clients. All ranks must have the
-            same number of batches.
+        clients: Sorted by number of samples, the largest first (ties by id), so that the clients that are active in a
+            step are always a prefix.
+        steps: ``steps[phase][i]`` are the local steps of ``clients[i]``.
+        clients_per_chunk: Number of clients that train together; the next ones begin when these have finished. None for
+            all of the round.
+        min_batches: Number of cohort batches to serve at least, the last ones without clients: all ranks serve as many.
     """
 
     round: int
@@ -91,7 +87,7 @@ class RoundPlan:
 
     @cached_property
     def chunks(self) -> list[range]:
-        """Places, in the plan, of the clients that train together."""
+        """Places of the clients that train together."""
         size = self.clients_per_chunk or max(1, len(self.clients))
         places = range(len(self.clients))
         return [places[start : start + size] for start in places[::size]]
@@ -106,7 +102,7 @@ class RoundPlan:
         return max(self.min_batches, batches_of_chunks)
 
     def part(self, places: Sequence[int]) -> "RoundPlan":
-        """Return the plan of some of the clients, given by their places in this plan."""
+        """Return the plan for the clients at ``places``."""
         clients = tuple(self.clients[place] for place in places)
         steps = []
         for steps_of_phase in self.steps:
@@ -116,12 +112,12 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class PrivateSampling:
-    """Options for drawing batches in private training: independently for each stream, so that their costs compose.
+    """How batches are drawn in private training: independently for each stream, so that their costs compose.
 
     Attributes:
-        streams: For each phase, the names of its streams of batches, such as ``("personal", "local")``.
-        sampling: Poisson samples, or batches of shuffled passes.
-        secure: Whether to draw from a cryptographic generator instead of deriving draws from the run's seed.
+        streams: Names of the streams with batches of their own in each phase, such as ``("personal", "local")``.
+        sampling: How a batch is drawn.
+        secure: Draw from the operating system's cryptographic generator instead of the run's seed.
     """
 
     streams: tuple[tuple[str, ...], ...]
@@ -131,13 +127,11 @@ class PrivateSampling:
 
 def rows_per_batch(size: int, batch_size: BatchSize) -> int:
     """Return the number of real rows in each batch of a client with ``size`` samples."""
-    if batch_size == "full":
-        return size
-    return min(size, batch_size)
+    return size if batch_size == "full" else min(size, batch_size)
 
 
 def sampling_rate(size: int, batch_size: BatchSize) -> float:
-    """Return the probability q = min(1, B / n) that an image is in a Poisson batch; 1 if B is "full".
+    """Return the probability q = min(1, B / n) of an image to be in a Poisson batch; 1 if B is "full".
 
     >>> [sampling_rate(8, batch_size) for batch_size in (2, 16, "full")]
     [0.25, 1.0, 1.0]
@@ -158,12 +152,9 @@ def sample_cohort(
         seed: Seed of the run.
         round: Number of the round.
         num_clients: Number of clients in the federation.
-        clients_per_round: Number of clients to draw; None for all.
-        eligible: Function of clients that returns those that may be drawn; None if all may. A client that may not is
-            replaced by the next one in the drawn order, so there are fewer only if no others are eligible.
-
-    Returns:
-        Ids of the clients, in the drawn order.
+        clients_per_round: How many to draw; None for all.
+        eligible: Returns those of some clients that may be drawn; None if all may. The next client in the drawn order
+            takes the place of one that may not, so there are fewer only if no more are eligible.
 
     Raises:
         ValueError: If no client is eligible.
@@ -191,15 +182,7 @@ def make_plan(
     batch_size: BatchSize,
     clients_per_chunk: int | None = None,
 ) -> RoundPlan:
-    """Return the plan of a round: order its clients, and count their steps.
-
-    Args:
-        round: Number of the round, counted from 0.
-        clients: Ids of the clients of the round.
-        sizes: Number of samples of each client of the federation.
-        phases: Phases of local training.
-        batch_size: Batch size B.
-        clients_per_chunk: Number of clients that train together; None for all.
+    """Order the ``clients``, longest first, and count their steps; ``sizes[id]`` is a client's number of samples.
 
     >>> make_plan(0, [0, 1, 2], [4, 9, 9], [Phase(epochs=1)], 4)
     RoundPlan(round=0, clients=(1, 2, 0), steps=((3, 3, 1),))
@@ -212,18 +195,11 @@ def make_plan(
 
 
 def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
-    """Divide the clients of a round among processes such that all have about the same work.
+    """Divide the clients of a round among processes, so that all have about the same work.
 
-    Clients are assigned in descending order of their numbers of steps, each to the rank with the fewest steps so far
-    (Graham, 1969); ties go to the lower rank. All ranks get as many cohort batches as the rank that needs the most,
-    some of them without clients.
-
-    Args:
-        plan: Plan of the round.
-        ranks: Number of processes.
-
-    Returns:
-        The plan of each rank, with its clients (possibly none) in the order of ``plan``.
+    Clients are assigned by their number of steps, the largest first, each to the rank with the fewest steps so far
+    (Graham, 1969), ties to the lower rank. Each rank's clients, if any, have the order of ``plan``. All ranks have as
+    many cohort batches as the rank that needs the most, some of them without clients.
 
     >>> [part.clients for part in share_out(RoundPlan(0, (4, 7, 1), ((5, 3, 3),)), 2)]
     [(4,), (7, 1)]
@@ -244,12 +220,12 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
 
 @dataclass(frozen=True)
 class Shares:
-    """The division of a round's clients among ranks.
+    """A round's clients, and the ranks that train them.
 
     Attributes:
-        plan: Plan of the round.
-        parts: Plan of each rank.
-        rank: Number of this process.
+        plan: The plan of the round.
+        parts: The plan of each rank.
+        rank: This process.
     """
 
     plan: RoundPlan
@@ -258,17 +234,17 @@ class Shares:
 
     @classmethod
     def of(cls, plan: RoundPlan, ranks: int = 1, rank: int = 0) -> "Shares":
-        """Divide the clients of a round among ``ranks`` processes, of which this one is number ``rank``."""
+        """Divide a round among ``ranks`` processes."""
         return cls(plan, tuple(share_out(plan, ranks)), rank)
 
     @property
     def local_plan(self) -> RoundPlan:
-        """Plan of this rank's clients, possibly none."""
+        """This rank's clients, possibly none."""
         return self.parts[self.rank]
 
     @property
     def cohort_plan(self) -> RoundPlan:
-        """Plan of this rank's clients or, without any, of the round's first client, which then takes no step here."""
+        """This rank's clients or, without any, the round's first client as a stand-in that takes no step."""
         if self.local_plan.clients:
             return self.local_plan
         return self.plan.part([0])
@@ -281,18 +257,9 @@ class Shares:
 
 
 def batch_indices(size: int, batch_size: BatchSize, steps: int, seed: int, purpose: str, *ids: int) -> Tensor:
-    """Split a stream of permutations of a client's samples into batches.
+    """Cut a stream of permutations of ``range(size)`` into ``steps`` batches: indices (steps, min(B, n)).
 
-    Args:
-        size: Number n of samples.
-        batch_size: Batch size B.
-        steps: Number of batches.
-        seed: Seed of the run.
-        purpose: Purpose of the stream, as in :func:`~perada.core.seeding.derive_seed`.
-        ids: Indices such as those of the round and the client, as there.
-
-    Returns:
-        Indices (steps, min(B, n)) of the samples.
+    The seed, the purpose and the ids distinguish streams, as in :func:`~perada.core.seeding.derive_seed`.
 
     >>> batch_indices(3, 2, 3, 0, "batches", 0, 0).flatten()[:3].sort().values.tolist()
     [0, 1, 2]
@@ -305,14 +272,13 @@ def batch_indices(size: int, batch_size: BatchSize, steps: int, seed: int, purpo
 
 
 class BatchPlace(NamedTuple):
-    """Place of a cohort batch in a round.
+    """Where a cohort batch stands in a round.
 
     Attributes:
-        start: Place of the chunk's first client in the plan.
+        start: Place in the plan of its chunk's first client.
         phase: Index of the phase.
         step: Index of the step within the phase.
-        active: Number of clients that take the step, which are the first ones of the chunk; 0 if only other ranks still
-            train.
+        active: Number of clients that take the step, the chunk's first ones; 0 where another rank is still training.
     """
 
     start: int
@@ -322,7 +288,7 @@ class BatchPlace(NamedTuple):
 
 
 def batch_places(plan: RoundPlan) -> Iterator[BatchPlace]:
-    """Yield the place of each cohort batch of a round. A chunk takes all its steps before the next one begins.
+    """Yield the place of every cohort batch of a round: a chunk takes all its steps before the next one begins.
 
     >>> [tuple(place) for place in batch_places(RoundPlan(0, (5, 2), ((2, 1), (1, 1))))]
     [(0, 0, 0, 2), (0, 0, 1, 1), (0, 1, 0, 2)]
@@ -343,16 +309,16 @@ class CohortBatch(NamedTuple):
     """One local step of clients that train at the same time, possibly none on a rank.
 
     Attributes:
-        clients: Ids of the clients that take the step, which are those of the plan from ``start`` on.
+        clients: The clients that take the step: those of the plan from ``start`` on.
         x: Images (C, B, ...).
         y: Classes (C, B), or labels (C, B, K) as floats.
-        counts: Number of real rows of each client, which come first; the others are padding with zeros.
+        counts: Number of real rows of each client; the others are zero padding at the end.
         phase: Index of the phase.
         step: Index of the step within the phase.
         round: Number of the round.
-        failed: Clients with a sample that could not be read, and the reason.
-        classes: Number (C, K) of training images of each client and class, without the last classes if no client has
-            them; ``None`` if images have several labels, if some labels are unknown, or in private training.
+        failed: Clients of whom a sample could not be read, and why.
+        classes: Number (C, K) of each client's training images of each class, without the last classes if no client has
+            them; ``None`` if images have several labels, labels are not all known, or training is private.
         start: Place of the first client in the round's plan.
     """
 
@@ -374,30 +340,28 @@ class CohortBatch(NamedTuple):
 
     @property
     def step_ids(self) -> tuple[int, ...]:
-        """Indices that distinguish the random draws of this step from those of other steps (:func:`step_ids`)."""
+        """Indices that distinguish the draws of this step from those of the round's other steps (:func:`step_ids`)."""
         return step_ids(self.phase, self.step)
 
 
 def step_ids(phase: int, step: int) -> tuple[int, ...]:
-    """Return indices that distinguish the random draws of a step from those of the round's other steps.
+    """Return indices that distinguish a step's draws: the step within its phase, and the phase unless it is the first.
 
-    They are the step within its phase and, unless it is the first one, the phase. The number of the step in the round
-    is not used, since it depends on how long other clients train in earlier phases, which a site does not know.
+    The number of the step in the round would depend on how long other clients train in earlier phases, which a site
+    does not know.
 
     >>> step_ids(0, 4), step_ids(1, 4)
     ((4,), (4, 1))
     """
-    if phase == 0:
-        return (step,)
-    return (step, phase)
+    return (step, phase) if phase else (step,)
 
 
 AnyBatch = CohortBatch | dict[str, CohortBatch]
-"""The batch of a step or, in private training, one batch for each stream."""
+"""A step's batch, or one for each stream in private training."""
 
 
 def one_of(batches: AnyBatch) -> CohortBatch:
-    """Return the batch of a step, or any of several: they differ only in images, labels and counts."""
+    """Return the batch, or any one of several, which differ only in images, labels and counts."""
     if isinstance(batches, dict):
         return next(iter(batches.values()))
     return batches
@@ -419,13 +383,7 @@ class EvalBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """Format of a backbone's images.
-
-    Attributes:
-        input_size: Channels, height and width.
-        mean: Mean of each channel, with values in [0, 1], that is subtracted.
-        std: Standard deviation of each channel, by which the result is divided.
-    """
+    """Images of a backbone: (channels, height, width), each channel in [0, 1] normalised by ``mean`` and ``std``."""
 
     input_size: tuple[int, int, int]
     mean: tuple[float, ...]

@@ -17,14 +17,16 @@ from perada.core.checks import OptionError, check_integer
 from perada.core.text import abbreviated
 from perada.data.batches.datasets import (
     LABEL_KEYS,
+    Labels,
+    Resolve,
     TensorFormat,
     as_labels,
     check_label_formats,
     check_same_format,
-    declared_labels,
     image_and_label,
     isolated_randomness,
-    length,
+    labels_at,
+    labels_of_base,
     read_item,
     resolve_subset,
     tensor_format,
@@ -33,8 +35,6 @@ from perada.data.batches.samples import MapStore, Store, TensorStore, make_store
 from perada.data.federated import FederatedData, warn_of_look_alikes
 from perada.data.sets.base import ImageSet, class_names
 
-Labels = Tensor | list[Any]
-"""Labels of one client; a list if some are words."""
 SCAN_LIMIT = 50_000
 """Labels of datasets that declare none are read from all samples, up to this many. Beyond, they are checked on use."""
 COUNT_LIMIT = 200_000
@@ -174,7 +174,12 @@ class Checked:
         return numbers
 
 
-def check(data: FederatedData, num_classes: int | None = None, image_size: int | None = None) -> Checked:
+def check(
+    data: FederatedData,
+    num_classes: int | None = None,
+    image_size: int | None = None,
+    resolve: Resolve = resolve_subset,
+) -> Checked:
     """Open and check the data.
 
     Labels that are words become their index in ``data.classes``, or in the sorted words of all clients, which then are
@@ -184,6 +189,7 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
         data: The data.
         num_classes: Number of classes K; None for that of the data, or else for what the labels show.
         image_size: Height and width to resize uint8 images to; None keeps them.
+        resolve: Finds the dataset behind a Subset.
 
     Raises:
         ValueError: If there are no clients, a client has no samples, shapes differ, a label is out of range, the
@@ -197,23 +203,23 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
         )
     num_classes = num_classes or data.num_classes
     is_declared = num_classes is not None or data.classes is not None
-    _check_counts(data)
+    _check_counts(data, resolve)
     check_integer("num_classes", num_classes, optional=True)
-    sets = {"training": data.train, "test": [], "validation": []}
-    if any(length(dataset) for dataset in data.test):
-        sets["test"] = data.test
-    if data.server_validation is not None:
-        sets["validation"] = [data.server_validation]
-    stores = {part: make_store(datasets, size=image_size) for part, datasets in sets.items() if len(datasets)}
-    public = None if data.public is None else make_store([data.public], labelled=False, size=image_size)
+    sets = _labelled_sets(data, resolve)
+    stores: dict[str, Store] = {}
+    for part, datasets in sets.items():
+        stores[part] = make_store(datasets, size=image_size, resolve=resolve)
+    public = None
+    if data.public is not None:
+        public = make_store([data.public], labelled=False, size=image_size, resolve=resolve)
 
     declared_count = num_classes
     if not num_classes and data.classes is not None:
         declared_count = len(data.classes)
-    raw_labels = {part: _known_labels(part, store, declared_count) for part, store in stores.items()}
+    raw_labels = {part: _known_labels(part, store, declared_count, resolve) for part, store in stores.items()}
     words = _words(raw_labels)
     warn_of_look_alikes("labels", words or ())
-    classes = data.classes or words or _hugging_face_classes(sets, num_classes)
+    classes = data.classes or words or _hugging_face_classes(sets, num_classes, resolve)
     class_numbers = None
     if words:
         class_numbers = {word: number for number, word in enumerate(classes or ())}
@@ -222,7 +228,8 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
         labels_of_parts[part] = _number_labels(store, raw_labels[part], class_numbers)
     nonempty = []
     for labels_of_clients in labels_of_parts.values():
-        nonempty += [(client, labels) for client, labels in enumerate(labels_of_clients) if len(labels)]
+        # size() is several times faster than len(), which torch wraps in Python.
+        nonempty += [(client, labels) for client, labels in enumerate(labels_of_clients) if labels.size(0)]
     check_label_formats(nonempty)
     _, first_labels = nonempty[0]
     multilabel = first_labels.ndim == 2
@@ -242,6 +249,16 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
         multilabel=multilabel,
         image=_common_format(stores, image_size),
     )
+
+
+def _labelled_sets(data: FederatedData, resolve: Resolve) -> dict[str, Sequence[Dataset[Any]]]:
+    """Return the datasets of each part of the data that has labels, without parts that have no images."""
+    sets = {"training": data.train}
+    if any(len(resolve(dataset).rows) for dataset in data.test):
+        sets["test"] = data.test
+    if data.server_validation is not None:
+        sets["validation"] = [data.server_validation]
+    return sets
 
 
 def _check_classes(
@@ -276,17 +293,21 @@ def _check_classes(
     elif infers_classes:
         _check_inferred_classes(labels_of_parts)
     all_labels = [labels for labels_of_clients in labels_of_parts.values() for labels in labels_of_clients]
-    nonempty = [labels for labels in all_labels if len(labels)]
+    nonempty = [labels for labels in all_labels if labels.size(0)]
     if num_classes is None and multilabel:
         num_classes = nonempty[0].shape[1]
     elif num_classes is None:
-        num_classes = int(max(labels.max() for labels in nonempty)) + 1
+        num_classes = int(torch.cat(nonempty).max()) + 1
     if multilabel and nonempty[0].shape[1] != num_classes:
         raise ValueError(
             f"labels have {nonempty[0].shape[1]} entries but num_classes is {num_classes}: make the two equal, or "
             "leave num_classes out"
         )
     for part, labels_of_clients in labels_of_parts.items():
+        of_part = [labels for labels in labels_of_clients if labels.size(0)]
+        if not of_part or not len(_out_of_range(torch.cat(of_part), num_classes, multilabel)):
+            continue
+        # Only to find out whose label it is: one client after another takes long where there are many.
         for client, labels in enumerate(labels_of_clients):
             owner = "the server" if part == "validation" else f"client {client}"
             check_labels(f"{owner} has the {part} label", labels, num_classes, multilabel)
@@ -351,7 +372,7 @@ def _common_format(stores: Mapping[str, Store], size: int | None) -> TensorForma
     return common
 
 
-def _check_counts(data: FederatedData) -> None:
+def _check_counts(data: FederatedData, resolve: Resolve) -> None:
     """Raise a ValueError for missing or empty clients, or names that do not match the clients."""
     if not len(data.train):
         raise ValueError("there are no clients: FederatedData.train is empty; pass one dataset per client")
@@ -361,7 +382,7 @@ def _check_counts(data: FederatedData) -> None:
             "or test=[] to skip evaluation"
         )
     for client, dataset in enumerate(data.train):
-        if length(dataset) == 0:
+        if len(resolve(dataset).rows) == 0:
             raise ValueError(f"client {client} has no training samples: leave the client out or add some")
     names = data.client_names
     if names is not None and (len(names) != len(data.train) or len(set(names)) < len(names)):
@@ -370,7 +391,7 @@ def _check_counts(data: FederatedData) -> None:
             "pass a unique name for each client, or leave client_names out"
         )
     for name, server_set in (("public", data.public), ("server_validation", data.server_validation)):
-        if server_set is not None and length(server_set) == 0:
+        if server_set is not None and len(resolve(server_set).rows) == 0:
             raise ValueError(f"the {name} set has no samples: add some, or pass None")
 
 
@@ -385,7 +406,7 @@ def first_image_format(store: Store, client: int = 0, size: int | None = None) -
     return shape, dtype
 
 
-def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Labels]:
+def _known_labels(part: str, store: Store, num_classes: int | None, resolve: Resolve) -> list[Labels]:
     """Return the labels of every client where they can be determined before training.
 
     Labels that a dataset does not declare are read from all samples, or from the first one if there are more than
@@ -396,12 +417,21 @@ def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Labe
     num_samples = sum(store.sizes)
     reads_all = num_samples <= SCAN_LIMIT
     labels_of_clients: list[Labels] = []
+    # Clients often have Subsets of one dataset, whose labels are asked for once: they may be a long list.
+    labels_of_bases: dict[int, Labels | None] = {}
     with isolated_randomness():
         for client, dataset in enumerate(store.datasets):
             size = store.sizes[client]
-            declared = declared_labels(dataset)
-            if size and declared is not None and not _labels_match_items(declared, dataset, client):
-                declared = None
+            base, rows = resolve(dataset)
+            if id(base) not in labels_of_bases:
+                labels_of_bases[id(base)] = labels_of_base(base)
+            declared = labels_of_bases[id(base)]
+            if declared is not None:
+                declared = labels_at(declared, rows)
+                # perada's own sets are not read.
+                is_certain = size == 0 or isinstance(base, ImageSet)
+                if not is_certain and not _labels_match_items(declared, dataset, client):
+                    declared = None
             if declared is not None:
                 labels_of_clients.append(declared)
                 continue
@@ -426,11 +456,8 @@ def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Labe
 def _labels_match_items(declared: Labels, dataset: Dataset[Any], client: int) -> bool:
     """Return whether a dataset's declared labels are of the same kind, words or not, as those of its items.
 
-    A transform may turn one into the other. perada's own sets are not read.
+    A transform may turn one into the other.
     """
-    base, _ = resolve_subset(dataset)
-    if isinstance(base, ImageSet):
-        return True
     items_have_words = isinstance(_read_label(dataset, client, 0), str)
     return items_have_words == isinstance(declared, list)
 
@@ -469,7 +496,9 @@ def _words(labels_of_parts: Mapping[str, list[Labels]]) -> list[str] | None:
     return sorted(words)
 
 
-def _hugging_face_classes(sets: Mapping[str, Sequence[Any]], num_classes: int | None) -> list[str] | None:
+def _hugging_face_classes(
+    sets: Mapping[str, Sequence[Any]], num_classes: int | None, resolve: Resolve
+) -> list[str] | None:
     """Return the class names in the features of Hugging Face's datasets, unless ``num_classes`` is another number.
 
     Raises:
@@ -478,8 +507,7 @@ def _hugging_face_classes(sets: Mapping[str, Sequence[Any]], num_classes: int | 
     names_of_sets: dict[str, list[str]] = {}
     for part, datasets in sets.items():
         for client, dataset in enumerate(datasets):
-            base, _ = resolve_subset(dataset)
-            features = getattr(base, "features", None)
+            features = getattr(resolve(dataset).base, "features", None)
             if not isinstance(features, Mapping):
                 continue
             for key in LABEL_KEYS:
@@ -523,10 +551,21 @@ def _number_labels(store: Store, labels_of_clients: list[Labels], class_numbers:
 
 def check_labels(prefix: str, labels: Tensor, num_classes: int, multilabel: bool) -> None:
     """Raise a ValueError that begins with ``prefix`` for classes outside 0..K-1, or vectors outside [0, 1]."""
-    largest = 1 if multilabel else num_classes - 1
-    out_of_range = labels[~((labels >= 0) & (labels <= largest))]
+    out_of_range = _out_of_range(labels, num_classes, multilabel)
     if len(out_of_range):
+        largest = _largest_label(num_classes, multilabel)
         remedy = "correct the label"
         if not multilabel:
             remedy += f" or num_classes (now {num_classes})"
         raise ValueError(f"{prefix} {out_of_range[0].item()}, outside 0..{largest}: {remedy}")
+
+
+def _largest_label(num_classes: int, multilabel: bool) -> int:
+    """Return the largest number that a label, or an entry of a vector of labels, may be."""
+    return 1 if multilabel else num_classes - 1
+
+
+def _out_of_range(labels: Tensor, num_classes: int, multilabel: bool) -> Tensor:
+    """Return those of the labels (N,), or of the entries of vectors (N, K), that are no class, or outside [0, 1]."""
+    largest = _largest_label(num_classes, multilabel)
+    return labels[~((labels >= 0) & (labels <= largest))]

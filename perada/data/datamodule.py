@@ -25,7 +25,7 @@ from perada.core.rounds import (
     sample_cohort,
 )
 from perada.core.states import to_device_async
-from perada.data.batches.datasets import length
+from perada.data.batches.datasets import Resolve, SubsetResolver
 from perada.data.batches.features import FeatureCache
 from perada.data.batches.public import augment_public_images, public_indices
 from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, Store, loader
@@ -233,21 +233,22 @@ class FederatedDataModule(pl.LightningDataModule):
         else:
             assert self.data is not None
             divided = self.data
+        resolve = SubsetResolver()
         evaluates_test = self.evaluate_on == "test"
         # Test images that are not used are not read either.
         data = divided if evaluates_test else replace(divided, test=[])
-        data = without_broken(data, self.on_broken, self.num_workers)
+        data = without_broken(data, self.on_broken, self.num_workers, resolve)
         held_out: list[Dataset[Any]] = []
         if self.client_validation:
             train, held_out = hold_out(data.train, self.client_validation, self.seed)
             data = replace(data, train=train)
         if evaluates_test:
-            self._record = self._partition_record(data, held_out)
+            self._record = self._partition_record(data, held_out, resolve)
         else:
             # The record has all parts of the division, also the test images that are not used.
-            self._record = self._partition_record(replace(data, test=divided.test), held_out)
+            self._record = self._partition_record(replace(data, test=divided.test), held_out, resolve)
             data = replace(data, test=held_out)
-        checked = check(data, self._num_classes, self.image_size)
+        checked = check(data, self._num_classes, self.image_size, resolve)
         if evaluates_test:
             checked.held_out = held_out
             self.conditions = conditions(self.shifts, checked, self.image_size)
@@ -269,18 +270,20 @@ class FederatedDataModule(pl.LightningDataModule):
                 store.client_names = self.client_names
         return checked
 
-    def _partition_record(self, data: FederatedData, held_out: Sequence[Dataset[Any]]) -> dict[str, Any]:
+    def _partition_record(
+        self, data: FederatedData, held_out: Sequence[Dataset[Any]], resolve: Resolve
+    ) -> dict[str, Any]:
         """Return the content of ``partition.json``: each client's positions in the dataset, or sizes without one."""
         if self.division is not None:
-            return self.division.record(data, held_out)
+            return self.division.record(data, held_out, resolve)
         record: dict[str, Any] = {
             "num_clients": len(data.train),
-            "train_sizes": [length(dataset) for dataset in data.train],
-            "test_sizes": [length(dataset) for dataset in data.test] or [0] * len(data.train),
-            "public_size": 0 if data.public is None else length(data.public),
+            "train_sizes": _sizes(data.train, resolve),
+            "test_sizes": _sizes(data.test, resolve) or [0] * len(data.train),
+            "public_size": 0 if data.public is None else len(resolve(data.public).rows),
         }
         if held_out:
-            record["client_validation_sizes"] = [length(dataset) for dataset in held_out]
+            record["client_validation_sizes"] = _sizes(held_out, resolve)
         return record
 
     def configure_rounds(
@@ -412,6 +415,11 @@ class FederatedDataModule(pl.LightningDataModule):
         return sum(self.checked.public.sizes) if self.checked.public else 0
 
     @property
+    def test_size(self) -> int:
+        """Number of images that clients are evaluated on; 0 if there are none."""
+        return sum(self.checked.test.sizes) if self.checked.test else 0
+
+    @property
     def tokens(self) -> bool:
         """Whether samples are texts (L,) of int64 tokens instead of images."""
         _, dtype = self.checked.image
@@ -524,3 +532,8 @@ class FederatedDataModule(pl.LightningDataModule):
         if self._features is None or is_augmented:
             return store
         return self._features(store)
+
+
+def _sizes(datasets: Sequence[Dataset[Any]], resolve: Resolve) -> list[int]:
+    """Return the number of items of each dataset."""
+    return [len(resolve(dataset).rows) for dataset in datasets]

@@ -17,7 +17,7 @@ labels are compared.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +81,16 @@ def _fingerprint_of_tensors(store: TensorStore) -> dict[str, list[str] | None]:
     """Return the hashes of each client's labels and of a sample of its images, for images in tensors."""
     image_bytes = store.images[:1].numel() * store.images.element_size()
     limit = BYTES_LIMIT // max(1, image_bytes)
+    label_hashes: list[str] | None = None
+    if store.labels is not None:
+        labels = store.labels[store.table.to(store.labels.device)]
+        label_hashes = []
+        for size, content in zip(store.sizes, _contents(labels, store.sizes), strict=True):
+            # One value: the client's labels.
+            label_hashes.append(_hash_of_content((size, *labels.shape[1:]), labels.dtype, content))
+    if limit >= len(store.table) and max(store.sizes) <= _CHUNK:
+        return {"labels": label_hashes, "images": _hashes_of_small_clients(store)}
+
     image_hashes = []
     for rows in torch.split(store.table, list(store.sizes)):
         client_limit = limit * len(rows) // len(store.table)
@@ -89,10 +99,48 @@ def _fingerprint_of_tensors(store: TensorStore) -> dict[str, list[str] | None]:
         for chunk in torch.split(hashed_rows, _CHUNK):
             _update(image_hash, store.images[chunk.to(store.images.device)])
         image_hashes.append(image_hash.hexdigest())
-    label_hashes: list[str] | None = None
-    if store.labels is not None:
-        label_hashes = [_hash_of(client_labels) for client_labels in store.client_labels()]
     return {"labels": label_hashes, "images": image_hashes}
+
+
+def _hashes_of_small_clients(store: TensorStore) -> list[str]:
+    """Hash all images of each client, of whom none has more than a chunk; there may be 100,000 of them.
+
+    The images of several clients are gathered at once: for a few images that takes longer than to hash them.
+    """
+    hashes: list[str] = []
+    start = 0
+    for group in _groups(store.sizes):
+        stop = start + sum(group)
+        images = store.images[store.table[start:stop].to(store.images.device)]
+        for content in _contents(images, group):
+            hashes.append(_hash_of_content(tuple(images.shape[1:]), images.dtype, content))
+        start = stop
+    return hashes
+
+
+def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Divide sizes, none above a chunk, into groups that follow one another and have at most a chunk each."""
+    group: list[int] = []
+    total = 0
+    for size in sizes:
+        if total + size > _CHUNK:
+            yield group
+            group = []
+            total = 0
+        group.append(size)
+        total += size
+    yield group
+
+
+def _contents(values: Tensor, sizes: Sequence[int]) -> Iterator[memoryview]:
+    """Yield the bytes of ``sizes[0]`` values (N, ...), of the next ``sizes[1]``, and so on."""
+    content = _bytes_of(values)
+    bytes_of_value = len(content) // max(1, len(values))
+    start = 0
+    for size in sizes:
+        stop = start + size * bytes_of_value
+        yield content[start:stop]
+        start = stop
 
 
 @dataclass(frozen=True)
@@ -205,9 +253,27 @@ def _new_hash() -> "hashlib.blake2b":
 
 def _update(target: "hashlib.blake2b", values: Tensor) -> None:
     """Add the shape, dtype and contents of a tensor to a hash."""
-    target.update(f"{tuple(values.shape[1:])} {values.dtype} ".encode())
+    target.update(_prefix(tuple(values.shape[1:]), values.dtype))
+    target.update(_bytes_of(values))
+
+
+def _prefix(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+    """Return what a hash begins with: the shape of a value, and its dtype."""
+    return f"{shape} {dtype} ".encode()
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    """Return the bytes of a tensor, in the order of its elements."""
     content = values.detach().cpu().contiguous().reshape(-1)
-    target.update(content.view(torch.uint8).numpy().tobytes())
+    return content.view(torch.uint8).numpy().data
+
+
+def _hash_of_content(shape: tuple[int, ...], dtype: torch.dtype, content: memoryview) -> str:
+    """Hash values of one shape and dtype, as :func:`_update` does, from their bytes."""
+    result = _new_hash()
+    result.update(_prefix(shape, dtype))
+    result.update(content)
+    return result.hexdigest()
 
 
 def _hash_of(values: Tensor) -> str:

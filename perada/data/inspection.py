@@ -29,6 +29,7 @@ from tqdm import tqdm
 from perada.core.files import write_atomic
 from perada.core.text import abbreviated
 from perada.data.batches.datasets import (
+    Resolve,
     declared_labels,
     image_and_label,
     isolated_randomness,
@@ -36,7 +37,7 @@ from perada.data.batches.datasets import (
     location_of,
     read_item,
     resolve_subset,
-    tensor_source,
+    stored_images,
 )
 from perada.data.batches.transforms import (
     WHOLE_SCALE,
@@ -289,11 +290,19 @@ def _count_frames(picture: Image.Image) -> int:
         return 1
 
 
-def without_broken(data: FederatedData, on_broken: OnBroken, workers: int) -> FederatedData:
+def without_broken(
+    data: FederatedData, on_broken: OnBroken, workers: int, resolve: Resolve = resolve_subset
+) -> FederatedData:
     """Read every image of the clients and the server once, and reject or skip those that cannot be read.
 
     Files are read with a thread per processor. The result is cached until a file changes (its size or a time stamp), in
     ``perada`` in the user's cache folder. Items of other datasets are read by ``workers`` processes.
+
+    Args:
+        data: The data.
+        on_broken: Whether to reject or to skip images that cannot be read.
+        workers: Number of processes that read items.
+        resolve: Finds the dataset behind a Subset.
 
     Raises:
         ValueError: If images cannot be read and ``on_broken`` is "refuse". The message lists all of them.
@@ -302,15 +311,16 @@ def without_broken(data: FederatedData, on_broken: OnBroken, workers: int) -> Fe
     check_datasets(data)
     parts = data.parts()
     # Clients often have Subsets of one dataset, whose items are read once. Each entry is a dataset and its rows in it.
-    bases = [resolve_subset(dataset) for _, dataset in parts]
+    bases = [resolve(dataset) for _, dataset in parts]
     rows_of_base: dict[int, list[np.ndarray[Any, Any]]] = defaultdict(list)
     for base, rows in bases:
         rows_of_base[id(base)].append(rows)
     problems_of_base: dict[int, dict[int, str]] = {}
     for (name, _), (base, _) in zip(parts, bases, strict=True):
         if id(base) not in problems_of_base:
-            all_rows = np.unique(np.concatenate(rows_of_base[id(base)])).tolist()
-            problems_of_base[id(base)] = _find_broken(base, all_rows, name, workers)
+            problems_of_base[id(base)] = _find_broken(base, rows_of_base[id(base)], name, workers)
+    if not any(problems_of_base.values()):
+        return data
 
     datasets: list[Dataset[Any]] = []
     messages = []
@@ -326,7 +336,7 @@ def without_broken(data: FederatedData, on_broken: OnBroken, workers: int) -> Fe
             else:
                 readable.append(index)
         # The problems may be in rows that this dataset does not have.
-        if len(readable) < length(dataset):
+        if len(readable) < len(rows):
             dataset = Subset(dataset, readable)
         datasets.append(dataset)
     if not messages:
@@ -351,10 +361,14 @@ def check_datasets(data: FederatedData) -> None:
             raise TypeError(
                 f"FederatedData.{name} must be a list with one dataset per client, got a {type(datasets).__name__}"
             )
+    # Whether a dataset can be used is a matter of its type, of which there are few for many clients.
+    usable_types: set[type] = set()
     for name, dataset in data.parts():
         base: Any = dataset
         while type(base) is Subset:
             base = base.dataset
+        if type(base) in usable_types:
+            continue
         problem = ""
         if isinstance(base, DataLoader):
             problem = "which yields batches instead of items: pass its .dataset"
@@ -366,17 +380,30 @@ def check_datasets(data: FederatedData) -> None:
             )
         if problem:
             raise TypeError(f"{name} is a {type(dataset).__name__}, {problem}")
+        usable_types.add(type(base))
 
 
-def _find_broken(base: Dataset[Any], rows: list[int], name: str, workers: int) -> dict[int, str]:
-    """Read the rows of a dataset and return a description of each that cannot be read, by row."""
-    if isinstance(base, ImageFiles) and not base.in_memory:
+def _find_broken(
+    base: Dataset[Any], rows_of_datasets: list[np.ndarray[Any, Any]], name: str, workers: int
+) -> dict[int, str]:
+    """Read rows of a dataset and return a description of each that cannot be read, by row.
+
+    Args:
+        base: The dataset.
+        rows_of_datasets: The rows that each client's or the server's dataset has of it.
+        name: Name of the first of these datasets.
+        workers: Number of processes that read items.
+    """
+    in_files = isinstance(base, ImageFiles) and not base.in_memory
+    images = None if in_files else stored_images(base)
+    # Before anything is done for each row: a client may have tensors of its own, and there may be many clients.
+    if images is not None and (not images.is_floating_point() or bool(images.isfinite().all())):
+        return {}
+    rows: list[int] = np.unique(np.concatenate(rows_of_datasets)).tolist()
+    if isinstance(base, ImageFiles) and in_files:
         return _find_broken_files(base, rows)
-    source = tensor_source(base, False)
-    if source is not None:
-        if not source.images.is_floating_point():
-            return {}
-        is_finite = source.images.flatten(1).isfinite().all(1).tolist()
+    if images is not None:
+        is_finite = images.flatten(1).isfinite().all(1).tolist()
         return {row: f"image {row} has NaN or infinity" for row in rows if not is_finite[row]}
     progress = None
     if workers:

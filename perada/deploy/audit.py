@@ -4,8 +4,8 @@
 ``audit.jsonl`` only grows. A line is JSON with sorted keys and no spaces. It holds its number, the digest of the line
 before it, and its own digest. ``audit.head`` holds the number and the digest of the last line, so that lines that are
 cut off at the end are missed. A line is on disk before the reply leaves, and the head after the line: a process that is
-killed leaves a head that is at most one line behind. A line that was truncated stays where it is, with a ``~``
-after it, and the next line contains the number of these bytes and their digest.
+killed leaves a head that is at most one line behind. A line that was cut off by that stays where it is, with a ``~``
+behind it, and the next line holds the number of these bytes and their digest.
 
 Each line also holds how often the site's state was written by then (``commits``), and so does the state itself. A state
 that counts fewer writes than the log is an older copy, whatever was written. The folder's lock file holds a third copy
@@ -107,8 +107,8 @@ class HighWaterMark:
     def unpack(cls, content: bytes) -> "HighWaterMark":
         """Read what :meth:`pack` wrote; any other content gives the defaults.
 
-        The file is a witness in addition to the log and the state. If it is lost or damaged these two are still
-        compared, so that is no reason to refuse a folder.
+        The file is a witness beside the log and the state. If it is lost or damaged these two are still compared, so
+        that is no reason to refuse a folder.
         """
         try:
             values = json.loads(content)
@@ -124,8 +124,8 @@ class LogContent(NamedTuple):
     Attributes:
         entries: Valid entries without a gap, from the first.
         torn: Bytes after them.
-        problem: Description of the first invalid line; "" if all lines are valid.
-        head: Content of the file next to the log; None if there is none.
+        problem: What is wrong with the first invalid line; "" if all lines are valid.
+        head: Content of the file beside the log; None if there is none.
     """
 
     entries: list[Entry]
@@ -381,8 +381,8 @@ def check_state(log: LogContent, committed: Committed, mark: HighWaterMark) -> N
 
     Args:
         log: An undamaged log.
-        committed: Content of the state.
-        mark: Content of the lock file. It must have been read before the two others if a worker may be running.
+        committed: What the state says.
+        mark: What the lock file says. It must have been read before the two others if a worker may be running.
 
     Raises:
         ValueError: If one is; the message says which, and what to do.
@@ -431,7 +431,7 @@ def begin_log(folder: Path, committed: Committed) -> Path | None:
 
     Args:
         folder: State folder of the site.
-        committed: Content of the state.
+        committed: What the state says.
 
     Returns:
         Where the former log is now; None if there was none.

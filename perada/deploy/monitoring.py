@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, TextIO
 from perada.core.checks import check_choice, check_integer
 
 CONTEXT_FIELDS = ("run", "round", "site")
-"""Fields of each line that identify the subject of its message; null if it has no such subject."""
+"""Fields of each line that tell what its message is about; null where it is about none."""
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 _FLOWER_RECORD = re.compile(
     r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) *(\d{4}-\d\d-\d\d [\d:,]+)? ?: *(?P<message>.*)"
@@ -57,7 +57,7 @@ class JsonLines(logging.Formatter):
     """Formats a record as one line of JSON, with these fields and no others.
 
     Neither python-json-logger, which adds every attribute that a library puts on its records and writes microseconds,
-    nor structlog, which would be a second way to log in addition to that of Lightning and Flower, would be less code.
+    nor structlog, which is a second way to log beside that of Lightning and Flower, would be less code.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -42,7 +42,7 @@ ResponseCode = Literal[
     "failed",  # anything else; the reason is in the site's log
 ]
 MAY_SEND = ("sizes", "counts", "scores", "losses", "epsilon")
-"""Facts that a site may allow to be sent in addition to updates."""
+"""What a site may allow to be sent beside updates."""
 MAX_ROUNDS = 10**6
 MAX_CLIENTS = 10**6
 MAX_STEPS = 10**6
@@ -126,7 +126,7 @@ class Request(Header):
     """A request of the server to a site.
 
     Args:
-        kind: Kind of the request.
+        kind: What is requested.
         run: Id of the federation's run, which stays the same when it is resumed.
         recipe: Digest of the recipe and the frozen weights.
         round: Number of rounds before it. A request about the models after a round counts that round too.
@@ -138,7 +138,7 @@ class Request(Header):
         norm: The round's clipping norm S, where sites clip their changes and the norm adapts.
         rank: Rank of the site's LoRA, to which tensors are cut when they are sent; 0 for that of the adapter.
         attempt: Attempt at the secure sum of the round.
-        of: Quantity that the secure sum adds up.
+        of: What the secure sum adds up.
         sums: Content of a step of the secure sum.
     """
 
@@ -195,7 +195,7 @@ class Response(Header):
     Attributes:
         code: ``ok``, or why not.
         answers: Digest of the request that it answers.
-        facts: Facts that the site allows to be sent: ``size`` (training images), ``tests`` (test images), ``labels`` (a
+        facts: What the site allows to be sent: ``size`` (training images), ``tests`` (test images), ``labels`` (a
             digest of the classes), ``losses`` by role, ``counts`` (correct and all predictions) and ``scores`` (by
             metric) of the ``personal`` and the ``global`` model, and ``epsilon`` by ledger.
         sums: Content of a step of a secure sum.
@@ -282,7 +282,7 @@ def pack(header: Header | Mapping[str, Any], tensors: "Mapping[str, Tensor] | No
     content = header if isinstance(header, Mapping) else vars(header)
     text = canonical(content).decode()
     if not tensors:
-        # The bytes that safetensors would write, without importing torch, which it requires.
+        # What safetensors would write, without the import of torch that it needs.
         table = json.dumps({"__metadata__": {_SECTION: text}}).encode()
         return len(table).to_bytes(8, "little") + table
     from safetensors.torch import save

@@ -149,7 +149,7 @@ class Recipe:
 
     @property
     def noisy(self) -> bool:
-        """Whether sites add noise to their updates, so that secure sums protect each site as a whole."""
+        """Whether sites add noise to what they send, so that secure sums protect each of them as a whole."""
         return self.loop.client_privacy is not None and self.loop.secure_sums is not None
 
     def level(self, sites: int) -> ClientLevel | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from perada.federation.metrics import Metric, spread
 
 Facts = Mapping[str, Any]
-"""Facts that a site sends with its update (:class:`perada.deploy.protocol.Response`)."""
+"""What a site sends beside its update (:class:`perada.deploy.protocol.Response`)."""
 
 
 def mean_scores(
@@ -23,7 +23,7 @@ def mean_scores(
 
     Args:
         metrics: Metrics of the run; the names of scores of the first one have no suffix.
-        facts: Facts that each site has sent.
+        facts: What each site has sent.
         recent: Whether each site took part in one of the last rounds (:class:`.Participation`).
     """
     scores: dict[str, float] = {}

@@ -118,7 +118,7 @@ class TrainingState:
         request_digest: Digest of the last request to train.
         reply: Response to it, which is sent again if the request is repeated.
         account: State of the run's ledgers; None if training is not private.
-        client_state: States (1, ...) that the client keeps, by role; None before the first round.
+        client_state: What the client keeps, (1, ...) by role; None before the first round.
         tuned_state: The same after the fine-tuning; None before it.
         fingerprint: Fingerprint of the images trained on; empty before the first round.
     """
@@ -160,7 +160,7 @@ class SummingState:
 
     Attributes:
         update: Update of the last round, to be added up; empty if there is none.
-        received: State that the server sent for training.
+        received: What the server sent to be trained.
         norm: Clipping norm S of the round, where sites clip and the norm adapts.
         losses: Losses of the round by role, to be added up.
         heard: Digest of what the server sent in each round.
@@ -185,11 +185,11 @@ class RunState:
         run: Id of the run.
         recipe: Digest of its recipe; empty before it is known.
         client: The site's number in the run; None before it is known.
-        transport_run: Last name of the run in the transport, such as Flower's id.
+        transport_run: What the transport called the run last, such as Flower's id.
         rank: Rank of the site's LoRA; 0 for that of the adapter.
         training: How far training is.
         scoring: How far scoring is.
-        summing: State of secure sums.
+        summing: What secure sums need.
     """
 
     run: str
@@ -241,7 +241,7 @@ class SiteStore:
         folder: State folder. It is created for its owner only, and locked.
 
     Attributes:
-        totals: Training and privacy costs of all runs.
+        totals: What all runs have trained and spent.
         commits: How often the state was written.
         audit: Log of what leaves the site.
 
@@ -373,7 +373,7 @@ class SiteStore:
     def log(self, message: bytes, reply: bytes, spent: Callable[[Request], object]) -> None:
         """Write a reply to the audit log before it leaves; see :meth:`.AuditLog.append`."""
         self.audit.append(message, reply, trained=self.totals.rounds, commits=self.commits, spent=spent)
-        # Last, since a lock file that is older than the log is no error, but one that is newer is.
+        # Last: a lock file that is behind the log is no error, and one that is ahead of it is.
         self._lock.write(HighWaterMark(self.audit.tip, self.commits).pack())
 
 
@@ -406,7 +406,7 @@ def check_former(folder: Path, committed: Committed) -> None:
 
     Args:
         folder: State folder.
-        committed: Content of the state about itself.
+        committed: What the state says of itself.
 
     Raises:
         ValueError: If one is; the message says which, and what to do.

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, Self
 from perada.core.checks import check_choice, check_integer, check_number
 
 FAILURE_CODES = ("unreachable", "late", "crashed", "refused", "malformed")
-"""Failures that may take the place of a reply; no details are given about a failure on the way."""
+"""What may come in place of a reply; nothing else is said about a failure on the way."""
 MAX_MESSAGE_BYTES = 2**30
 """Default limit of the size of a message."""
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores and logits of the clients' models and of the global one, on the clients' test sets and on shifted ones."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -360,6 +360,33 @@ class ShiftedEvaluation:
         return results
 
 
+EVERYWHERE_LIMIT = 10**7
+"""Forward passes of personal models on everyone's images in an evaluation, above which only some models are drawn."""
+MIN_EVERYWHERE = 10
+"""Number of models that are drawn at least."""
+
+
+def count_everywhere(clients: int, images: int, requested: int | None) -> int:
+    """Return the number of clients whose models run on everyone's images.
+
+    Args:
+        clients: Number of all clients.
+        images: Number of all their test images.
+        requested: The option ``global_test_clients``. None for all clients or, where they would take more than
+            :data:`EVERYWHERE_LIMIT` forward passes, as many as stay below it, but at least :data:`MIN_EVERYWHERE`.
+
+    >>> count_everywhere(100, 10_000, None), count_everywhere(10_000, 200_000, None)
+    (100, 50)
+    >>> count_everywhere(10_000, 200_000, 10_000)
+    10000
+    """
+    if requested is not None:
+        return min(requested, clients)
+    if clients * images <= EVERYWHERE_LIMIT:
+        return clients
+    return min(clients, max(MIN_EVERYWHERE, EVERYWHERE_LIMIT // images))
+
+
 def sample_clients(clients: int, count: int | None, seed: int) -> list[int]:
     """Choose the clients whose models run on everyone's images, in order.
 
@@ -404,13 +431,22 @@ def everywhere_logits(federation: Federation, everywhere: Sequence[int], x: Tens
         everywhere: Clients whose models run, some of them in other processes.
         x: The images (B, ...).
     """
-    owned = set(federation.owned())
+    owned = _owned_among(federation, everywhere)
     owned_places = [place for place, client in enumerate(everywhere) if client in owned]
     for start in range(0, len(owned_places), CLIENTS_AT_ONCE):
         places = owned_places[start : start + CLIENTS_AT_ONCE]
         clients = [everywhere[place] for place in places]
         states = federation.personal_states(clients)
         yield ModelsRun(places, clients, federation.engine.shared_logits(states, x))
+
+
+def _owned_among(federation: Federation, clients: Iterable[int]) -> set[int]:
+    """Return those of some clients whose personal states this process holds.
+
+    A batch has images of a few clients: unlike :meth:`.Federation.owned`, this does not look at all of the federation.
+    """
+    store = federation.store if federation.tuned is None else federation.tuned
+    return {client for client in clients if store.holder(client) == federation.ranks.rank}
 
 
 def shared_logits(federation: Federation, x: Tensor) -> Tensor:
@@ -455,10 +491,11 @@ def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:
     Returns:
         Logits (B, K), zero for images whose owner another process has; None where that holds for all.
     """
-    owned = set(federation.owned())
+    all_stretches = _stretches(batch.owner.tolist())
+    owned = _owned_among(federation, [stretch.owner for stretch in all_stretches])
     # Lengths of one number of binary digits: the longest is less than twice the shortest.
     stretches_by_digits: dict[int, list[_Stretch]] = {}
-    for stretch in _stretches(batch.owner.tolist()):
+    for stretch in all_stretches:
         if stretch.owner in owned:
             digits = stretch.length.bit_length()
             stretches_by_digits.setdefault(digits, []).append(stretch)

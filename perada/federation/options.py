@@ -114,7 +114,8 @@ class Evaluation:
             ``ece``, or a list of names and of ``{torchmetrics class: options}``; by default accuracy for single-label
             data, AUROC for multi-label.
         global_test_clients: Number of clients, drawn from the seed, whose personal models are scored on the test images
-            of all clients, each in a separate pass. All by default; 0 for none.
+            of all clients, each in a separate pass; 0 for none. By default all, or as many as take no more than
+            10,000,000 forward passes (docs/metrics.md).
         diagnostics: Diagnostics of PerAda's theorems to measure in each round, or true for all (docs/diagnostics.md).
 
     Raises:

@@ -22,7 +22,7 @@ from perada.results.report import ENTROPY, cell, title
 
 def _round_title(trainer: pl.Trainer) -> str:
     """Return the title of the current round for the progress bar."""
-    # Rounds are displayed from 1, but counted from 0 in metrics.csv and where seeds are derived.
+    # Rounds are displayed from 1. They are counted from 0 in metrics.csv and in what seeds are derived from.
     number = trainer.current_epoch + 1
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         return f"Round {number}/{trainer.max_epochs}"
@@ -33,9 +33,9 @@ class RoundProgressBar(TQDMProgressBar):
     """Lightning's bar over the local steps of a round, labelled with the round."""
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the bar of a round.
+        """Start the round's bar.
 
-        This replaces Lightning's method, which would first draw the bar with the title of an epoch.
+        This replaces Lightning's method, which would draw the bar once with the title of an epoch.
         """
         if self._leave:
             self.train_progress_bar = self.init_train_tqdm()
@@ -46,8 +46,8 @@ class RoundProgressBar(TQDMProgressBar):
 class RoundLines(ProgressBar):
     """Prints one line per round to standard error, for output that goes to a file or a pipe.
 
-    A line contains the round, its duration including evaluation, an estimate of the remaining time from the mean
-    duration so far and, if the round was scored, the scores: means over the clients, without their spread.
+    A line has the round, its seconds including evaluation, an estimate of the time left from the mean of the rounds
+    before, and the scores if the round was scored: means over the clients, without their spread.
     """
 
     def __init__(self) -> None:
@@ -58,23 +58,23 @@ class RoundLines(ProgressBar):
         self._round_started_at = 0.0
 
     def disable(self) -> None:
-        """Stop printing lines."""
+        """Print nothing."""
         self.enabled = False
 
     def enable(self) -> None:
-        """Resume printing lines."""
+        """Print lines."""
         self.enabled = True
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock of the round."""
         self._round_started_at = time.monotonic()
         if self._first_round is None:
-            # A resumed run does not start with round 0.
+            # Not 0 in a run that is resumed.
             self._first_round = trainer.current_epoch
             self._fit_started_at = self._round_started_at
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the line of the round. Lightning validates before this hook, so the scores are available."""
+        """Print the round. Lightning validates before this hook, so the scores are available."""
         if not self.enabled or self._first_round is None:
             return
         now = time.monotonic()
@@ -95,7 +95,7 @@ class RoundLines(ProgressBar):
 
 
 def _last_record(trainer: pl.Trainer) -> dict[str, float]:
-    """Return the metrics of the last round; empty if there is no loop, or no completed round."""
+    """Return the metrics of the last round; empty without a loop or a round."""
     for callback in callbacks_of(trainer):
         if isinstance(callback, FederatedLoop) and callback.history:
             return callback.history[-1]
@@ -112,9 +112,9 @@ def round_progress() -> RoundProgressBar | RoundLines:
 class PredictionFile(pl.Callback):
     """Writes ``predictions.csv`` into the run's folder when the trainer predicts, with a row for each test image.
 
-    The columns are ``image`` (its number over all clients' test sets, client by client), ``client`` (its owner),
-    ``label``, and the predictions of the owner's ``personal`` model and, if there is one, of the ``global`` model. For
-    multi-label images, the 0/1 labels are separated by spaces.
+    Columns: ``image`` (counted over all clients' test sets, in order of client), ``client`` who owns it, ``label``, and
+    what the owner's ``personal`` and the ``global`` model predict (where there is one); the 0/1 labels of a multi-label
+    image are separated by spaces.
     """
 
     path: Path | None = None
@@ -133,7 +133,7 @@ class PredictionFile(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Add the rows of a batch. With ``return_predictions=False``, Lightning does not store predictions itself."""
+        """Add the rows of a batch: with ``return_predictions=False`` Lightning keeps none."""
         predictions: Mapping[str, Tensor] = outputs
         models = [name for name in ("personal", "global") if name in predictions]
         labels = predictions["y"]
@@ -141,17 +141,14 @@ class PredictionFile(pl.Callback):
         columns = [predictions["owner"], labels]
         for name in models:
             logits = predictions[name]
-            if is_multilabel:
-                columns.append((logits > 0).long())
-            else:
-                columns.append(logits.argmax(-1))
+            columns.append((logits > 0).long() if is_multilabel else logits.argmax(-1))
         self._header = ["image", "client", "label", *models]
         for values in zip(*[column.tolist() for column in columns], strict=True):
             self._rows.append([str(len(self._rows)), *map(_csv_cell, values)])
 
     def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the table."""
-        # log_dir is a collective, so all processes read it, but only rank 0 writes.
+        # log_dir is a collective: all processes ask for it, and rank 0 writes.
         folder = trainer.log_dir if trainer.loggers else None
         if not self._header or not folder or not trainer.is_global_zero:
             return
@@ -162,7 +159,7 @@ class PredictionFile(pl.Callback):
 
 
 def _csv_cell(value: object) -> str:
-    """Return the label of an image, or its 0/1 labels, as the text of a cell."""
+    """Format the label of an image, or its 0/1 labels."""
     if isinstance(value, list):
         return " ".join(str(int(label)) for label in value)
     return str(value)

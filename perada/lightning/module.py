@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LightningModule: one frozen backbone with one adapter, the local step, and the evaluation of all models."""
+"""The LightningModule: one frozen backbone with one adapter slot, the local step, and the evaluation of all models."""
 
 from dataclasses import fields
 from functools import cached_property, partial
@@ -15,7 +15,7 @@ from perada.core.states import State
 from perada.core.text import is_spread
 from perada.data import EvalBatch
 from perada.engine.engine import Engine
-from perada.federation.evaluation import EvaluationPass, own_logits, sample_clients, shared_logits
+from perada.federation.evaluation import EvaluationPass, own_logits, shared_logits
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, make_metrics
 from perada.federation.options import Evaluation, Training
@@ -27,13 +27,7 @@ from perada.models.spec import ModelSpec, frozen_digest
 
 
 class Task(NamedTuple):
-    """The task for which a module was built.
-
-    Attributes:
-        num_classes: Number of classes.
-        multilabel: Whether images may have several labels.
-        seed: Seed of the random initial values.
-    """
+    """The task that a module is built for."""
 
     num_classes: int
     multilabel: bool
@@ -43,9 +37,9 @@ class Task(NamedTuple):
 class FederatedClassifier(pl.LightningModule):
     """Fine-tunes an adapter on a frozen image classifier for every client of a federation.
 
-    A training step is one local step of every client of the round; :class:`perada.lightning.FederatedLoop` begins and
-    ends the rounds. The adapters of the clients and the server are in :attr:`federation`, which the loop creates in the
-    first round.
+    Its training step is one local step of every client of the round; :class:`perada.lightning.FederatedLoop` opens and
+    closes the rounds. The adapters of clients and server are in :attr:`federation`, which the module owns from the
+    first round on; the loop makes it.
 
     Args:
         backbone: A timm model name, ``hf:`` and a transformers name or folder, ``char_lstm`` for texts, or a module
@@ -78,7 +72,7 @@ class FederatedClassifier(pl.LightningModule):
         check_options("adapter_options", {} if adapter_options is None else adapter_options, "{'r': 8}")
         if not isinstance(pretrained, bool | str):
             raise invalid_option("pretrained", pretrained, "True, False or the location of the weights")
-        # Not registered as a child: a network that the caller passed would be moved and put in training mode with it.
+        # A network of the caller's is no part of this module: it would be moved and put in training mode with it.
         object.__setattr__(self, "backbone", backbone)
         self.adapter = adapter
         self.adapter_options = adapter_options or {}
@@ -88,15 +82,17 @@ class FederatedClassifier(pl.LightningModule):
         self.train_backbone: TrainBackbone = train_backbone
         self.automatic_optimization = False
         self.strict_loading = False
-        # build() replaces these by the options of the loop.
+        # The options of the loop, which build() takes over.
         self.training_options = Training()
         self.evaluation = Evaluation()
-        # Created by build(), unless it was set before.
+        # Built by build() unless it is set before.
         self.adapted: AdaptedModel | None = None
         self.multilabel = False
         self.seed = 0
         self._task: Task | None = None
         self.metrics: list[Metric] = []
+        # Clients whose models are scored on everyone's images, chosen at set-up.
+        self.everywhere: list[int] = []
         self.results = EvaluationResults()
         self.federation: Federation | None = None
 
@@ -110,18 +106,19 @@ class FederatedClassifier(pl.LightningModule):
         training: Training | None = None,
         evaluation: Evaluation | None = None,
     ) -> None:
-        """Build backbone, adapter and engine for the data. A second call for the same task does nothing.
+        """Build backbone, adapter and engine for the data's classes. A second call for the same task does nothing.
 
         Args:
-            num_classes: Number of classes of the data.
+            num_classes: The data's number of classes K.
             multilabel: Whether an image may have several labels.
-            seed: Seed of the random initial values of the head and the adapter.
-            merges: Whether the algorithm merges LoRA into the backbone, whose adapted weights are then part of states.
-            training: Options of how training is computed.
+            seed: Seed of what is random in head and adapter.
+            merges: Whether the algorithm merges LoRA into the backbone, whose adapted weights are then a part of the
+                states.
+            training: How training is computed.
             evaluation: Options of evaluation.
 
         Raises:
-            ValueError: If the option ``num_classes`` does not match the data, or the module was built for another task.
+            ValueError: If another number of classes was requested, or the module was built for another task.
         """
         task = Task(num_classes, multilabel, seed)
         if self._task is not None:
@@ -150,7 +147,7 @@ class FederatedClassifier(pl.LightningModule):
         self.model = self.adapted.model
         channels_last = self.training_options.channels_last
         if channels_last is None:
-            # A single convolution is the patch embedding of a ViT, which is not faster in this format.
+            # A single convolution is a ViT's patch embedding, which gains nothing.
             convolutions = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
             channels_last = convolutions > 1 and self.adapted.channels_last
         if channels_last:
@@ -162,16 +159,16 @@ class FederatedClassifier(pl.LightningModule):
         self.tensor_names = find_tensor_names(self.model, self.adapted.backbone.head)
 
     def use_loop_engine(self) -> None:
-        """Train one client after another from now on, because the network mixes the images of a batch."""
+        """Train one client after another, because the network mixes the images of a batch."""
         self.engine = self._make_engine("loop")
 
     @property
     def spec(self) -> ModelSpec:
-        """Options from which the network is built."""
+        """The options that the network is built from."""
         return ModelSpec(**{field.name: getattr(self, field.name) for field in fields(ModelSpec)})
 
     def initial_state(self, index: int) -> State:
-        """Return a random initialisation of the trained tensors by its index (:meth:`.ModelSpec.initial_state`)."""
+        """Return the ``index``-th random initialisation of what is trained (:meth:`.ModelSpec.initial_state`)."""
         assert self.adapted is not None
         return self.spec.initial_state(self.adapted, index)
 
@@ -186,36 +183,34 @@ class FederatedClassifier(pl.LightningModule):
         if cohort is None:
             raise RuntimeError("no round is open: add perada.lightning.FederatedLoop to the Trainer's callbacks")
         cohort.step(batch)
-        # Loggers and checkpoints read the number of steps of Lightning's optimisers (2.6.6), which do not run here.
+        # The clients' optimisers are not Lightning's, whose count of steps loggers and checkpoints read (2.6.6).
         steps = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         steps.increment_ready()
         steps.increment_completed()
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Check the trainer's callbacks before Lightning sets them up, and return no others."""
+        """Return no callbacks, but check the trainer's before Lightning sets any of them up."""
         check_callbacks(self.trainer)
         return []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return a dummy optimiser, which Lightning requires. The clients' optimisers are created in each round."""
+        """Return a dummy optimiser, since Lightning requires one. Clients' optimisers live for one round."""
         return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave the frozen backbone out of checkpoints. The loop saves everything that is trained."""
+        """Leave the frozen backbone out of checkpoints. The loop saves all that was trained."""
         checkpoint["state_dict"] = {}
 
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation."""
-        federation = self._states()
-        everywhere = sample_clients(federation.num_clients, self.evaluation.global_test_clients, self.seed)
-        self._evaluation = EvaluationPass(federation, self.metrics, everywhere)
+        self._evaluation = EvaluationPass(self._states(), self.metrics, self.everywhere)
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
-        """Evaluate the personal models and the global model on a batch of test images."""
+        """Run the personal models and the global one on a batch of the test set."""
         self._evaluation.step(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the scores (mean and standard deviation over clients); the progress bar displays some of the means."""
+        """Log the scores: mean and standard deviation over clients. The progress bar displays some of the means."""
         self.score()
         self.log("round", float(self.trainer.current_epoch))
         shifted = self.results.shifted
@@ -224,7 +219,7 @@ class FederatedClassifier(pl.LightningModule):
             self.log(name, value, prog_bar=not is_spread(name) and not is_shifted)
 
     def score(self) -> None:
-        """Compute :attr:`results` from the counts of all validation steps. A collective."""
+        """Compute ``results`` from the counts of the validation steps. A collective."""
         self.results.scores, self.results.per_client = self._evaluation.result()
         self.results.details = self._evaluation.details()
         self.results.include_shifted()
@@ -242,8 +237,8 @@ class FederatedClassifier(pl.LightningModule):
         """Predict a batch with the personal model of each image's owner, and with the global model. A collective.
 
         Returns:
-            Logits (B, K) ``personal`` and, if there is a global model, ``global``; ``owner`` (B,) and labels ``y`` of
-            the images.
+            Logits (B, K) ``personal`` and, where there is a global model, ``global``; ``owner`` (B,) and labels ``y``
+            of the images.
         """
         federation = self._states()
         predictions = {"owner": batch.owner, "y": batch.y}
@@ -254,9 +249,9 @@ class FederatedClassifier(pl.LightningModule):
             return predictions
         logits = own_logits(federation, batch)
         if logits is None:
-            # This rank has none of the owners, and contributes zeros to the sum below.
+            # None of the owners is on this rank.
             logits = torch.zeros(len(batch.x), self.num_classes or 0, device=batch.x.device)
-        # All ranks must sum tensors of the same dtype, including ranks without logits.
+        # Ranks add up tensors of one number format, including a rank that has no logits.
         dtype = torch.promote_types(torch.float32, next(self.model.parameters()).dtype)
         predictions["personal"] = logits.to(dtype)
         federation.ranks.sum_([predictions["personal"]])

@@ -14,9 +14,9 @@ class ShiftScores:
     Attributes:
         scores: Scores by name, as they are logged.
         per_client: Scores of each client (M,) by name.
-        kinds: Scores at each severity, by shift and kind of corruption.
-        shifts: The ``repr`` of each shift by name. If the data has other shifts, these scores are outdated.
-        seconds: Duration of scoring.
+        kinds: By shift and kind of corruption, the scores at each severity.
+        shifts: The ``repr`` of each shift by name: scores of other shifts are outdated.
+        seconds: Time that scoring took.
     """
 
     scores: dict[str, float]
@@ -51,7 +51,7 @@ class EvaluationResults:
         scores: Scores by name, as they are logged.
         per_client: Scores of each client (M,) by name.
         details: Numbers of images, confusions and scores of classes (:meth:`.Evaluation.details`).
-        shifted: Scores on shifted test sets; None if they were not computed since the models last changed.
+        shifted: Scores on shifted test sets; None if there are none since the models last changed.
     """
 
     scores: dict[str, float] = field(default_factory=dict)
@@ -60,8 +60,8 @@ class EvaluationResults:
     shifted: ShiftScores | None = None
 
     def include_shifted(self) -> None:
-        """Add the scores on shifted test sets, if any, to the other scores."""
+        """Add the scores on shifted test sets, if any, to the others."""
         if self.shifted is not None:
-            # New dictionaries, since a logger may still refer to the old ones.
+            # New dictionaries: a logger may hold the former ones.
             self.scores = self.scores | self.shifted.scores
             self.per_client = self.per_client | self.shifted.per_client

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings about clients and server steps that failed in a round, and the limit of such failures."""
+"""Warnings about clients and server steps that went wrong in a round, and the limit of failures."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,13 +12,13 @@ from perada.federation.settings import Settings
 
 
 def warn_of_failed_clients(when: str, clients: list[int], consequence: str, unreadable: dict[int, str]) -> None:
-    """Warn about the clients whose training failed.
+    """Warn of the clients whose training failed, and of the consequence.
 
     Args:
-        when: Time of the failure, such as ``round 3``.
+        when: When it failed, such as ``round 3``.
         clients: All clients whose training failed.
-        consequence: Consequence for these clients and their adapters.
-        unreadable: Those of them with a sample that could not be read, and the reason. The loss of the others was not
+        consequence: Consequence for the clients and their adapters.
+        unreadable: Those that failed because a sample could not be read, and why. The loss of the others was not
             finite.
     """
     for reason in unreadable.values():
@@ -32,16 +32,11 @@ def warn_of_failed_clients(when: str, clients: list[int], consequence: str, unre
 
 
 def warn_of_round(round: int, report: RoundReport, settings: Settings) -> None:
-    """Warn about everything that failed in a round.
+    """Warn of what went wrong in a round.
 
-    In a private run, clients whose training failed or whose images cannot be read are not named: this depends on their
-    images, no ledger accounts for it, and others may read the logs. Outliers and a diverged server step depend only on
-    what clients sent, which the ledgers account for.
-
-    Args:
-        round: Number of the round, counted from 0.
-        report: Report of the round.
-        settings: Settings of the rounds.
+    In a private run clients whose training failed or whose images cannot be read are not named: others than the clients
+    read the logs, and no ledger accounts for it. Outliers and a server step that diverged follow from what clients
+    sent, which the ledgers account for.
     """
     when = f"round {round + 1}"
     if not settings.private:
@@ -68,28 +63,18 @@ def warn_of_round(round: int, report: RoundReport, settings: Settings) -> None:
 
 
 class Failures(NamedTuple):
-    """Failures of a round.
-
-    Attributes:
-        drawn: Number of clients that were drawn.
-        failed: Number of those whose training failed.
-    """
+    """Numbers of clients drawn in a round, and of those whose training failed."""
 
     drawn: float
     failed: float
 
 
 class NothingLearnedError(ValueError):
-    """Raised for a run in which every client failed in every round."""
+    """A run in which every client failed in every round."""
 
 
 def check_failures(rounds: Sequence[Failures], limit: int | None) -> None:
-    """Raise an OptionError if clients have failed more often than ``max_failures`` allows.
-
-    Args:
-        rounds: Failures of all rounds so far.
-        limit: The option ``max_failures``; None for no limit.
-    """
+    """Raise an OptionError if clients have failed more than ``max_failures`` times in all rounds so far."""
     count = int(sum(round.failed for round in rounds))
     if limit is not None and count > limit:
         raise OptionError(

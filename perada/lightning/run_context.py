@@ -31,8 +31,8 @@ class PassedChecks:
     """Expensive network checks that a run has passed, which a repeated set-up skips.
 
     Attributes:
-        folding: Whether clients that are folded into one batch get the same results as on their own.
-        adapter: Whether the network uses all of its trained parameters.
+        folding: Clients that are folded into one batch get the same results as they would on their own.
+        adapter: The network uses what is trained in it.
     """
 
     folding: bool = False
@@ -41,13 +41,13 @@ class PassedChecks:
 
 @dataclass(eq=False)
 class RunContext:
-    """The components of a run after set-up.
+    """The components of a run, once it is set up.
 
     Attributes:
         data: The data module, set up.
         module: The module, whose network is built.
         settings: Settings of the rounds.
-        passed: Checks that earlier set-ups of the run have passed, to which those of this one are added.
+        passed: Checks that former set-ups of the run have passed. Those of this one are added.
     """
 
     data: FederatedDataModule
@@ -62,7 +62,7 @@ class RunContext:
 
     @property
     def federation(self) -> Federation:
-        """The states of the server and the clients, which exist once the first round has begun."""
+        """The states of server and clients, which exist once the first round has begun."""
         assert self.module.federation is not None
         return self.module.federation
 
@@ -78,7 +78,7 @@ class RunContext:
         return self.module.adapted
 
     def on_model_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the model's device, which during set-up may not be the trainer's device yet."""
+        """Return the tensor on the model's device. At set-up that may not be the trainer's device yet."""
         return tensor.to(next(self.module.model.parameters()).device)
 
     def precision(self) -> AbstractContextManager[Any]:
@@ -86,36 +86,32 @@ class RunContext:
         return self.trainer.precision_plugin.forward_context()
 
     def has_rounds_left(self) -> bool:
-        """Return whether the trainer's ``max_epochs`` allows another round."""
+        """Whether the trainer's ``max_epochs`` allows another round."""
         limit = self.trainer.max_epochs
         if limit is None or limit < 0:
             return True
         return self.federation.rounds_done < limit
 
     def can_afford_round(self, participants: Sequence[int]) -> bool:
-        """Return whether the privacy budget of any client of the federation allows another round.
+        """Whether the privacy budget of any client of the federation allows another round.
 
-        Args:
-            participants: Clients of the last round. Those whose ``max_epsilon`` allows no other are warned about.
+        Warns of those of the ``participants`` whose ``max_epsilon`` does not.
         """
         protection = self.federation.protection
         if not protection.limited:
             return True
-        affordable = set(protection.affordable(range(self.federation.num_clients)))
-        exhausted = [client for client in participants if client not in affordable]
+        able = set(protection.affordable(range(self.federation.num_clients)))
+        exhausted = [client for client in participants if client not in able]
         options = self.settings.privacy
         if exhausted and options is not None and options.max_epsilon is not None:
             rank_zero_warn(
                 f"privacy: client {', '.join(map(str, exhausted))} can no longer take part: another round would "
                 f"exceed max_epsilon={options.max_epsilon} of its {options.ledger} ledger"
             )
-        return bool(affordable)
+        return bool(able)
 
     def folder(self) -> Path | None:
-        """Return the folder of the run on rank 0, and None on other ranks or if there is no folder. A collective.
-
-        Only rank 0 writes files.
-        """
+        """Return the run's folder on rank 0, which writes it; None on other ranks or without a folder. A collective."""
         folder = log_folder(self.trainer)
         if folder is None or not self.trainer.is_global_zero:
             return None
@@ -123,31 +119,26 @@ class RunContext:
         return folder
 
     def progress_bar(self, steps: Iterable[T], description: str) -> Iterable[T]:
-        """Return an iterable over ``steps`` that displays a progress bar, if the trainer displays one."""
+        """Iterate over ``steps`` under a progress bar, if the trainer displays one."""
         bar = self.trainer.progress_bar_callback
         return tqdm(steps, desc=description, leave=False, disable=not getattr(bar, "is_enabled", False))
 
     def local_steps(self, plan: RoundPlan, private: PrivateSampling | None = None) -> Iterator[AnyBatch]:
-        """Yield the batches of a plan's local steps on the model's device, with prepared images.
-
-        Args:
-            plan: Plan of the round.
-            private: Options for drawing batches in private training; None for ordinary training.
-        """
+        """Yield the local steps of a plan on the model's device, with prepared images."""
         for batch in self.data.cohort_loader(plan, private):
             yield self.data.prepare(move_data_to_device(batch, self.module.device))
 
     def every_training_image(self, plan: RoundPlan) -> Iterator[CohortBatch]:
-        """Yield batches with each training image of a plan's clients once, to compare the global models on them."""
+        """Yield each training image of a plan's clients once, for comparing the global models on them."""
         sizes = self.data.train_sizes
         full_pass = self.data.plan_for(plan.clients, plan.round, [Phase("compare", 1)])
         batches = self.progress_bar(self.local_steps(full_pass), f"Compare {plan.round + 1}")
         for batch in map(one_of, batches):
-            counts = []
-            for client, count in zip(batch.clients, batch.counts, strict=True):
-                # A client's last batch is filled with images that came before, which must not count twice.
-                num_images_left = sizes[client] - batch.step * count
-                counts.append(min(count, num_images_left))
+            # A client's last batch is filled up with images that were compared already.
+            counts = [
+                min(count, sizes[client] - batch.step * count)
+                for client, count in zip(batch.clients, batch.counts, strict=True)
+            ]
             yield batch._replace(counts=tuple(counts))
 
     def evaluate(self, batches: Any, limit: float, step: Callable[[EvalBatch, int], None]) -> bool:  # noqa: ANN401  # a loader
@@ -156,15 +147,12 @@ class RunContext:
         Args:
             batches: A loader with a length.
             limit: Number of batches, or a share of them if it is a float, as in Lightning's ``limit_val_batches``.
-            step: Function that is called with each prepared batch and its index.
+            step: Is given each batch, prepared, and its index.
 
         Returns:
             Whether there were any batches within the limit.
         """
-        if isinstance(limit, float):
-            count = int(len(batches) * limit)
-        else:
-            count = min(len(batches), limit)
+        count = int(len(batches) * limit) if isinstance(limit, float) else min(len(batches), limit)
         with torch.no_grad(), self.precision():
             for index, batch in enumerate(islice(batches, count)):
                 on_device = self.data.transfer_batch_to_device(batch, self.module.device, 0)
@@ -179,6 +167,4 @@ def log_folder(trainer: pl.Trainer) -> Path | None:
     """
     if not trainer.loggers or is_dev_run(trainer):
         return None
-    if not trainer.log_dir:
-        return None
-    return Path(trainer.log_dir)
+    return Path(trainer.log_dir) if trainer.log_dir else None

@@ -35,16 +35,16 @@ RECORDED_OPTIONS = (
 LOCAL_SCORE = "personal/local_test"
 """Name of the scores of personal models on their clients' test images."""
 SCORE_DIGITS = 6
-"""Number of digits after the decimal point with which scores are written, more than any number of images can yield."""
+"""Number of digits that scores are written with: more than any number of images can yield."""
 
 
 @dataclass
 class ClientScores:
-    """Earlier scores of each client, in addition to those of the last evaluation.
+    """Scores of each client besides its last ones.
 
     Attributes:
-        initial: Scores (M,) of the clients before the first round, by name.
-        by_round: For each evaluation, its ``round`` and the clients' scores ``personal/local_test``.
+        initial: By name, each client's scores (M,) of the models before the first round.
+        by_round: For each evaluation its ``round`` and each client's ``personal/local_test``.
     """
 
     initial: dict[str, list[float]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class ClientScores:
     def score_initial_models(self, context: RunContext) -> None:
         """Score the models on their clients' images before the first round, with at most two passes over the images.
 
-        This does nothing if the run is resumed.
+        Does nothing in a run that is resumed.
         """
         if context.federation.rounds_done or self.initial or is_dev_run(context.trainer):
             return
@@ -68,19 +68,19 @@ class ClientScores:
         scores = context.results.per_client.get(LOCAL_SCORE)
         if scores is not None and history:
             round = history[-1]["round"]
-            # A round is scored twice if training ends early or clients are fine-tuned; the later scores are kept.
+            # A round is scored twice where training ends early or clients are fine-tuned: the later scores count.
             earlier = [record for record in self.by_round if record["round"] < round]
             self.by_round = [*earlier, {"round": round, LOCAL_SCORE: _rounded(scores)}]
 
 
 def write_run_file(context: RunContext, history: History, client_scores: ClientScores, command: list[str]) -> None:
-    """Write ``run.json`` into the run's folder, if it has one. A collective.
+    """Write ``run.json`` into the run's folder, whichever loggers write into it; nothing without one.
 
     Args:
-        context: Context of the run.
-        history: Metrics of its rounds.
-        client_scores: Earlier scores of the clients.
-        command: Command line of the run; empty if it was not started by one.
+        context: The run.
+        history: The metrics of its rounds.
+        client_scores: The clients' scores besides the last ones.
+        command: The command line of the run; empty without one.
     """
     folder = context.folder()
     if folder is None:
@@ -98,7 +98,6 @@ def write_run_file(context: RunContext, history: History, client_scores: ClientS
 
 
 def _rounded(scores: torch.Tensor) -> list[float]:
-    """Return scores (M,) as they are written."""
     return [round(value, SCORE_DIGITS) for value in scores.tolist()]
 
 

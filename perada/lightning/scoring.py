@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from perada.data.shifts import Condition
-from perada.federation.evaluation import ShiftedEvaluation, sample_clients
+from perada.federation.evaluation import ShiftedEvaluation
 from perada.lightning.results import ShiftScores
 from perada.lightning.round_warnings import warn_of_failed_clients
 from perada.lightning.run_context import RunContext
@@ -92,7 +92,7 @@ class ScoringClock:
         everywhere = 0
         if context.federation.personalized:
             models = context.data.num_clients
-            everywhere = len(sample_clients(models, context.module.evaluation.global_test_clients, context.module.seed))
+            everywhere = len(context.module.everywhere)
         notice = scoring_notice(seconds, int(batches), models, everywhere)
         if notice is not None:
             rank_zero_info(notice)
@@ -126,10 +126,9 @@ def score_shifts(context: RunContext) -> bool:
     if not data.conditions or not limit:
         return False
     started_at = time.perf_counter()
-    everywhere = sample_clients(context.federation.num_clients, module.evaluation.global_test_clients, module.seed)
     results: list[_ConditionScores] = []
     for condition in context.progress_bar(data.conditions, "Shifts"):
-        evaluation = ShiftedEvaluation(context.federation, module.metrics, everywhere, condition.others)
+        evaluation = ShiftedEvaluation(context.federation, module.metrics, module.everywhere, condition.others)
         context.evaluate(data.shift_loader(condition), limit, evaluation.step)
         results.append(_ConditionScores(condition, evaluation.result()))
         if len(results) == 1:

@@ -12,6 +12,7 @@ from perada.data.batches.features import FeatureStore
 from perada.engine.chunks import clients_in_cache, is_mostly_trained
 from perada.engine.frozen_trunk import FrozenTrunk
 from perada.engine.loss_scaling import product_seconds
+from perada.federation.evaluation import EVERYWHERE_LIMIT, count_everywhere, sample_clients
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.settings import check_factors, check_rule, check_server_images
 from perada.lightning.checks import (
@@ -79,6 +80,7 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
     if trunk is not None and trains:
         _announce_cached_features(context, trunk)
     check_server_images(settings, data.public_size, data.validation_size)
+    _choose_models_to_score(context, stage)
     if trains:
         _prepare_trainer(context)
     return protection
@@ -205,6 +207,32 @@ def _check_images_apart(context: RunContext, batch: CohortBatch) -> None:
         check_one_image(privacy, module.engine, states, x, y, batch.counts, module.multilabel)
     elif module.engine.kind == "folded" and len(batch.clients) > 1:
         check_clients_apart(module.engine, states, x)
+
+
+def _choose_models_to_score(context: RunContext, stage: str) -> None:
+    """Choose the clients whose models are scored on everyone's images, and log if these are not all by default."""
+    data = context.data
+    module = context.module
+    requested = module.evaluation.global_test_clients
+    images = max([data.test_size, *(sum(condition.store.sizes) for condition in data.conditions)])
+    count = count_everywhere(data.num_clients, images, requested)
+    module.everywhere = sample_clients(data.num_clients, count, module.seed)
+    algorithm = context.settings.algorithm
+    # After fine-tuning, or with LoRA of several ranks, clients predict with models of their own, too.
+    has_personal_models = (
+        algorithm.inference == "personal"
+        or algorithm.personalization() is not None
+        or bool(context.settings.lora_ranks)
+    )
+    is_reduced = requested is None and count < data.num_clients
+    if is_reduced and has_personal_models and stage != "predict":
+        passes = data.num_clients * images
+        rank_zero_info(
+            f"evaluation: {data.num_clients:,} personal models on all {images:,} test images would take {passes:,} "
+            f"forward passes each time, more than {EVERYWHERE_LIMIT:,}, so those of {count:,} clients, drawn from the "
+            "seed, are scored on all images, and each client's on its own; score all of them with "
+            f"global_test_clients={data.num_clients} (--evaluation.global_test_clients={data.num_clients})"
+        )
 
 
 def _announce_cached_features(context: RunContext, trunk: FrozenTrunk) -> None:

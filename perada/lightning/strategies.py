@@ -28,9 +28,9 @@ class LostRankError(ConnectionError):
 
 
 class _WatchingLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher, which prints a message before it ends the job because a process failed.
+    """Lightning's launcher, with a message when one of its processes is lost.
 
-    Lightning (2.6.6) watches the processes too, but kills this one without a message.
+    Lightning (2.6.6) watches them too, and kills this process without a word.
     """
 
     children: Sequence[subprocess.Popen[bytes]] = ()
@@ -39,19 +39,18 @@ class _WatchingLauncher(_SubprocessScriptLauncher):
         """Start the other processes, and a thread that watches them."""
         super()._call_children_scripts()
         self.children = self.procs
-        # Lightning's own thread then has nothing to watch.
-        self.procs = []
+        self.procs = []  # so that Lightning's observer has nothing to watch
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         """Wait until a child process fails, then end the whole job."""
         while not any(process.poll() for process in self.children):
             time.sleep(0.5)
-        # The cause, such as a lost connection, may be about to end this process too, with a better message.
+        # What ended that process, such as a lost connection, may be about to end this one with a better message.
         time.sleep(2)
         print(f"perada: error: process 0 {LOST}", file=sys.stderr, flush=True)
         self.kill(signal.SIGKILL)
-        # The main thread may be waiting in a collective, which no exception interrupts.
+        # The main thread may wait in a collective, which no exception reaches.
         os._exit(1)
 
     def kill(self, signum: int | signal.Signals) -> None:
@@ -61,7 +60,7 @@ class _WatchingLauncher(_SubprocessScriptLauncher):
 
 
 class FederatedStrategy(DDPStrategy):
-    """One process per device, registered as ``perada``. ``FederatedLoop`` divides the clients of a round among them.
+    """One process for each device, by the name ``perada``; ``FederatedLoop`` divides the clients of a round among them.
 
     The module is not wrapped in DistributedDataParallel: clients are not replicas of one model, so gradients stay in
     their process. The options are those of Lightning's DDPStrategy, such as ``process_group_backend`` and ``timeout``.
@@ -77,7 +76,7 @@ class FederatedStrategy(DDPStrategy):
             self._launcher = _WatchingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def configure_ddp(self) -> None:
-        """Send the weights of rank 0 to all processes, which DistributedDataParallel would otherwise do."""
+        """Send the weights of rank 0 to all processes, which the wrapper would do."""
         assert self.model is not None
         for tensor in self.model.state_dict().values():
             torch.distributed.broadcast(tensor, 0)
@@ -99,7 +98,7 @@ class FederatedStrategy(DDPStrategy):
 
 
 def started_by_torchrun() -> bool:
-    """Return whether torchrun started this process, and has thereby determined the number of processes."""
+    """Return whether torchrun started this process, which fixes the number of processes."""
     return torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
 
 
@@ -125,9 +124,7 @@ def choose_strategy(strategy: object, devices: object, num_nodes: int) -> Any:  
     if count in ("auto", "-1", -1):
         count = torch.cuda.device_count()
     is_single_device = count in (0, 1, "1") and num_nodes == 1
-    if is_single_device:
-        return "auto"
-    return FederatedStrategy.strategy_name
+    return "auto" if is_single_device else FederatedStrategy.strategy_name
 
 
 StrategyRegistry.register(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and configuration of a trainer before federated rounds."""
+"""Checks of a trainer, and changes to it, before federated rounds."""
 
 import os
 import re
@@ -21,19 +21,18 @@ from perada.lightning.strategies import FederatedStrategy, started_by_torchrun
 from perada.lightning.trainer_attributes import callbacks_of, is_dev_run
 
 WORD_OPTIONS = {"profiler": ("simple", "advanced", "pytorch", "xla"), "gradient_clip_algorithm": ("value", "norm")}
-"""Options of a trainer that accept one of several strings."""
+"""Options of a trainer that take one of several strings."""
 ALL_DEVICES = ("auto", "-1", -1, None)
 """Values of ``devices`` for all devices of the machine."""
 
 
 def check_devices(accelerator: object, devices: object) -> None:
-    """Raise an OptionError for an accelerator that this machine lacks, or an invalid number of devices.
+    """Reject an accelerator that this machine lacks, and a number of devices that is impossible.
 
-    Objects of Lightning's classes are not checked.
+    Objects of Lightning's classes are left to Lightning.
 
-    Args:
-        accelerator: The option ``accelerator``.
-        devices: The option ``devices``.
+    Raises:
+        OptionError: With the value and the remedy.
     """
     if isinstance(accelerator, str):
         _check_accelerator(accelerator)
@@ -55,7 +54,7 @@ def check_devices(accelerator: object, devices: object) -> None:
 
 
 def _check_accelerator(accelerator: str) -> None:
-    """Raise an OptionError for an accelerator that is unknown, or that this machine lacks."""
+    """Reject an accelerator that is unknown, or that this machine lacks."""
     names = ["auto", "gpu", *AcceleratorRegistry.available_accelerators()]
     check_choice("accelerator", accelerator, sorted(names))
     if accelerator != "auto" and not _is_available(accelerator):
@@ -76,15 +75,13 @@ def _is_available(accelerator: str) -> bool:
 
 
 def _device_count(devices: object) -> int | None:
-    """Return the number of devices that an option requests; None if its value is invalid.
+    """Return the number of devices that an option requests as a number, a list of indices or a string of either.
 
-    Valid are a number, a list of indices, and a string with either.
+    None for a value that is neither.
     """
     if isinstance(devices, list):
         is_valid = all(isinstance(index, int) and index >= 0 for index in devices)
-        if not is_valid:
-            return None
-        return len(devices)
+        return len(devices) if is_valid else None
     if isinstance(devices, int) and not isinstance(devices, bool):
         return devices
     if isinstance(devices, str) and re.fullmatch(r"\d+(,\d+)*,?", devices.replace(" ", "")):
@@ -95,7 +92,11 @@ def _device_count(devices: object) -> int | None:
 
 
 def check_words(options: Mapping[str, Any]) -> None:
-    """Raise an OptionError for an invalid string in a trainer's options, which Lightning's messages do not name."""
+    """Reject invalid strings in a trainer's options; Lightning's messages do not name the option.
+
+    Raises:
+        OptionError: With the value and the choice.
+    """
     for name, choices in WORD_OPTIONS.items():
         value = options.get(name)
         if isinstance(value, str):
@@ -108,12 +109,7 @@ def check_words(options: Mapping[str, Any]) -> None:
 
 
 class _Unsupported(NamedTuple):
-    """Restriction of an option of the trainer.
-
-    Attributes:
-        allowed: Supported values, as strings.
-        reason: Why other values are not supported, with a remedy.
-    """
+    """The values of an option that rounds support, as strings, and why no others."""
 
     allowed: tuple[str, ...]
     reason: str
@@ -141,7 +137,11 @@ UNSUPPORTED_TRAINER_OPTIONS = {
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Raise a ValueError if a trainer has options or callbacks that federated rounds do not support."""
+    """Raise a ValueError if a trainer has options or callbacks that federated rounds do not support.
+
+    Raises:
+        ValueError: With the value, the reason and the remedy.
+    """
     if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
         strategy = type(trainer.strategy).__name__
         raise OptionError(
@@ -156,7 +156,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
             f"{options} do not match the {os.environ['WORLD_SIZE']} processes that torchrun started; leave both out"
         )
     check_callbacks(trainer)
-    # Lightning accepts 0, and divides by it only after the first round.
+    # Lightning accepts 0, and divides by it after the first round.
     check_integer(
         "check_val_every_n_epoch",
         trainer.check_val_every_n_epoch,
@@ -173,22 +173,24 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 
 def loss_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
-    """Return a copy of the loss scaler of the trainer's precision; None if it has none."""
+    """Return a copy of the loss scaler of the trainer's precision; None without one.
+
+    A copy, since loading a checkpoint changes the options of the trainer's.
+    """
     scaler: torch.amp.GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():
         return None
-    # A copy, since loading a checkpoint changes the options of the trainer's scaler.
     return copy(scaler)
 
 
 def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
     """Check a trainer, and configure it for atomic checkpoints and separate clients per process.
 
-    Each process gets its batches from the data module unchanged, and all processes log the same values.
+    Each process gets the batches as the data module gives them, and logs the same values, those of all clients.
 
     Args:
         trainer: The trainer.
-        loop: Class of the loop, of which the trainer must have only one.
+        loop: The class of the loop, of which there must be one.
 
     Raises:
         ValueError: If the trainer has several loops, or options that rounds do not support.
@@ -196,24 +198,23 @@ def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
     if sum(isinstance(callback, loop) for callback in callbacks_of(trainer)) > 1:
         raise ValueError(f"the Trainer has several {loop.__name__}s among its callbacks; pass only one")
     check_trainer(trainer)
-    # The default of Lightning is replaced, but not a plugin that the caller chose.
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # Lightning's default, not the caller's choice
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     if trainer.world_size > 1:
-        # Lightning would divide the steps of a round among the processes, but the data module divides its clients.
+        # Lightning would divide the steps of a round among the processes; the data module divides its clients.
         trainer._accelerator_connector.use_distributed_sampler = False
         trainer._signal_connector._sigterm_notifier_fn = partial(_note_sigterm, trainer)  # type: ignore[method-assign]  # Lightning's hangs, see there
-        # Lightning recommends sync_dist=True, which would average values that are equal in all processes.
+        # Lightning advises sync_dist=True, which would average values that are equal in all processes.
         warnings.filterwarnings(
             "ignore", "It is recommended to use .* when logging on epoch level in distributed setting"
         )
 
 
 def _note_sigterm(trainer: pl.Trainer, signum: int, frame: object) -> None:
-    """Handle SIGTERM: end this process and those that it started after the current step.
+    """End this process and those that it started after the current step; the others then lose their connection to it.
 
-    The other processes then lose their connection. Lightning's own handler (2.6.6) immediately broadcasts to them. In
-    the middle of another collective, this is mixed up with it, or all processes wait for ever.
+    Lightning's own handler (2.6.6) broadcasts to the other processes at once. In the middle of another collective they
+    take this for a part of it, or none of them ever ends.
     """
     if not trainer.received_sigterm and trainer.strategy.launcher is not None:
         trainer.strategy.launcher.kill(signum)

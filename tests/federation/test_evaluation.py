@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which models run on which test images, and what comes out."""
 
+import logging
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ import perada
 from perada.api import make_trainer
 from perada.core.ranks import Ranks
 from perada.core.rounds import EvalBatch
-from perada.federation import Evaluation, Training
+from perada.federation import Evaluation, Training, evaluation
 from perada.federation.evaluation import EvaluationPass, own_logits, sample_clients
 from perada.federation.metrics import make_metrics
 from perada.lightning import FederatedLoop
@@ -79,6 +80,45 @@ def test_a_sample_of_clients_has_the_scores_of_all(tiny, metric):
     assert last["personal/global_test_std"] == pytest.approx(abs(values[0] - values[1]) / 2, abs=1e-6)
     for name in ("personal/local_test", "personal/local_test_std", "global/global_test"):
         assert last[name] == pytest.approx(whole.metrics["rounds"][-1][name], abs=1e-6)
+
+
+def test_beyond_a_limit_of_forward_passes_some_models_are_drawn_by_default(tiny, monkeypatch, caplog):
+    """5 models on 25 images are 125 forward passes: one less leaves those of four models."""
+    monkeypatch.setattr(evaluation, "MIN_EVERYWHERE", 1)
+    monkeypatch.setattr(evaluation, "EVERYWHERE_LIMIT", 125)
+    with caplog.at_level(logging.INFO):
+        _, _, whole = fitted(tiny)
+        assert "forward passes" not in caplog.text
+        monkeypatch.setattr(evaluation, "EVERYWHERE_LIMIT", 124)
+        _, _, by_default = fitted(tiny)
+        assert caplog.text.count("5 personal models on all 25 test images would take 125 forward passes") == 1
+        assert "those of 4 clients" in caplog.text and "global_test_clients=5" in caplog.text
+        caplog.clear()
+        _, _, requested = fitted(tiny, evaluation={"global_test_clients": 4})
+        _, _, brought_back = fitted(tiny, evaluation={"global_test_clients": 5})
+        fitted(tiny, "fedavg")
+        assert "forward passes" not in caplog.text
+    scores = [run.metrics["clients"]["personal/global_test"] for run in (by_default, requested, brought_back, whole)]
+    assert str(scores[0]) == str(scores[1])
+    assert sum(value != value for value in scores[0]) == 1
+    assert scores[2] == scores[3]
+
+
+@pytest.mark.parametrize(
+    ("clients", "images", "requested", "count"),
+    [
+        (1_000, 10_000, None, 1_000),
+        (1_000, 10_001, None, 999),
+        (100_000, 2_000_000, None, 10),
+        (9, 2_000_000, None, 9),
+        (100_000, 2_000_000, 70_000, 70_000),
+        (5, 0, None, 5),
+        (5, 3, 9, 5),
+        (5, 3, 0, 0),
+    ],
+)
+def test_as_many_models_run_on_all_images_as_stay_below_the_limit(clients, images, requested, count):
+    assert evaluation.count_everywhere(clients, images, requested) == count
 
 
 def test_with_no_sample_each_model_is_scored_at_home_only(tiny):

@@ -3,7 +3,7 @@
 
 import random
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -42,11 +42,24 @@ def length(dataset: Dataset[Any]) -> int:
     return len(cast(Sized, dataset))
 
 
-def resolve_subset(dataset: Dataset[Any]) -> tuple[Dataset[Any], np.ndarray[Any, Any]]:
-    """Follow Subsets, which may be nested, to the dataset that they are taken from.
+class ResolvedSubset(NamedTuple):
+    """The items of a dataset as items of the dataset that it is a Subset of.
 
-    Returns:
-        This dataset, or the given one if it is no Subset, and the indices (N,) of the given dataset's items in it.
+    Attributes:
+        base: This dataset, or the given one if it is no Subset.
+        rows: The indices (N,) of the given dataset's items in it.
+    """
+
+    base: Dataset[Any]
+    rows: np.ndarray[Any, Any]
+
+
+Resolve = Callable[[Dataset[Any]], ResolvedSubset]
+"""Resolves a dataset as :func:`resolve_subset` does, which it may have done before."""
+
+
+def resolve_subset(dataset: Dataset[Any]) -> ResolvedSubset:
+    """Follow Subsets, which may be nested, to the dataset that they are taken from.
 
     Raises:
         IndexError: If an index of a Subset is out of range.
@@ -57,23 +70,60 @@ def resolve_subset(dataset: Dataset[Any]) -> tuple[Dataset[Any], np.ndarray[Any,
         rows = np.asarray(dataset.indices, dtype=np.int64)[rows]
         dataset = dataset.dataset
         size = length(dataset)
-        out_of_range = rows[(rows < -size) | (rows >= size)]
-        if len(out_of_range):
+        if not len(rows):
+            continue
+        smallest = rows.min()
+        if smallest < -size or rows.max() >= size:
+            out_of_range = rows[(rows < -size) | (rows >= size)]
             raise IndexError(f"a Subset has item {out_of_range[0]} of a dataset of {size}; correct its indices")
-        rows = np.where(rows < 0, rows + size, rows)
-    return dataset, rows
+        if smallest < 0:
+            rows = np.where(rows < 0, rows + size, rows)
+    return ResolvedSubset(dataset, rows)
 
 
-def tensor_source(dataset: Dataset[Any], labelled: bool) -> Source | None:
+class SubsetResolver:
+    """Resolves each dataset once, however often set-up asks for it.
+
+    Set-up looks at the datasets of all clients several times, and there may be 100,000 of them.
+    """
+
+    def __init__(self) -> None:
+        # By id. The dataset itself is stored too, since the id of one that is deleted may be used again.
+        self._resolved: dict[int, tuple[Dataset[Any], ResolvedSubset]] = {}
+
+    def __call__(self, dataset: Dataset[Any]) -> ResolvedSubset:
+        """Resolve a dataset.
+
+        Raises:
+            IndexError: If an index of a Subset is out of range.
+        """
+        entry = self._resolved.get(id(dataset))
+        if entry is not None:
+            return entry[1]
+        resolved = resolve_subset(dataset)
+        self._resolved[id(dataset)] = (dataset, resolved)
+        return resolved
+
+
+def tensor_source(dataset: Dataset[Any], labelled: bool, resolve: Resolve = resolve_subset) -> Source | None:
     """Return the tensors behind a TensorDataset, an ImageSet or a Subset of one; None for other datasets.
 
     Labels are read only if they are needed (``labelled``).
     """
-    base, rows = resolve_subset(dataset)
+    base, rows = resolve(dataset)
     if type(base) is TensorDataset and len(base.tensors) >= 1 + labelled:
         return Source(base.tensors[0], base.tensors[1] if labelled else None, torch.from_numpy(rows))
     if isinstance(base, ImageSet) and base.images is not None:
         return Source(base.images, base.labels if labelled else None, torch.from_numpy(rows))
+    return None
+
+
+def stored_images(base: Dataset[Any]) -> Tensor | None:
+    """Return all images of a TensorDataset or an ImageSet in memory; None for other datasets, also for Subsets."""
+    if type(base) is TensorDataset and base.tensors:
+        return base.tensors[0]
+    if isinstance(base, ImageSet):
+        return base.images
     return None
 
 
@@ -114,15 +164,36 @@ def as_labels(values: object, of_one_image: bool = False) -> Tensor:
     return labels.long()
 
 
-def declared_labels(dataset: Dataset[Any]) -> Tensor | list[Any] | None:
-    """Return the labels that a dataset declares without reading an image.
+Labels = Tensor | list[Any]
+"""Labels of a dataset's items; a list if some are words."""
+
+
+def declared_labels(dataset: Dataset[Any]) -> Labels | None:
+    """Return the labels that a dataset, or the one behind a Subset, declares without reading an image.
+
+    Returns:
+        The labels of its items, as a list if the first is a word; None if none are declared.
+    """
+    base, rows = resolve_subset(dataset)
+    labels = labels_of_base(base)
+    return None if labels is None else labels_at(labels, rows)
+
+
+def labels_at(labels: Labels, rows: np.ndarray[Any, Any]) -> Labels:
+    """Return the labels of the items at ``rows`` (N,)."""
+    if isinstance(labels, Tensor):
+        return labels[torch.from_numpy(rows)]
+    return [labels[row] for row in rows.tolist()]
+
+
+def labels_of_base(base: Dataset[Any]) -> Labels | None:
+    """Return all labels that a dataset, which is no Subset, declares without reading an image.
 
     Image sets and torchvision's datasets have ``targets``, those of Hugging Face a column.
 
     Returns:
         The labels of its items, as a list if the first is a word; None if the dataset declares none.
     """
-    base, rows = resolve_subset(dataset)
     targets = base.labels if isinstance(base, ImageSet) else getattr(base, "targets", None)
     column_names = getattr(base, "column_names", None) or ()
     label_columns = [key for key in LABEL_KEYS if key in column_names]
@@ -134,10 +205,9 @@ def declared_labels(dataset: Dataset[Any]) -> Tensor | list[Any] | None:
     if targets is None or getattr(base, "target_transform", None) is not None or len(targets) != length(base):
         return None
     if isinstance(next(iter(targets), None), str):
-        words = list(targets)
-        return [words[row] for row in rows.tolist()]
+        return list(targets)
     try:
-        return as_labels(targets)[torch.from_numpy(rows)]
+        return as_labels(targets)
     except TypeError:
         # The items may have them in another form. If not, reading an item raises an error that names it.
         return None

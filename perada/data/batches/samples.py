@@ -32,14 +32,15 @@ from perada.core.seeding import derive_seed, generator
 from perada.core.states import to_device_async
 from perada.core.text import abbreviated
 from perada.data.batches.datasets import (
+    Resolve,
     Source,
     as_labels,
     check_same_format,
     image_and_label,
     isolated_randomness,
-    length,
     location_of,
     read_item,
+    resolve_subset,
     seed_all,
     tensor_format,
     tensor_source,
@@ -118,7 +119,7 @@ class TensorStore(Samples):
         first_row_of: dict[tuple[int, int], int] = {}
         images: list[Tensor] = []
         labels: list[Tensor] = []
-        rows_of_clients = []
+        first_rows = []
         num_rows = 0
         for source in sources:
             base = (id(source.images), id(source.labels))
@@ -128,13 +129,15 @@ class TensorStore(Samples):
                 images.append(source.images)
                 if source.labels is not None:
                     labels.append(as_labels(source.labels))
-            rows_of_clients.append(source.rows + first_row_of[base])
+            first_rows.append(first_row_of[base])
         self.images = _concatenate(images)
         if self.images.dtype == torch.uint8 and self.images.ndim == 3:
             self.images = self.images.unsqueeze(1)
         self.labels = _concatenate(labels) if labels else None
-        self.sizes = tuple(len(source.rows) for source in sources)
-        self.table = torch.cat(rows_of_clients)
+        self.sizes = tuple(source.rows.numel() for source in sources)
+        # One sum for all clients, of whom there may be 100,000.
+        rows = torch.cat([source.rows for source in sources])
+        self.table = rows + torch.tensor(first_rows).repeat_interleave(torch.tensor(self.sizes))
         """Row of ``images`` of each sample, client after client."""
 
     @property
@@ -175,6 +178,7 @@ class MapStore(Samples):
         datasets: The datasets.
         labelled: Whether to read labels. If False, only the image of an item is used.
         size: Height and width to resize uint8 images to as they are read, so that they can be stacked; None keeps them.
+        resolve: Finds the dataset behind a Subset, and so the number of items.
 
     Attributes:
         classes: Number of each label, if an image has a single label. Set by the checks of the data.
@@ -185,11 +189,17 @@ class MapStore(Samples):
 
     by_item = True
 
-    def __init__(self, datasets: Sequence[Dataset[Any]], labelled: bool, size: int | None = None) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[Dataset[Any]],
+        labelled: bool,
+        size: int | None = None,
+        resolve: Resolve = resolve_subset,
+    ) -> None:
         self.datasets = datasets
         self.labelled = labelled
         self.size = size
-        self.sizes = tuple(length(dataset) for dataset in datasets)
+        self.sizes = tuple(len(resolve(dataset).rows) for dataset in datasets)
         self.classes: Mapping[str, int] | range | None = None
         self.known_labels: list[Tensor | None] = [None] * len(datasets)
         self.client_names: Sequence[str] | None = None
@@ -305,13 +315,19 @@ class MapStore(Samples):
 Store = TensorStore | MapStore
 
 
-def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: int | None = None) -> Store:
+def make_store(
+    datasets: Sequence[Dataset[Any]],
+    labelled: bool = True,
+    size: int | None = None,
+    resolve: Resolve = resolve_subset,
+) -> Store:
     """Make a TensorStore if all datasets are tensors of one format, else a MapStore, which rejects mixed formats later.
 
     Args:
         datasets: One dataset per client.
         labelled: Whether labels are needed.
         size: Height and width that a MapStore resizes uint8 images to; None keeps them.
+        resolve: Finds the dataset behind a Subset.
 
     Raises:
         ValueError: If labels are needed and a dataset of tensors has none.
@@ -319,11 +335,17 @@ def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: in
     """
     sources = []
     formats = set()
+    checked_tensors = set()
     for client, dataset in enumerate(datasets):
-        source = tensor_source(dataset, labelled)
+        source = tensor_source(dataset, labelled, resolve)
         if source is None:
-            return MapStore(datasets, labelled, size)
+            return MapStore(datasets, labelled, size, resolve)
         sources.append(source)
+        # Clients often have Subsets of the same tensors, which are checked once.
+        tensors = (id(source.images), id(source.labels))
+        if tensors in checked_tensors:
+            continue
+        checked_tensors.add(tensors)
         if labelled and source.labels is None:
             raise ValueError(
                 f"client {client}: its images have no labels; use labelled images, or leave the client out"
@@ -335,9 +357,9 @@ def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: in
         # A MapStore names the sample whose label is not a class.
         has_float_classes = labels is not None and labels.ndim == 1 and labels.is_floating_point()
         if has_float_classes or len(formats) > 1:
-            return MapStore(datasets, labelled, size)
+            return MapStore(datasets, labelled, size, resolve)
     if not sources:
-        return MapStore(datasets, labelled, size)
+        return MapStore(datasets, labelled, size, resolve)
     return TensorStore(sources)
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset
 from perada.core.checks import OptionError, check_integer, check_number
 from perada.core.seeding import derive_seed
 from perada.core.text import abbreviated
-from perada.data.batches.datasets import image_and_label, isolated_randomness, read_item, resolve_subset
+from perada.data.batches.datasets import Resolve, image_and_label, isolated_randomness, read_item, resolve_subset
 from perada.data.batches.transforms import to_image
 from perada.data.federated import FederatedData
 from perada.data.partitions import Assignment, Partition, Split
@@ -99,20 +99,23 @@ class Division:
             client_names=self.partition.client_names(train_split),
         )
 
-    def record(self, data: FederatedData, held_out: Sequence[Dataset[Any]]) -> dict[str, Any]:
+    def record(
+        self, data: FederatedData, held_out: Sequence[Dataset[Any]], resolve: Resolve = resolve_subset
+    ) -> dict[str, Any]:
         """Return the content of ``partition.json``, with images as positions in their split.
 
         Args:
             data: The divided data.
             held_out: Validation images of each client; empty for none.
+            resolve: Finds the dataset behind a Subset.
         """
         record: dict[str, Any] = {
             "num_clients": len(data.train),
             "dataset": repr(self.dataset),
             "partition": repr(self.partition),
             "seed": self.seed,
-            "train": [positions(dataset) for dataset in data.train],
-            "test": [positions(dataset) for dataset in data.test],
+            "train": [positions(dataset, resolve) for dataset in data.train],
+            "test": [positions(dataset, resolve) for dataset in data.test],
             "public": repr(self.public),
             "server_validation": [],
         }
@@ -123,7 +126,7 @@ class Division:
         if data.client_names:
             record["clients"] = list(data.client_names)
         if held_out:
-            record["client_validation"] = [positions(dataset) for dataset in held_out]
+            record["client_validation"] = [positions(dataset, resolve) for dataset in held_out]
         return record
 
     def _sample(self, purpose: str, total: int, limit: int | None) -> Array:
@@ -194,26 +197,49 @@ def _checked_rows(name: str, part: str, rows_of_clients: Any, size: int) -> list
     if not isinstance(rows_of_clients, Sequence | np.ndarray) or isinstance(rows_of_clients, str):
         raise _invalid_split(name, f"the {part} rows as {type(rows_of_clients).__name__}")
     clients = [np.asarray(rows) for rows in rows_of_clients]
-    owner_of_row: dict[int, int] = {}
-    for client, rows in enumerate(clients):
-        # An empty list becomes a float array.
-        if rows.ndim != 1 or (len(rows) and not np.issubdtype(rows.dtype, np.integer)):
-            hint = " (np.flatnonzero makes rows of a mask)" if rows.dtype == bool else ""
-            array = f"an array {rows.shape} of {rows.dtype}{hint}"
-            raise _invalid_split(name, f"{array} as the {part} rows of client {client}")
-        for row in rows.tolist():
-            if not 0 <= row < size:
-                raise _invalid_split(name, f"the {part} row {row} for client {client}, outside 0..{size - 1}")
-            if row in owner_of_row:
-                raise _invalid_split(name, f"the {part} row {row} for the clients {owner_of_row[row]} and {client}")
-            owner_of_row[row] = client
+    if not _are_disjoint_rows(clients, size):
+        raise _invalid_split(name, _first_invalid_rows(part, clients, size))
     return [rows.astype(np.int64) for rows in clients]
 
 
-def positions(dataset: Dataset[Any]) -> list[int]:
+def _is_row_array(rows: Array) -> bool:
+    """Return whether an array is a list of integers. An empty list, of which numpy makes floats, is one, too."""
+    return rows.ndim == 1 and (len(rows) == 0 or np.issubdtype(rows.dtype, np.integer))
+
+
+def _are_disjoint_rows(clients: Sequence[Array], size: int) -> bool:
+    """Return whether clients have rows of a split of ``size``, each at most once."""
+    if not all(_is_row_array(rows) for rows in clients):
+        return False
+    nonempty = [rows.astype(np.int64) for rows in clients if len(rows)]
+    if not nonempty:
+        return True
+    # All at once: there may be 100,000 clients, and millions of rows.
+    all_rows = np.concatenate(nonempty)
+    if all_rows.min() < 0 or all_rows.max() >= size:
+        return False
+    return bool(np.bincount(all_rows).max() == 1)
+
+
+def _first_invalid_rows(part: str, clients: Sequence[Array], size: int) -> str:
+    """Describe the first rows that a client cannot have, for the message about them."""
+    owner_of_row: dict[int, int] = {}
+    for client, rows in enumerate(clients):
+        if not _is_row_array(rows):
+            hint = " (np.flatnonzero makes rows of a mask)" if rows.dtype == bool else ""
+            return f"an array {rows.shape} of {rows.dtype}{hint} as the {part} rows of client {client}"
+        for row in rows.tolist():
+            if not 0 <= row < size:
+                return f"the {part} row {row} for client {client}, outside 0..{size - 1}"
+            if row in owner_of_row:
+                return f"the {part} row {row} for the clients {owner_of_row[row]} and {client}"
+            owner_of_row[row] = client
+    raise AssertionError("all rows are valid")
+
+
+def positions(dataset: Dataset[Any], resolve: Resolve = resolve_subset) -> list[int]:
     """Return the positions of a dataset's items in the dataset that it is a Subset of."""
-    _, rows = resolve_subset(dataset)
-    item_positions: list[int] = rows.tolist()
+    item_positions: list[int] = resolve(dataset).rows.tolist()
     return item_positions
 
 

@@ -50,7 +50,7 @@ _FAILURE_OF_FLOWER_CODE = {
 }
 """Meaning of Flower's error codes (flwr 1.41); all others are of a ClientApp that crashed.
 
-The texts next to them come from a site, and are not read.
+The texts beside them come from a site, and are not read.
 """
 Node = tuple[int, str]
 """Id of a SuperNode, and when the SuperLink activated it."""
@@ -139,7 +139,7 @@ def pass_on(message: "Message", context: "Context") -> "Message":
         payload = unpack_payload(message.content, sys.maxsize)
         if isinstance(payload, bytes):
             path = str(context.node_config.get("socket", ""))
-            # After the message's time to live, the sender no longer waits for a reply.
+            # After its time to live nobody waits for the reply any more.
             expires_at = message.metadata.created_at + message.metadata.ttl
             remaining = expires_at - time.time()
             reply = ask(path, payload, str(context.run_id), remaining, sys.maxsize)

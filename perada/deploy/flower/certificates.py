@@ -113,8 +113,8 @@ class ExpiryOf:
     """Looks up when a SuperLink's certificate expires, and keeps the result for a while.
 
     Args:
-        address: Where the SuperLink listens. If nothing answers there, for example because of a firewall that does not
-            let the server reach itself, the same port of this machine is tried.
+        address: Where the SuperLink listens. If nobody answers there, as behind a firewall that does not let the server
+            reach itself, the same port of this machine is tried.
         pause: Seconds between two look-ups.
         read: Reads when a certificate is valid.
     """

@@ -92,7 +92,7 @@ def ask(
     deadline: float,
     max_bytes: int = MAX_MESSAGE_BYTES,
 ) -> bytes | Failure:
-    """Return the reply of the worker at a socket to a message. Never raises.
+    """Have the worker behind a socket answer a message. Never raises.
 
     Args:
         path: Path of the socket.
@@ -181,7 +181,7 @@ class Listener(AbstractContextManager["Listener"]):
         """Answer requests in this thread until :meth:`close`.
 
         Args:
-            answer: Returns the reply to a message of a run. If it raises, the other side receives ``crashed``, and the
+            answer: Returns the reply to a message of a run. If it raises, the other side is told ``crashed``, and the
                 reason stays in this process's log.
         """
         while True:

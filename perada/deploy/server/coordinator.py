@@ -497,7 +497,7 @@ class Coordinator:
                 return {}
             return self._narrow(full_update, numbers[name])
 
-        # Sites whose training broke do not count here: they answer quickly, and must not take the place of others.
+        # Sites whose training broke do not count here: they answer quickly, and must take nobody's place.
         enough = terms.min_sites if terms.late == "skip" else None
         replies = self._ask(progress.selected, message_for, expected_for, end, record, enough, spare)
         answered = replies.answered
@@ -660,7 +660,7 @@ class Coordinator:
         """Make a secure sum over sites that have trained, or scored.
 
         Args:
-            of: Quantity that is added up: ``update`` or ``scores``.
+            of: What is added up: ``update`` or ``scores``.
             record: Record that gets the codes of sites that are not in the sum.
             answered: Responses of the sites, with their keys.
             contents: Layout of the vectors.

@@ -26,7 +26,7 @@ from perada.server.distill import ServerData
 UpdatesBySite = Mapping[int, tuple[Response, State]]
 """Responses and updates by the number of the site."""
 Facts = Mapping[str, Any]
-"""Facts that a site sends with its update (:class:`perada.deploy.protocol.Response`)."""
+"""What a site sends beside its update (:class:`perada.deploy.protocol.Response`)."""
 TRANSIENT = ("late", "unreachable", "crashed")
 """Codes after which a site may be asked again in the same round."""
 UNTRAINED = ("exhausted", "unapproved", "past", "future", "other", "protocol")

@@ -191,7 +191,7 @@ class SecureSum:
             answers = dict(candidates)
         adverts = self._read(answers, _read_advert)
         # If as many sites state one digest of a former round as another, those that state the server's digest win,
-        # since they come first. Otherwise a site could have the only other site of a round excluded.
+        # since they come first. Otherwise a site could have another one excluded with which it was alone in a round.
         truthful: dict[str, Advert] = {}
         contradicting: dict[str, Advert] = {}
         for name, advert in adverts.items():
@@ -306,7 +306,7 @@ class SecureSum:
         )
 
     def _resume(self, state: SumState) -> tuple[ServerRound, SumState]:
-        """Restore the round of a server that was stopped after it had requested masked vectors."""
+        """Restore the round of a server that was stopped after it told sites to mask."""
         server = ServerRound(self._terms(state.attempt), [Advert(**entry) for entry in state.adverts])
         server.commitments = {}
         for dealer, commitments in state.commitments.items():

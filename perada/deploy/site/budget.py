@@ -13,7 +13,7 @@ def add_step_without_noise(ledger: Ledger, owner: int) -> None:
     """Record that something left the site without noise, which makes ε infinite.
 
     Args:
-        ledger: Ledger of the costs of all runs.
+        ledger: What all runs have spent.
         owner: `IMAGES_LEDGER` or `SITE_LEDGER`.
     """
     ledger.add(owner, noise_multiplier=0.0, sample_rate=1.0, steps=1)

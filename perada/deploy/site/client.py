@@ -69,7 +69,7 @@ class Client:
     Attributes:
         planned: Noisy steps of one whole run, as {(σ, q): steps}: all rounds that the recipe's own limits leave room
             for, and the fine-tuning; empty without privacy.
-        budget: Privacy budget of the site's images.
+        budget: What the site allows to be spent of its images.
         site_privacy: The noise that the site adds to secure sums; None if the recipe adds none.
         images: The public images.
 
@@ -86,7 +86,7 @@ class Client:
         self._check_limits()
         self._check_site_deltas()
         recipe.build(self.data.num_classes, self.data.multilabel)
-        # Steps that require the server's images or other clients are left to the server.
+        # What needs the server's images or other clients is done by the server.
         self.settings: Settings = recipe.settings(
             distillation=Distillation(steps=0),
             clients_per_round=None,
@@ -280,7 +280,7 @@ class Client:
         Args:
             request: Request to train, or to fine-tune.
             protection: Noise and ledgers of the run.
-            ledger: Ledger of the costs of all runs.
+            ledger: What all runs have spent.
 
         Returns:
             The steps; None if the recipe's limits in this run, or the site's limits in all runs, leave no room.
@@ -312,7 +312,7 @@ class Client:
 
         Args:
             request: Request of the server.
-            received: State that the server sent.
+            received: What the server sent.
             state: The site's state in the run.
             protection: Noise and ledgers of the run.
             only_step: A single step to take in place of the planned ones.

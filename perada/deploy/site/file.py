@@ -77,12 +77,12 @@ class SiteFile:
 
     Args:
         name: Name of the site in its own log.
-        recipes: Approval of each recipe.
+        recipes: What is approved of each recipe.
         data: Options of :class:`perada.data.Images` or :class:`perada.data.ImageTable`; or the section ``data`` of a
             recipe with ``dataset`` and ``partition``, and the number ``client`` of the site among its clients.
         state: Folder of its personal state and its ledgers.
         socket: Where the worker listens; None if the file does not set it.
-        may_send: Facts that may be sent in addition to updates.
+        may_send: What may leave in addition to updates.
         limits: Limits of all runs.
         accelerator: Accelerator of the trainer.
         secure_sums: The sites that it hides among; None if there are none.

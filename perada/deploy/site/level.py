@@ -25,7 +25,7 @@ class SitePrivacy:
     Attributes:
         client_level: Clipping and noise.
         cost: Noise multiplier and sample rate of one sum, as ledgers count them.
-        budget: Privacy budget of the site as a whole.
+        budget: What the site allows to be spent for the site as a whole.
 
     Raises:
         ValueError: If the recipe would reveal more than noisy sums, or its privacy cannot be kept.
@@ -46,7 +46,7 @@ class SitePrivacy:
         """Return whether one more sum stays within the limit.
 
         Args:
-            ledger: Ledger of the costs of all runs.
+            ledger: What all runs have spent.
         """
         return self.budget.affords(ledger.history(SITE_LEDGER), {self.cost: 1})
 

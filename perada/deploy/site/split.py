@@ -22,7 +22,7 @@ class ImageSplit(NamedTuple):
     Attributes:
         images: The images.
         test: Whether an image or its group, by its identity, is a test image.
-        changed: Description of what has changed since the last start; "" if nothing has.
+        changed: What has changed since the last start, in words; "" if nothing has.
     """
 
     images: OwnImages

@@ -52,7 +52,7 @@ class SiteWorker:
     Args:
         store: State folder of the site.
         clients: The recipes that the site approves, with its data, by their digest.
-        may_send: Facts of :data:`perada.deploy.protocol.MAY_SEND` that may leave the site in addition to updates.
+        may_send: What of :data:`perada.deploy.protocol.MAY_SEND` may leave the site in addition to updates.
         log: Log for reasons, which never leave the site.
         party: The site among those that it hides among, for recipes with secure sums.
         resume_allow: ``images`` allows a run without privacy to continue with other images than it has trained on.
@@ -112,7 +112,7 @@ class SiteWorker:
 
         Args:
             message: Message as it came.
-            transport_run: Name of the run in the transport, which is used only in logs.
+            transport_run: What the transport calls the run, which is used in logs only.
 
         Raises:
             OSError: If the audit log cannot be written: nothing leaves then.
@@ -365,7 +365,7 @@ class SiteWorker:
                 "past",
             )
         if request.round == last_round:
-            # Otherwise the server could test arbitrary models on the site's images.
+            # Otherwise the server could try models of its own making on the site's images.
             if message_digest != state.scoring.request_digest:
                 raise RefusalError(f"different models were already scored after round {request.display_round}", "other")
             return state
@@ -486,7 +486,7 @@ class SiteWorker:
         try:
             step_reply = party.step(request, terms, claims, partial(make_vector, state))
         except Objection as objection:
-            # The server learns which sites are objected to, but not why.
+            # The server is told which sites are objected to, and not why.
             self.log.warning("run %s: %s", request.run, objection)
             step_reply = StepReply({"objects": objection.names})
         tensors: State = {}

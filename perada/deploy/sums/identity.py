@@ -100,8 +100,7 @@ def read_sites(file: Path, authority: str | None = None) -> dict[str, Ed25519Pub
 
     Args:
         file: File with a key on each line; blank lines and lines that begin with ``#`` are skipped.
-        authority: Public key that must have signed the file, with the signature next to it; None if no signature is
-            required.
+        authority: Public key that must have signed the file, with the signature beside it; None requires no signature.
 
     Raises:
         FileNotFoundError: If the file, or its signature, is missing.

@@ -139,7 +139,7 @@ class SumTerms:
         given: Digest of what the server sent for the round: the model to be trained, the rates, the public images. If
             two sites were sent different things, one of them might send back what the server knows already, and the
             sum would show the other one's update. It is empty in the server's own terms.
-        of: Quantity that is added up: ``update`` or ``scores``.
+        of: What is added up: ``update`` or ``scores``.
     """
 
     run: str
@@ -165,8 +165,7 @@ class Advert:
         shares: Public key with which other sites seal shares for it.
         masks: Public key of its pairwise masks.
         own: SHA-256 of the secret of its self mask, by which the server recognises the recovered secret.
-        numbers: Names of the numbers that it adds in addition to the model, such as a training loss, separated by
-            spaces.
+        numbers: Names of what it adds beside the model, such as a training loss, separated by spaces.
         heard: The last rounds in which it trained with digests of what it was sent, as :class:`SiteClaims` has them.
         signature: Signature of all other fields.
 
@@ -229,7 +228,7 @@ class SiteClaims(NamedTuple):
     of its images, for example, and might send back in a later round what the server had it keep.
 
     Attributes:
-        numbers: Names of the numbers that the site adds in addition to the model.
+        numbers: Names of what the site adds beside the model.
         heard: Digest of what the site was sent, by round.
     """
 

@@ -13,7 +13,7 @@ from perada.deploy.sums.site import SiteRound
 from perada.deploy.sums.vector import Uint64Vector
 
 MAX_RUNS = 8
-"""Maximum number of runs whose sums a site takes part in. It stores the last replies of each, with a masked vector."""
+"""How many runs a site sums in at once. It keeps the last replies of each, a masked vector among them."""
 MakeVector = Callable[[int, Collection[str]], Uint64Vector]
 """Makes a site's vector for a sum over so many sites, with the metrics of these names."""
 
@@ -23,7 +23,7 @@ class StepReply:
     """A site's reply in a step of a sum.
 
     Attributes:
-        content: Content of the reply.
+        content: What the site says.
         masked_vector: Its vector with the masks, in the step ``mask``; else None.
     """
 
@@ -91,7 +91,7 @@ class Party:
 
         Args:
             terms: Terms of the sum.
-            claims: Claims of the site in addition to its keys.
+            claims: What the site states beside its keys.
             begin: Whether keys may be made if there are none yet.
 
         Returns:
@@ -130,11 +130,11 @@ class Party:
         Args:
             request: Request of the server.
             terms: Terms of the sum, as this site knows them.
-            claims: Claims of the site in addition to its keys.
+            claims: What the site states beside its keys.
             make_vector: Makes the vector, once the sum's sites are known.
 
         Raises:
-            RefusalError: If the step does not come next, or would reveal something to the server.
+            RefusalError: If the step does not come next, or would tell the server what it must not know.
         """
         if request.kind == "keys":
             last = self._sums.get(terms.run)

@@ -16,11 +16,11 @@ class SumState:
 
     Attributes:
         round: Round of the sum, counted from 0.
-        of: Quantity that is added up: ``update`` or ``scores``.
+        of: What is added up: ``update`` or ``scores``.
         attempt: Counted from 0, within the round.
         adverts: Fields of the sites' adverts.
         commitments: By dealer and holder, the digests of the two shares.
-        senders: Sites that are asked for masked vectors; empty before that step.
+        senders: Sites that are told to mask; empty before that step.
         survivors: Sites whose vectors are in the sum.
         signatures: Signatures of the survivors.
     """

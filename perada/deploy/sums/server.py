@@ -116,7 +116,7 @@ class ServerRound:
         """Set the sites that hold shares of one another, and will mask for one another.
 
         Returns:
-            Their names in order, as the sites receive them.
+            Their names in order, as they are told to the sites.
         """
         self.check_enough(senders, "hold shares")
         self.senders = sorted(senders)

@@ -83,7 +83,7 @@ class SiteRound:
         identity: Its private key.
         peers: Public keys, by name, of the other sites that it agrees to hide among.
         terms: Terms of the sum.
-        claims: Its claims in addition to its keys.
+        claims: What it states beside its keys.
 
     Attributes:
         survivors: The sites in the sum; empty before :meth:`confirm`.
