@@ -265,7 +265,7 @@ def inner_products(aggregation: Aggregation, names: Collection[str] | None = Non
         The products (C, C), in double precision on the CPU.
     """
     clients = len(aggregation.weights)
-    products = torch.zeros(clients, clients, dtype=torch.float64)
+    products_of_tensors = []
     for name, value in aggregation.updates.gathered_all().items():
         if not value.is_floating_point() or name not in aggregation.previous:
             continue
@@ -276,7 +276,13 @@ def inner_products(aggregation: Aggregation, names: Collection[str] | None = Non
         change = (double(value) - previous).flatten(1)
         # Autocast would multiply in half precision.
         with torch.autocast(value.device.type, enabled=False):
-            products += (change @ change.T).to("cpu", torch.float64)
+            products_of_tensors.append(change @ change.T)
+
+    products = torch.zeros(clients, clients, dtype=torch.float64)
+    if products_of_tensors:
+        # One copy from the device, for which the host waits, whatever the number of tensors.
+        for product in torch.stack(products_of_tensors).to("cpu", torch.float64):
+            products += product
     return products
 
 
