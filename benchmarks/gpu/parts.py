@@ -51,7 +51,7 @@ class Setting:
     @property
     def patience(self) -> float:
         """Factor of all limits: they are for a GPU, and quick runs may be on a busy laptop."""
-        return 3.0 if self.quick else 1.0
+        return 10.0 if self.quick else 1.0
 
 
 @dataclass(frozen=True)
