@@ -42,7 +42,7 @@ UNSUPPORTED = {
 
 
 def labels_digest(num_classes: int, multilabel: bool, classes: Sequence[str] | None) -> str:
-    """Return a digest of the classes in their order: sites of one federation have the same."""
+    """Return a digest of the classes and their order, which must be the same at all sites of a run."""
     content = [num_classes, multilabel, classes and list(classes)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -52,11 +52,11 @@ class Recipe:
     """The objects that a recipe describes.
 
     Args:
-        text: Content of its file.
-        module: The network, which :meth:`build` builds.
-        loop: Algorithm, and how rounds are run.
-        trainer: Number of rounds, device, precision, and how often models are scored.
-        data: A site's data, of its one client; the server uses the options and the public set only.
+        text: Content of the recipe's file.
+        module: Module of the network, which :meth:`build` builds.
+        loop: Loop with the algorithm and the options of rounds.
+        trainer: Trainer with the number of rounds, the device, the precision, and how often models are scored.
+        data: Data of a site, which is a single client. The server uses only the options and the public set.
         public: Public images, for algorithms that distil. A site has them with secure sums, to add up logits, and in
             private recipes, to compare them with its own images.
         prepare: Preparation of the public images; None for that of the data.
@@ -100,7 +100,7 @@ class Recipe:
         return self.trainer.strategy.root_device
 
     def build(self, num_classes: int, multilabel: bool) -> None:
-        """Build the network. Features are not cached, so that both parties see images and get the same bits."""
+        """Build the network, without caching features: server and sites must compute the same bits from images."""
         self.module.build(
             num_classes,
             multilabel,
@@ -113,18 +113,21 @@ class Recipe:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the recipe's file and of all weights that are not trained, which a site approves."""
+        """Digest of the recipe's file and of all frozen weights, by which a site approves a recipe."""
         parts = [hashlib.sha256(self.text).hexdigest(), self.module.frozen_digest]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def context(self) -> AbstractContextManager[Any]:
-        """Return a context in which passes have the recipe's precision."""
+        """Return a context in which forward passes run in the recipe's precision."""
         return self.trainer.precision_plugin.forward_context()
 
     def settings(self, **changes: Any) -> Settings:
-        """Return the settings of the rounds, with ``changes`` applied.
+        """Return the settings of the rounds.
 
-        Noise always comes from a cryptographic generator: the run's seed is known to the server.
+        Noise is always drawn from a cryptographic generator, since the server knows the run's seed.
+
+        Args:
+            changes: Settings that replace those of the recipe.
         """
         options: dict[str, Any] = {"storage": Storage("device")}
         for name, section in (("privacy", self.loop.privacy), ("client_privacy", self.loop.client_privacy)):
@@ -133,14 +136,14 @@ class Recipe:
 
     @cached_property
     def template(self) -> "Template":
-        """Examples of the states that are sent."""
+        """Examples of the states that are exchanged in the first round."""
         initial = self.loop.algorithm.initial(self.module.initial_state)
         example = self._example_round(initial, 0)
         sending = initial if self.loop.algorithm.compares_models else example.received
         return Template(initial, sending, example.opened, example.sent)
 
     def public_images(self) -> "PublicImages":
-        """Return the public images as the network, which must be built, needs them."""
+        """Return the public images, prepared for the network, which must be built."""
         assert self.module.adapted is not None
         preparation = replace(
             self.prepare or self.data.prepare, image=self.module.adapted.backbone.image, seed=self.loop.seed
@@ -171,6 +174,7 @@ class Recipe:
                     "client_privacy: clipping='adaptive' with secure_sums requires count_noise in a deployment, "
                     "because sites do not know in advance how many there are; set it, or use clipping='fixed'"
                 )
+            # Only for its errors about tensors that cannot be summed.
             exact_change(self.template.sent, self.template.sending)
         return ClientLevel(options, loop.seed, sites, self.rounds, sums=loop.secure_sums)
 
@@ -195,8 +199,8 @@ class Recipe:
     def contents_of_scores(self) -> Contents:
         """Return the layout of a site's contribution to a secure sum of scores.
 
-        For each metric it is the site's own score and its square; for its own model and the global one the numbers of
-        correct and of all predictions.
+        It consists of the site's score and its square for each metric, and of the numbers of correct and of all
+        predictions of its own model and of the global model.
         """
         assert self.loop.secure_sums is not None
         names = []
@@ -206,7 +210,7 @@ class Recipe:
         return Contents(self.loop.secure_sums, {}, metric_names=tuple(names))
 
     def distils(self, round: int) -> bool:
-        """Return whether the server distils after a round, for which sites in secure sums add up logits."""
+        """Return whether the server distils after a round. With secure sums, sites then also sum their logits."""
         loop = self.loop
         has_ensemble = loop.algorithm.uses_distillation and not loop.algorithm.builds_teachers
         return has_ensemble and loop.client_privacy is None and loop.distillation.active(round)
@@ -218,11 +222,16 @@ class Recipe:
         return TeacherBatches.of_steps(indices, options, self.module.engine)
 
     def sent(self, round: int) -> State:
-        """Return an example of what a client sends in a round. Names may differ between odd and even rounds."""
+        """Return an example of the state that a client sends in a round, since names may differ between rounds."""
         return self._example_round(self.template.initial, round).sent
 
     def _example_round(self, state: State, round: int) -> "_ExampleRound":
-        """Return an example of the states of one client in a round."""
+        """Return an example of the states of one client in a round.
+
+        Args:
+            state: The global state.
+            round: Number of the round.
+        """
         algorithm = self.loop.algorithm
         tensor_names = self.module.tensor_names
         losses = None
@@ -231,8 +240,8 @@ class Recipe:
         received = algorithm.broadcast(Broadcast(state, tensor_names, round, (0,), 1, self.loop.seed, losses))
         client_state = initial_stacks(algorithm.initial_client_state(state, tensor_names))
         opened = algorithm.begin_round(client_state, received, tensor_names)
-        client_results = algorithm.end_round(opened, client_state, received, tensor_names)
-        sent = client_results[1]  # the first are the states that it keeps
+        # The first result are the states that the client keeps.
+        sent = algorithm.end_round(opened, client_state, received, tensor_names)[1]
         return _ExampleRound(received=_first_row(received), opened=opened, sent=_first_row(sent))
 
 
@@ -252,12 +261,12 @@ class _ExampleRound(NamedTuple):
 
 @dataclass
 class ServerRecipe(Recipe):
-    """A recipe at the server, which reads no client's image.
+    """A recipe at the server, which never reads a client's image.
 
     Args:
         num_classes: Number of classes.
         multilabel: Whether images have several labels.
-        classes: Names of the classes; None takes those of the first site that joins.
+        classes: Names of the classes; None for those of the first site that joins.
         loggers: Loggers of the metrics of each round, in addition to ``metrics.csv`` in the run's folder.
     """
 
@@ -285,7 +294,7 @@ class PublicImages:
         self.public_size = sum(self._public.sizes)
 
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
-        """Return indices (steps, B) of public images, as :meth:`perada.data.FederatedDataModule.public_indices`."""
+        """Return indices (steps, B) like :meth:`perada.data.FederatedDataModule.public_indices`."""
         return public_indices(self.public_size, round, steps, batch_size, self._preparation)
 
     def used(self, options: Distillation, round: int) -> Tensor:
@@ -307,11 +316,12 @@ class PublicImages:
         return sha256.hexdigest()
 
     def _raw_images(self, positions: Tensor) -> Tensor:
+        """Return the public images at some positions as they are stored, with random draws derived from the seed."""
         images: Tensor = self._public.take(torch.zeros_like(positions), positions, (self._preparation.seed, -2))[0]
         return images
 
     def validation_batches(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield nothing: a deployed server reads no labelled images of its own."""
+        """Yield nothing, since a deployed server has no labelled images."""
         yield from ()
 
 
@@ -321,9 +331,9 @@ class Template:
 
     Attributes:
         initial: First global state.
-        sending: What a client is sent: its own state or, where it compares them, all global models.
-        opened: What a client trains, (1, ...) by role.
-        sent: What a client sends in the first round.
+        sending: State that the server sends to a client or, if clients compare global models, all of them.
+        opened: States (1, ...) that a client trains, by role.
+        sent: State that a client sends in the first round.
     """
 
     initial: State
@@ -333,7 +343,7 @@ class Template:
 
 
 def initial_stacks(client_state: Stacks) -> Stacks:
-    """Return the state that one client keeps before its first round, (1, ...) by role.
+    """Return the states that a client keeps before its first round as stacks (1, ...), by role.
 
     Tensors are contiguous like those of a store, since rounding depends on strides.
     """

@@ -279,6 +279,7 @@ class _StridedDepthwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _Context, x: Tensor, conv: nn.Conv2d) -> Tensor:
+        """Run the convolution on x (B, in, H, W)."""
         ctx.conv = conv
         ctx.size = x.shape
         ctx.dtype = x.dtype
@@ -287,6 +288,7 @@ class _StridedDepthwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the input, computed in float32."""
         conv: nn.Conv2d = ctx.conv
         image_gradient = conv2d_input(
             ctx.size,
@@ -327,12 +329,14 @@ class _Normalise(torch.autograd.Function):
         var: Tensor,
         eps: float,
     ) -> Tensor:
+        """Normalise x (B, D, ...), without saving it for the backward pass."""
         ctx.save_for_backward(weight, mean, var)
         ctx.eps = eps
         return F.batch_norm(x, mean, var, weight, bias, training=False, momentum=0.0, eps=eps)
 
     @staticmethod
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the input."""
         weight, mean, var = ctx.saved_tensors
         if gradient.device.type == "cpu":
             x_gradient, _, _ = torch.ops.aten.native_batch_norm_backward(

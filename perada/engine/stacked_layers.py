@@ -251,11 +251,13 @@ class _BatchedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_CND: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401  # torch gives it no type
+        """Return the product (C, N, D_out)."""
         ctx.save_for_backward(x_CND, weight)
         return torch.bmm(x_CND, weight.transpose(1, 2))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # as above
+        """Return the gradients of the inputs and of the weights, as far as they are needed."""
         x_CND, weight = ctx.saved_tensors
         needs_x_gradient, needs_weight_gradient = ctx.needs_input_grad
         x_gradient: Tensor | None = None

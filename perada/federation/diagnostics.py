@@ -105,10 +105,14 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
 def choose_diagnostics(
     choice: bool | Sequence[Diagnostic], obstacles: Mapping[Diagnostic, str]
 ) -> tuple[Diagnostic, ...]:
-    """Choose the diagnostics to measure: all that can be measured, or those requested by name.
+    """Return the diagnostics to measure.
+
+    Args:
+        choice: True for all that can be measured, False for none, or names.
+        obstacles: Reason why a diagnostic cannot be measured, for each such diagnostic.
 
     Raises:
-        OptionError: If what was asked for by name cannot be measured.
+        OptionError: If a diagnostic that was requested by name cannot be measured.
 
     >>> choose_diagnostics(True, {"gradient_norms": "they are private", "lora_residual": "no adapter of LoRA"})
     ('distillation_distance', 'personal_distance', 'ensemble_error', 'update_norms')
@@ -128,15 +132,15 @@ def choose_diagnostics(
 class DiagnosticsPass:
     """Measures the models of a round on public and on test images.
 
-    Every local and personal model runs on the process that holds it. Only sums over them are sent between processes.
+    Every local and personal model runs in the process that has it, and only sums over models are exchanged.
 
     Attributes:
-        engine: Runs the models.
+        engine: Engine that runs the models.
         data: Public and test images.
-        updates: The local models θ_m (C, ...).
-        globals: Global models (G, ...), the same on all processes; the last is w.
-        personal: The personal models v_m (p, ...) of this process.
-        places: Where these stand among the round's clients.
+        updates: Local models θ_m (C, ...).
+        globals: Global models (G, ...), which are the same in all processes; the last one is w.
+        personal: Personal models v_m (p, ...) of this process.
+        places: Places of these models among the round's clients.
         clients: Number of clients of the round.
         multilabel: Whether images have several labels.
     """
@@ -151,7 +155,7 @@ class DiagnosticsPass:
     multilabel: bool
 
     def measure(self, names: Collection[str]) -> dict[str, float]:
-        """Measure the diagnostics called ``names``. A collective: all processes must call this."""
+        """Measure diagnostics by their names. A collective: all processes must call this."""
         metrics: dict[str, float] = {}
         if ON_PUBLIC & set(names):
             metrics |= self._distances(names)
@@ -161,14 +165,15 @@ class DiagnosticsPass:
 
     @property
     def _device(self) -> torch.device:
+        """Device of the models."""
         return device_of(self.globals)
 
     def _distances(self, names: Collection[str]) -> dict[str, float]:
-        """Make one pass over the public set.
+        """Measure distances between models in one pass over the public set.
 
         The ensemble distillation distance of a global model (section 5, before Theorem 1), from 0 to 2, is
-        Φ = 1/n Σ_i ‖g(x_i) − 1/C Σ_m h_m(x_i)‖₁: of the aggregated model and, where there was distillation, of w. The
-        distance of a personal model from w (Theorem 2, second term, without its factor 2), from 0 to 1, is
+        Φ = 1/n Σ_i ‖g(x_i) − 1/C Σ_m h_m(x_i)‖₁. It is measured for the aggregated model and, with distillation, for w.
+        The distance of a personal model from w (Theorem 2, second term, without its factor 2), from 0 to 1, is
         1/n Σ_i min(1, ‖p_m(x_i) − g(x_i)‖₁).
         """
         size = self.data.public_size
@@ -188,7 +193,7 @@ class DiagnosticsPass:
         self.updates.ranks.sum_([personal_distances])
         metrics: dict[str, float] = {}
         if "distillation_distance" in names:
-            # The global models are the averaged one and, where there was distillation, the distilled one.
+            # The global models are the averaged one and, with distillation, the distilled one.
             metric_names = ["theory/averaged_distance", "theory/distilled_distance"]
             metrics = dict(zip(metric_names, (ensemble_distances / size).tolist(), strict=False))
         if "personal_distance" in names:
@@ -196,16 +201,16 @@ class DiagnosticsPass:
         return metrics
 
     def _ensemble_error(self) -> dict[str, float]:
-        """Make one pass of the local models over the test images.
+        """Measure the ensemble of the local models in one pass over the test images.
 
-        Measures the accuracy of their averaged logits, and the errors of the teachers as the proof of Theorem 1 has
-        them (C.3): E (1 − 1/C Σ_m h_m(x)_y); for several labels an image the mean over labels.
+        Measured are the accuracy of their averaged logits, and the teachers' error as defined in the proof of Theorem 1
+        (C.3): E (1 − 1/C Σ_m h_m(x)_y), averaged over labels if images have several.
         """
         total_hits = 0.0
         total_errors = 0.0
         total = 0.0
         for x, y in self.data.test_batches(self._device):
-            # A process without local models knows the number of classes from a global one.
+            # A process without local models gets the number of classes from a global model.
             averaged_model = prefix(self.globals, 1)
             classes = self.engine.shared_logits(averaged_model, x[:1]).shape[-1]
             logits, h_BK = self._means(x, classes)
@@ -221,7 +226,15 @@ class DiagnosticsPass:
         return {"theory/ensemble_accuracy": total_hits / total, "theory/ensemble_error": total_errors / total}
 
     def _means(self, x: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """Average the logits and the predictions of the local models of all processes, (B, K) each. A collective."""
+        """Average the logits and the probabilities of the local models of all processes. A collective.
+
+        Args:
+            x: Images (B, ...).
+            classes: Number K of classes.
+
+        Returns:
+            Mean logits (B, K) and mean probabilities (B, K).
+        """
         sums = torch.zeros(2, len(x), classes, device=x.device)
         local = {name: value for name, value in self.updates.local_rows.items() if name in self.globals}
         if local and stack_size(local):
@@ -239,7 +252,7 @@ def mean_and_spread(name: str, values: Tensor) -> dict[str, float]:
 
 
 def _per_client(values: Tensor, like: Tensor) -> Tensor:
-    """View numbers (C,) in double precision on the device of ``like`` (C, ...), broadcastable to it."""
+    """View numbers (C,) so that they broadcast to ``like`` (C, ...), in double precision on its device."""
     return per_client(double(values.to(like.device)), like)
 
 
@@ -251,13 +264,13 @@ def full_gradients(
 ) -> tuple[list[State], Tensor]:
     """Compute the gradient of every client's mean loss L_m over all of its training images.
 
-    The model is in evaluation mode: L_m is then a function of only the parameters.
+    The model is in evaluation mode, in which L_m is a function of the parameters only.
 
     Args:
-        cohort: The clients, and what they train.
+        cohort: The clients, with their trained tensors.
         settings: Options of the run.
-        points: Stacks (C, ...) at which the gradients are taken, such as the global state and the personal states.
-        batches: All training images, each once; rows beyond a client's count are padding.
+        points: States (C, ...) at which gradients are computed, such as the global state and the personal states.
+        batches: Batches with each training image once.
 
     Returns:
         The gradients (C, ...) at each point, and the clients' numbers of images (C,).
@@ -285,7 +298,7 @@ def full_gradients(
             with torch.enable_grad():
                 logits = engine.logits(models | leaves, x, counts=batch.counts)
                 losses = client_losses(logits, y, batch.counts, settings.training.multilabel)
-                # Sums over images, which add up over batches of unequal sizes.
+                # Sums over images, since batches have different sizes.
                 (losses * torch.tensor(batch.counts, device=losses.device)).sum().backward()
             for name, leaf in leaves.items():
                 if leaf.grad is not None:
@@ -306,19 +319,20 @@ def gradient_norms(
 ) -> dict[str, float]:
     """Measure squared norms of the gradients that PerAda's convergence theorems bound, at the start of a round.
 
-    ``theory/global_gradient`` is ‖∇L(w^t)‖², the term e = 0 of Theorem 3 (equations 18 to 20): L is the mean of the L_m
-    over the round's clients, by the run's weights (1/M in the paper). ``theory/personal_gradient`` is
-    ‖∇_v P_m(v_m^t, w^t)‖², the term s = 0 of Theorem 4, with P_m(v, w) = L_m(v) + λ/2 ‖v − w‖²: its mean over clients,
-    and the standard deviation; only of PerAda and Ditto, whose objective that is. The gradients are full ones. A
-    collective: all ranks call it.
+    ``theory/global_gradient`` is ‖∇L(w^t)‖², the term e = 0 of Theorem 3 (equations 18 to 20), where L is the mean of
+    the L_m over the round's clients with the run's weights (1/M in the paper). ``theory/personal_gradient`` is ‖∇_v
+    P_m(v_m^t, w^t)‖², the term s = 0 of Theorem 4, with P_m(v, w) = L_m(v) + λ/2 ‖v − w‖². Its mean and standard
+    deviation over clients are measured for PerAda and Ditto only, which minimise P_m. Gradients are over all images.
+
+    A collective: all ranks must call this.
 
     Args:
-        cohort: The clients of this rank, or a stand-in, whose gradients are left out.
-        received: The complete states (C, ...) that they received.
+        cohort: The clients of this rank or, without any, a stand-in whose gradients are left out.
+        received: Complete states (C, ...) that they received.
         settings: Options of the run.
-        batches: Their training images, each once.
-        shares: The round's clients and who trains them.
-        ranks: The processes.
+        batches: Batches with each of their training images once.
+        shares: Division of the round's clients among the ranks.
+        ranks: The processes that share the work.
     """
     algorithm = settings.algorithm
     places = shares.places

@@ -24,7 +24,12 @@ MetricChoice = str | Sequence[str | Mapping[str, Any]]
 
 
 class TorchMetric(NamedTuple):
-    """A metric of torchmetrics that has a short name: its class, without the task, and options of the class."""
+    """A metric of torchmetrics that has a short name.
+
+    Attributes:
+        class_name: Name of its class, without ``Multiclass`` or ``Multilabel``.
+        options: Options of the class.
+    """
 
     class_name: str
     options: dict[str, Any]
@@ -44,12 +49,12 @@ SHORT_NAMES = {
 }
 """Metrics of torchmetrics by short names."""
 RESERVED_NAMES = ("std", "worst", "p10", "weighted", "recent")
-"""Suffixes of the names of scores, which are reserved."""
+"""Names that a metric cannot have, since they are suffixes of the names of scores."""
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""Computes a score from predictions (B, K), which are probabilities, and classes (B,) or labels (B, K).
+"""Function of probabilities (B, K) and of classes (B,) or labels (B, K) that returns a score.
 
-The score is a number, or one for each class (K,), NaN for a class that does not occur.
+The score is a number, or one for each class (K,) with NaN for classes that do not occur.
 """
 
 
@@ -58,9 +63,9 @@ class Metric:
     """One metric of a run.
 
     Attributes:
-        name: Its name in logs.
-        compute: Computes it; None for accuracy, which is counted.
-        lower_is_better: Whether a lower score is the better one.
+        name: Name in logs.
+        compute: Function that computes it; None for accuracy, which is counted.
+        lower_is_better: Whether a lower score is better.
     """
 
     name: str
@@ -72,8 +77,8 @@ def _mean_over_classes(score: Compute, needs_both: bool, predictions: Tensor, la
     """Compute the mean score of the classes that occur; NaN if none does.
 
     Args:
-        score: Score of one class against all others.
-        needs_both: Whether a class only counts if there are images of other classes, too.
+        score: Function that computes the score of one class against all others.
+        needs_both: Whether a class is included only if there are images of other classes too.
         predictions: Predictions (B, K).
         labels: Classes (B,) or labels (B, K).
     """
@@ -92,7 +97,7 @@ def _mean_over_classes(score: Compute, needs_both: bool, predictions: Tensor, la
 
 
 def balanced_accuracy(predictions: Tensor, labels: Tensor) -> Tensor:
-    """Compute the accuracy of each class that occurs, and their mean, from (B, K) and classes (B,).
+    """Compute the mean of the accuracies of all classes that occur, from predictions (B, K) and classes (B,).
 
     >>> float(balanced_accuracy(torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.9, 0.1]]), torch.tensor([0, 0, 1])))
     0.5
@@ -110,10 +115,10 @@ BUILT_IN: dict[str, Compute | None] = {
 
 
 def metric_names(choice: MetricChoice) -> list[str]:
-    """Return the names of the metrics in a choice, in order; those of ``auto`` depend on the data.
+    """Return the names of the metrics that an option selects, in order; ``auto`` stays, since it depends on the data.
 
     Raises:
-        ValueError: If one is unknown, or given twice.
+        ValueError: If a metric is unknown, or listed twice.
 
     >>> metric_names(["accuracy", {"MulticlassFBetaScore": {"beta": 2.0, "name": "f2"}}])
     ['accuracy', 'f2']
@@ -122,7 +127,7 @@ def metric_names(choice: MetricChoice) -> list[str]:
 
 
 def score_names(choice: MetricChoice) -> dict[str, bool]:
-    """Return the names of the scores of personal and global models, and whether the lower score is the better one.
+    """Return the names of the scores of personal and global models, and whether a lower score is better.
 
     >>> score_names(["accuracy", "ece"])["global/global_test_ece"]
     True
@@ -146,21 +151,27 @@ def score_names(choice: MetricChoice) -> dict[str, bool]:
 
 
 def make_metrics(choice: MetricChoice, multilabel: bool, classes: int) -> list[Metric]:
-    """Create the metrics of a choice.
+    """Create the metrics that an option selects.
 
     Args:
-        choice: The choice.
+        choice: Value of the option ``metric``.
         multilabel: Whether images have several labels.
-        classes: Number of classes, or of labels an image.
+        classes: Number of classes, or of labels per image.
 
     Raises:
-        ValueError: If one is unknown, is not for such data, or its options are not torchmetrics'.
+        ValueError: If a metric is unknown, does not support the data, or rejects its options.
     """
     return [_make_metric(entry, multilabel, classes) for entry in _entries(choice)]
 
 
 class _Entry(NamedTuple):
-    """One metric of a choice: its name in logs, its kind (a short name or a class of torchmetrics), and options."""
+    """An entry of the option ``metric``.
+
+    Attributes:
+        name: Name in logs.
+        kind: Short name, or class of torchmetrics.
+        options: Options of the class.
+    """
 
     name: str
     kind: str
@@ -168,7 +179,7 @@ class _Entry(NamedTuple):
 
 
 def _entries(choice: object) -> list[_Entry]:
-    """Parse a choice, and raise a ValueError if it is invalid."""
+    """Parse the option ``metric``; raise a ValueError if it is invalid."""
     if not choice or not isinstance(choice, str | Sequence | Mapping):
         raise invalid_option("metric", choice, "a name such as 'accuracy' or a list of names")
     choices = [choice] if isinstance(choice, str | Mapping) else choice
@@ -193,11 +204,11 @@ def _entries(choice: object) -> list[_Entry]:
 
 
 def _entry(entry: object) -> _Entry:
-    """Parse a name, or ``{class of torchmetrics: options}``."""
+    """Parse an entry of the option ``metric``: a name, or ``{class of torchmetrics: options}``."""
     kind = entry
     options: object = {}
     if isinstance(entry, Mapping) and len(entry) == 1:
-        ((kind, options),) = entry.items()
+        kind, options = next(iter(entry.items()))
     short_names = [*BUILT_IN, *SHORT_NAMES, "auto"]
     if not isinstance(kind, str) or not (kind in short_names or _torchmetrics_class(kind)):
         raise OptionError(
@@ -223,9 +234,9 @@ def _entry(entry: object) -> _Entry:
 
 
 def _hint(kind: object, short_names: Sequence[str]) -> str:
-    """Suggest names for an unknown metric."""
+    """Return a suggestion of names for an unknown metric."""
     classes = [name for name in dir(torchmetrics.classification) if _torchmetrics_class(name)]
-    # A class of torchmetrics without the task that its name begins with, such as F1Score.
+    # The name may be that of a class without its task, such as F1Score.
     for_tasks = [name for name in classes if name in (f"Multiclass{kind}", f"Multilabel{kind}")]
     close = [*near_names(str(kind), short_names, limit=2), *for_tasks]
     if not close:
@@ -246,7 +257,7 @@ def _torchmetrics_class(name: str) -> type[torchmetrics.Metric] | None:
 
 
 def _make_metric(entry: _Entry, multilabel: bool, classes: int) -> Metric:
-    """Build a metric of the options; raise an OptionError if it is unknown or does not support the data."""
+    """Create the metric of an entry; raise an OptionError if it does not support the data or its options."""
     name = entry.name
     kind = entry.kind
     if kind == "auto":
@@ -279,7 +290,7 @@ def _make_metric(entry: _Entry, multilabel: bool, classes: int) -> Metric:
     compute = partial(_compute, metric_class, options, multilabel, classes)
     try:
         _try_metric(compute, multilabel, classes)
-    except Exception as error:  # every metric refuses in its own way
+    except Exception as error:  # metrics raise errors of any kind
         reason = " ".join(str(error).split())
         raise OptionError(
             f"metric {kind!r} fails: {reason}; correct its options, or choose a different metric",
@@ -300,7 +311,8 @@ def _compute(
     """Compute a metric of torchmetrics, with NaN for classes that do not occur."""
     metric = metric_class(**options)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "No (positive|negative) samples", UserWarning)  # of a class
+        # A class without samples is expected, and gets NaN below.
+        warnings.filterwarnings("ignore", "No (positive|negative) samples", UserWarning)
         metric.update(predictions, labels.long())
         value: Tensor = metric.compute()
     if not value.dim():
@@ -310,7 +322,7 @@ def _compute(
 
 
 def _try_metric(compute: Compute, multilabel: bool, classes: int) -> None:
-    """Compute a metric on perfect predictions, and raise if it fails or does not return scores."""
+    """Compute a metric on perfect predictions; raise if it fails, or if its result is not a score."""
     predictions = torch.eye(classes).repeat(2, 1)
     labels = predictions if multilabel else predictions.argmax(1)
     score = compute(predictions, labels)
@@ -329,15 +341,15 @@ def spread(
 
     Args:
         name: Name of the score.
-        values: The scores (M,), NaN where a client has none.
-        lower_is_better: Whether a lower score is the better one.
-        sizes: How many images each client is scored on, (M,).
-        recent: Whether each client took part lately.
+        values: Score (M,) of each client; NaN if a client has none.
+        lower_is_better: Whether a lower score is better.
+        sizes: Number (M,) of images on which each client is scored.
+        recent: Whether each client took part recently.
 
     Returns:
-        The mean called ``name``, ``_std``, ``_worst``, and ``_p10``, the score that a tenth of the clients do not
-        reach. With ``sizes`` also ``_weighted``, the mean over images; with ``recent`` also ``_recent``, the mean over
-        clients that took part lately. All are NaN where no such client has a score.
+        The mean as ``name``, and with suffixes ``_std``, ``_worst`` and ``_p10``, the score that a tenth of the clients
+        do not reach. With ``sizes`` also ``_weighted``, the mean over images; with ``recent`` also ``_recent``, the
+        mean over clients that took part recently. All are NaN if no such client has a score.
     """
     scored = ~values.isnan()
     scores = values[scored]

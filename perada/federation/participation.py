@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last round in which each client took part, which is the age of its personal model."""
+"""The last round in which each client took part, which determines how old its personal model is."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ class Participation:
     """The last participation of each client.
 
     Attributes:
-        last_rounds: Of each client, counted from 1; 0 for a client that never took part.
-        rounds: Number of rounds that are done.
+        last_rounds: Last round of each client, counted from 1; 0 for a client that never took part.
+        rounds: Number of completed rounds.
         clients_per_round: Number of clients drawn for a round; None for all.
     """
 
@@ -27,9 +27,9 @@ class Participation:
 
     @property
     def span(self) -> int:
-        """Number of rounds that count as recent: as many as it takes to draw the number of clients.
+        """Number of rounds that count as recent, in which as many clients are drawn as there are in total.
 
-        That is ceil(M / clients_per_round), or all rounds where there are fewer.
+        It is ceil(M / clients_per_round), but at most the number of completed rounds.
 
         >>> Participation([0] * 20, 8, clients_per_round=8).span, Participation([0] * 20, 8).span
         (3, 1)
@@ -54,14 +54,19 @@ class Participation:
         >>> Participation([8, 4, 3, 0], 8, clients_per_round=2).stale
         [2, 3]
         """
-        return [client for client, last in enumerate(self.last_rounds) if 2 * (self.rounds - last) > self.rounds]
+        stale = []
+        for client, last_round in enumerate(self.last_rounds):
+            rounds_absent = self.rounds - last_round
+            if 2 * rounds_absent > self.rounds:
+                stale.append(client)
+        return stale
 
     def warning(self, names: Sequence[str] | None = None, anonymous: bool = False) -> str | None:
-        """Return a warning about clients whose personal models are stale, with the remedy; None if none are.
+        """Return a warning about clients with stale personal models, with a remedy; None if there are none.
 
         Args:
             names: Names of the clients; by default their numbers.
-            anonymous: Whether only the number of such clients may be shown.
+            anonymous: Whether to state only the number of such clients, as in private runs.
         """
         stale = self.stale
         if not stale:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of predictions during evaluation, which processes add up at the end."""
+"""Counts of predictions during evaluation, which are summed over the processes at the end."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from perada.server.aggregate import double
 
 
 def probabilities(logits: Tensor, multilabel: bool) -> Tensor:
-    """Compute predictions (..., K) from logits (..., K), in double precision where the device has it."""
+    """Compute probabilities (..., K) from logits (..., K), in double precision where the device supports it."""
     if multilabel:
         return double(logits).sigmoid()
     return double(logits).softmax(-1)
@@ -27,10 +27,10 @@ class _Predictions:
     """Predictions of some models on a batch, on the CPU.
 
     Attributes:
-        models: Which p models.
-        probabilities: (p, B, K).
+        models: Indices of the p models.
+        probabilities: Probabilities (p, B, K) that they predict.
         labels: Classes (B,) or labels (B, K).
-        groups: Groups (B,) of the images.
+        groups: Group (B,) of each image.
     """
 
     models: tuple[int, ...]
@@ -42,14 +42,14 @@ class _Predictions:
 class Scores:
     """Scores P models on G groups of images by several metrics.
 
-    Accuracy is counted on the device, and nothing is copied from it before the end. The other metrics are no sums over
-    batches, so all predictions are kept for them, on the CPU.
+    Accuracy is counted on the device, and copied to the host only at the end. The other metrics are not sums over
+    batches, so all predictions are stored for them on the CPU.
 
     Args:
         metrics: The metrics.
         multilabel: Whether images have several labels, 0 or 1 for each class.
-        models: P.
-        groups: G.
+        models: Number P of models.
+        groups: Number G of groups.
     """
 
     def __init__(self, metrics: Sequence[Metric], multilabel: bool, models: int = 1, groups: int = 1) -> None:
@@ -60,11 +60,12 @@ class Scores:
         for metric in metrics:
             if metric.compute is not None:
                 self._functions[metric.name] = metric.compute
-        self._counts = torch.zeros(2, models, groups, dtype=torch.int64)  # right predictions, and all
+        # Numbers of right and of all predictions.
+        self._counts = torch.zeros(2, models, groups, dtype=torch.int64)
         self._pieces: list[_Predictions] = []
 
     def __bool__(self) -> bool:
-        """Whether anything was added."""
+        """Return whether any batch was added."""
         return bool(self._pieces) or bool(self._counts.any())
 
     def update(
@@ -81,9 +82,9 @@ class Scores:
         Args:
             logits: Logits (p, B, K) of p models.
             y: Classes (B,) or labels (B, K).
-            groups: Groups (B,) of the images, by default group 0.
-            models: Which p models, by default all.
-            counted: Whether each image (B,) counts, by default all do.
+            groups: Group (B,) of each image; by default group 0.
+            models: Indices of the p models; by default all.
+            counted: Mask (B,) of the images to include; by default all.
         """
         if models is None:
             models = range(self._counts.shape[1])
@@ -93,7 +94,8 @@ class Scores:
             self._count(logits, y, groups, models, counted)
         if not self._functions:
             return
-        # In double precision, which the device may not have: in single, confident predictions would be ranked the same.
+        # On the CPU, since the device may not support double precision. In single precision, many confident predictions
+        # would be equal, and could not be ranked.
         predictions = probabilities(logits.cpu(), self.multilabel)
         rows: slice | Tensor = slice(None)
         if counted is not None:
@@ -131,28 +133,28 @@ class Scores:
 
     @property
     def counts(self) -> Tensor:
-        """Correct and total predictions, (2, P, G), on the CPU; zeros unless a metric is accuracy."""
+        """Numbers of right and of all predictions, (2, P, G) on the CPU; zeros unless a metric is accuracy."""
         return self._counts.cpu()
 
     def merge(self, ranks: Ranks) -> None:
-        """Add the counts of the other processes. A collective: all of them must call this, once, at the end."""
+        """Add the counts of the other processes. A collective: all must call this once, at the end."""
         ranks.sum_([self._counts])
         if self._functions:
             pieces_of_ranks = ranks.gather(self._pieces)
             self._pieces = list(chain.from_iterable(pieces_of_ranks))
 
     def means(self) -> dict[str, Tensor]:
-        """Compute scores (P, G) by each metric; for per-class metrics, the mean over the classes that occur."""
+        """Compute scores (P, G) by metric; for per-class metrics, the mean over the classes that occur."""
         means = {}
         for name, scores in self.all().items():
-            scores_classes = scores.dim() == 3
-            means[name] = scores.nanmean(-1) if scores_classes else scores
+            is_per_class = scores.dim() == 3
+            means[name] = scores.nanmean(-1) if is_per_class else scores
         return means
 
     def all(self) -> dict[str, Tensor]:
-        """Compute scores (P, G) by each metric, or (P, G, K) by per-class metrics, on the CPU.
+        """Compute scores (P, G) by metric, or (P, G, K) for per-class metrics, on the CPU.
 
-        NaN where a model has no image of a group.
+        A score is NaN if the model was not evaluated on any image of the group.
         """
         results = {}
         right, num_predictions = self._counts.cpu().float()
@@ -160,7 +162,7 @@ class Scores:
             if metric.compute is None:
                 results[metric.name] = right / num_predictions
 
-        # Batches of the same models are scored together: a metric such as AUROC is not a mean over batches.
+        # Batches of the same models are scored together, since metrics such as AUROC are not means over batches.
         pieces_of_models: dict[tuple[int, ...], list[_Predictions]] = {}
         for piece in self._pieces:
             pieces_of_models.setdefault(piece.models, []).append(piece)
@@ -173,7 +175,11 @@ class Scores:
         return results
 
     def _score(self, pieces: Sequence[_Predictions]) -> Mapping[str, dict[tuple[int, int], Tensor]]:
-        """Compute the scores of the models whose predictions are ``pieces``, by metric and by (model, group)."""
+        """Compute scores by metric and by (model, group).
+
+        Args:
+            pieces: Predictions of the same models on several batches.
+        """
         predictions = torch.cat([piece.probabilities for piece in pieces], 1)
         labels = torch.cat([piece.labels for piece in pieces])
         groups = torch.cat([piece.groups for piece in pieces])
@@ -191,7 +197,7 @@ class Scores:
         return scores
 
     def _table(self, score_of: Mapping[tuple[int, int], Tensor]) -> Tensor:
-        """Arrange scores by (model, group), one or one per class, in a table (P, G) or (P, G, K)."""
+        """Arrange scores by (model, group) in a table (P, G), or (P, G, K) if there is a score for each class."""
         shape_of_score: tuple[int, ...] = ()
         if score_of:
             shape_of_score = tuple(next(iter(score_of.values())).shape)
@@ -203,22 +209,27 @@ class Scores:
 
 
 BINS = 15
-"""Bins of equal width between confidence 0 and 1, as in Guo et al., ICML 2017, https://arxiv.org/abs/1706.04599."""
+"""Number of bins of equal width between confidence 0 and 1, as in Guo et al., ICML 2017 (arXiv 1706.04599)."""
 
 
 class Tally:
     """Counts one model's predictions for each client: calibration, and confusion between classes.
 
-    Nothing is copied from the device before the end. Of each image the tally keeps one number at most, its *code*, for
-    client, class and predicted class. With several labels an image, each label is a separate prediction, and only
-    calibration is counted.
+    Nothing is copied to the host before the end. For each image, at most one number is stored, its *code*, which
+    combines client, class and predicted class. With several labels per image, each label is a separate prediction, and
+    only calibration is counted.
+
+    Args:
+        multilabel: Whether images have several labels.
     """
 
     def __init__(self, multilabel: bool) -> None:
         self.multilabel = multilabel
-        self._classes = 0  # unknown before the first batch
+        # Unknown before the first batch.
+        self._classes = 0
         self._codes: list[Tensor] = []
-        self._bins = torch.zeros(3, BINS, dtype=torch.float64)  # predictions, right ones, sum of confidences
+        # Number of predictions, number of right ones, and sum of confidences, by bin.
+        self._bins = torch.zeros(3, BINS, dtype=torch.float64)
 
     def update(self, logits: Tensor, y: Tensor, owner: Tensor, counted: Tensor | None = None) -> None:
         """Add a batch.
@@ -226,8 +237,8 @@ class Tally:
         Args:
             logits: Logits (B, K).
             y: Classes (B,) or labels (B, K).
-            owner: The clients (B,) whose images they are.
-            counted: Whether each image (B,) counts, by default all do.
+            owner: Client (B,) that owns each image.
+            counted: Mask (B,) of the images to include; by default all.
         """
         if counted is not None:
             logits = logits[counted]
@@ -245,21 +256,21 @@ class Tally:
             # client · K² + class · K + predicted class
             client_and_class = owner * self._classes + y
             self._codes.append(client_and_class * self._classes + predicted)
-        # A sum of ones in float32 stops at 16 million.
+        # In double precision, since a sum of ones in float32 does not grow beyond 16 million.
         confidence = double(confidence)
         self._bins = self._bins.to(confidence)
-        # NaN, of a model that broke, is counted in some bin.
+        # A confidence of NaN, from a model that is not finite, is counted in some bin.
         bins = (confidence * BINS).long().clamp(0, BINS - 1)
         ones = torch.ones_like(confidence)
         summands = torch.stack([ones, right.to(confidence), confidence.nan_to_num()])
         self._bins.index_add_(1, bins, summands)
 
     def record(self, ranks: Ranks) -> dict[str, Any]:
-        """Return the counts of all processes, in plain types. A collective: all must call this, once, at the end.
+        """Return the counts of all processes, in plain types. A collective: all must call this once, at the end.
 
         Returns:
             ``calibration`` with ``count``, ``right`` and the mean ``confidence`` of each of the :data:`BINS`; with one
-            label an image also ``confusion``, rows of client, class, predicted class and number of images above 0.
+            label per image also ``confusion``, rows of client, class, predicted class and number of images, if above 0.
         """
         bins = self._bins.double().cpu()
         ranks.sum_([bins])
@@ -268,7 +279,7 @@ class Tally:
             local_codes = torch.cat(self._codes).cpu()
         all_codes = torch.cat(ranks.gather(local_codes))
         codes, counts = all_codes.unique(return_counts=True)
-        # A rank that saw no batch does not know the number of classes.
+        # A rank without batches does not know the number of classes.
         classes = max(ranks.gather(self._classes))
         num_predictions, num_right, sum_of_confidences = bins
         mean_confidence = sum_of_confidences / num_predictions.clamp(min=1)

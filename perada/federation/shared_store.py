@@ -13,38 +13,39 @@ from perada.core.states import expand, gather
 from perada.federation.store import ClientStore
 
 CLIENTS_PER_TRANSFER = 64
-"""Largest number of clients whose states move in one transfer, which bounds the memory that it takes."""
+"""Maximum number of clients whose states move in one transfer, which limits its memory."""
 
 
 class SharedStore:
     """The states that all clients keep, divided among the ranks.
 
-    The rank that trained a client last holds its state. A client that was never written belongs to rank
-    client % ranks, and is stored nowhere: it has the initial state.
+    A client's state is stored at the rank that trained it last. A client that was never trained has the initial state,
+    which is not stored for it, and is assigned to rank ``client % ranks``.
 
     Attributes:
-        local: The part of this rank.
-        ranks: The processes.
+        local: Store of this rank.
+        ranks: The processes that share the work.
     """
 
     def __init__(self, local: ClientStore, ranks: Ranks) -> None:
         self.local = local
         self.ranks = ranks
-        # By client, the rank that holds its state. All ranks have the same table, and make the same changes to it.
+        # Rank that stores the state of each written client. All ranks have the same table, and change it in the same
+        # way.
         self._holders: dict[int, int] = {}
 
     def holder(self, client: int) -> int:
-        """Return the rank that holds ``client``'s state."""
+        """Return the rank that a client's state is stored at, or assigned to."""
         return self._holders.get(client, client % self.ranks.size)
 
     def gather(self, clients: Sequence[int]) -> Stacks:
-        """Return copies of the states that ``clients`` keep, stacked in that order.
+        """Return copies of the states of some clients, stacked in this order, by role.
 
         Raises:
-            ValueError: If another rank holds one of them.
+            ValueError: If one of them is stored at another rank.
         """
         for client in clients:
-            # All ranks know the initial state of a client that was never written.
+            # The initial state of a client that was never written is known to all ranks.
             holder = self._holders.get(client, self.ranks.rank)
             if holder != self.ranks.rank:
                 raise ValueError(
@@ -65,7 +66,7 @@ class SharedStore:
         self._move(targets)
 
     def collect(self) -> None:
-        """Move all to rank 0. A collective."""
+        """Move all states to rank 0. A collective."""
         self._move(dict.fromkeys(self._holders, 0))
 
     def scatter(self, shares: Sequence[RoundPlan], broken: Collection[int], rows: Stacks) -> None:
@@ -73,10 +74,10 @@ class SharedStore:
 
         Args:
             shares: The plan of each rank.
-            broken: Clients that keep what they had.
+            broken: Clients whose training failed, which keep their former states.
             rows: States (C, ...) that the clients of this rank's plan keep, by role, in the plan's order.
         """
-        # Every rank notes the clients of all ranks, so that the tables of holders stay equal.
+        # Every rank records the clients of all ranks, so that the tables stay equal.
         for rank, share in enumerate(shares):
             for client in share.clients:
                 if client not in broken:
@@ -94,9 +95,9 @@ class SharedStore:
         self.local.scatter(finite_clients, finite_rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clients written so far, for a checkpoint: those of all ranks on rank 0, which writes it.
+        """Return the states of all written clients, for a checkpoint. A collective.
 
-        A collective.
+        Those of all ranks are returned on rank 0, which writes the checkpoint.
         """
         saved = self.local.state_dict()
         if self.ranks.size == 1:
@@ -108,7 +109,11 @@ class SharedStore:
         return joined(self.ranks.collect(saved))
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Resume from a store saved by :meth:`state_dict`, of which this rank holds its part."""
+        """Restore this rank's part of a saved store.
+
+        Args:
+            saved: Result of :meth:`state_dict` on rank 0.
+        """
         written_clients = [*saved.get("rows", {}), *saved.get("files", {})]
         self._holders = {}
         local_clients = set()
@@ -126,13 +131,13 @@ class SharedStore:
         new_clients: Sequence[int],
         client_state: Stacks,
     ) -> None:
-        """Take over a saved store with more clients. A collective.
+        """Restore a saved store into a run with more clients. A collective.
 
         Args:
-            saved: The store, as of :meth:`state_dict`.
-            numbers: Its client k is client ``numbers[k]`` from now on.
-            new_clients: The clients that it lacks.
-            client_state: States that each of them keeps, by role and without a client axis.
+            saved: Result of :meth:`state_dict` on rank 0.
+            numbers: New number of each saved client.
+            new_clients: Numbers of the clients that were not saved.
+            client_state: States that each new client keeps, by role and without a client axis.
         """
         rows = dict(saved.get("rows", {}))
         for client, path in self.local.files_of(saved).items():
@@ -142,7 +147,7 @@ class SharedStore:
             renumbered[numbers[client]] = row.clone()
         self.load_state_dict({"header": saved["header"], "initial": saved["initial"], "rows": renumbered})
 
-        # New clients count as written, since a client without a row would have the initial state that was saved.
+        # New clients are written, since a client without a row would have the saved initial state.
         local_clients = []
         for client in new_clients:
             holder = self.holder(client)
@@ -158,7 +163,7 @@ class SharedStore:
         """Move written clients to other ranks. A collective.
 
         Args:
-            targets: By client, the rank to which it goes. Clients that are there, or never written, stay.
+            targets: New rank of each client. Clients that are already there, or were never written, do not move.
         """
         moving = []
         for client, target in targets.items():
@@ -168,9 +173,15 @@ class SharedStore:
             self._transfer(moving[start : start + CLIENTS_PER_TRANSFER], targets)
 
     def _transfer(self, clients: Sequence[int], targets: Mapping[int, int]) -> None:
-        """Move ``clients`` to the ranks named in ``targets`` in one exchange. A collective."""
-        leaving: dict[int, list[int]] = {}  # by the rank to which they go
-        arriving: dict[int, list[int]] = {}  # by the rank that holds them
+        """Move some clients in one exchange. A collective.
+
+        Args:
+            clients: The clients.
+            targets: New rank of each client.
+        """
+        # Clients that leave this rank by their new rank, and clients that arrive here by their former rank.
+        leaving: dict[int, list[int]] = {}
+        arriving: dict[int, list[int]] = {}
         for client in clients:
             holder = self.holder(client)
             target = targets[client]
@@ -180,7 +191,7 @@ class SharedStore:
             elif target == self.ranks.rank:
                 arriving.setdefault(holder, []).append(client)
         if not self.local.size:
-            # Clients keep nothing, on any rank: nothing is exchanged.
+            # Clients keep nothing, so that no rank has anything to exchange.
             return
 
         outgoing = {}
@@ -188,33 +199,33 @@ class SharedStore:
             outgoing[rank] = self.local.rows(group)
         incoming = {}
         for rank, group in arriving.items():
-            # Buffers with the shape of these clients' rows, which the exchange fills.
+            # Buffers in the shape of these clients' rows, which the exchange fills.
             incoming[rank] = torch.empty_like(self.local.rows(group))
         self.ranks.exchange(outgoing, incoming)
 
         for rank, group in arriving.items():
             self.local.put(group, incoming[rank])
-        # Only after the exchange, which reads the rows.
+        # Not before the exchange, which reads these rows.
         for group in leaving.values():
             self.local.drop(group)
 
 
 def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Join the stores that several processes saved, each with different clients, into one."""
+    """Merge saved stores of several processes, each with different clients, into one."""
     store: dict[str, Any] = {}
     for part in parts:
         by_client: dict[str, Any] = {}
         for name in ("rows", "files"):
             if name in part:
                 by_client[name] = store.get(name, {}) | part[name]
-        # All other entries are the same in every part.
+        # All other entries are equal in all parts.
         store |= part
         store |= by_client
     return store
 
 
 def restricted(saved: dict[str, Any], clients: Collection[int]) -> dict[str, Any]:
-    """Reduce a saved store to some of its clients."""
+    """Return a saved store with only some of its clients."""
     restricted_store = dict(saved)
     for name in ("rows", "files"):
         if name in saved:

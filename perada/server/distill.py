@@ -21,25 +21,27 @@ from perada.server.sums import SecureSums
 
 ServerOptimizer = Literal["adam", "sgd"]
 STUDENT = slice(0, 1)
-"""Rows of the loss scales that belong to the student, the only state that is scaled."""
+"""Rows of the loss scales that belong to the student, which is the only state with one."""
 PUBLIC_BATCH = 512
-"""Number of public images prepared at once for teachers in evaluation mode."""
+"""Maximum number of public images in a batch for teachers."""
 LEAST_AGREEMENT = 0.5
-"""The guard's minimum share of public images on which average and ensemble must predict the same class."""
+"""Share of public images on which the average and the ensemble must predict the same class, for the guard."""
 LEAST_GAIN = 0.02
-"""The guard's minimum gain in nats: how much more evenly the ensemble must predict classes than the average."""
+"""Entropy in nats by which the ensemble must predict classes more evenly than the average, for the guard."""
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:
-    """Compute the Kullback-Leibler divergence of the student from the teacher, mean over images: a scalar.
+    """Compute the Kullback-Leibler divergence of the student from the teacher, averaged over images: a scalar.
 
-    The logits are divided by the temperature, and the loss is multiplied by its square (Hinton et al., 2015).
+    Logits are divided by the temperature, and the loss is multiplied by its square (Hinton et al., 2015), which keeps
+    the size of the gradients.
 
     Args:
-        student: Logits (B, K).
-        teacher: Logits (B, K).
-        temperature: Softens both distributions.
-        multilabel: Treat the K labels as independent Bernoulli variables, whose divergences are averaged.
+        student: Logits (B, K) of the student.
+        teacher: Logits (B, K) of the teacher.
+        temperature: Temperature, which softens both distributions if it is above 1.
+        multilabel: Whether the K classes are independent labels. The divergences of their Bernoulli distributions are
+            then averaged.
 
     >>> distillation_loss(torch.ones(2, 3), torch.zeros(2, 3)).item()
     0.0
@@ -57,7 +59,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0
 
 
 def predicted_class_entropy(logits: Tensor) -> float:
-    """Compute the entropy, in nats, of how often each class is predicted, from logits (N, K).
+    """Compute the entropy, in nats, of the frequencies of predicted classes, from logits (N, K).
 
     >>> predicted_class_entropy(torch.tensor([[1.0, 0.0], [2.0, 0.0]]))
     0.0
@@ -69,11 +71,14 @@ def predicted_class_entropy(logits: Tensor) -> float:
 
 
 def ensemble_looks_better(average: Tensor, ensemble: Tensor) -> bool:
-    """Return whether the ensemble seems better than the average, from their logits (N, K) on the same public images.
+    """Return whether the ensemble seems better than the average, without labels.
 
-    No labels are needed: a worse model confuses many classes with a few, so the ensemble must predict the classes more
-    evenly. If the two disagree on most images, these are unlike the clients' images, and the predicted classes mean
-    nothing.
+    A worse model confuses many classes with a few, so the ensemble must predict the classes more evenly. If the two
+    disagree on most images, these differ too much from the clients' images for such a conclusion.
+
+    Args:
+        average: Logits (N, K) of the average on public images.
+        ensemble: Logits (N, K) of the ensemble on the same images.
 
     >>> right, lopsided = torch.eye(3), torch.eye(3)[[0, 0, 2]]
     >>> ensemble_looks_better(lopsided, right), ensemble_looks_better(right, lopsided)
@@ -82,7 +87,7 @@ def ensemble_looks_better(average: Tensor, ensemble: Tensor) -> bool:
     same_class = average.argmax(-1) == ensemble.argmax(-1)
     if int(same_class.sum()) <= LEAST_AGREEMENT * len(same_class):
         return False
-    # A few images more or less mean nothing, and late in a run the two are often that close.
+    # A margin, since late in a run the two often differ on only a few images.
     return predicted_class_entropy(ensemble) > predicted_class_entropy(average) + LEAST_GAIN
 
 
@@ -175,7 +180,12 @@ class Distillation:
         return self.lr * (1 + math.cos(math.pi * step / self.steps)) / 2
 
     def make_optimizer(self, leaves: list[Tensor], masked: bool) -> torch.optim.Optimizer:
-        """Return the student's optimiser; ``masked`` in float16, where it must be able to skip a step."""
+        """Return the student's optimiser.
+
+        Args:
+            leaves: Tensors (1, ...) to train.
+            masked: Whether the student must be able to skip a step, as in float16.
+        """
         if masked and self.optimizer == "adam":
             return MaskedAdam(leaves, self.lr)
         if masked:
@@ -192,8 +202,8 @@ class TeacherBatches:
     A simulation and each site of a deployment derive the same batches from the same steps.
 
     Attributes:
-        batches: Indices of public images, by batch.
-        rows: Position of each step's images, (steps, B), in the concatenation of all batches.
+        batches: Indices of the public images of each batch.
+        rows: Positions (steps, B) of the images of each step in the concatenation of all batches.
         batch_statistics: Whether norms use the statistics of each batch.
     """
 
@@ -203,18 +213,24 @@ class TeacherBatches:
 
     @classmethod
     def of_steps(cls, indices: Tensor, options: Distillation, engine: Engine) -> "TeacherBatches":
-        """Plan the teachers' passes for steps on the public images at ``indices`` (steps, B)."""
+        """Return the batches for the steps of a round.
+
+        Args:
+            indices: Indices (steps, B) of the public images of each step.
+            options: Options of the distillation.
+            engine: Engine that runs the teachers.
+        """
         if options.teacher_mode == "eval" or not engine.has_batch_norms:
-            # An image's logits are the same in any batch, so each image is passed through the teachers once.
+            # The logits of an image are the same in any batch, so teachers run on each image once.
             distinct, rows = torch.unique(indices, return_inverse=True)
             return cls(distinct.split(PUBLIC_BATCH), rows, False)
         if options.teacher_mode == "public":
             distinct, rows = _distinct_in_order_of_use(indices)
-            # Batches of nearly equal size, since the statistics of a small remainder would be poor.
+            # Batches of nearly equal size, since a small last batch would have poor statistics.
             num_batches = math.ceil(len(distinct) / PUBLIC_BATCH)
             return cls(distinct.tensor_split(num_batches), rows, True)
-        # One batch per step. Statistics do not depend on the order of images, so steps on the same images, such as all
-        # of the public set, share a batch, in which the images are sorted.
+        # One batch per step, with sorted images. Statistics do not depend on their order, so that steps on the same
+        # images, such as the complete public set, share a batch.
         sorted_indices, order = indices.sort(dim=1, stable=True)
         batches, batch_of_step = torch.unique(sorted_indices, dim=0, return_inverse=True)
         batch_size = indices.shape[1]
@@ -231,9 +247,9 @@ class TeacherBatches:
         """Yield the logits (C, B, K) of teachers (C, ...) on each batch.
 
         Args:
-            engine: Runs the teachers.
-            teachers: Stack (C, ...).
-            read_images: Returns the prepared images at some indices.
+            engine: Engine that runs the teachers.
+            teachers: States (C, ...) of the teachers.
+            read_images: Function of indices that returns the prepared images.
         """
         for batch in self.batches:
             images = read_images(batch)
@@ -241,10 +257,16 @@ class TeacherBatches:
 
 
 def _distinct_in_order_of_use(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct indices in the order in which steps (R, B) first use them, and the place of each index there.
+    """Return the distinct indices in the order of their first use, and the place of each index in them.
 
-    Steps draw at random. In the order of the public set, which may be sorted by class, batches would not be equally
-    distributed.
+    This order is random, since steps draw at random. The public set may be sorted by class, and batches in its order
+    would differ in their classes.
+
+    Args:
+        indices: Indices (steps, B) of the public images of each step.
+
+    Returns:
+        The distinct indices (N,), and the places (steps, B).
 
     >>> _distinct_in_order_of_use(torch.tensor([[7, 3], [5, 7]]))
     (tensor([7, 3, 5]), tensor([[0, 1],
@@ -255,7 +277,7 @@ def _distinct_in_order_of_use(indices: Tensor) -> tuple[Tensor, Tensor]:
     uses = torch.arange(num_uses)
     first_use = torch.full_like(distinct, num_uses).scatter_reduce(0, inverse.flatten(), uses, "amin")
     order = first_use.argsort()
-    # The inverse of a permutation is where each of its entries stands.
+    # argsort() of a permutation is its inverse.
     place_in_order = order.argsort()
     return distinct[order], place_in_order[inverse]
 
@@ -265,9 +287,9 @@ class TrustRegion:
     """States whose distance from a center is at most a radius.
 
     Attributes:
-        center: State in the middle.
-        radius: Largest Euclidean distance, over all ``names`` together.
-        names: Tensors that are measured.
+        center: State in the center.
+        radius: Largest Euclidean distance, over the tensors ``names`` together.
+        names: Names of the tensors that count in the distance.
     """
 
     center: State
@@ -276,20 +298,27 @@ class TrustRegion:
 
     @classmethod
     def around(cls, average: State, previous: State, names: Iterable[str], share: float) -> "TrustRegion":
-        """Return the region around an ``average``, whose radius is a ``share`` of its distance from ``previous``."""
+        """Return the region around an average.
+
+        Args:
+            average: State in the center.
+            previous: Global state before the round.
+            names: Names of the tensors that count in distances.
+            share: Radius as a share of the distance between the two states.
+        """
         names = tuple(name for name in names if name in previous)
         radius = share * _distance(average, previous, names)
         return cls(average, radius, names)
 
     def project(self, state: State) -> State:
-        """Move a state that is outside back along the straight line to the center; counters stay.
+        """Move a state outside of the region back along the straight line to the center; counters are unchanged.
 
         >>> region = TrustRegion({"w": torch.zeros(2)}, 1.0, ("w",))
         >>> region.project({"w": torch.tensor([0.0, 4.0])})["w"].tolist()
         [0.0, 1.0]
         """
         distance = _distance(state, self.center, self.names)
-        # Not `distance <= radius`: a state with NaN is returned as it is, so that the caller notices.
+        # Not `distance <= radius`: a state with NaN is returned as it is, so that the caller can detect it.
         if not distance > self.radius:
             return state
         share = self.radius / distance
@@ -323,13 +352,13 @@ class ServerData(Protocol):
 
 @dataclass(frozen=True)
 class SecureTeachers:
-    """Teachers whose logits the server may only see as a sum over the clients.
+    """Teachers whose logits the server may see only as a sum over the clients.
 
     Attributes:
-        sums: How the logits are added up.
-        clients: The teachers, which take the place of those with which a distiller is called.
-        logit_sum: The sum (N, K) of their logits on the N rows of the round's :class:`TeacherBatches`, as integers, if
-            the sites of a deployment added them up themselves.
+        sums: Options of secure sums.
+        clients: The teachers, which replace those with which a distiller is called.
+        logit_sum: Sum (N, K) of their logits on the N rows of the round's :class:`TeacherBatches`, in integers, if the
+            sites of a deployment have computed it; None to compute it here.
     """
 
     sums: SecureSums
@@ -339,13 +368,13 @@ class SecureTeachers:
 
 @dataclass(frozen=True)
 class DistillationRound:
-    """The inputs that differ from round to round.
+    """The inputs of a distiller that differ between rounds.
 
     Attributes:
         index: Number of the round, counted from 0.
         seed: Seed of the student's dropout.
-        progress: Wraps the indices (steps, B) of the steps in a progress bar.
-        secure: The teachers with secure sums; without them ``None``.
+        progress: Function that wraps the indices (steps, B) of the steps in a progress bar.
+        secure: The teachers with secure sums; ``None`` without secure sums.
     """
 
     index: int = 0
@@ -359,8 +388,8 @@ class DistillationReport:
     """The results of a distiller in one round. Algorithms with several global models distil several times per round.
 
     Attributes:
-        student: The state from which the last distillation started.
-        diverged: Whether a result was NaN or infinite and the student was returned instead.
+        student: State from which the last distillation started.
+        diverged: Whether a result was not finite, so that the student was returned instead.
         metrics: Metrics of the round.
     """
 
@@ -375,21 +404,21 @@ class DistillationReport:
 
 @dataclass
 class Distiller:
-    """Distils an ensemble of teachers into a student in one round; call it with both.
+    """Distils an ensemble of teachers into a student in one round, when it is called with both.
 
-    Every rank runs its own clients' models once on each batch of :class:`TeacherBatches`; only the sum of their logits
-    is exchanged. All ranks take the same steps with the student.
+    Each rank runs the models of its clients once on each batch of :class:`TeacherBatches`, and ranks exchange only the
+    sums of logits. All ranks take the same steps with the student.
 
     Attributes:
-        engine: Runs the models.
-        options: Options; in a round that is not to be distilled the student is returned as it is.
+        engine: Engine that runs the models.
+        options: Options of the distillation. In a round that is not distilled, the student is returned unchanged.
         parameters: Names of the tensors to train.
         data: The server's images.
-        round: The present round.
+        round: Inputs of the current round.
         multilabel: Whether an image may have several labels.
-        ranks: The processes.
+        ranks: The processes that share the work.
         scales: Loss scales in float16, which are kept between rounds.
-        report: Report of what was done in this round.
+        report: Report of this round.
     """
 
     engine: Engine
@@ -409,18 +438,18 @@ class Distiller:
         average_from: float | None = None,
         previous: State | None = None,
     ) -> State:
-        """Return the refined student. A collective: all ranks must call this alike.
+        """Return the distilled student. A collective: all ranks must call this.
 
         Args:
-            student: State to start from, which is not changed.
-            teachers: Stack (C, ...) that all ranks hold, or the :class:`Updates` of the clients of all ranks. Tensors
-                that they lack are the student's, and are not trained.
-            average_from: Return the mean of the student's states after the steps from this share of
-                :attr:`Distillation.steps` on, instead of the last state (stochastic weight averaging).
-            previous: Global state before the round, by which the trust region is measured; ``None`` for no limit.
+            student: State from which the student starts. It is not changed.
+            teachers: States (C, ...) that are the same on all ranks, or the :class:`Updates` of the clients of all
+                ranks. Tensors that they lack are taken from the student, and are not trained.
+            average_from: Return the mean of the student's states after this share of the steps, instead of the last
+                state (stochastic weight averaging); ``None`` for the last state.
+            previous: Global state before the round, which determines the trust region; ``None`` for no limit.
 
         Returns:
-            The refined state, or the student if nothing was or could be distilled.
+            The distilled state, or the student itself if nothing was distilled or the result was not finite.
         """
         self.report.student = student
         device = device_of(student)
@@ -440,7 +469,7 @@ class Distiller:
         return refined
 
     def _clients(self, teachers: Updates | State) -> Updates:
-        """Return the teachers as updates."""
+        """Return the teachers as updates, which with secure sums are those of the round."""
         if self.round.secure is not None:
             return self.round.secure.clients
         if isinstance(teachers, Updates):
@@ -448,14 +477,14 @@ class Distiller:
         return Updates.replicated(teachers, self.ranks)
 
     def _is_only_teacher(self, student: State, clients: Updates) -> bool:
-        """Return whether the student would teach itself, where Adam would turn rounding errors into full steps.
+        """Return whether the only teacher is equal to the student. A collective if there is one teacher.
 
-        A collective if there is one teacher.
+        Adam would then turn rounding errors into steps of full size.
         """
         if clients.clients != 1:
             return False
         for key, value in student.items():
-            # All ranks gather the same tensor, and so leave this loop at the same name.
+            # A collective. All ranks gather the same tensor, so all leave this loop at the same name.
             if key in clients and not torch.equal(clients.gathered(key)[0], value):
                 return False
         return True
@@ -469,7 +498,15 @@ class Distiller:
         previous: State | None,
         scales: LossScales | None,
     ) -> State:
-        """Return the student after the steps of a round, or the student itself if the guard does not accept them."""
+        """Return the student after the steps of a round, or the student itself if the guard rejects the result.
+
+        Args:
+            student: State from which the student starts.
+            clients: The teachers.
+            average_from: As in :meth:`__call__`.
+            previous: As in :meth:`__call__`.
+            scales: Loss scales in float16; ``None`` in other precisions.
+        """
         options = self.options
         indices = self.data.public_indices(self.round.index, options.steps, options.batch_size)
         batches = TeacherBatches.of_steps(indices, options, self.engine)
@@ -496,9 +533,9 @@ class Distiller:
                 names=trained,
                 region=region,
             )
-        # Some kernels of a GPU do not give the same bits twice, so ranks may differ in the last ones.
+        # Some GPU kernels are not deterministic, so that ranks may differ in the last bits.
         self.ranks.broadcast_(refined.values())
-        # A result that is not finite is left to the caller.
+        # The caller handles a result that is not finite.
         if average_logits is not None and is_finite(refined):
             refined_entropy = predicted_class_entropy(self._public_logits(refined, batches))
             if refined_entropy <= predicted_class_entropy(average_logits):
@@ -506,7 +543,7 @@ class Distiller:
         return refined
 
     def _targets(self, clients: Updates, student: State, batches: TeacherBatches) -> Tensor:
-        """Compute the teachers' mean logits (N, K) on the rows of the batches. A collective."""
+        """Compute the mean logits (N, K) of the teachers on the N rows of all batches. A collective."""
         example = next(iter(student.values()))
         secure = self.round.secure
         if secure is None:
@@ -520,9 +557,10 @@ class Distiller:
         return mean.to(example.device, example.dtype)
 
     def _sum_of_logits(self, clients: Updates, student: State, batches: TeacherBatches) -> "_LogitSum":
-        """Add up the logits of all ranks' teachers. A collective.
+        """Sum the logits over the teachers of all ranks. A collective.
 
-        Sums are in double precision, so that they do not depend on the order of ranks, or integers if they are secure.
+        Sums are in double precision, so that the order of ranks matters only in bits that are rounded away; secure sums
+        are in integers.
         """
         count = len(clients.places)
         states = expand(student, max(1, count))
@@ -532,7 +570,7 @@ class Distiller:
         sums = []
         for logits in batches.logits(self.engine, states, lambda rows: self.data.public_images(rows, device)):
             if not count:
-                # A rank without clients takes part in the collective; the student's logits have the right shape.
+                # A rank without clients contributes zeros, in the shape of the student's logits.
                 logits = torch.zeros_like(logits)
             values = double(logits)
             if self.round.secure is not None:
@@ -552,7 +590,11 @@ class Distiller:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the images (B, ...) and the teachers' mean logits (B, K) of each step.
 
-        If ranks share the steps, these are only this rank's rows.
+        Args:
+            indices: Indices (steps, B) of the public images of each step.
+            batches: Batches of the teachers.
+            targets: Mean logits (N, K) of the teachers on the rows of all batches.
+            shares_steps: Whether ranks share each step, so that only the rows of this rank are yielded.
         """
         device = targets.device
         local_rows = slice(None)
@@ -564,22 +606,22 @@ class Distiller:
             yield images, targets[target_rows]
 
     def _public_logits(self, state: State, batches: TeacherBatches) -> Tensor:
-        """Compute the logits (N, K) of one state on the rows of the batches, in evaluation mode. A collective."""
+        """Compute the logits (N, K) of one state on the rows of all batches, in evaluation mode. A collective."""
         device = device_of(state)
         model = expand(state, 1)
-        # Each image is passed once, and its logits are repeated as often as it is among the rows.
+        # The model runs on each image once, even if the image has several rows.
         distinct, rows = torch.cat(batches.batches).unique(return_inverse=True)
         parts = []
         for indices in distinct.split(PUBLIC_BATCH):
             images = self.data.public_images(indices, device)
             parts.append(self.engine.shared_logits(model, images)[0])
         logits = torch.cat(parts)[rows.to(device)]
-        # All ranks must come to the same decision.
+        # All ranks must decide from the same bits, or some would leave the collectives that follow.
         self.ranks.broadcast_([logits])
         return logits
 
     def _accuracy(self, state: State) -> float:
-        """Compute the share of the server's validation labels that a state predicts."""
+        """Compute the accuracy of a state on the server's validation images."""
         device = device_of(state)
         correct = 0
         total = 0
@@ -604,20 +646,20 @@ class Distiller:
         names: Collection[str] | None = None,
         region: TrustRegion | None = None,
     ) -> State:
-        """Take the student's steps.
+        """Train the student on the teachers' logits.
 
         Args:
-            student: State to start from, which is not changed.
+            student: State from which the student starts. It is not changed.
             batches: Images (B, ...) and the teachers' mean logits (B, K) of each step.
-            average_from: Return the mean of the states from this share of the steps on.
-            scales: Loss scales in float16.
-            total_rows: Number of images of a step on all ranks, if they are divided among the ranks. Every rank's
-                gradients are then added up, a collective in each step.
-            names: Train only those of the parameters that are among these.
-            region: Trust region into which states are moved before they are scored or returned.
+            average_from: Return the mean of the states after this share of the steps; ``None`` for the last state.
+            scales: Loss scales in float16; ``None`` in other precisions.
+            total_rows: Number of images of a step on all ranks, if ranks share the steps. Gradients are then summed
+                over the ranks, which is a collective in each step.
+            names: Names of the parameters to train; ``None`` for all.
+            region: Trust region into which states are moved before they are scored or returned; ``None`` for no limit.
 
         Returns:
-            The state after the steps or, if the student is validated, the best of those that were scored.
+            The state after the last step or, with validation, the best of the states that were scored.
         """
         options = self.options
         state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
@@ -637,7 +679,7 @@ class Distiller:
             logits = self._student_logits(state, images, scales, streams.fork("step", step))
             loss = distillation_loss(logits, targets, options.temperature, self.multilabel)
             if total_rows is not None:
-                # The gradients of all ranks then add up to that of the mean over all rows.
+                # With this factor, the ranks' gradients sum to the gradient of the mean over all rows.
                 loss = loss * (len(images) / total_rows)
             self._descend(optimizer, leaves, loss, scales, ranks_share_step=total_rows is not None)
             average.update(step, trained)
@@ -659,7 +701,7 @@ class Distiller:
         scales: LossScales | None,
         ranks_share_step: bool,
     ) -> None:
-        """Take an optimiser step on the leaves. A collective if ranks share the step, whose gradients are added up."""
+        """Take an optimiser step on the leaves. A collective if ranks share the step: gradients are then summed."""
         optimizer.zero_grad()
         loss.backward()
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
@@ -672,7 +714,14 @@ class Distiller:
             optimizer.step()
 
     def _student_logits(self, state: State, images: Tensor, scales: LossScales | None, streams: Streams) -> Tensor:
-        """Compute the logits (B, K) of the student (1, ...)."""
+        """Compute the student's logits (B, K).
+
+        Args:
+            state: State (1, ...) of the student.
+            images: Images (B, ...).
+            scales: Loss scales in float16; ``None`` in other precisions.
+            streams: Random streams of the step, for dropout.
+        """
         training = self.options.student_mode == "train"
         if scales is None:
             return self.engine.logits(state, images.unsqueeze(0), training=training, streams=streams)[0]
@@ -681,10 +730,10 @@ class Distiller:
         return scales.leave(logits, STUDENT)[0]
 
     def _first_averaged_step(self, average_from: float | None) -> int:
-        """Return the first step, counted from 0, whose state is averaged; past the last if none is."""
+        """Return the first step, counted from 0, whose state is averaged; after the last step if there is none."""
         if average_from is None:
             return self.options.steps
-        # Rounded first: 0.3 · 10 is a little more than 3.
+        # Rounded before ceil(), since products such as 0.3 · 10 may exceed an integer in floating point.
         return math.ceil(round(average_from * self.options.steps, 9))
 
     def _is_validated(self, step: int) -> bool:
@@ -694,21 +743,26 @@ class Distiller:
 
 
 class _LogitSum(NamedTuple):
-    """A sum of logits (N, K), and the number format of the logits themselves."""
+    """A sum of logits.
+
+    Attributes:
+        values: The sum (N, K), in double precision or integers.
+        logit_dtype: Dtype of the logits that were summed.
+    """
 
     values: Tensor
     logit_dtype: torch.dtype
 
 
 class _RunningMean:
-    """The mean of tensors (1, ...) over the steps, starting at the first that counts; empty before it."""
+    """Mean of tensors over the steps from ``first_step`` on, without the client axis; empty before that step."""
 
     def __init__(self, first_step: int) -> None:
         self.first_step = first_step
         self.mean: State = {}
 
     def update(self, step: int, tensors: State) -> None:
-        """Add the tensors after a step."""
+        """Include the tensors (1, ...) after a step in the mean."""
         if step < self.first_step:
             return
         count = step - self.first_step + 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round of a deployed run: its sites, their answers, and how it is closed and logged."""
+"""A round of a deployed run: its sites, their answers, and how it is aggregated and logged."""
 
 import logging
 import math
@@ -28,11 +28,11 @@ UpdatesBySite = Mapping[int, tuple[Response, State]]
 Facts = Mapping[str, Any]
 """What a site sends beside its update (:class:`perada.deploy.protocol.Response`)."""
 TRANSIENT = ("late", "unreachable", "crashed")
-"""Codes after which a site may be asked again in the same round."""
+"""Codes of failures after which a request may be sent to the site again in the same round."""
 UNTRAINED = ("exhausted", "unapproved", "past", "future", "other", "protocol")
 """Codes of sites that have refused to train."""
 ADMISSION_INTERVAL = 10
-"""A site that was not admitted is asked again in each tenth round; one that did not answer, in the next round."""
+"""Number of rounds after which a site that was not admitted is asked again; one that did not answer is in the next."""
 
 log = logging.getLogger("perada.deploy")
 
@@ -55,7 +55,7 @@ class Roster:
         self.terms = terms
         self.settings = recipe.settings()
         self.batch_size = recipe.data.batch_size
-        # A target of ε is for a site that takes part in every round.
+        # The noise of a target ε is calibrated for a site that takes part in every round.
         self.client_level = recipe.level(terms.min_sites)
         if self.client_level is not None and progress.client_level is not None:
             self.client_level.load_state_dict(progress.client_level)
@@ -65,7 +65,7 @@ class Roster:
 
     @property
     def lora_ranks(self) -> tuple[int, ...]:
-        """The sites' ranks of LoRA; empty if all have the adapter's."""
+        """LoRA rank of each site; empty if all have the adapter's rank."""
         return self._lora_ranks(self.progress.roster)
 
     def _lora_ranks(self, members: Sequence[Member]) -> tuple[int, ...]:
@@ -78,22 +78,27 @@ class Roster:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The number of each site."""
+        """Number of each site, by its name."""
         return {member.name: number for number, member in enumerate(self.progress.roster)}
 
     def newcomers(self, names: Iterable[str]) -> list[str]:
-        """Return the connected sites that should be asked to join now."""
+        """Return the sites that should be asked to join now.
+
+        Args:
+            names: Names of the connected sites.
+        """
+        # With enough members, sites with a lasting reason not to join are asked only in some rounds.
         skipped = set(self.numbers)
         if len(skipped) >= self.terms.min_sites and self.progress.done % ADMISSION_INTERVAL:
             skipped |= {name for name, reason in self.outside.items() if reason not in TRANSIENT}
         return sorted(set(names) - skipped)
 
     def admit(self, responses: Mapping[str, Response], failed: Mapping[str, str]) -> None:
-        """Admit newcomers.
+        """Admit new sites to the run, or record why they cannot join.
 
         Args:
-            responses: Responses of those that answered.
-            failed: Codes of the others.
+            responses: Responses of the sites that answered, by name.
+            failed: Codes of the others, by name.
         """
         progress = self.progress
         for name in sorted({*responses, *failed}):
@@ -108,7 +113,7 @@ class Roster:
             progress.roster.append(Member(name, facts.get("size"), progress.done))
 
     def _objection(self, name: str, response: Response) -> str:
-        """Return why a site is not admitted; "" if it is."""
+        """Return the reason why a site cannot join; "" if it can."""
         labels = response.facts.get("labels")
         size = response.facts.get("size")
         members = self.progress.roster
@@ -116,7 +121,7 @@ class Roster:
             self._lora_ranks([*members, Member(name, size, self.progress.done)])
             client_privacy = self.settings.client_privacy
             if client_privacy is not None:
-                # The more sites there are, the smaller delta must be.
+                # With every further site, delta must be smaller.
                 check_delta_covers("client_privacy", client_privacy.delta, len(members) + 1, "sites with this one")
         except ValueError as error:
             return str(error)
@@ -136,7 +141,11 @@ class Roster:
         return ""
 
     def eligible(self, names: Sequence[str]) -> list[int]:
-        """Return the numbers of the connected sites that may be asked."""
+        """Return the numbers of the sites that may be selected for a round.
+
+        Args:
+            names: Names of the connected sites.
+        """
         last_round = self.progress.done - 1
         members = self.progress.roster
         eligible = [number for number, member in enumerate(members) if member.name in names and not member.left]
@@ -149,7 +158,10 @@ class Roster:
         return eligible
 
     def plan(self, clients: Sequence[int]) -> RoundPlan:
-        """Plan a round of sites. A site that does not report its size counts as having one image."""
+        """Return the plan of a round for sites given by their numbers.
+
+        A site that does not report its size is planned with one image.
+        """
         sizes = [member.size or 1 for member in self.progress.roster]
         return make_plan(self.progress.done, clients, sizes, self.settings.phases, self.batch_size)
 
@@ -157,18 +169,18 @@ class Roster:
         """Record the privacy cost of the fine-tuning, which only the sites' release ledgers count.
 
         Args:
-            responses: Responses of the sites that did it, by name.
-            failed: Codes of the others that were asked.
+            responses: Responses of the sites that were fine-tuned, by name.
+            failed: Codes of the other sites that received a request.
         """
         for member in self.progress.roster:
             if member.name in responses:
                 member.epsilon = responses[member.name].facts.get("epsilon", member.epsilon)
             elif failed.get(member.name, "exhausted") not in UNTRAINED:
-                # It may have trained, and the server does not know.
+                # The site may have trained without the server knowing, so its ε is unknown.
                 member.epsilon = member.epsilon | {"release": None}
 
     def note_round(self, record: RoundRecord, responses: Mapping[int, Response]) -> None:
-        """Record who took part in a round, who was late, and who is not asked any more."""
+        """Record which sites took part in a round, which were late, and which have left the run."""
         for client, response in responses.items():
             member = self.progress.roster[client]
             member.rounds += 1
@@ -181,7 +193,7 @@ class Roster:
             if code == "late":
                 member.late = record.round
             if code == "broken":
-                # It has spent as much as for an update, and its reply does not say so; its next one will.
+                # It has spent as much as for an update, but only its next reply will state its ε.
                 member.epsilon = {"server": None, "release": None}
 
 
@@ -197,14 +209,14 @@ def ask(
 
     Args:
         transport: Transport of the run.
-        messages: Messages by the name of the site.
-        enough: Number of replies after which not to wait for others.
-        seconds: How long to wait.
-        expected: Tensors that each site's response must have.
-        record: Record to which megabytes are added.
+        messages: Message to each site, by name.
+        enough: Number of replies after which the others are not awaited.
+        seconds: Maximum waiting time.
+        expected: Names, dtypes and shapes of the tensors that each site's response must have.
+        record: Record of the round, to which the megabytes are added.
 
     Returns:
-        Responses and tensors in the order in which they came, and the codes of all other sites.
+        Responses and tensors by site, in the order of arrival, and the codes of all other sites.
     """
     responses: dict[str, tuple[Response, State]] = {}
     record.down += sum(map(len, messages.values())) / 1e6
@@ -218,9 +230,10 @@ def ask(
             continue
         record.up += len(reply) / 1e6
         try:
-            # The header comes first: if the protocol is another one, no tensors can be expected.
+            # The header is read first, since a reply with another protocol or an error has no tensors.
             response = Response.read(read_header(reply))
-            _, state = unpack(reply, expected[name] if response.code == "ok" else {})
+            spec = expected[name] if response.code == "ok" else {}
+            _, state = unpack(reply, spec)
             if response.answers != digest(messages[name]):
                 raise RefusalError("it answers a different message")
         except RefusalError as error:
@@ -235,7 +248,7 @@ def ask(
 
 
 def _describe_exchange(messages: Mapping[str, bytes], replies: Mapping[str, bytes | Failure]) -> str:
-    """Describe a request, and who replied."""
+    """Return a line of log about a request: what was requested, and how many sites replied."""
     request = Request.read(read_header(next(iter(messages.values()))))
     failures = [f"{name} {reply.code}" for name, reply in replies.items() if isinstance(reply, Failure)]
     replied = f"{len(replies) - len(failures)} of {len(messages)} sites replied"
@@ -251,7 +264,7 @@ def close_round(
     updates: UpdatesBySite,
     summed_logits: Tensor | None = None,
 ) -> None:
-    """Compute the next global state from what sites sent, and add the round to the progress.
+    """Compute the next global state from the sites' updates, and add the round to the progress.
 
     Args:
         recipe: Recipe of the run.
@@ -259,7 +272,7 @@ def close_round(
         roster: Sites of the run.
         images: Public images.
         record: Record of the round.
-        updates: Responses and updates by the number of the site. After a secure sum each update is its mean.
+        updates: Responses and updates by the number of the site. After a secure sum every update is the mean of all.
         summed_logits: Sum of the sites' logits after a secure sum, the ``logit_sum`` of a
             :class:`~perada.federation.server.RoundContext`.
     """
@@ -268,10 +281,10 @@ def close_round(
     result = ServerResult()
     counted = list(updates)
     if client_level is not None and not recipe.noisy:
-        # Which training breaks depends on images, so that a site whose training broke must count too.
+        # Whether training fails depends on images, so a site whose training failed must be counted too.
         counted += [number for name, number in roster.numbers.items() if record.failed.get(name) == "broken"]
     if client_level is not None and recipe.noisy:
-        # What came under masks has a cost, also if the round is void.
+        # Masked vectors that arrived have a privacy cost, even if the round is void.
         masked = [roster.numbers[name] for name in record.masked]
         costs = client_level.round_costs(roster.plan(masked)) if masked else []
         client_level.spend(costs)
@@ -321,7 +334,7 @@ def _aggregate(
     rows: State = {}
     if states[0]:
         rows = stack(states)
-    # Of all sites, also where an algorithm has them send nothing.
+    # The updates are those of all sites, even if the algorithm sends nothing.
     site_updates = Updates(rows, everyone, len(everyone))
     context = RoundContext(
         plan=plan,

@@ -28,11 +28,11 @@ from perada.deploy.sums.site import DealtShares, RevealedShares
 from perada.deploy.sums.vector import Uint64Vector
 
 MAX_FAILURES = 3
-"""How often keys and shares are exchanged in vain without a site to blame; once masks were sent, a sum is over."""
+"""Number of failed exchanges of keys and shares, without a site to blame, after which a sum is given up."""
 LIED = "lied"
 """Code of a site that provably lied in a sum."""
 DISPUTED = "disputed"
-"""Code of a site that most others do not accept, or that does not accept sites that most others do."""
+"""Code of a site that most others reject, or that rejects sites which most others accept."""
 MASKED = "masked"
 """Name of the tensor with a masked vector."""
 _DIGEST = "[0-9a-f]{64}"
@@ -42,7 +42,7 @@ log = logging.getLogger("perada.deploy")
 
 
 class AskStep(Protocol):
-    """Asks sites for a step of a sum; see :meth:`.Coordinator._sum`."""
+    """Function that requests a step of a sum from sites; see :meth:`.Coordinator._sum`."""
 
     def __call__(
         self,
@@ -52,37 +52,37 @@ class AskStep(Protocol):
         vector_size: int,
         /,
     ) -> dict[str, tuple[Response, State]]:
-        """Send each site its content of a step.
+        """Request a step from some sites.
 
         Args:
-            kind: The step.
-            attempt: Attempt at the sum.
-            contents: Content of the request by the name of the site.
-            vector_size: Length of the masked vector that is expected; 0 for none.
+            kind: Kind of the step.
+            attempt: Number of the attempt at the sum.
+            contents: Content of the request to each site, by name.
+            vector_size: Length of the masked vector that each site must send; 0 for none.
 
         Returns:
-            The responses, and the tensors that came with them, of the sites that answered.
+            Response and tensors of each site that answered, by name.
         """
 
 
 class SecureSum:
     """One secure sum on the server's side.
 
-    A site that voids the sum by what it sends is identified where that can be proven. As long as nothing was masked,
-    the sum is begun again without it.
+    A site that makes the sum fail is identified if this can be proven. As long as no vector was masked, the sum is then
+    restarted without it.
 
     Args:
-        ask: Asks sites for a step.
-        terms: Returns the terms of an attempt.
+        ask: Function that requests a step from sites.
+        terms: Function of the number of an attempt that returns its terms.
         trained: Responses of the sites that may take part, with their keys for the first attempt.
         vector_size: Length of a vector.
         state: State of the sum when the server was stopped; None if it had not begun.
-        save: Saves the state of the sum.
-        sent_digests: Digests of what the server sent in former rounds, by round.
+        save: Function that saves the state of the sum.
+        sent_digests: Digests of what the server sent in earlier rounds, by round.
 
     Attributes:
-        failed: Codes of sites that did not do what they were asked.
-        lies: Proven lies by the name of the site.
+        failed: Codes of the sites that did not take a requested step, by name.
+        lies: Proven lies, by the name of the site.
     """
 
     def __init__(
@@ -101,9 +101,10 @@ class SecureSum:
         self._vector_size = vector_size
         self._state = state
         self._save = save
-        # Through the text of an advert, which cuts the digests as those of the sites are cut.
+        # Converted to the text of an advert and back, which truncates digests like those of the sites.
         self._sent_digests = parse_heard(SiteClaims(heard=sent_digests or {}).texts()["heard"])
-        self._excluded: set[str] = set()  # from the next attempt
+        # Sites that the next attempt excludes.
+        self._excluded: set[str] = set()
         self.failed: dict[str, str] = {}
         self.lies: dict[str, str] = {}
 
@@ -114,7 +115,7 @@ class SecureSum:
             The sites in the sum, and the sum of their vectors.
 
         Raises:
-            RefusalError: If too few sites remain at a step. Nothing can be read then.
+            RefusalError: If too few sites remain at a step. The sum can then not be decrypted.
         """
         if self._state is not None and self._state.senders:
             server, state = self._resume(self._state)
@@ -134,7 +135,7 @@ class SecureSum:
             self.failed[name] = LIED
 
     def _exchange_shares(self) -> tuple[ServerRound, SumState]:
-        """Exchange keys and shares, in a new attempt whenever the sites that prevented it were identified."""
+        """Exchange keys and shares, in a new attempt whenever the sites that made it fail were identified."""
         attempt = 0 if self._state is None else self._state.attempt + 1
         failures = 0
         while True:
@@ -152,7 +153,7 @@ class SecureSum:
             attempt += 1
 
     def _check_candidates(self, candidates: Mapping[str, object]) -> None:
-        """Raise if there are too few sites to begin with."""
+        """Raise a RefusalError if there are too few sites for an attempt."""
         min_sites = self._terms(0).options.min_sites
         if len(candidates) < min_sites:
             without = f"; without {', '.join(sorted(self._excluded))}" if self._excluded else ""
@@ -164,14 +165,14 @@ class SecureSum:
         """Exchange keys and shares once.
 
         Returns:
-            The round, in which the remaining sites hold shares of one another, and its saved state.
+            The round, in which the remaining sites have shares of one another, and its saved state.
         """
         adverts = self._collect_adverts(attempt, candidates)
         terms = self._terms(attempt)
         server = ServerRound(terms, [*adverts.values()])
         advert_list = [vars(adverts[name]) for name in server.order]
         state = SumState(terms.round, terms.of, attempt, advert_list)
-        # Before sites are sent the list, since a restarted server must send the same one.
+        # Saved before the list is sent, since a restarted server must send the same list.
         self._save(state)
         boxes = self._collect_shares(server, attempt, advert_list)
         holders = self._deliver_shares(server, attempt, boxes)
@@ -183,7 +184,7 @@ class SecureSum:
         return server, state
 
     def _collect_adverts(self, attempt: int, candidates: Mapping[str, tuple[Response, State]]) -> dict[str, Advert]:
-        """Return the adverts of the sites that may be in one list."""
+        """Return the adverts of the sites that can be in the same list."""
         if attempt:
             answers = self._ask_same("keys", attempt, candidates, {})
         else:

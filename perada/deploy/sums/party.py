@@ -42,14 +42,14 @@ class _ActiveSum:
 
 
 class Party:
-    """A site among those that it agrees to hide among.
+    """A site as a participant in secure sums.
 
-    It takes part in one sum of each run at a time, since it may serve several runs at once. Keys are in memory only.
+    A site may serve several runs, and takes part in one sum of each run at a time. Keys are kept only in memory.
 
     Args:
-        name: Name by which the other sites know this one.
+        name: Name of this site in the list of sites.
         identity: Its private key.
-        peers: The other sites' keys by name; the site itself may be among them.
+        peers: Public keys of the other sites by name; this site may be among them.
 
     Raises:
         ValueError: If the list has another key under this site's name, or its key under another name.
@@ -65,11 +65,11 @@ class Party:
         for other, key in self.peers.items():
             if key.public_bytes_raw() == public_bytes:
                 raise ValueError(f"the list of sites has the key of this site, {name!r}, under the name {other!r}")
-        # By run; the sum that was begun last comes last.
+        # By run, in the order in which the sums were begun.
         self._sums: dict[str, _ActiveSum] = {}
 
     def survivors(self, terms: SumTerms) -> list[str]:
-        """Return the sites in a sum, this one among them; empty before the server has named them."""
+        """Return the sites in a sum, including this one; empty before the server has announced them."""
         current = self._find(terms)
         if current is None:
             return []
@@ -87,20 +87,20 @@ class Party:
         self._sums[terms.run].replies[message_digest] = reply
 
     def offer_keys(self, terms: SumTerms, claims: SiteClaims, begin: bool) -> dict[str, Any]:
-        """Return the keys for the first attempt at a sum, the same ones on every call.
+        """Return the public keys for the first attempt at a sum, which are the same in every call.
 
         Args:
             terms: Terms of the sum.
-            claims: What the site states beside its keys.
-            begin: Whether keys may be made if there are none yet.
+            claims: Claims of the site in addition to its keys.
+            begin: Whether to create keys if there are none yet.
 
         Returns:
-            The advert; nothing if a later attempt was begun, or there are no keys and none may be made.
+            The advert; empty if a later attempt was begun, or if there are no keys.
         """
         last = self._sums.get(terms.run)
         if last is not None and _is_same_sum(last.terms, terms):
             if last.terms != terms:
-                # It is at another attempt already.
+                # A later attempt was begun already.
                 return {}
             return {"advert": vars(last.round.advert)}
         if not begin:
@@ -108,14 +108,14 @@ class Party:
         return self._begin(terms, claims)
 
     def _find(self, terms: SumTerms) -> "_ActiveSum | None":
-        """Return the sum with these terms; None if its run is at a different sum now, or at none."""
+        """Return the sum with these terms; None if the run now has another sum, or none."""
         last = self._sums.get(terms.run)
         if last is None or last.terms != terms:
             return None
         return last
 
     def _begin(self, terms: SumTerms, claims: SiteClaims) -> dict[str, Any]:
-        """Make the keys of a sum, which replaces the last one of its run."""
+        """Create the keys of a sum, which replaces the previous sum of its run."""
         self._sums.pop(terms.run, None)
         while len(self._sums) >= MAX_RUNS:
             oldest_run = next(iter(self._sums))
@@ -125,20 +125,20 @@ class Party:
         return {"advert": vars(round.advertise())}
 
     def step(self, request: Request, terms: SumTerms, claims: SiteClaims, make_vector: MakeVector) -> StepReply:
-        """Take the step of a sum that the server requests.
+        """Take a step of a sum.
 
         Args:
             request: Request of the server.
             terms: Terms of the sum, as this site knows them.
-            claims: What the site states beside its keys.
-            make_vector: Makes the vector, once the sum's sites are known.
+            claims: Claims of the site in addition to its keys.
+            make_vector: Function that computes the vector, once the sites of the sum are known.
 
         Raises:
             RefusalError: If the step does not come next, or would tell the server what it must not know.
         """
         if request.kind == "keys":
             last = self._sums.get(terms.run)
-            # Keys are made once for an attempt, whatever the server asks.
+            # Keys are created only once for an attempt, whatever the server requests.
             if last is not None and _is_same_sum(last.terms, terms) and terms.attempt <= last.terms.attempt:
                 raise RefusalError(
                     f"secure sum: keys for attempt {terms.attempt} were requested again, or after a later attempt",
@@ -156,12 +156,12 @@ class Party:
             return self._later_step(current.round, request, make_vector)
         except RefusalError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:  # a request of another form
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # a malformed request
             raise RefusalError(f"secure sum: {request.kind}: {type(error).__name__}: {error}") from None
 
     @staticmethod
     def _later_step(round: SiteRound, request: Request, make_vector: MakeVector) -> StepReply:
-        """Take a step after that of the keys. A request of another form raises whatever its contents lead to."""
+        """Take a step after that of the keys. A malformed request may raise any error."""
         content = request.sums
         match request.kind:
             case "shares":
@@ -175,7 +175,7 @@ class Party:
                 seals = round.open()
                 return StepReply({"seals": seals.hex()})
             case "mask":
-                # Before the vector is made, which takes passes over the public images.
+                # Checked before the vector is computed, which takes passes over the public images.
                 round.check_step("mask")
                 vector = make_vector(round.num_sites, round.shared_metric_names)
                 masked_vector = round.mask(content["there"], vector)
@@ -190,7 +190,7 @@ class Party:
 
 
 def _is_same_sum(terms: SumTerms, other_terms: SumTerms) -> bool:
-    """Return whether two terms are of one sum, in any attempts at it."""
+    """Return whether two terms are of the same sum, whatever their attempts."""
     return replace(terms, attempt=other_terms.attempt) == other_terms
 
 
@@ -200,5 +200,5 @@ def to_hex(contents: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def from_hex(texts: Mapping[str, str]) -> dict[str, bytes]:
-    """Decode what :func:`to_hex` wrote; anything else raises a ValueError, TypeError or AttributeError."""
+    """Decode the result of :func:`to_hex`; anything else raises a ValueError, TypeError or AttributeError."""
     return {name: bytes.fromhex(text) for name, text in texts.items()}
