@@ -28,7 +28,7 @@ def digest_of(path: Path) -> str:
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
     """Add a digest to the content of a JSON file, as its first entry.
 
-    The digest does not depend on spaces and on the order of entries.
+    The digest does not depend on whitespace or the order of entries.
 
     >>> check_sealed(sealed({"b": [1.5, None], "a": "x"}))
     {'b': [1.5, None], 'a': 'x'}
@@ -42,12 +42,12 @@ def check_sealed(content: Any) -> Any:  # noqa: ANN401  # any JSON
     Content that was written without a digest is returned as it is.
 
     Raises:
-        ValueError: If the content is not the one that :func:`sealed` got.
+        ValueError: If the content has changed since :func:`sealed`.
     """
     if not isinstance(content, dict):
         return content
     entries = {name: value for name, value in content.items() if name != KEY}
-    # A damaged name would hide the digest: an entry of another name that looks like one is an error, too.
+    # If the name of the digest is damaged, it would be missed: a digest under another name is an error too.
     has_misnamed_digest = any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in entries.values())
     if KEY not in content and not has_misnamed_digest:
         return content

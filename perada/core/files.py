@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Atomic file writes, locks, and temporary folders.
 
-Files are locked while they are written, if their file system has locks. This distinguishes what a killed process left
-behind from what another process is writing.
+Files are locked while they are written, if their file system has locks. This distinguishes files that a killed process
+has left from files that another process is writing.
 
-The locks are filelock's, on handles that this module opens: what is locked is the file being written or the folder
-itself, and links are not followed. ``FileLock`` would need another file next to each one, which would stay in users'
-folders.
+The locks are those of filelock, on handles that this module opens: the written file or the folder itself is locked, and
+links are not followed. ``FileLock`` would create another file next to each one, which would stay in users' folders.
 """
 
 import errno
@@ -25,19 +24,19 @@ from typing import Any, BinaryIO
 LOCK = "lock"
 """Name of the file in a folder by which a process locks it."""
 _LOCK_BYTES = 512
-"""Bytes that this file may hold: no more than one sector of a disk."""
+"""Maximum size of this file in bytes: one sector of a disk."""
 PREFIX = "perada-scratch-"
 """Prefix of the names of temporary folders."""
 _SYNC_THREADS = 16
-"""Files that are synced at the same time: a file system writes them in one go."""
+"""Number of files that are synced at the same time, which a file system writes together."""
 _NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
-"""Flag with which a symbolic link is not opened, if the system has it."""
+"""Flag for not opening symbolic links, if the system has one."""
 
 
 def sync(paths: Iterable[Path]) -> None:
     """Flush files and folder entries to disk, so that they survive a power failure.
 
-    It has no effect on systems other than POSIX.
+    This does nothing on systems other than POSIX.
 
     Raises:
         OSError: If they cannot be written.
@@ -59,7 +58,7 @@ def is_owner_only(status: os.stat_result, rights: int = 0o7) -> bool:
 
     Args:
         status: Result of ``stat`` for the file or folder.
-        rights: Which rights count: 4 to read, 2 to write, 1 to execute, or a sum of them.
+        rights: Rights to check: 4 to read, 2 to write, 1 to execute, or a sum of them.
     """
     mode = stat.S_IMODE(status.st_mode)
     if mode & rights:
@@ -74,7 +73,7 @@ def is_owner_only(status: os.stat_result, rights: int = 0o7) -> bool:
 
 
 def _other_members(group: int) -> set[int]:
-    """Return the ids of the accounts in a group, except for root and this process's own."""
+    """Return the ids of the accounts in a group, except for those of root and this process."""
     import grp  # only on POSIX systems
     import pwd
 
@@ -82,7 +81,8 @@ def _other_members(group: int) -> set[int]:
     members = {account.pw_uid for account in accounts if account.pw_gid == group}
     try:
         names = grp.getgrgid(group).gr_mem
-    except KeyError:  # a number without a name, such as an fsGroup: no account is listed in it
+    except KeyError:
+        # A number without a name, such as an fsGroup, lists no accounts.
         names = []
     members |= {account.pw_uid for account in accounts if account.pw_name in names}
     return members - {0, os.geteuid()}
@@ -109,22 +109,22 @@ def open_atomic(
 ) -> Iterator[BinaryIO]:
     """Open a temporary file that atomically replaces another one at the end of the ``with`` statement.
 
-    If the process is killed or the disk is full, the file that was there before remains.
+    If the process is killed or the disk is full, the former file remains.
 
     Args:
-        path: The file, in a folder that exists.
-        private: Let only its owner read it.
-        durable: Return only when it is on the disk; otherwise the caller must call :func:`sync`.
-        former: Where to keep the file that is replaced; ``None`` for nowhere. ``path`` exists at every moment if the
-            file system has hard links.
+        path: The file, in an existing folder.
+        private: Whether only the owner may read the file.
+        durable: Whether to return only once the file is on disk; otherwise the caller must call :func:`sync`.
+        former: Path to which the former file is moved; ``None`` to delete it. If the file system has hard links,
+            ``path`` exists at every moment.
 
     Raises:
-        OSError: If the file cannot be written; it names the file.
+        OSError: If the file cannot be written; the error contains the path.
     """
     partial = path.with_name(f".{path.name}.partial")
     mode = 0o600 if private else 0o666
     try:
-        # The rest of a crash is not reused: others may have it open, or it may be a link of theirs.
+        # A partial file from a crash is not reused: another process may have it open, or it may be a foreign link.
         partial.unlink(missing_ok=True)
         with writing(path), open(partial, "xb", opener=opener(mode)) as file:
             # Some file systems have no locks.
@@ -163,21 +163,19 @@ def _keep(path: Path, other: Path) -> None:
     second.unlink(missing_ok=True)
     try:
         os.link(path, second)
-    except OSError:  # a file system without links
+    except OSError:
+        # The file system has no links.
         path.replace(other)
     else:
         second.replace(other)
 
 
 def check_links(folder: Path, pattern: re.Pattern[str]) -> None:
-    """Reject symbolic links that lead out of a folder.
+    """Raise a ValueError if a symbolic link in a folder leads out of it.
 
     Args:
         folder: The folder.
-        pattern: Names of the files to check, and of the folders whose files to check.
-
-    Raises:
-        ValueError: With the name of the link and where it leads.
+        pattern: Names of the files to check, and of the folders whose files are checked.
     """
     root = folder.resolve()
     allowed = [root]
@@ -188,7 +186,7 @@ def check_links(folder: Path, pattern: re.Pattern[str]) -> None:
         if not pattern.fullmatch(entry.name):
             continue
         _check_link(entry, allowed)
-        # If the entry is a link, it is known by now to stay within the folder.
+        # If the entry is a link, it stays within the folder.
         if entry.is_dir():
             for path in entry.iterdir():
                 _check_link(path, allowed)
@@ -206,7 +204,7 @@ def _check_link(path: Path, allowed: Iterable[Path]) -> None:
 
 
 def clear(paths: Iterable[Path]) -> None:
-    """Delete files and folders that killed processes left, which no living process has locked."""
+    """Delete files and folders of killed processes: those that no running process has locked."""
     for path in paths:
         if path.is_symlink():
             continue
@@ -228,8 +226,8 @@ class Scratch:
     Folders of processes that were killed are deleted when the next one is created.
 
     Attributes:
-        path: The folder.
-        close: Deletes the folder.
+        path: Path of the folder.
+        close: Function that deletes the folder.
     """
 
     def __init__(self) -> None:
@@ -273,7 +271,7 @@ def locked(folder: Path, wait: bool = False) -> Iterator[bool]:
     except BlockingIOError:
         is_free = False
     except OSError:
-        # It does not exist, is a link, or is on a file system without locks.
+        # The folder does not exist, is a link, or is on a file system without locks.
         pass
     try:
         yield is_free
@@ -306,12 +304,12 @@ def _open_locked(path: Path, wait: bool = False) -> int:
 
 
 def _try_lock(handle: int, wait: bool = False) -> bool:
-    """Lock what a handle is of until it is closed; return False if another process has it locked.
+    """Lock the file or folder of a handle until it is closed; return False if another process has locked it.
 
     Raises:
         OSError: If the file system has no locks.
     """
-    # Not at the top: the import takes about 50 ms, a quarter of what the command line takes to start.
+    # Imported here, since it takes about 50 ms, a quarter of the start of the command line.
     from filelock import lock_descriptor
 
     return lock_descriptor(handle, blocking=wait)
@@ -331,14 +329,14 @@ def _sync(paths: Iterable[Path]) -> None:
 class FolderLock:
     """Reserves a folder for one process, and creates it with rights only for its owner.
 
-    The folder is free again after ``close()`` or the end of the process.
+    The folder is released by ``close()`` or at the end of the process.
 
     Args:
         folder: The folder.
-        whose: What uses it, for the message about another process.
+        whose: Kind of process that uses it, for the message about another one.
 
     Raises:
-        OSError: If another process has it, other users may write to it, or it cannot be created or locked.
+        OSError: If another process uses the folder, other users may write to it, or it cannot be created or locked.
     """
 
     def __init__(self, folder: Path, whose: str) -> None:
@@ -359,19 +357,19 @@ class FolderLock:
             raise OSError(f"the folder {str(folder)!r} is in use by another {whose}; stop it first")
 
     def read(self) -> bytes:
-        """Return the content that :meth:`write` wrote to the lock file; empty if nothing was ever written."""
+        """Return the content of the lock file; empty if nothing was ever written."""
         return os.pread(self._file, _LOCK_BYTES, 0)
 
     def write(self, content: bytes) -> None:
-        """Replace the content of the lock file, on disk.
+        """Replace the content of the lock file, and wait until it is on disk.
 
-        This is not atomic: after a power failure the file may hold a mixture of two contents. Content of a small and
-        constant length is practically safe, since it lies in one sector of the disk.
+        This is not atomic: after a power failure the file may contain a mixture of two contents. Content of a small and
+        constant length is safe in practice, since it is in one sector of the disk.
         """
         if len(content) > _LOCK_BYTES:
             raise ValueError(f"the lock file holds at most {_LOCK_BYTES} bytes, got {len(content)}")
         os.pwrite(self._file, content, 0)
         if os.fstat(self._file).st_size != len(content):
             os.ftruncate(self._file, len(content))
-        # While the size stays the same, only the content must reach the disk, which takes half the time.
+        # If the size is unchanged, fdatasync() writes only the content, which takes half the time.
         getattr(os, "fdatasync", os.fsync)(self._file)

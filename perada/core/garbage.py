@@ -10,8 +10,8 @@ from contextlib import contextmanager
 def collection_paused() -> Iterator[None]:
     """Pause the garbage collector while large libraries are imported.
 
-    Importing PyTorch Lightning, PEFT and timm makes about a million objects, of which next to none is garbage. The
-    collector would nevertheless visit all of them again and again, which takes a sixth of the time of the import.
+    Importing PyTorch Lightning, PEFT and timm creates about a million objects, almost none of which are garbage. The
+    collector would visit all of them repeatedly, which takes a sixth of the import time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -24,9 +24,9 @@ def collection_paused() -> Iterator[None]:
 
 @contextmanager
 def objects_frozen() -> Iterator[None]:
-    """Have the garbage collector skip all current objects, most of which belong to imported modules.
+    """Exclude all current objects from garbage collection within the ``with`` statement.
 
-    Each full collection would visit them all. They are handed back to it at the end.
+    Most of them belong to imported modules, and each full collection would visit them all.
     """
     gc.freeze()
     try:

@@ -2,9 +2,9 @@
 """Handlers that do not lose Ctrl-C and SIGTERM, and loader workers that leave both to their parent process.
 
 Python drops an exception that is raised while an object is deleted, such as the iterator of a data loader that shuts
-its workers down: without :func:`watch_signals` the run would continue. A terminal sends Ctrl-C, and a supervisor
-SIGTERM, to all processes of a run at once: a worker that ended by it would make the run fail with an error of the data
-loader.
+down its workers. Without :func:`watch_signals`, the run would then continue. A terminal sends Ctrl-C, and a supervisor
+SIGTERM, to all processes of a run at the same time. A worker that ended because of it would make the run fail with an
+error of the data loader.
 """
 
 import os
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 RETRY_SECONDS = 0.05
 """Seconds after which a signal is raised again if its exception was dropped."""
 WORKER_GRACE_SECONDS = 30.0
-"""Seconds for which a worker continues after SIGTERM, so that the local step that needs its images can end."""
+"""Seconds for which a worker continues after SIGTERM, so that the local step that uses its images can be completed."""
 LATE_SIGNAL_SECONDS = 1.0
-"""Seconds after a worker's death in which a signal may still be on its way to the process that started it."""
+"""Seconds after the end of a worker during which a signal may still arrive at the process that started it."""
 
 
 class Terminated(SystemExit):
@@ -36,11 +36,11 @@ class Terminated(SystemExit):
 
 
 class _Watch:
-    """The signal that this process received, and the hook that was in place before.
+    """The signal that this process has received, and the hook that was replaced.
 
     Attributes:
-        received: The signal, if any.
-        process: Id of the process that watches; a forked one does not.
+        received: The signal; None if there was none.
+        process: Id of the process that watches signals, which a forked process does not.
         former_hook: Python's hook for dropped exceptions before :func:`watch_signals`.
     """
 
@@ -54,13 +54,13 @@ _watch = _Watch()
 
 
 def watch_signals(terminate: bool = False) -> None:
-    """Remember Ctrl-C, and raise it again if its exception is dropped; forget what was received before.
+    """Record Ctrl-C, and raise it again if its exception is dropped. Earlier signals are forgotten.
 
-    Handlers that a caller has set stay in place. It has no effect outside of the main thread.
+    Handlers that a caller has set are not replaced. This has no effect outside of the main thread.
 
     Args:
-        terminate: Also raise :class:`Terminated` at SIGTERM, unless another handler calls this one, such as a
-            Trainer's, which ends the run after its step.
+        terminate: Whether SIGTERM raises :class:`Terminated`. It does not if another handler calls this one, such as
+            that of a Trainer, which ends the run after the current step.
     """
     _watch.received = None
     if threading.current_thread() is not threading.main_thread():
@@ -76,11 +76,11 @@ def watch_signals(terminate: bool = False) -> None:
 
 
 def received_signal(error: BaseException | None = None) -> signal.Signals | None:
-    """Return the signal that this process received since :func:`watch_signals`; None if there was none.
+    """Return the signal that this process has received since :func:`watch_signals`; None if there was none.
 
     Args:
-        error: The error that ended the program. If a loader's worker died, a signal to all processes of the run may
-            have reached the worker first, so this process waits for it.
+        error: The error that ended the program. If a worker of a loader died, a signal to all processes of the run may
+            have reached the worker first, so this function waits for it.
     """
     if _watch.received is None and "DataLoader worker" in str(error):
         deadline = time.monotonic() + LATE_SIGNAL_SECONDS
@@ -93,21 +93,21 @@ def received_signal(error: BaseException | None = None) -> signal.Signals | None
 
 
 def raise_if_interrupted() -> None:
-    """Raise KeyboardInterrupt again if other code has caught and dropped the one of a Ctrl-C."""
+    """Raise KeyboardInterrupt again after a Ctrl-C whose exception other code has caught."""
     if _watch.received == signal.SIGINT:
         raise KeyboardInterrupt
 
 
 def _on_interrupt(signum: int, frame: FrameType | None) -> None:
-    """Handle SIGINT (Ctrl-C): note it and raise KeyboardInterrupt."""
-    # A forked process has the handler, too, but does not watch.
+    """Handle SIGINT (Ctrl-C): record it and raise KeyboardInterrupt."""
+    # A forked process inherits this handler, but records nothing.
     if os.getpid() == _watch.process:
         _watch.received = signal.SIGINT
     raise KeyboardInterrupt
 
 
 def _on_terminate(signum: int, frame: FrameType | None) -> None:
-    """Handle SIGTERM: note it and raise Terminated."""
+    """Handle SIGTERM: record it and raise Terminated."""
     if os.getpid() != _watch.process:
         # A forked process ends as it would without a handler.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -137,7 +137,7 @@ def _on_dropped(dropped: "UnraisableHookArgs") -> None:
 
 @contextmanager
 def workers_start() -> Iterator[None]:
-    """Block signals while workers are started, so that no worker receives one before :func:`begin_worker`."""
+    """Block signals while workers are started, so that no worker receives one before it calls :func:`begin_worker`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -150,16 +150,16 @@ def workers_start() -> Iterator[None]:
 
 
 def begin_worker(worker: int = 0) -> None:
-    """In a loader's worker, leave signals to the process that started it, which then ends its workers itself.
+    """Set up the signals of a loader's worker, which leaves them to the process that started it.
 
-    Ctrl-C is ignored. SIGTERM ends the worker at once if it is from the process that started it, and after
-    :data:`WORKER_GRACE_SECONDS` if it is from elsewhere.
+    Ctrl-C is ignored. SIGTERM from the process that started the worker ends it immediately, and from elsewhere after
+    :data:`WORKER_GRACE_SECONDS`.
 
     Args:
-        worker: Number of the worker, which the loader gives.
+        worker: Number of the worker, as loaders pass it to ``worker_init_fn``.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # macOS lacks sigwaitinfo, which tells who sent a signal: a worker ends by any SIGTERM there.
+    # macOS lacks sigwaitinfo, which identifies the sender of a signal, so any SIGTERM ends a worker there.
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_worker, daemon=True).start()
@@ -172,7 +172,7 @@ def _end_worker() -> None:
     """Wait for SIGTERM and end this process, with a delay unless its parent sent the signal. Runs in a thread."""
     sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
     if sender != os.getppid():
-        # The loader's own request ends the wait.
+        # A request of the loader ends the wait.
         ended_by = signal.sigtimedwait({signal.SIGTERM}, WORKER_GRACE_SECONDS)
         while ended_by is not None and ended_by.si_pid != os.getppid():
             ended_by = signal.sigtimedwait({signal.SIGTERM}, WORKER_GRACE_SECONDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters for messages of libraries: Lightning's that do not concern users, or all that only inform."""
+"""Filters for messages of libraries: irrelevant ones of Lightning, or all informational ones."""
 
 import logging
 import re
@@ -11,7 +11,9 @@ _LOGGERS = ("pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilities
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # The seed is left out because noise may follow from it, and so are the devices that the machine lacks.
+    """Return whether a log message of Lightning is relevant for users."""
+    # The seed must not be logged, since noise may be derived from it. The other messages are an advertisement, and
+    # accelerators that the machine lacks.
     return not re.search("litlogger|Seed set to|[GTHI]PU available: False", record.getMessage())
 
 
@@ -25,7 +27,7 @@ def quiet_lightning() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence these messages within the ``with`` statement; the caller's filters are unchanged."""
+    """Silence the messages of :func:`quiet_lightning` within the ``with`` statement; other filters are unchanged."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     unfiltered = [logger for logger in loggers if _is_news not in logger.filters]
     with warnings.catch_warnings():
@@ -39,7 +41,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def info_messages_disabled() -> Iterator[None]:
-    """Silence all log messages that only inform, such as those of Lightning on each trainer; warnings stay."""
+    """Silence informational log messages, such as those of Lightning about each trainer, but not warnings."""
     level_before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
