@@ -9,7 +9,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import gzip
 import signal
 import struct
-from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -23,17 +22,60 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+MEMORY = Path("/dev/shm")
+"""File system in memory that Linux has."""
+ENOUGH_MEMORY = 2 * 2**30
+"""Bytes that must be free there: ten times what the files of all tests take at the same time."""
+
+
+def pytest_configure():
+    """Keep the tests' files in memory, if there is room: on a disk, tests of deployments wait for it half of the time.
+
+    Pytest reads the variable when the first test asks for a folder. ``--basetemp`` still counts.
+    """
+    if not os.access(MEMORY, os.W_OK):
+        return
+    status = os.statvfs(MEMORY)
+    runs_programs = not status.f_flag & os.ST_NOEXEC  # some tests write a program into their folder
+    if runs_programs and status.f_bavail * status.f_frsize >= ENOUGH_MEMORY:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark all but each n-th case of a test as slow where the test has the mark ``every(n)``."""
-    cases: Counter[str] = Counter()
+    """Mark cases as slow where their test has the mark ``every(n)`` or ``every_value``."""
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        mark = item.get_closest_marker("every")
-        if mark is not None:
-            test = item.nodeid.partition("[")[0]
-            if cases[test] % mark.args[0]:
+        test = item.nodeid.partition("[")[0]
+        cases.setdefault(test, []).append(item)
+    for of_one_test in cases.values():
+        every_nth = of_one_test[0].get_closest_marker("every")
+        every_value = of_one_test[0].get_closest_marker("every_value")
+        quick = of_one_test
+        if every_nth is not None:
+            quick = of_one_test[:: every_nth.args[0]]
+        elif every_value is not None:
+            quick = _cases_with_every_value(of_one_test)
+        for item in of_one_test:
+            if item not in quick:
                 item.add_marker("slow")
-            cases[test] += 1
+
+
+def _cases_with_every_value(items):
+    """Choose few cases of a test among which each value of each of its parameters occurs.
+
+    Greedily: the next case is the first of those with the most values that no earlier one has. Cases that are slow
+    themselves are not chosen.
+    """
+    candidates = [item for item in items if item.get_closest_marker("slow") is None]
+    values_of = {item: set(item.callspec.indices.items()) for item in candidates}
+    missing = set().union(*values_of.values())
+    chosen = []
+    while missing:
+        best = max(candidates, key=lambda item: len(values_of[item] & missing))
+        chosen.append(best)
+        missing -= values_of[best]
+    return chosen
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks peers`: every framework trains the same, and the figures are those of the processes."""
 
+import ast
+import importlib.util
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +73,152 @@ def test_perada_trains_what_a_plain_loop_trains(name, tmp_path):
         assert_same_training(data.task, training.personal_states[client], state, data.initial_state)
     expected = score(data, Training([], 0.0, global_state, personal, {}))
     assert score(data, training).loss == pytest.approx(expected.loss, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["pfl", "flower"])
+@pytest.mark.parametrize("name", ["cnn", "ditto"])
+def test_a_peer_trains_what_a_plain_loop_trains(framework, name, tmp_path):
+    for package in measure.MODULES[framework]:
+        install = f"pip install '{measure.PACKAGES[framework]}'"
+        pytest.importorskip(package, reason=f"{package} is not installed: {install}")
+    if refusal(framework, TASKS[name]):
+        pytest.skip(refusal(framework, TASKS[name]))
+    file = tmp_path / "task.pt"
+    save_task_data(prepare(quick_task(TASKS[name]), 2), file)
+    data = load_task_data(file)
+    training = run_process(sys.executable, framework, tmp_path, 2, 1).training
+    global_state, personal = plain_rounds(data, 2)
+    assert_same_training(data.task, training.global_state, global_state, data.initial_state)
+    assert set(training.personal_states) == set(personal)
+    for client, state in personal.items():
+        assert_same_training(data.task, training.personal_states[client], state, data.initial_state)
+
+
+class Arrays(dict):
+    """Flower's record of arrays, as far as a client uses it."""
+
+    def to_torch_state_dict(self):
+        return dict(self)
+
+
+class Message:
+    """Flower's message, which is sent to a node or is a reply."""
+
+    def __init__(self, content, dst_node_id=None, message_type="", reply_to=None):
+        self.content = content
+        self.dst_node_id = dst_node_id
+        self.message_type = message_type
+        self.reply_to = reply_to
+
+    def has_error(self):
+        return False
+
+
+class App:
+    """Flower's app, which leaves its functions as they are."""
+
+    def train(self):
+        return lambda function: function
+
+    query = train
+
+
+class PflDataset:
+    """pfl's images of one client."""
+
+    def __init__(self, raw_data, user_id):
+        self.raw_data = raw_data
+        self.user_id = user_id
+
+
+class PflFederatedDataset:
+    """pfl's clients, whom its sampler draws."""
+
+    def __init__(self, make_dataset, sampler):
+        self.make_dataset = make_dataset
+        self.sampler = sampler
+
+
+STAND_INS = {
+    "ArrayRecord": Arrays,
+    "ClientApp": App,
+    "ConfigRecord": dict,
+    "Dataset": PflDataset,
+    "FederatedDataset": PflFederatedDataset,
+    "Message": Message,
+    "MessageType": SimpleNamespace(TRAIN="train", QUERY="query"),
+    "MetricRecord": dict,
+    "RecordDict": dict,
+}
+"""What stands for the names that a peer's file imports from a framework; for all others, a class without anything."""
+
+
+def imported_with_stand_ins(file, monkeypatch):
+    """Import a peer's file as if its framework were installed: names of it are stand-ins, all else is real."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or node.module.partition(".")[0] not in ("pfl", "flwr"):
+            continue
+        module = ModuleType(node.module)
+        for alias in node.names:
+            setattr(module, alias.name, STAND_INS.get(alias.name, type(alias.name, (), {})))
+        monkeypatch.setitem(sys.modules, node.module, module)
+    spec = importlib.util.spec_from_file_location(f"{file.stem}_with_stand_ins", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PEERS = Path(run_perada.__file__).parent
+
+
+@pytest.mark.parametrize("name", ["run_pfl", "run_flower"])
+def test_a_peers_file_is_called_as_peradas(name, monkeypatch):
+    module = imported_with_stand_ins(PEERS / f"{name}.py", monkeypatch)
+    assert inspect.signature(module.run) == inspect.signature(run_perada.run)
+
+
+def test_pfl_gets_each_clients_images_in_the_order_of_its_batches(monkeypatch):
+    run_pfl = imported_with_stand_ins(PEERS / "run_pfl.py", monkeypatch)
+    data = prepare(quick_task(TASKS["cnn_1000"]), 2)
+    dataset = run_pfl._federated_dataset(data)
+    for round_number, cohort in enumerate(data.cohorts):
+        for client in cohort:
+            served = dataset.make_dataset(dataset.sampler())
+            images, labels = served.raw_data
+            expected = data.client_batches(round_number, client)
+            assert served.user_id == str(client)
+            assert torch.equal(images, torch.cat([x for x, _ in expected]))
+            assert torch.equal(labels, torch.cat([y for _, y in expected]))
+
+
+def test_flowers_clients_train_what_a_plain_loop_trains(tmp_path, monkeypatch):
+    """Its messages go to the clients of the plan, and what those reply averages to the plain loop's states."""
+    run_flower = imported_with_stand_ins(PEERS / "run_flower.py", monkeypatch)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    rounds = 2
+    file = tmp_path / "task.pt"
+    save_task_data(prepare(quick_task(TASKS["ditto"]), rounds), file)
+    data = load_task_data(file)
+    nodes = {1000 + client: SimpleNamespace(state={}) for client in range(data.task.clients)}
+    grid = SimpleNamespace(get_node_ids=lambda: reversed(nodes))
+    strategy = SimpleNamespace(file=file)
+    global_state = data.initial_state
+    for round_number, cohort in enumerate(data.cohorts):
+        messages = run_flower.PlannedFedAvg.messages(
+            strategy, "train", cohort, round_number, grid, Arrays(global_state)
+        )
+        assert [message.dst_node_id for message in messages] == [1000 + client for client in cohort]
+        replies = run_flower._checked(run_flower.train(message, nodes[message.dst_node_id]) for message in messages)
+        updates = [reply.content["arrays"] for reply in replies]
+        global_state = {key: torch.stack([update[key] for update in updates]).mean(0) for key in updates[0]}
+    expected, personal = plain_rounds(data, rounds)
+    assert_same_training(data.task, global_state, expected, data.initial_state)
+    assert personal
+    for client, state in personal.items():
+        message = Message({"config": {}})
+        reply = run_flower.personal_model(message, nodes[1000 + client])
+        assert_same_training(data.task, reply.content["arrays"], state, data.initial_state)
 
 
 def process_of(seconds, start=1.0):

@@ -44,6 +44,9 @@ def sync(paths: Iterable[Path]) -> None:
     if os.name != "posix":
         return
     paths = list(paths)
+    if len(paths) <= 1:
+        _sync(paths)
+        return
     parts = [paths[start::_SYNC_THREADS] for start in range(_SYNC_THREADS)]
     with ThreadPoolExecutor(_SYNC_THREADS) as pool:
         # Reading the results raises the errors of the threads.

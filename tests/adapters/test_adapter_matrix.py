@@ -8,21 +8,30 @@ import pytest
 from benchmarks.adapter_matrix import ADAPTERS, BACKBONES, HEAVY, SMALL, cell
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapter_matrix.md"
-QUICK = [
+CELLS = [
     ("test_resnet", "residual", "folded"),
     ("test_resnet", "DoRA", "folded"),
-    pytest.param("test_resnet", "LN tuning", "folded", marks=pytest.mark.slow),
-    pytest.param("test_resnet", "BOFT", "loop", marks=pytest.mark.slow),
+    ("test_resnet", "LN tuning", "folded"),
+    ("test_resnet", "BOFT", "loop"),
     ("test_resnet", "VeRA", "refused"),
-    pytest.param("test_convnext", "residual", "folded", marks=pytest.mark.slow),
-    pytest.param("test_convnext", "lora", "folded", marks=pytest.mark.slow),
-    pytest.param("test_convnext", "bias_norm", "folded", marks=pytest.mark.slow),
-    pytest.param("test_convnext", "full", "loop", marks=pytest.mark.slow),
-    pytest.param("test_efficientnet", "ia3", "folded", marks=pytest.mark.slow),
+    ("test_convnext", "residual", "folded"),
+    ("test_convnext", "lora", "folded"),
+    ("test_convnext", "bias_norm", "folded"),
+    ("test_convnext", "full", "loop"),
+    ("test_efficientnet", "ia3", "folded"),
     ("test_vit", "VeRA", "folded"),
     ("test_vit", "FourierFT", "loop"),
     ("test_vit", "AdaLoRA", "refused"),
 ]
+QUICK = {
+    ("test_resnet", "residual"),
+    ("test_resnet", "VeRA"),
+    ("test_convnext", "lora"),
+    ("test_efficientnet", "ia3"),
+    ("test_vit", "FourierFT"),
+    ("test_vit", "AdaLoRA"),
+}
+"""Each small backbone and each verdict."""
 
 
 def said():
@@ -44,8 +53,10 @@ def test_the_page_has_every_cell_and_no_raw_error():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("backbone", "adapter", "verdict"), QUICK)
-@pytest.mark.every(2)
+@pytest.mark.parametrize(
+    ("backbone", "adapter", "verdict"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one[:2] not in QUICK)) for one in CELLS],
+)
 def test_small_networks(backbone, adapter, verdict):
     assert cell(backbone, ADAPTERS[adapter]).verdict == as_said(said()[backbone, adapter]) == verdict
 

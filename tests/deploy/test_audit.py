@@ -2,6 +2,7 @@
 """A site's audit log: what a line holds, that nothing leaves before it, and that whoever touches the log is noticed."""
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,6 @@ import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -24,6 +24,7 @@ from perada.deploy.state import SiteStore
 from perada.deploy.transport import LocalTransport
 from perada.privacy.accounting import history_epsilon
 from perada.server.sums import SecureSums
+from tests.forked import FORKS, forked
 
 from .parties import Parties
 from .test_sites import RUN, Canaries, Stopped, code, only_client, private, train
@@ -286,32 +287,32 @@ def test_whatever_step_of_a_line_is_the_last_the_chain_is_whole(tmp_path, monkey
     assert 4 <= steps < 15
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from perada.deploy.audit import AuditLog
-from perada.deploy.protocol import Request, Response, digest, pack
-log, place = AuditLog(Path(sys.argv[1])), 0
-while True:
-    message = pack(Request("train", "ab" * 16, "cd" * 32, place))
-    log.append(message, pack(Response("ok", digest(message))), trained=0, commits=0, spent=lambda request: None)
-    place += 1
-    print(place, flush=True)
-"""
+def append_for_ever(folder, pipe):
+    """Append lines to a site's log, and write a byte to the pipe after each."""
+    log = AuditLog(folder)
+    for place in itertools.count():
+        note(log, place)
+        os.write(pipe, b".")
 
 
+@FORKS
 def test_sigkill_at_any_moment_leaves_every_answered_line(tmp_path):
-    (tmp_path / "state").mkdir()
+    folder = tmp_path / "state"
+    folder.mkdir()
     answered, draw = 0, [0.013 * (7 * turn % 11) for turn in range(8)]
     for wait in draw:
-        words = [sys.executable, "-c", WRITER, str(tmp_path / "state")]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
-            process.stdout.readline()
+        reading, writing = os.pipe()
+        process = forked(append_for_ever, folder, writing)
+        os.close(writing)
+        with open(reading, "rb", buffering=0) as pipe:
+            answered += len(pipe.read(1))
             time.sleep(wait)
-            process.send_signal(signal.SIGKILL)
-            answered += 1 + len(process.stdout.read().splitlines())
-        main(["deploy", "audit", str(tmp_path / "state"), "--json"])
-        entries = read_log(tmp_path / "state").entries
+            process.kill()
+            process.join()
+            answered += len(pipe.readall())
+        assert process.exitcode == -signal.SIGKILL
+        main(["deploy", "audit", str(folder), "--json"])
+        entries = read_log(folder).entries
         replies = [entry for entry in entries if "request" in entry]
         assert answered <= len(replies) <= answered + len(draw)
     assert all(later["previous"] == before["sha256"] for before, later in pairwise(entries))

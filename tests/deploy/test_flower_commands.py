@@ -307,8 +307,12 @@ def test_the_commands_of_the_page_are_read_by_the_program(tmp_path, monkeypatch)
         ),
         ("echo Successfully started run 42; exit 1", "finished:failed", "Flower's run 42 is finished:failed"),
         ("echo no such SuperLink; exit 1", "", "no such SuperLink"),
-        ("echo Successfully started run 42; sleep 1; kill -INT $PPID; exec sleep 20", "", "stop it with: flwr stop 42"),
-        ("sleep 1; kill -INT $PPID; exec sleep 20", "", "Stopped before the run had a number"),
+        (
+            "echo Successfully started run 42; sleep 0.3; kill -INT $PPID; exec sleep 20",
+            "",
+            "stop it with: flwr stop 42",
+        ),
+        ("sleep 0.3; kill -INT $PPID; exec sleep 20", "", "Stopped before the run had a number"),
     ],
 )
 def test_a_run_is_followed_to_its_end(tmp_path, app, monkeypatch, capfd, does, code, said):

@@ -196,7 +196,6 @@ def difference(left, right, keys):
         pytest.param("resnet", peft.LoraConfig(use_dora=True, lora_dropout=0.2), {}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.every(2)
 def test_two_rounds_folded_equal_two_rounds_of_the_loop(name, adapter, options, tmp_path):
     """In single precision; dropout is on, both engines drawing from the same streams.
 

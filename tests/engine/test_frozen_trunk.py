@@ -123,9 +123,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["folded", "loop"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.every(6)
+@pytest.mark.every_value
 def test_features_stand_for_images(name, kind):
     make, needed = MODELS[name]
     model = make()
@@ -220,9 +220,9 @@ def run(data, adapter="head", net="test_resnet", **options):
     return perada.finetune(net, data, **sections(adapter=adapter, pretrained=False, **options, **quiet))
 
 
-@pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("privacy", [None, {"noise_multiplier": 0.5, "max_norm": 1.0, "secure_rng": False}])
-@pytest.mark.every(4)
+@pytest.mark.every_value
 def test_a_run_is_the_same_with_features(engine, privacy):
     with_features, without = (
         run(federation(), engine=engine, privacy=privacy, distill_optimizer="sgd", cache_features=use)
@@ -259,7 +259,7 @@ def test_peculiar_networks_find_what_stays_the_same(way, channels_last):
     assert (prefix and set(prefix.needed)) == WAYS[way][1]
 
 
-@pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.every(9)
 def test_peculiar_networks_train_alike_with_features(way, engine):

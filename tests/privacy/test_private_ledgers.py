@@ -86,30 +86,12 @@ def run_with(name, monkeypatch, other=()):
     return algorithm, run, rounds.states, seen, tuned
 
 
-ALIKE = (
-    "feddf",
-    "fedprox",
-    "feddyn",
-    "fedper",
-    "fedbe",
-    "fedbe_no_kd",
-    "fedalt_input",
-    "fedsim_input",
-    "fedalt_adapter",
-    "fedsim_adapter",
-    "fedsim_output",
-    "lg_fedavg",
-    "fedbn",
-    "perada_no_kd",
-    "fedsa_lora",
-)
-
-
 TAKEN = [name for name in NAMED if name not in REFUSED] + [*MORE]
+# Distillation and a personal model; ranks that travel; several global models around a personal one.
+QUICK = ("perada", "het_lora", "fed_ensemble of perada")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in TAKEN])
-@pytest.mark.every(36)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TAKEN])
 @pytest.mark.filterwarnings("ignore:.*times the round's median:UserWarning")  # of A, whose gradient is first zero
 def test_what_is_unsent_never_reaches_the_server(name, monkeypatch):
     """Other images for a stream change the global states of three rounds if, and only if, the stream is not unsent."""

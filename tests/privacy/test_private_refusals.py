@@ -390,7 +390,7 @@ def test_a_delta_that_allows_to_show_a_client_is_refused(delta):
     train("fedavg", None, rounds=1, client_privacy=level | {"delta": 0.99 / len(SIZES)})
 
 
-@pytest.mark.every(4)
+@pytest.mark.every_value
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -185,7 +185,7 @@ def test_each_client_has_the_noise_that_was_calibrated_for_it(monkeypatch):
     ("clipping", "engine"),
     [
         ("flat", "folded"),
-        pytest.param("per_layer", "opacus", marks=pytest.mark.slow),
+        ("per_layer", "opacus"),
         pytest.param("flat", "opacus", marks=pytest.mark.slow),
         pytest.param("per_layer", "folded", marks=pytest.mark.slow),
     ],

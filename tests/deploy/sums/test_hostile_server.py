@@ -12,7 +12,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from perada.deploy.protocol import Request, pack, read_header, unpack
-from perada.deploy.server import coordinator, summing
+from perada.deploy.server import summing
 from perada.deploy.state import read_state
 from perada.deploy.sums import keys, site
 from perada.deploy.transport import LocalTransport
@@ -20,11 +20,6 @@ from perada.server.sums import SecureSums
 
 from ..test_parity import normalized
 from .test_deployed_sums import FOUR, Liar, asks, parties, updates
-
-
-@pytest.fixture(autouse=True)
-def _no_pause(monkeypatch):
-    monkeypatch.setattr(coordinator, "PAUSE", 0.01)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from scipy import stats
 from perada.cli.deploy_status import format_site_privacy, site_status
 from perada.core.seeding import generator
 from perada.deploy.protocol import Request, pack, read_header
-from perada.deploy.server import coordinator as module
 from perada.deploy.site.file import Limits
 from perada.deploy.state import SITE_LEDGER, read_state
 from perada.deploy.sums.site import SiteRound
@@ -31,11 +30,6 @@ from .test_deployed_sums import FOUR, Liar, Stopped, asks, dying, parties
 from .test_hostile_server import changed
 
 ALARM = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def _no_pause(monkeypatch):
-    monkeypatch.setattr(module, "PAUSE", 0.01)
 
 
 @pytest.fixture
