@@ -68,7 +68,10 @@ def _cases_with_every_value(items):
     themselves are not chosen.
     """
     candidates = [item for item in items if item.get_closest_marker("slow") is None]
-    values_of = {item: set(item.callspec.indices.items()) for item in candidates}
+    values_of = {}
+    for item in candidates:
+        # By identity: the cases share the objects of the lists, and not all of these can be hashed.
+        values_of[item] = {(name, id(value)) for name, value in item.callspec.params.items()}
     missing = set().union(*values_of.values())
     chosen = []
     while missing:

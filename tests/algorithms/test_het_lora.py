@@ -201,7 +201,8 @@ NO_BASES = {
     "fedbe",
     "fed_ensemble",
     "fedalt_row",
-    # They need other adapters than one LoRA under a trained head, or merge it into the weights.
+    # They need other layers or adapters than one LoRA under a trained head, or merge it into the weights.
+    "fedbn",
     "fedalt",
     "fedsim",
     "feddpa",

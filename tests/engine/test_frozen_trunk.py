@@ -220,7 +220,7 @@ def run(data, adapter="head", net="test_resnet", **options):
     return perada.finetune(net, data, **sections(adapter=adapter, pretrained=False, **options, **quiet))
 
 
-@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("engine", ["loop", "folded"])
 @pytest.mark.parametrize("privacy", [None, {"noise_multiplier": 0.5, "max_norm": 1.0, "secure_rng": False}])
 @pytest.mark.every_value
 def test_a_run_is_the_same_with_features(engine, privacy):
