@@ -550,7 +550,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         (("export", "nowhere", "--output", "x"), "'nowhere' does not exist; pass a run: a folder written by"),
         (("export", "."), "the following arguments are required: --output; `perada export --help` explains them"),
         (("study", "fed-ensemble"), "the following arguments are required: --output"),
-        (("compare",), "the following arguments are required: RECIPES"),
+        (("compare",), "the following arguments are required: RECIPE"),
         (("compare", "tiny.yaml", "--jobs=0"), "jobs: must be a number >0, got 0"),
         (("compare", "tiny.yaml", "--threads", "-1"), "threads: must be a number >0, got -1"),
         (("compare", "tiny.yaml", "--seeds", "0", "x"), "error: --seeds: must be an integer, got 'x'"),
