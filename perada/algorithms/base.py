@@ -309,6 +309,10 @@ class Algorithm(Options):
         merges_into_backbone: Whether the server merges the clients' updates into the weights that LoRA adapts, which
             are then part of all states.
         average: Which outputs of several global models are averaged to predict: ``logits`` or ``probabilities``.
+        mean_is_enough: Whether :meth:`server_step` reads nothing of the updates but
+            ``server.mean(server.updates, server.weights)``, as the default does, and its teachers where it distils. A
+            simulation then adds the updates up while clients train, and does not keep them. A class that overrides
+            ``server_step`` has to state it; otherwise all updates are kept.
     """
 
     inference: Inference = "global"
@@ -323,6 +327,13 @@ class Algorithm(Options):
     needs_class_counts: bool = False
     merges_into_backbone: bool = False
     average: Average = "logits"
+    mean_is_enough: bool = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # What holds of a server step need not hold of the one that replaces it.
+        if "server_step" in vars(cls) and "mean_is_enough" not in vars(cls):
+            cls.mean_is_enough = False
 
     @property
     def kind(self) -> str:
@@ -544,6 +555,9 @@ class AlgorithmWrapper(ClientSideWrapper):
         ValueError: If ``base`` is not an algorithm.
     """
 
+    # As far as the server step that it calls is concerned.
+    mean_is_enough = True
+
     def __init__(self, base: Algorithm) -> None:
         if not isinstance(base, Algorithm):
             raise OptionError(
@@ -564,6 +578,8 @@ class AlgorithmWrapper(ClientSideWrapper):
         self.needs_class_counts = base.needs_class_counts
         self.merges_into_backbone = base.merges_into_backbone
         self.average = base.average
+        # A subclass may have a server step of its own.
+        self.mean_is_enough = type(self).mean_is_enough and base.mean_is_enough
 
     @property
     def kind(self) -> str:

@@ -140,6 +140,7 @@ class PFedMe(Algorithm):
     """
 
     inference = "personal"
+    mean_is_enough = True
 
     def __init__(
         self,

@@ -434,8 +434,8 @@ def as_matrix(stack: Tensor) -> Tensor:
     return stack.flatten(1)
 
 
-BLOCK_SIZE = 2**19
-"""Number of elements of a stack that are converted to double precision at a time on a CPU; they take 4 MB."""
+BLOCK_SIZE = 2**17
+"""Number of elements of a stack that are converted to double precision at a time on a CPU; they take 1 MB."""
 
 
 def column_blocks(matrix: Tensor) -> Iterator[slice]:
@@ -453,6 +453,11 @@ def finite_rows(stack: Tensor) -> Tensor:
     rows = as_matrix(stack)
     if not stack.is_floating_point() or not rows.shape[1]:
         return torch.ones(len(stack), dtype=torch.bool, device=stack.device)
+    if stack.device.type == "cpu":
+        # A sum takes a tenth of the time. It is NaN or infinite if any element is, and possibly for huge finite ones.
+        finite_sums = rows.sum(1).isfinite()
+        if finite_sums.all():
+            return finite_sums
     # The largest magnitude is NaN or infinite if any element is. Unlike isfinite(), this allocates no mask of the
     # stack.
     largest: Tensor = torch.linalg.vector_norm(rows, math.inf, dim=1)

@@ -7,6 +7,7 @@ fallback when a trained layer has no stacked twin, or when :func:`perada.engine.
 network mixes the images of a batch.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -95,6 +96,24 @@ class Engine:
         self._full_batch: ModelCall = _call
         if compile is not None:
             self._full_batch = torch.compile(_call, **compile)
+
+    def copy(self) -> "Engine":
+        """Return an engine with its own modules and the same tensors, whose passes may run in another thread.
+
+        Modules keep facts about the current pass, such as whether they are in training mode.
+        """
+        assert self.trunk is None, "a frozen trunk belongs to the modules in which it was found"
+        tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model, tensors)
+        other._single = other.model
+        other._fold = other.folded(random_only=self.kind == "loop")
+        return other
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether passes of full batches are compiled."""
+        return self._full_batch is not _call
 
     @property
     def runs(self) -> nn.Module:

@@ -132,7 +132,8 @@ def _version(tensor: Tensor) -> tuple[int, ...]:
 def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the dtype in which autocast computes a product of two tensors; None if it leaves them unchanged."""
     device_type = x.device.type
-    if not torch.is_autocast_enabled(device_type):
+    # The device "meta" has no autocast, and must not be asked for it.
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     # Autocast leaves double precision as it is.
     if torch.float64 in (x.dtype, weight.dtype):

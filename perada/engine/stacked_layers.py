@@ -231,42 +231,51 @@ def _joined(outputs: list[Tensor]) -> Tensor:
 
 def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Map inputs (C, N, D_in) to (C, N, D_out) by each client's weight (C, D_out, D_in) and bias (C, D_out)."""
-    if bias is not None:
-        return torch.baddbmm(bias.unsqueeze(1), x_CND, weight.transpose(1, 2))
     # Autocast casts the inputs of torch's own product, but not those of a custom autograd function.
     dtype = autocast_dtype(x_CND, weight)
     if dtype is not None:
         x_CND = x_CND.to(dtype)
         weight = weight.to(dtype)
-    out: Tensor = _BatchedProduct.apply(x_CND, weight)
+        bias = None if bias is None else bias.to(dtype)
+    out: Tensor = _BatchedLinear.apply(x_CND, weight, bias)
     return out
 
 
-class _BatchedProduct(torch.autograd.Function):
-    """Product of inputs (C, N, D_in) and weights (C, D_out, D_in) that returns (C, N, D_out).
+class _BatchedLinear(torch.autograd.Function):
+    """Product of inputs (C, N, D_in) and weights (C, D_out, D_in), plus biases (C, D_out) or None: (C, N, D_out).
 
     The gradient of the weights has the weights' memory layout. That of torch.bmm would be transposed, and optimisers
     would copy it.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_CND: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401  # torch gives it no type
-        """Return the product (C, N, D_out)."""
+    def forward(
+        ctx: Any,  # noqa: ANN401  # torch gives it no type
+        x_CND: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Return the product, plus the biases (C, N, D_out)."""
         ctx.save_for_backward(x_CND, weight)
-        return torch.bmm(x_CND, weight.transpose(1, 2))
+        if bias is None:
+            return torch.bmm(x_CND, weight.transpose(1, 2))
+        return torch.baddbmm(bias.unsqueeze(1), x_CND, weight.transpose(1, 2))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # as above
-        """Return the gradients of the inputs and of the weights, as far as they are needed."""
+        """Return the gradients of the inputs, weights and biases, as far as they are needed."""
         x_CND, weight = ctx.saved_tensors
-        needs_x_gradient, needs_weight_gradient = ctx.needs_input_grad
+        needs_x_gradient, needs_weight_gradient, needs_bias_gradient = ctx.needs_input_grad
         x_gradient: Tensor | None = None
         weight_gradient: Tensor | None = None
+        bias_gradient: Tensor | None = None
         if needs_x_gradient:
             x_gradient = torch.bmm(gradient, weight)
         if needs_weight_gradient:
             weight_gradient = torch.bmm(gradient.transpose(1, 2), x_CND)
-        return x_gradient, weight_gradient
+        if needs_bias_gradient:
+            bias_gradient = gradient.sum(1)
+        return x_gradient, weight_gradient, bias_gradient
 
 
 class StackedBatchNorm(StackedLayer):

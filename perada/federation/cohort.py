@@ -7,17 +7,19 @@ ordered by their number of local steps, longest first, so that those of a chunk 
 prefix of a stacked tensor is a view.
 """
 
+import math
 import secrets
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from threading import Lock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Stacks, TensorNames
-from perada.algorithms.dry_run import no_counts, no_logits
+from perada.algorithms.dry_run import is_foreign, no_counts, no_logits
 from perada.core.ranks import Ranks
 from perada.core.rounds import AnyBatch, Phase, RoundPlan, Shares, one_of
 from perada.core.seeding import Streams
@@ -25,9 +27,10 @@ from perada.core.states import State, as_matrix, clone, device_of, finite_rows, 
 from perada.engine.engine import Engine, client_losses, client_means
 from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
 from perada.federation.settings import Settings
+from perada.federation.workers import Worker, workers_of
 from perada.privacy.gradients import SampleGradients
 from perada.privacy.protection import PrivateRound, Protection
-from perada.server.aggregate import double
+from perada.server.aggregate import UpdateSums, double
 
 
 class LocalTrainer:
@@ -41,6 +44,8 @@ class LocalTrainer:
         settings: Options of the run.
         protection: Privacy of the clients' images; by default none.
         scales: Loss scales, in float16.
+        uses_global_random: Whether a step draws from torch's global random generator, as the network of a caller may;
+            None before the first step. Several threads would draw in an order that changes from run to run.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class LocalTrainer:
         self.settings = settings
         self.protection = protection or Protection()
         self.scales = KeptScales(settings.loss_scaling)
+        self.uses_global_random: bool | None = None
 
     @cached_property
     def gradients(self) -> SampleGradients:
@@ -65,26 +71,36 @@ class _Chunk:
     A chunk holds the complete stacks of its clients, and the leaves and optimisers of the ``active`` ones, which are
     still training: a prefix, whose tensors are views of the stacks, so that steps change the stacks in place.
 
+    Attributes:
+        full: The stacks (c, ...) by role, once the chunk is open.
+
     Args:
         cohort: The cohort, which lets go of its chunks at the end: they refer to it.
+        worker: Runs everything that the chunk does.
         start: Place of the first client in the cohort.
         stop: Place behind the last.
     """
 
-    def __init__(self, cohort: "Cohort", start: int, stop: int) -> None:
+    def __init__(self, cohort: "Cohort", worker: Worker, start: int, stop: int) -> None:
         self._cohort = cohort
+        self.worker = worker
         self.start = start
         self.stop = stop
         self.round = cohort.plan.round
         self.tensor_names = cohort.tensor_names
         self.phase_index = -1  # none has begun
         self.full: Stacks = {}
-        for role, trained in cohort.trained.items():
-            # Weights that the server merges into stay as they are, and may be views of one tensor.
-            merged = select(cohort.opened[role], cohort.tensor_names.merged)
-            self.full[role] = _rows(merged, start, stop) | _rows(trained, start, stop)
         self.states: Stacks = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
+
+    def open(self) -> None:
+        """Copy the stacks that the chunk trains."""
+        cohort = self._cohort
+        for role, opened in cohort.opened.items():
+            rows = _rows(opened, self.start, self.stop)
+            # Weights that the server merges into are not trained, and may be views of one tensor.
+            merged = select(rows, cohort.tensor_names.merged)
+            self.full[role] = clone(without(rows, cohort.tensor_names.merged)) | merged
 
     def begin(self, phase_index: int) -> None:
         """Start a phase: leaves for all clients of the chunk and fresh optimisers."""
@@ -147,7 +163,7 @@ class _Chunk:
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         cohort = self._cohort
         state, streams = self._forward_inputs(states, stream)
-        logits = cohort.engine.logits(state, self._x, training=True, counts=self._counts, streams=streams)
+        logits = self.worker.engine.logits(state, self._x, training=True, counts=self._counts, streams=streams)
         if cohort.scales is not None:
             logits = cohort.scales.leave(logits, self._rows)
         return logits
@@ -155,7 +171,7 @@ class _Chunk:
     def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
         cohort = self._cohort
         state, streams = self._forward_inputs(states, stream)
-        logits, representations = cohort.engine.outputs(
+        logits, representations = self.worker.engine.outputs(
             state, self._x, cohort.tensor_names.head_module, training=training, counts=self._counts, streams=streams
         )
         if cohort.scales is not None:
@@ -322,7 +338,7 @@ class ClientResults:
 
     Attributes:
         client_state: What this process' clients keep, (c, ...) by role.
-        sent: What they send, (c, ...).
+        sent: What they send, (c, ...); empty where it is only added up.
         finite_here: Whether their training stayed finite, (c,), on the device.
         finite: Whether each client's training stayed finite, (C,).
         accepted: Whether the update counts, (C,): whether the client stayed finite. Where training is private, whether
@@ -354,10 +370,10 @@ class Cohort:
         received: What the server sent them, (C, ...).
         factor: Factor of their learning rates.
         tuning: Whether this is the fine-tuning that follows the last round.
+        sums: Adds up what the clients send, where the server needs only their mean; by default all of it is kept.
 
     Attributes:
         opened: The stacks (C, ...) by role that the round begins with.
-        trained: The same stacks in training, without weights that the server merges into.
         broken: Whether a client's loss became NaN or infinite, (C,), on the device.
         failed: Clients of whom a sample could not be read, with the reason.
         losses: Sums of losses over steps, (C,) by role, on the device.
@@ -372,6 +388,7 @@ class Cohort:
         received: State,
         factor: float = 1.0,
         tuning: bool = False,
+        sums: UpdateSums | None = None,
     ) -> None:
         settings = trainer.settings
         clients = len(plan.clients)
@@ -394,12 +411,19 @@ class Cohort:
         if trainer.protection.images is not None:
             self.private = PrivateRound(trainer.protection.images, trainer.gradients, settings.seed, plan, tuning)
         self.scales = trainer.scales.open("clients", clients, device)
+        self.sums = sums
         self.opened = self.algorithm.begin_round(client_state, received, self.tensor_names)
-        # Chunks train their rows in place.
-        self.trained: Stacks = {}
-        for role, stacked in self.opened.items():
-            self.trained[role] = clone(without(stacked, self.tensor_names.merged))
         self._chunk: _Chunk | None = None
+        self._trainer = trainer
+        self._workers = self._make_workers(device)
+        self._chunks_begun = 0
+        # The place of the first client whose chunk has not been opened yet.
+        self._next_start = 0
+        # Results of the chunks that have finished, each in its rows.
+        self._kept: dict[str, _Rows] = {}
+        self._sent = _Rows(clients)
+        # Only one worker at a time stores results.
+        self._storing = Lock()
         # In a private run nobody may know which units dropout leaves out.
         seed = settings.seed
         if self.private is not None and self.private.secure:
@@ -414,10 +438,22 @@ class Cohort:
             self.losses[role] = torch.zeros(clients, device=device, dtype=torch.float32)
             self.descents[role] = torch.zeros(clients)
         self.broken = torch.zeros(clients, dtype=torch.bool, device=device)
+        self._finite = torch.zeros(clients, dtype=torch.bool, device=device)
+        self._accepted = torch.zeros(clients, dtype=torch.bool, device=device)
         self.failed: dict[int, str] = {}
 
+    def _make_workers(self, device: torch.device) -> list[Worker]:
+        """Return the workers that train chunks side by side, or a single one that trains them one after another."""
+        clients = len(self.plan.clients)
+        chunks = math.ceil(clients / (self.plan.clients_per_chunk or max(1, clients)))
+        # An algorithm from elsewhere may keep something between steps, which other threads would overwrite. Loss scales
+        # and private gradients are made for one chunk after another.
+        if is_foreign(self.algorithm) or self.scales is not None or self.private is not None:
+            chunks = 1
+        return workers_of(self.engine, chunks, device)
+
     def step(self, batches: AnyBatch) -> None:
-        """Take one local step of the clients that a batch holds.
+        """Take one local step of the clients that a batch holds, now or later in another thread.
 
         A batch holds clients of one chunk. The batches come in the order of :func:`perada.core.rounds.batch_places`.
         """
@@ -432,21 +468,84 @@ class Cohort:
                 self.broken[self.plan.clients.index(client)] |= self.private is None
                 self.failed.setdefault(client, reason)
         if self._chunk is None or self._chunk.start != batch.start:
-            self._chunk = self._open_chunk(batch.start)
-        self._chunk.step(batches)
+            self._open_chunk(batch.start)
+        chunk = self._chunk
+        assert chunk is not None
+        random_state = torch.get_rng_state()
+        chunk.worker.submit(partial(chunk.step, batches))
+        if self._trainer.uses_global_random is None:
+            # The first step of a run shows it.
+            chunk.worker.wait()
+            self._trainer.uses_global_random = not torch.equal(random_state, torch.get_rng_state())
 
-    def _open_chunk(self, start: int) -> _Chunk:
-        """Begin to train the chunk whose first client is at a place; the one before is finished.
+    def _open_chunk(self, start: int) -> None:
+        """Begin to train the chunk whose first client is at a place; all chunks before it are finished.
 
         Raises:
             ValueError: If the chunk has trained before, in another order than that of ``batch_places``.
         """
-        if self._chunk is not None and start < self._chunk.start:
-            finished = self.plan.clients[start : self._chunk.start]
+        if start < self._next_start:
+            first_unfinished = self._next_start if self._chunk is None else self._chunk.start
+            finished = self.plan.clients[start:first_unfinished]
             raise ValueError(f"clients {finished} have finished their steps; pass batches in the order of batch_places")
-        clients_per_chunk = self.plan.clients_per_chunk or len(self.plan.clients)
-        stop = min(start + clients_per_chunk, len(self.plan.clients))
-        return _Chunk(self, start, stop)
+        self._finish_chunks(start)
+        self._chunk = self._next_chunk()
+
+    def _next_chunk(self) -> _Chunk:
+        clients = len(self.plan.clients)
+        start = self._next_start
+        stop = min(start + (self.plan.clients_per_chunk or clients), clients)
+        self._next_start = stop
+        # Threads draw from one generator in an order that changes from run to run; a single one does not.
+        workers = self._workers[:1] if self._trainer.uses_global_random else self._workers
+        worker = workers[self._chunks_begun % len(workers)]
+        self._chunks_begun += 1
+        chunk = _Chunk(self, worker, start, stop)
+        worker.submit(chunk.open)
+        return chunk
+
+    def _finish_chunks(self, stop: int) -> None:
+        """Finish the chunks of the clients before a place, also those whose clients take no steps."""
+        if self._chunk is not None:
+            self._chunk.worker.submit(partial(self._finish_chunk, self._chunk))
+            # With its gradients and optimisers.
+            self._chunk = None
+        while self._next_start < stop:
+            chunk = self._next_chunk()
+            chunk.worker.submit(partial(self._finish_chunk, chunk))
+
+    def _finish_chunk(self, chunk: _Chunk) -> None:
+        """Store what a chunk's clients keep and send, while it is still in the processor's caches."""
+        rows = slice(chunk.start, chunk.stop)
+        finite = ~self.broken[rows]
+        checked: set[int] = set()
+        for stacked in chunk.full.values():
+            # Weights that the server merges into are not trained.
+            trained = without(stacked, self.tensor_names.merged)
+            finite = _all_finite(finite, trained)
+            checked.update(id(value) for value in trained.values())
+        client_state = {role: _rows(stacked, rows.start, rows.stop) for role, stacked in self.client_state.items()}
+        received = _rows(self.received, rows.start, rows.stop)
+        new_client_state, sent = self.algorithm.end_round(chunk.full, client_state, received, self.tensor_names)
+        # An algorithm may make what is not finite of what is.
+        if self.private is not None:
+            accepted = _all_finite(torch.ones_like(finite), sent)
+        else:
+            for state in (sent, *new_client_state.values()):
+                finite = _all_finite(finite, _without_checked(state, checked))
+            accepted = finite
+        self._finite[rows] = finite
+        self._accepted[rows] = accepted
+
+        with self._storing:
+            for role, stacked in new_client_state.items():
+                if role not in self._kept:
+                    self._kept[role] = _Rows(len(self.plan.clients))
+                self._kept[role].write(stacked, chunk.start)
+            if self.sums is None:
+                self._sent.write(sent, chunk.start)
+            else:
+                self.sums.add(sent, received, chunk.start, accepted)
 
     def finish(self, shares: Shares | None = None, ranks: Ranks | None = None) -> ClientResults:
         """End the round, and merge the results of the ranks. A collective: all ranks must call this alike.
@@ -457,23 +556,11 @@ class Cohort:
         """
         shares = shares or Shares.of(self.plan)
         ranks = ranks or Ranks()
-        self._chunk = None  # with its gradients and optimisers
-        trained = self.trained
-        finite_here = _all_finite(~self.broken, *trained.values())
-        checked = {id(value) for stacked in trained.values() for value in stacked.values()}
-        # Weights that the server merges into are not trained, and come back as they were.
-        ended: Stacks = {}
-        for role, stacked in trained.items():
-            ended[role] = stacked | select(self.opened[role], self.tensor_names.merged)
-        client_state, sent = self.algorithm.end_round(ended, self.client_state, self.received, self.tensor_names)
-        # An algorithm may make what is not finite of what is.
-        if self.private is not None:
-            accepted = _all_finite(torch.ones_like(finite_here), sent)
-        else:
-            for state in (sent, *client_state.values()):
-                finite_here = _all_finite(finite_here, _without_checked(state, checked))
-            accepted = finite_here
-
+        self._finish_chunks(len(self.plan.clients))
+        for worker in self._workers:
+            worker.finish()
+        finite_here = self._finite
+        accepted = self._accepted
         skipped = torch.zeros_like(finite_here) if self.scales is None else self.scales.skipped
         totals = self._totals_of_all(shares, ranks, finite_here, accepted, skipped)
         finite = totals.finite.bool()
@@ -490,8 +577,8 @@ class Cohort:
         for failed_of_rank in ranks.gather(self.failed):
             failed |= failed_of_rank
         return ClientResults(
-            client_state=client_state,
-            sent=sent,
+            client_state={role: rows.state for role, rows in self._kept.items()},
+            sent=self._sent.state,
             finite_here=finite_here,
             finite=finite,
             accepted=totals.accepted.bool(),
@@ -528,6 +615,33 @@ class Cohort:
             losses=dict(zip(roles, losses, strict=True)),
             steps=dict(zip(roles, steps, strict=True)),
         )
+
+
+class _Rows:
+    """A stack (C, ...) that is written chunk by chunk.
+
+    Args:
+        clients: C.
+
+    Attributes:
+        state: The stack; empty before the first chunk.
+    """
+
+    def __init__(self, clients: int) -> None:
+        self._clients = clients
+        self.state: State = {}
+
+    def write(self, chunk: State, start: int) -> None:
+        """Write the rows (c, ...) of a chunk whose first client is at ``start``."""
+        for name, value in chunk.items():
+            if len(value) == self._clients:
+                # All clients are in one chunk: nothing is copied.
+                self.state[name] = value
+                continue
+            if name not in self.state:
+                # In the memory layout of a client's tensor.
+                self.state[name] = torch.empty_like(value[:1].expand(self._clients, *value.shape[1:]))
+            self.state[name][start : start + len(value)] = value.detach()
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from perada.federation.settings import FederationData, Loader, Settings
 from perada.federation.shared_store import SharedStore
 from perada.privacy.protection import Protection
 from perada.server import Updates
+from perada.server.aggregate import UpdateSums
 
 
 class Federation:
@@ -94,7 +95,13 @@ class Federation:
         initial = algorithm.initial_client_state(self.global_state, self.tensor_names)
         return SharedStore(storage.open(initial, name), self.ranks)
 
-    def begin_round(self, shares: Shares, factor: float = 1.0, loader: Loader | None = None) -> Cohort:
+    def begin_round(
+        self,
+        shares: Shares,
+        factor: float = 1.0,
+        loader: Loader | None = None,
+        train_sizes: Sequence[int] | None = None,
+    ) -> Cohort:
         """Start a round: gather the states that its clients kept, and send them the global state. A collective.
 
         Args:
@@ -102,6 +109,8 @@ class Federation:
             factor: Factor of the clients' learning rates.
             loader: Gives their training images, where they compare the global models on them or full gradients are
                 measured.
+            train_sizes: Numbers of training images of all clients, with which updates are added up as they come where
+                the server needs only their mean; by default they are all kept until the end of the round.
 
         Returns:
             The clients that this rank trains, or a stand-in.
@@ -125,7 +134,10 @@ class Federation:
         self.protection.spend(shares.plan, self.ranks)
         received = self.server.broadcast(cohort_plan, self.num_clients, losses)
         client_state = self.store.local.gather(cohort_plan.clients)
-        self.cohort = Cohort(self.trainer, cohort_plan, client_state, received, factor)
+        sums: UpdateSums | None = None
+        if train_sizes is not None:
+            sums = self.server.sums(shares, train_sizes)
+        self.cohort = Cohort(self.trainer, cohort_plan, client_state, received, factor, sums=sums)
         if loader and "gradient_norms" in settings.diagnostics:
             # With the names that are not sent.
             models = expand(self.global_state, len(cohort_plan.clients)) | received
@@ -152,7 +164,11 @@ class Federation:
         # A rank without clients trained a stand-in, whose loss scale does not count.
         is_client = torch.arange(len(results.finite_here), device=results.finite_here.device) < len(places)
         self.trainer.scales.close("clients", cohort.scales, results.finite_here & is_client, self.ranks)
-        metrics = self._round_metrics(cohort.opened, cohort.received, results)
+        if cohort.sums is None:
+            sent_by_one = {name: value[0] for name, value in results.sent.items()}
+        else:
+            sent_by_one = cohort.sums.example
+        metrics = self._round_metrics(cohort.opened, cohort.received, sent_by_one, results)
         self.store.scatter(shares.parts, results.broken, results.client_state)
         self.rounds_done = plan.round + 1
         for client in plan.clients:
@@ -162,10 +178,15 @@ class Federation:
                 self.last_rounds[client] = self.rounds_done
 
         # Without the rows of a stand-in.
-        updates = Updates(prefix(results.sent, len(places)), places, len(plan.clients), self.ranks)
+        received = Updates(prefix(cohort.received, len(places)), places, len(plan.clients), self.ranks)
+        updates: Updates | UpdateSums
+        if cohort.sums is None:
+            updates = received.replace(prefix(results.sent, len(places)))
+        else:
+            updates = cohort.sums
         context = RoundContext(
             plan=plan,
-            received=updates.replace(prefix(cohort.received, len(places))),
+            received=received,
             train_sizes=data.train_sizes,
             data=data,
             level=self.protection.clients,
@@ -181,14 +202,15 @@ class Federation:
             metrics |= {"clients/drawn": len(plan.clients), "clients/failed": len(results.broken)}
         return RoundReport(server=server, broken=results.broken, failed=results.failed, metrics=metrics)
 
-    def _round_metrics(self, opened: Stacks, received: State, results: ClientResults) -> dict[str, float]:
+    def _round_metrics(
+        self, opened: Stacks, received: State, sent_by_one: State, results: ClientResults
+    ) -> dict[str, float]:
         """Compute training losses, numbers of parameters, and megabytes that all clients send and receive."""
         settings = self.settings
         algorithm = settings.algorithm
         plan = self._shares.plan
         clients = len(plan.clients)
         ranks = self.server.ranks_of(plan.clients)
-        sent_by_one = {name: value[0] for name, value in results.sent.items()}
         metrics = parameter_counts(
             algorithm, settings.phases, self.tensor_names, plan.round, opened, sent_by_one, ranks
         )

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perada.algorithms import Algorithm, Broadcast, ServerStep, Stacks, TensorNames
+from perada.algorithms.dry_run import is_foreign
 from perada.core.ranks import Ranks
-from perada.core.rounds import Phase, RoundPlan
+from perada.core.rounds import Phase, RoundPlan, Shares
 from perada.core.states import (
     State,
     as_matrix,
@@ -34,7 +35,7 @@ from perada.federation.scores import probabilities
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.privacy.client_sums import VOTE
 from perada.server import Updates, client_weights
-from perada.server.aggregate import Weighting, double, double_dtype
+from perada.server.aggregate import UpdateSums, Weighting, double, double_dtype, squared_changes
 from perada.server.distill import DistillationRound, Distiller, SecureTeachers, ServerData
 from perada.server.low_rank import lora_residual
 
@@ -183,12 +184,42 @@ class Server:
         """Return the global models (K, ...) whose outputs are averaged; usually one."""
         return self.settings.algorithm.members(self.global_state, self.server_state)
 
-    def aggregate(self, context: RoundContext, updates: Updates, valid: Sequence[int]) -> ServerResult:
+    @property
+    def needs_only_mean(self) -> bool:
+        """Whether nothing that the run is set to do reads a single client's update, so that they may be added up."""
+        settings = self.settings
+        algorithm = settings.algorithm
+        if settings.secure_sums is not None or settings.client_privacy is not None:
+            # Both look at, or change, each client's update before it counts.
+            return False
+        if settings.drop_outliers or settings.diagnostics or settings.lora_ranks:
+            return False
+        if algorithm.uses_distillation and settings.distillation.steps > 0:
+            # The teachers are the clients' models.
+            return False
+        if is_foreign(settings.rule) or not settings.rule.function_of_mean:
+            # A rule from elsewhere may have inherited what it states.
+            return False
+        return algorithm.sends_updates and algorithm.mean_is_enough
+
+    def sums(self, shares: Shares, train_sizes: Sequence[int]) -> UpdateSums | None:
+        """Return what adds up the updates of a round's clients, or None if single updates are needed.
+
+        Args:
+            shares: The round's clients and who trains them.
+            train_sizes: Numbers of training images of all clients of the federation.
+        """
+        if not self.needs_only_mean:
+            return None
+        weights = self._shares(shares.plan, train_sizes)
+        return UpdateSums(weights, shares.places, self.tensor_names.parameters, self.ranks)
+
+    def aggregate(self, context: RoundContext, updates: Updates | UpdateSums, valid: Sequence[int]) -> ServerResult:
         """Compute the next global state from the updates of a round. A collective: all ranks must call this alike.
 
         Args:
             context: What the server knows of the round.
-            updates: What the plan's clients sent.
+            updates: What the plan's clients sent, or what adds it up.
             valid: Places in the plan of the clients whose update is finite. With privacy of whole clients all count.
 
         Returns:
@@ -204,13 +235,16 @@ class Server:
         if len(accepted.places) < self._quorum(context):
             return ServerResult(outliers=outliers, metrics=metrics)
 
-        if context.level is not None:
-            updates = self.privatized(context.level, updates, context)
-        updates = updates.part(accepted.places)
+        if isinstance(updates, UpdateSums):
+            updates = updates.means(accepted.places)
+        else:
+            if context.level is not None:
+                updates = self.privatized(context.level, updates, context)
+            updates = updates.part(accepted.places)
         # The distiller runs clients' models one by one only where it adds up their logits in a secure sum.
         teachers = updates
         if secure is not None and context.level is None and not context.summed_by_sites:
-            shares = self._shares(context)
+            shares = self._shares(context.plan, context.train_sizes)
             updates = secure.rows(updates, [shares[place] for place in accepted.places])
 
         # Below this line `updates` is what the server may see: with secure sums or privacy of whole clients no row is
@@ -259,16 +293,19 @@ class Server:
         base = {name: received[name] for name in updates.names if name != VOTE}
         return updates.repeat(level.apply_mean_change(updates.replace(base).mean(weights), change, updates.clients))
 
-    def _accepted(self, context: RoundContext, updates: Updates, valid: Sequence[int]) -> "_Accepted":
+    def _accepted(self, context: RoundContext, updates: Updates | UpdateSums, valid: Sequence[int]) -> "_Accepted":
         """Choose the clients whose updates count. A collective."""
         secure = self.settings.secure_sums
         plan = context.plan
+        if isinstance(updates, UpdateSums):
+            norms = updates.change_norms()[list(valid)]
+            return _Accepted(places=valid, outliers=outliers_of_norms(norms, plan, valid))
         if context.level is not None:
             # All count, since who broke depends on their images.
             return _Accepted(places=range(len(plan.clients)))
         if secure is not None:
             if not context.summed_by_sites:
-                valid = secure.summable(updates, self._shares(context), valid)
+                valid = secure.summable(updates, self._shares(plan, context.train_sizes), valid)
             return _Accepted(places=valid)
         if not valid:
             return _Accepted(places=valid)
@@ -292,11 +329,11 @@ class Server:
             return 1
         return secure.least(len(context.plan.clients))
 
-    def _shares(self, context: RoundContext) -> list[float]:
-        """Return the weights of the plan's clients, not yet divided by their sum."""
+    def _shares(self, plan: RoundPlan, train_sizes: Sequence[int]) -> list[float]:
+        """Return the weights of a plan's clients, not yet divided by their sum."""
         if self.settings.weighting == "uniform":
-            return [1.0] * len(context.plan.clients)
-        return [float(context.train_sizes[client]) for client in context.plan.clients]
+            return [1.0] * len(plan.clients)
+        return [float(train_sizes[client]) for client in plan.clients]
 
     def _distiller(self, context: RoundContext, teachers: Updates) -> Distiller:
         """Return the distiller of a round, by which an algorithm's server step refines the global state."""
@@ -496,9 +533,7 @@ def find_outliers(
     places: Sequence[int],
     with_metrics: bool,
 ) -> tuple[dict[int, float], dict[str, float]]:
-    """Find clients whose change is much longer than the median. A collective: all ranks must call this alike.
-
-    A client that took more steps than the median of the plan may have moved so many times as far.
+    """Find outliers (:func:`outliers_of_norms`) among updates. A collective: all ranks must call this alike.
 
     Args:
         names: Trained parameters. Running statistics are left out: an honest client's with two images may be far from
@@ -513,26 +548,44 @@ def find_outliers(
         By how many times the median the changes of outliers are as long, by client, and the metrics.
     """
     norms, cosines = _norms_and_cosines(names, updates, received, with_metrics)
-    median = float(norms.nanmedian())
-    steps = [sum(steps_of_phases) for steps_of_phases in zip(*plan.steps, strict=True)]
-    usual = max(1, median_low(steps))
-    clients = [plan.clients[place] for place in places]
-    outliers = {}
-    for client, place, norm in zip(clients, places, norms.tolist(), strict=True):
-        if median > 0 and norm > OUTLIER_FACTOR * median * max(1, steps[place] / usual):
-            outliers[client] = norm / median
+    outliers = outliers_of_norms(norms, plan, places)
     if cosines is None:
         return outliers, {}
+    clients = [plan.clients[place] for place in places]
     # NaN, of a client that did not move, is never the largest or the smallest.
     longest = int(norms.nan_to_num(-1).argmax())
     most_opposed = int(cosines.nan_to_num(2).argmin())
     return outliers, {
-        "updates/norm_median": median,
+        "updates/norm_median": float(norms.nanmedian()),
         "updates/norm_max": float(norms[longest]),
         "updates/norm_max_client": float(clients[longest]),
         "updates/cosine_min": float(cosines[most_opposed]),
         "updates/cosine_min_client": float(clients[most_opposed]),
     }
+
+
+def outliers_of_norms(norms: Tensor, plan: RoundPlan, places: Sequence[int]) -> dict[int, float]:
+    """Find clients whose change is much longer than the median.
+
+    A client that took more steps than the median of the plan may have moved so many times as far.
+
+    Args:
+        norms: Norms (C,) of the changes, on the CPU.
+        plan: The round's clients and their steps.
+        places: Where the C clients stand in the plan.
+
+    Returns:
+        By how many times the median the changes of outliers are as long, by client.
+    """
+    median = float(norms.nanmedian())
+    steps = [sum(steps_of_phases) for steps_of_phases in zip(*plan.steps, strict=True)]
+    usual_steps = max(1, median_low(steps))
+    outliers = {}
+    for place, norm in zip(places, norms.tolist(), strict=True):
+        steps_ratio = max(1, steps[place] / usual_steps)
+        if median > 0 and norm > OUTLIER_FACTOR * median * steps_ratio:
+            outliers[plan.clients[place]] = norm / median
+    return outliers
 
 
 def _norms_and_cosines(
@@ -557,7 +610,9 @@ def _norms_and_cosines(
     products = torch.zeros(updates.clients, dtype=dtype, device=device)  # with the mean change
     mean_square = torch.zeros((), dtype=dtype, device=device)
     rows = to_device_async(torch.tensor(updates.places, dtype=torch.int64), device)
-    for name in names:
+    if updates.local_rows:
+        squares[rows] = squared_changes(names, updates.local_rows, received)
+    for name in names if with_cosines else ():
         if name not in updates or name not in received or received[name].shape != updates.local_rows[name].shape:
             continue
         sent_rows = as_matrix(updates.local_rows[name])
@@ -567,16 +622,13 @@ def _norms_and_cosines(
         mean_change = squares.new_zeros(sent_rows.shape[1])
         for block in blocks:
             change = double(sent_rows[:, block]) - double(received_rows[:, block])
-            squares[rows] += change.square().sum(1)
-            if with_cosines:
-                mean_change[block] = change.sum(0) / updates.clients
-        if with_cosines:
-            # One collective for all blocks, of which ranks have different numbers.
-            updates.ranks.sum_([mean_change])
-            mean_square += mean_change.square().sum()
-            for block in blocks:
-                change = double(sent_rows[:, block]) - double(received_rows[:, block])
-                products[rows] += (change * mean_change[block]).sum(1)
+            mean_change[block] = change.sum(0) / updates.clients
+        # One collective for all blocks, of which ranks have different numbers.
+        updates.ranks.sum_([mean_change])
+        mean_square += mean_change.square().sum()
+        for block in blocks:
+            change = double(sent_rows[:, block]) - double(received_rows[:, block])
+            products[rows] += (change * mean_change[block]).sum(1)
     table = torch.stack([squares, products])
     updates.ranks.sum_([table])  # one collective for both
     squares, products = table.cpu().double()

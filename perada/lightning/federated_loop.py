@@ -405,7 +405,7 @@ class FederatedLoop(pl.Callback):
             images.check_data(context.data.train_sizes, context.data.batch_size)
         rate_factor = self.training.rate_factor(round, trainer.max_epochs or 0)
         with context.precision():
-            federation.begin_round(shares, rate_factor, context.every_training_image)
+            federation.begin_round(shares, rate_factor, context.every_training_image, context.data.train_sizes)
 
     def on_train_batch_end(
         self,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Set-up before the first round: all checks in order, the privacy of the run, and the batches of rounds."""
 
+import math
 from itertools import product
 
 import torch
@@ -135,7 +136,10 @@ def _clients_per_chunk(context: RunContext) -> int | None:
         return None
     if not is_mostly_trained(context.module.model):
         return None
-    return _clients_in_cache(context)
+    # At least one chunk for each thread, which train side by side.
+    clients_per_round = settings.clients_per_round or context.data.num_clients
+    share_of_thread = math.ceil(clients_per_round / torch.get_num_threads())
+    return min(_clients_in_cache(context), share_of_thread)
 
 
 def _clients_in_cache(context: RunContext) -> int:

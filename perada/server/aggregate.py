@@ -2,7 +2,7 @@
 """Updates of clients, their mean, and the base classes of server rules."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perada.core.checks import OptionError, Options, check_choice
 from perada.core.ranks import Ranks
-from perada.core.states import Factors, State, as_matrix, column_blocks, expand, gather, to_device_async
+from perada.core.states import Factors, State, as_matrix, column_blocks, expand, gather, per_client, to_device_async
 
 Weighting = Literal["uniform", "samples"]
 WITHOUT_DOUBLE = {"mps"}
@@ -154,11 +154,8 @@ class Updates:
         for name, value in self.local_rows.items():
             if value.is_floating_point():
                 sums[name] = _weighted_sum(value, local_weights)
-            elif len(value):
-                largest[name] = value.amax(0)
             else:
-                # A rank without clients takes part in the collective: any other rank's numbers are at least as large.
-                largest[name] = value.new_full(value.shape[1:], torch.iinfo(value.dtype).min)
+                largest[name] = _largest(value)
         self.ranks.sum_(sums.values())
         self.ranks.max_(largest.values())
         means: State = {}
@@ -168,6 +165,130 @@ class Updates:
             else:
                 means[name] = largest[name]
         return means
+
+
+class UpdateSums:
+    """The sums of a round's updates, added chunk by chunk, for a server that needs only their mean.
+
+    No process then holds more updates than those of a chunk.
+
+    Args:
+        shares: Weights of the round's C clients, not yet divided by their sum.
+        places: Where this rank's clients stand among all.
+        parameters: Names of trained parameters, whose changes are measured.
+        ranks: The processes among which the clients are divided; by default one.
+
+    Attributes:
+        example: What a client sent, without a client axis, for its names, shapes and types; empty before the first
+            chunk.
+    """
+
+    def __init__(
+        self, shares: Sequence[float], places: Sequence[int], parameters: Iterable[str], ranks: Ranks | None = None
+    ) -> None:
+        self.example: State = {}
+        self._shares = torch.tensor(shares, dtype=torch.float64)
+        self._places = list(places)
+        self._parameters = list(parameters)
+        self._ranks = ranks or Ranks()
+        self._sums: State = {}
+        self._largest: State = {}
+        # Squared norms of the changes of this rank's clients, chunk by chunk.
+        self._squares: list[Tensor] = []
+
+    def add(self, sent: State, received: State, start: int, accepted: Tensor) -> None:
+        """Add the updates of this rank's next c clients.
+
+        Args:
+            sent: Their updates, (c, ...).
+            received: What the server had sent them, (c, ...).
+            start: Place of the first one among this rank's clients. A rank without clients trains a stand-in, which
+                is beyond them and left out.
+            accepted: Which updates count, (c,). Others, which may not be finite, are left out.
+        """
+        places = self._places[start : start + len(accepted)]
+        clients = len(places)
+        accepted = accepted[:clients]
+        weights = _on_device_of(sent, self._shares[places])
+        squares = weights.new_zeros(clients)
+        for name, stack in sent.items():
+            value = stack.detach()[:clients]
+            if name not in self.example:
+                self.example[name] = value.new_empty(value.shape[1:])
+            if value.is_floating_point():
+                before: Tensor | None = None
+                if name in self._parameters and name in received and received[name].shape == stack.shape:
+                    before = received[name].detach()[:clients]
+                self._add_numbers(name, value, weights, accepted, before, squares)
+            else:
+                largest = _largest(value, accepted)
+                if name in self._largest:
+                    largest = torch.maximum(largest, self._largest[name])
+                self._largest[name] = largest
+        self._squares.append(squares)
+
+    def _add_numbers(
+        self, name: str, value: Tensor, weights: Tensor, accepted: Tensor, before: Tensor | None, squares: Tensor
+    ) -> None:
+        """Add a stack (c, ...) to the sum of its name, and its squared changes to ``squares`` (c,).
+
+        Both in one pass over blocks that stay in the processor's caches: memory is read once.
+
+        Args:
+            name: Name of the stack.
+            value: The stack.
+            weights: Weights of the clients, (c,).
+            accepted: Which clients count, (c,).
+            before: The stack (c, ...) before training; None if its change is not measured.
+            squares: Is added to.
+        """
+        rows = as_matrix(value)
+        rows_before = None if before is None else as_matrix(_read_once(before))
+        # The host waits for no GPU to find out.
+        excludes = rows.device.type != "cpu" or not accepted.all()
+        excluded = ~accepted.unsqueeze(1)
+        if name not in self._sums:
+            self._sums[name] = weights.new_zeros(value.shape[1:])
+        sums = self._sums[name].view(-1)
+        for block in column_blocks(rows):
+            # A copy also of what is in double precision, since it is changed.
+            numbers = rows[:, block].to(weights.dtype, copy=True)
+            if excludes:
+                # Zero times NaN would be NaN.
+                numbers.masked_fill_(excluded, 0)
+            # Elementwise: autocast would run a product of matrices, and so round the states, in half precision.
+            sums[block] += (numbers * weights.unsqueeze(1)).sum(0)
+            if rows_before is not None:
+                numbers -= rows_before[:, block]
+                squares += numbers.square_().sum(1)
+
+    def change_norms(self) -> Tensor:
+        """Return the norms (C,) of the changes of all clients' parameters, on the CPU; a collective.
+
+        Those of clients that are left out may not be finite.
+        """
+        squares = torch.zeros(len(self._shares), dtype=torch.float64)
+        squares[self._places] = torch.cat(self._squares).cpu().double()
+        self._ranks.sum_([squares])
+        return squares.sqrt()
+
+    def means(self, places: Sequence[int]) -> Updates:
+        """Return updates that are all equal, and have the mean of those that were added; a collective.
+
+        Args:
+            places: Places of all clients whose updates were accepted, of all ranks.
+        """
+        self._ranks.sum_(self._sums.values())
+        self._ranks.max_(self._largest.values())
+        total = float(self._shares[list(places)].sum())
+        mean: State = {}
+        for name, example in self.example.items():
+            if name in self._sums:
+                mean[name] = _rounded(self._sums[name] / total, example.dtype)
+            else:
+                mean[name] = self._largest[name]
+        local_places = [index for index, place in enumerate(places) if place in self._places]
+        return Updates(expand(mean, len(local_places)), local_places, len(places), self._ranks)
 
 
 def mean(updates: Updates | Mapping[str, Tensor], weights: Tensor) -> State:
@@ -217,13 +338,57 @@ def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:
     Block by block: a copy of all updates in double precision would not fit the processor's caches, and new memory of
     its size costs more than the sum.
     """
-    columns = as_matrix(value)
-    weights = weights.to(double_dtype(value.device)).unsqueeze(1)
+    weights = weights.to(double_dtype(value.device))
+    distinct = _read_once(value)
+    if len(distinct) < len(value):
+        weights = weights.sum(0, keepdim=True)
+    columns = as_matrix(distinct)
+    weights = weights.unsqueeze(1)
     sums = columns.new_empty(columns.shape[1], dtype=weights.dtype)
     for block in column_blocks(columns):
         # Elementwise: autocast would run a product of matrices, and so round the states, in half precision.
         sums[block] = (double(columns[:, block]) * weights).sum(0)
     return sums.view(value.shape[1:])
+
+
+def _read_once(stack: Tensor) -> Tensor:
+    """Return a stack (C, ...), or its first row (1, ...) if all clients share one tensor in memory, as of expand()."""
+    if len(stack) > 1 and stack.stride(0) == 0:
+        return stack[:1]
+    return stack
+
+
+def _largest(value: Tensor, accepted: Tensor | None = None) -> Tensor:
+    """Return the maximum (...) of a stack (C, ...) of integers over clients, of those that count where it is given."""
+    smallest_number = torch.iinfo(value.dtype).min
+    if not len(value):
+        # A rank without clients takes part in the collective: any other rank's numbers are at least as large.
+        return value.new_full(value.shape[1:], smallest_number)
+    if accepted is not None:
+        value = value.masked_fill(~per_client(accepted, value), smallest_number)
+    return value.amax(0)
+
+
+def squared_changes(names: Iterable[str], sent: State, received: State) -> Tensor:
+    """Return the squared norms (C,) of the clients' changes, in double precision.
+
+    Args:
+        names: Tensors whose change counts, where a client received one of the same shape.
+        sent: What the clients sent, (C, ...).
+        received: What they had received, (C, ...).
+    """
+    some_stack = next(iter(sent.values()))
+    squares = torch.zeros(len(some_stack), dtype=double_dtype(some_stack.device), device=some_stack.device)
+    for name in names:
+        if name not in sent or name not in received or received[name].shape != sent[name].shape:
+            continue
+        sent_rows = as_matrix(sent[name])
+        received_rows = as_matrix(received[name])
+        # Block by block: changes of all clients in double precision would not fit the caches.
+        for block in column_blocks(sent_rows):
+            change = double(sent_rows[:, block]) - double(received_rows[:, block])
+            squares += change.square().sum(1)
+    return squares
 
 
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:

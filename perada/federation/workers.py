@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads that train chunks of clients side by side on the cores of a processor.
+
+The products of a small network are too small to be divided among cores, so that a step on two cores takes as long as on
+one. Several chunks, each on one core, keep all of them busy. Results do not depend on the number of threads: a client's
+training depends on no other client's, and no product is divided.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from perada.engine.engine import Engine
+
+MAX_QUEUED = 4
+"""Tasks that may wait for a thread, each with a batch of images: enough that no thread ever waits for a batch."""
+
+
+class Worker(Protocol):
+    """Runs tasks one after another, in the order in which they come.
+
+    Attributes:
+        engine: Runs networks for its tasks; no other worker uses it.
+    """
+
+    engine: Engine
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run a task, now or later.
+
+        Raises:
+            Exception: That of the task, or of an earlier one.
+        """
+
+    def wait(self) -> None:
+        """Wait for all tasks.
+
+        Raises:
+            Exception: The first one of the tasks that have not been waited for.
+        """
+
+    def finish(self) -> None:
+        """Wait for all tasks, like :meth:`wait`; no others may follow."""
+
+
+class SameThread:
+    """Runs each task at once.
+
+    Args:
+        engine: Runs networks for the tasks.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run a task."""
+        task()
+
+    def wait(self) -> None:
+        """Do nothing: all tasks have run."""
+
+    def finish(self) -> None:
+        """Do nothing: all tasks have run."""
+
+
+class WorkerThread:
+    """Runs tasks in a thread, whose operations are not divided among cores.
+
+    Args:
+        engine: Runs networks for the tasks.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="perada-chunk")
+        self._pending: deque[Future[None]] = deque()
+        self._has_failed = False
+        threads = torch.get_num_threads()
+        self._executor.submit(_use_one_core).result()
+        # The setting is the thread's own, but new threads, such as those of data loaders, take over the last one.
+        torch.set_num_threads(threads)
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queue a task, and wait while too many are queued."""
+        while self._pending and (len(self._pending) >= MAX_QUEUED or self._pending[0].done()):
+            self._pending.popleft().result()
+        self._pending.append(self._executor.submit(self._run, task))
+
+    def _run(self, task: Callable[[], None]) -> None:
+        """Run a task in the thread, unless an earlier one has failed: it would continue what that one left behind."""
+        if self._has_failed:
+            return
+        try:
+            task()
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def wait(self) -> None:
+        """Wait for all tasks."""
+        while self._pending:
+            self._pending.popleft().result()
+
+    def finish(self) -> None:
+        """Wait for all tasks, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown(cancel_futures=True)
+
+
+def _use_one_core() -> None:
+    """Set the calling thread to divide no operation among cores."""
+    # A new thread takes over the setting of the process when it first needs it, and would forget its own.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
+def workers_of(engine: Engine, chunks: int, device: torch.device) -> list[Worker]:
+    """Return a worker for each chunk that is to train at a time.
+
+    Args:
+        engine: Runs networks for the chunks; threads get copies of it.
+        chunks: Number of chunks of the round.
+        device: Device on which they train.
+    """
+    count = min(chunks, torch.get_num_threads())
+    if count <= 1 or device.type != "cpu":
+        return [SameThread(engine)]
+    # The loop over clients runs one model, as do features in place of images. Compiled networks are not meant for
+    # several threads, and autocast is a setting of the calling one.
+    is_shared = engine.kind == "loop" or engine.trunk is not None or engine.is_compiled
+    if is_shared or torch.is_autocast_enabled("cpu"):
+        return [SameThread(engine)]
+    try:
+        engines = [engine.copy() for _ in range(count)]
+    except Exception:  # a network of the caller's own may hold anything, such as a lock, which cannot be copied
+        return [SameThread(engine)]
+    return [WorkerThread(copy) for copy in engines]

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks that train side by side in threads, against the same chunks one after another."""
+
+import threading
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.algorithms import APFL, Ditto, FedAvg, FedRep, PerAda, PFedMe, Scaffold
+from perada.engine.engine import Engine
+from perada.federation.workers import MAX_QUEUED, SameThread, WorkerThread, workers_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Network(nn.Module):
+    """Notes the threads in which it runs, for all of its copies."""
+
+    threads: ClassVar = set()
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.3)
+        self.fc = nn.Linear(36, 3)
+        self.dropout = dropout
+
+    def forward(self, x):
+        self.threads.add(threading.get_ident())
+        features = self.norm(self.conv(x)).relu().flatten(1)
+        # Unlike a layer's, this dropout draws from the global generator.
+        features = F.dropout(features, self.dropout, self.training)
+        return self.fc(self.drop(features))
+
+
+def trained(algorithm, dropout=0.0, rounds=2, **options):
+    """The final states of six clients of unequal sizes, in chunks of one or two."""
+    Network.threads.clear()
+    clients = []
+    for size in (5, 8, 3, 8, 8, 6):
+        random = torch.Generator().manual_seed(size)
+        x = torch.randn(size, 2, 5, 5, generator=random)
+        clients.append(TensorDataset(x, torch.randint(0, 3, (size,), generator=random)))
+    torch.manual_seed(0)
+    run = perada.finetune(
+        Network(dropout),
+        perada.FederatedData(clients, test=[]),
+        adapter="full",
+        algorithm=algorithm,
+        rounds=rounds,
+        batch_size=4,
+        training=perada.Training(clients_per_chunk=options.pop("clients_per_chunk", 1), lr_local=0.1, lr_personal=0.1),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        **options,
+    )
+    states = {f"global {name}": value for name, value in run.state("global").items()}
+    for client in range(6):
+        states |= {f"{client} {name}": value for name, value in run.state("personal", client).items()}
+    return states
+
+
+def other_threads():
+    """The threads that the network has run in, without this one, which tries it at set-up and scores it."""
+    return Network.threads - {threading.get_ident()}
+
+
+def assert_equal(states, others):
+    assert states.keys() == others.keys()
+    for name, value in states.items():
+        assert torch.equal(value, others[name]), name
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, Ditto, APFL, FedRep, PFedMe, Scaffold, lambda: PerAda(distill=False)])
+@pytest.mark.parametrize("clients_per_chunk", [1, 2])
+@pytest.mark.every(3)
+def test_threads_change_no_result(algorithm, clients_per_chunk, two_threads):
+    """Compared to the same run with a single thread, to the last bit, with dropout from the clients' streams."""
+    states = trained(algorithm(), clients_per_chunk=clients_per_chunk)
+    assert len(other_threads()) >= 2  # new ones in each round
+    torch.set_num_threads(1)
+    assert_equal(states, trained(algorithm(), clients_per_chunk=clients_per_chunk))
+    assert not other_threads()
+
+
+def test_a_network_that_draws_from_the_global_generator_stays_in_one_thread(two_threads):
+    assert_equal(trained(FedAvg(), dropout=0.2, rounds=1), trained(FedAvg(), dropout=0.2, rounds=1))
+    assert len(other_threads()) == 1
+
+
+def test_an_algorithm_from_elsewhere_stays_in_one_thread(two_threads):
+    class Own(FedAvg):
+        pass
+
+    trained(Own())
+    assert not other_threads()
+
+
+def test_workers_leave_the_number_of_threads_and_use_one_each(two_threads):
+    workers = workers_of(Engine(Network()), 3, CPU)
+    assert len(workers) == 2
+    assert torch.get_num_threads() == 2
+    counts = []
+    for worker in workers:
+        worker.submit(lambda: counts.append(torch.get_num_threads()))
+        worker.finish()
+    assert counts == [1, 1]
+    modules = {id(module) for module in workers[0].engine.runs.modules()}
+    assert modules.isdisjoint(id(module) for module in workers[1].engine.runs.modules())
+    for name, parameter in workers[0].engine.model.named_parameters():
+        assert parameter is workers[1].engine.model.get_parameter(name)
+
+
+def test_a_single_chunk_or_what_cannot_be_copied_stays_in_one_thread(two_threads):
+    network = Network()
+    assert isinstance(workers_of(Engine(network), 1, CPU)[0], SameThread)
+    network.lock = threading.Lock()
+    assert isinstance(workers_of(Engine(network), 3, CPU)[0], SameThread)
+
+
+def test_an_error_comes_back_and_nothing_after_it_runs(two_threads):
+    worker = WorkerThread(Engine(Network()))
+    done = []
+    begin = threading.Event()
+    worker.submit(begin.wait)
+    worker.submit(lambda: 1 / 0)
+    worker.submit(lambda: done.append("after the error"))
+    begin.set()
+    with pytest.raises(ZeroDivisionError):
+        worker.finish()
+    assert done == []
+
+
+def test_tasks_wait_for_the_thread(two_threads):
+    """No more than a few batches are in memory, however slow the thread is."""
+    worker = WorkerThread(Engine(Network()))
+    begin = threading.Event()
+    done = []
+    for number in range(MAX_QUEUED):
+        worker.submit(lambda number=number: done.append(number) if begin.wait(30) else None)
+    threading.Timer(0.1, begin.set).start()
+    worker.submit(lambda: done.append("last"))
+    assert begin.is_set()  # there was no room before
+    worker.finish()
+    assert done == [*range(MAX_QUEUED), "last"]
