@@ -21,12 +21,12 @@ def network(frozen, trained):
 
 
 def test_as_many_as_fit_train_together():
-    # 16 MB hold the weight, gradient and momentum of 2^20 numbers of 4 bytes once, and those of 2^18 five times.
-    for numbers, clients in ((2**20, 1), (2**18, 5), (2**24, 1)):
+    # 48 MB hold the weight, gradient and momentum of 2^20 numbers of 4 bytes 4 times, and those of 3 · 2^20 once.
+    for numbers, clients in ((2**20, 4), (2**18, 16), (3 * 2**20, 1), (2**24, 1)):
         assert clients_in_cache(4 * numbers, 4 * numbers) == clients
     # Two models trained in the same steps take twice the room, one after the other less.
-    assert clients_in_cache(8 * 2**17, 8 * 2**17) == 5
-    assert clients_in_cache(8 * 2**17, 4 * 2**17) == 8
+    assert clients_in_cache(8 * 2**19, 8 * 2**19) == 4
+    assert clients_in_cache(8 * 2**19, 4 * 2**19) == 6
 
 
 def test_few_train_together_only_where_most_is_trained():
@@ -52,7 +52,7 @@ def test_weights_that_the_server_merges_into_are_frozen():
 )
 def test_a_run_counts_what_its_clients_have_and_what_they_train_at_a_time(algorithm, models, trained, monkeypatch):
     counted = []
-    monkeypatch.setattr(setup, "clients_in_cache", lambda *sizes: counted.append(sizes))
+    monkeypatch.setattr(setup, "clients_in_cache", lambda *sizes: counted.append(sizes) or 1)
     run = finetune(make_method(algorithm), rounds=1)
     state = run.state("global") if algorithm in ("fedavg", "ditto", "perada") else run.state("personal", 0)
     model_bytes = sum(value.nbytes for value in state.values())
