@@ -73,17 +73,19 @@ deploy-demo: $(VENV)/.installed-flower
 	OMP_NUM_THREADS=1 $(BIN)/perada deploy demo
 
 # Tests read nothing from a hub: a name that is not on this machine fails at once instead of after retries. Their models
-# are so small that two processes of one thread each are much faster than one process of two threads.
+# are so small that processes of one thread each are much faster than one process of several threads. One more than there
+# are cores, as some tests wait for disks, other processes and deadlines.
+TEST_PROCESSES ?= 3
 test test-all check: export HF_HUB_OFFLINE = 1
 test test-all check: export OMP_NUM_THREADS = 1
 # Tests start many processes, which need not compile perada each, whatever the environment says.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) $(ROOM_PATHS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS) $(ROOM_PATHS)
 
 test-all: $(VENV)/.installed-all
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" $(PYTEST_ARGS) $(ROOM_PATHS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "" $(PYTEST_ARGS) $(ROOM_PATHS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check

@@ -35,6 +35,7 @@ def run(parts, folder, minutes=30.0):
     return {outcome.name: outcome for outcome in outcomes}
 
 
+@pytest.mark.slow
 def test_parts_run_in_order_and_a_failed_one_is_noted_with_its_reason(tmp_path, capsys):
     parts = [
         stub("first", "(out / 'order').write_text('1'); print('hello')"),
@@ -138,6 +139,7 @@ def test_modules_are_those_of_the_dependencies():
     assert runner.missing_dependencies() == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_noted_and_goes_on(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -152,6 +154,7 @@ def test_an_interrupt_is_noted_and_goes_on(tmp_path, monkeypatch):
     assert run(parts, tmp_path)["second"].status == "done"
 
 
+@pytest.mark.slow
 def test_tables_are_made_of_what_is_there(tmp_path):
     """A benchmark's rows, the tests that a cut-off log names, and the seeds that all methods of a comparison have."""
     parts = [stub(name, "pass") for name in ("tests", "rounds", "methods", "never")]

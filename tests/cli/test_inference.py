@@ -291,5 +291,5 @@ def test_the_help_tells_both_ways_to_predict(capsys):
         main(["predict", "--help"])
     assert ended.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--images IMAGES" in shown
+    assert "--images PATH" in shown
     assert "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's test images" in shown
