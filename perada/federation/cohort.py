@@ -438,6 +438,8 @@ class Cohort:
             self.losses[role] = torch.zeros(clients, device=device, dtype=torch.float32)
             self.descents[role] = torch.zeros(clients)
         self.broken = torch.zeros(clients, dtype=torch.bool, device=device)
+        # Clients of whom a sample could not be read. Not in `broken`, which workers change at the same time.
+        self._unreadable = torch.zeros(clients, dtype=torch.bool, device=device)
         self._finite = torch.zeros(clients, dtype=torch.bool, device=device)
         self._accepted = torch.zeros(clients, dtype=torch.bool, device=device)
         self.failed: dict[int, str] = {}
@@ -465,18 +467,20 @@ class Cohort:
         for batch_of_stream in batches_of_streams:
             for client, reason in batch_of_stream.failed:
                 # In a private run the sample is in no batch, and the client trains on.
-                self.broken[self.plan.clients.index(client)] |= self.private is None
+                self._unreadable[self.plan.clients.index(client)] |= self.private is None
                 self.failed.setdefault(client, reason)
         if self._chunk is None or self._chunk.start != batch.start:
             self._open_chunk(batch.start)
         chunk = self._chunk
         assert chunk is not None
+        if self._trainer.uses_global_random is not None:
+            chunk.worker.submit(partial(chunk.step, batches))
+            return
+        # The first step of a run shows it.
         random_state = torch.get_rng_state()
         chunk.worker.submit(partial(chunk.step, batches))
-        if self._trainer.uses_global_random is None:
-            # The first step of a run shows it.
-            chunk.worker.wait()
-            self._trainer.uses_global_random = not torch.equal(random_state, torch.get_rng_state())
+        chunk.worker.wait()
+        self._trainer.uses_global_random = not torch.equal(random_state, torch.get_rng_state())
 
     def _open_chunk(self, start: int) -> None:
         """Begin to train the chunk whose first client is at a place; all chunks before it are finished.
@@ -517,7 +521,7 @@ class Cohort:
     def _finish_chunk(self, chunk: _Chunk) -> None:
         """Store what a chunk's clients keep and send, while it is still in the processor's caches."""
         rows = slice(chunk.start, chunk.stop)
-        finite = ~self.broken[rows]
+        finite = ~(self.broken[rows] | self._unreadable[rows])
         checked: set[int] = set()
         for stacked in chunk.full.values():
             # Weights that the server merges into are not trained.
