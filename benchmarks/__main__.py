@@ -28,6 +28,7 @@ BENCHMARKS = {
     "limit": "limit",
     "round_profile": "round",
     "cohort_step": "cohort_step",
+    "step_graphs": "step_graphs",
     "small_maps": "small_maps",
     "not_taken": "not_taken",
     "distillation": "server",

@@ -132,6 +132,7 @@ PARTS: tuple[Part, ...] = (
         "round_resnet", "rounds of ResNet-18 in fp32, TF32 and bf16 beside the naive loop", 3, benchmark("round_resnet")
     ),
     Part("round_vit", "the same of ViT-S at 224×224", 2, benchmark("round_vit")),
+    Part("step_graphs", "local steps captured as CUDA graphs beside the usual ones", 2, benchmark("step_graphs")),
     Part("limit", "share of the peak FLOP/s that a round reaches", 2, benchmark("limit")),
     Part(
         "private_step", "private steps, and what secure noise costs", 1.5, benchmark("private_step"), needs=("opacus",)
@@ -140,7 +141,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         "hospitals_lite0",
         "seven methods on 20 hospitals with scanners, Fashion-MNIST, three seeds",
-        11,
+        9,
         comparison("hospitals_lite0", "--seeds", "0", "--algorithms", "perada", "standalone"),
         imports=COMPARE,
         needs=(LITE0,),

@@ -26,6 +26,7 @@ from perada.core.seeding import Streams
 from perada.core.states import State, as_matrix, clone, device_of, finite_rows, per_client, select, without
 from perada.engine.engine import Engine, client_losses, client_means
 from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
+from perada.engine.step_graphs import StepGraph, StepGraphs, open_graphs
 from perada.federation.settings import Settings
 from perada.federation.workers import Worker, workers_of
 from perada.privacy.gradients import SampleGradients
@@ -57,12 +58,39 @@ class LocalTrainer:
         self.protection = protection or Protection()
         self.scales = KeptScales(settings.loss_scaling)
         self.uses_global_random: bool | None = None
+        self._graphs: StepGraphs | None = None
 
     @cached_property
     def gradients(self) -> SampleGradients:
         """Computes the gradients of private training; created in the first round, when features may replace images."""
         assert self.protection.images is not None
         return SampleGradients(self.protection.images.options, self.engine, self.settings.training.multilabel)
+
+    def step_graphs(self, device: torch.device) -> StepGraphs | None:
+        """Return the CUDA graphs of local steps on a device; None if the option is off."""
+        if not self.settings.training.cuda_graphs:
+            return None
+        if self._graphs is None:
+            self._graphs = open_graphs(
+                device,
+                private=self.protection.images is not None,
+                scaled=self.scales.options is not None,
+                compiled=self.engine.is_compiled,
+            )
+        return self._graphs
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a local step did on the host, which a captured step does not do again.
+
+    Attributes:
+        passes: Number of passes that drew from each random stream.
+        losses: Number of losses that each role descended by.
+    """
+
+    passes: Counter[str]
+    losses: Counter[str]
 
 
 class _Chunk:
@@ -92,6 +120,8 @@ class _Chunk:
         self.full: Stacks = {}
         self.states: Stacks = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        # By the shapes of images and labels. Each refers to the leaves and moments of the active clients.
+        self._graphs: dict[tuple[torch.Size, torch.Size], StepGraph[StepRecord]] = {}
 
     def open(self) -> None:
         """Copy the stacks that the chunk trains."""
@@ -110,6 +140,7 @@ class _Chunk:
         self.phase = phase
         self.active = self.stop - self.start
         self._optimizers = {}
+        self._graphs = {}
         for role, stacked in self.full.items():
             leaves = {}
             for key in cohort.algorithm.trainable_keys(role, phase, cohort.tensor_names, self.round):
@@ -121,12 +152,16 @@ class _Chunk:
                 parameters = list(leaves.values())
                 # In float16 some clients skip a step, of which only masked optimisers are capable.
                 masked = cohort.scales is not None
-                self._optimizers[role] = cohort.training.make(role, parameters, cohort.factor, masked=masked)
+                capturable = cohort.graphs is not None and cohort.graphs.capture is not None
+                self._optimizers[role] = cohort.training.make(
+                    role, parameters, cohort.factor, masked=masked, capturable=capturable
+                )
 
     def narrow(self, active: int) -> None:
         """Continue with the first ``active`` clients only; tensors and optimiser states become views."""
         before = self.active
         self.active = active
+        self._graphs = {}
         for role, stacked in self.states.items():
             views = {}
             for key, value in stacked.items():
@@ -148,17 +183,61 @@ class _Chunk:
         # Of the cohort's C clients.
         self._rows = slice(self.start, stop)
         self._batches = batches
-        # By stream, how many passes have drawn from it.
-        self._passes = Counter[str]()
         self._counts = batch.counts
         # The batch may have rows of padding for clients of another chunk.
         width = max(self._counts)
         self._x = batch.x[:, :width]
         self._y = batch.y[:, :width]
+        self._class_counts = batch.classes
         self.received = _rows(cohort.received, self.start, stop)
         self.client_state = {role: _rows(stacked, self.start, stop) for role, stacked in cohort.client_state.items()}
         self._finite = torch.ones_like(cohort.broken[self._rows])
-        cohort.algorithm.client_step(self)
+        self._buffered_streams: dict[tuple[str, int], Streams] = {}
+        graph = self._graph()
+        if graph is None:
+            record = self._take_step()
+        else:
+            self._use_buffers(graph)
+            record = graph.step(self._take_step)
+        for role, number in record.losses.items():
+            cohort.descents[role][self._rows] += number
+
+    def _take_step(self) -> StepRecord:
+        """Take the step of the algorithm. All that it does on the host, and that lasts, is in the record."""
+        self._record = StepRecord(passes=Counter(), losses=Counter())
+        self._cohort.algorithm.client_step(self)
+        return self._record
+
+    def _graph(self) -> StepGraph[StepRecord] | None:
+        """Return the graph of steps with batches such as the present one; None if it is not captured."""
+        graphs = self._cohort.graphs
+        if graphs is None or graphs.capture is None:
+            return None
+        width = self._x.shape[1]
+        if any(count != width for count in self._counts):
+            # The step copies the counts of a padded batch to the device, and a graph would keep those of the first.
+            return None
+        shapes = (self._x.shape, self._y.shape)
+        if shapes not in self._graphs:
+            self._graphs[shapes] = StepGraph(graphs)
+        return self._graphs[shapes]
+
+    def _use_buffers(self, graph: StepGraph[StepRecord]) -> None:
+        """Replace all inputs of the step that differ from those of other steps by the buffers of a graph."""
+        self._x = graph.buffer("x", self._x)
+        self._y = graph.buffer("y", self._y)
+        if self._class_counts is not None:
+            self._class_counts = graph.buffer("class counts", self._class_counts)
+        if graph.last_result is None:
+            # The first step shows which passes draw; it is not captured.
+            return
+        for stream, passes in graph.last_result.passes.items():
+            for number in range(1, passes + 1):
+                streams = self._streams_of_pass(stream, number)
+                self._buffered_streams[stream, number] = Streams(
+                    graph.buffer(f"seeds of {stream} {number}", streams.seeds),
+                    graph.buffer(f"gammas of {stream} {number}", streams.gammas),
+                )
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         cohort = self._cohort
@@ -190,7 +269,7 @@ class _Chunk:
         return state, self._streams(stream)
 
     def class_counts(self, classes: int) -> Tensor:
-        counts = one_of(self._batches).classes
+        counts = self._class_counts
         if counts is None:
             raise no_counts(self._cohort.algorithm)
         # The last classes are missing where no client has them.
@@ -218,13 +297,20 @@ class _Chunk:
 
     def _streams(self, stream: str) -> Streams:
         """Random streams of the step's next pass that draws from ``stream``."""
-        self._passes[stream] += 1
+        self._record.passes[stream] += 1
+        number = self._record.passes[stream]
+        if (stream, number) in self._buffered_streams:
+            return self._buffered_streams[stream, number]
+        return self._streams_of_pass(stream, number)
+
+    def _streams_of_pass(self, stream: str, number: int) -> Streams:
+        """Random streams of the step's pass with a number, counted from 1, among those that draw from ``stream``."""
         batch = one_of(self._batches)
         streams = self._cohort.streams[stream][self._rows]
         # Steps are counted anew in each phase. The first phase has no name of its own in the streams.
         if batch.phase:
             streams = streams.fork("phase", batch.phase)
-        return streams.fork("step", batch.step).fork("pass", self._passes[stream])
+        return streams.fork("step", batch.step).fork("pass", number)
 
     def _resolve(self, states: str | State, stream: str | None) -> tuple[State, str]:
         """Look up the stack of a role, and the random stream that it draws from."""
@@ -298,7 +384,7 @@ class _Chunk:
             return
         for role in roles:
             cohort.losses[role][self._rows] += losses
-            cohort.descents[role][self._rows] += 1
+            self._record.losses[role] += 1
 
 
 def _gradients(leaves: State) -> list[Tensor]:
@@ -403,6 +489,7 @@ class Cohort:
         self.engine = trainer.engine
         self.tensor_names = trainer.tensor_names
         self.training = settings.training
+        self.graphs = trainer.step_graphs(device)
         self.plan = plan
         self.client_state = client_state
         self.received = received

@@ -40,6 +40,8 @@ class Training:
             ``device_cache_mb``.
         torch_compile: Run the model through ``torch.compile``, or its options, such as ``{"mode": "max-autotune"}``.
             The first rounds take minutes, so it is for GPUs and many rounds; private gradients are not compiled.
+        cuda_graphs: On an NVIDIA GPU, capture the local steps of a chunk as a CUDA graph and repeat it, which saves
+            the host the time to start each kernel. Not measured yet (docs/performance.md).
 
     Raises:
         ValueError: If an option is out of range.
@@ -61,6 +63,7 @@ class Training:
     channels_last: bool | None = None
     cache_features: bool | None = None
     torch_compile: bool | dict[str, Any] = False
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         check_number("lr_personal", self.lr_personal, ge=0)
@@ -79,6 +82,7 @@ class Training:
         check_integer("clients_per_chunk", self.clients_per_chunk, optional=True)
         compile_options = {} if isinstance(self.torch_compile, bool) else self.torch_compile
         check_options("torch_compile", compile_options, "{'dynamic': True}")
+        check_choice("cuda_graphs", self.cuda_graphs, (True, False))
 
     @property
     def epochs_per_round(self) -> float | None:
@@ -102,6 +106,7 @@ class Training:
             weight_decay=self.weight_decay,
             clip_norm=self.clip_norm,
             multilabel=multilabel,
+            cuda_graphs=self.cuda_graphs,
         )
 
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local steps captured as CUDA graphs against steps that the host starts kernel by kernel."""
+
+import statistics
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.arithmetic import arithmetics
+from benchmarks.round import RESNET, SMALL, VIT_GPU, Turns
+from benchmarks.timing import ratio
+from benchmarks.workload import Workload
+
+EPOCHS = 6
+"""Passes over the images in a round, since the first steps of each chunk of clients are taken without a graph."""
+
+
+def step_graphs(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """ResNet-18 at 32×32 with 1, 8 and 16 clients, and ViT-S/16 at 224×224 with 8: local training of a round."""
+    if quick:
+        works = [replace(SMALL, passes=0)]
+    else:
+        works = [replace(RESNET, sampled=clients, passes=0) for clients in (1, 8, 16)]
+        works.append(replace(VIT_GPU, passes=0))
+    for work in works:
+        for arithmetic in arithmetics(device, quick):
+            with arithmetic.active():
+                usual = _run(work, device, arithmetic.precision, repeats, graphs=False)
+                captured = _run(work, device, arithmetic.precision, repeats, graphs=True)
+            steps = EPOCHS * work.steps
+            images = 2 * work.sampled * work.batch * steps
+            yield {
+                "model": f"{work.backbone}, {work.adapter}, {work.side}×{work.side}",
+                "clients": f"{work.sampled} × {work.batch}",
+                "steps": steps,
+                "precision": arithmetic.name,
+                # Elsewhere than on a GPU of NVIDIA both take the same steps.
+                "captured": device.type == "cuda",
+                "usual / captured": ratio(usual["local"], captured["local"]),
+                "images per second": round(images / statistics.median(captured["local"])),
+                "peak MB, usual": usual["memory"],
+                "peak MB, captured": captured["memory"],
+                "seconds": {
+                    "usual": round(statistics.median(usual["local"]), 4),
+                    "captured": round(statistics.median(captured["local"]), 4),
+                },
+            }
+
+
+def _run(work: Workload, device: torch.device, precision: str, repeats: int, *, graphs: bool) -> dict[str, Any]:
+    """Return the seconds of local training in each round after the first, and the peak of the device's memory."""
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    turns = Turns({}, device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "cuda_graphs: local steps are taken without CUDA graphs: training runs on")
+        work.finetune(
+            work.data(),
+            device,
+            rounds=1 + repeats,
+            precision=precision,
+            callbacks=[turns],
+            training={"local_epochs": EPOCHS, "cuda_graphs": graphs},
+        )
+    memory = round(torch.cuda.max_memory_allocated(device) / 1e6) if is_gpu else 0
+    return {"local": turns.seconds["perada"]["local"], "memory": memory}
