@@ -123,7 +123,7 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     assert "1 of 1 rounds" in said and "2/2" in said
     main(["deploy", "status", str(paths[1])])
     (row,) = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if digest[:8] in line]
-    assert [cell.strip() for cell in row[1:]] == ["local", digest[:8], "1", "0"]
+    assert [cell.strip() for cell in row[1:]] == ["local", digest[:8], "1", "1"]  # rounds are counted from 1
     main(["deploy", "export", str(paths[1]), "--output", "out"])
     main(["deploy", "export", "srv", "--recipe", "a/recipe.yaml", "--output", "server"])
     for folder in ("out/client_0", "out/global", "server/global"):
