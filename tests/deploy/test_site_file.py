@@ -133,7 +133,7 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     assert len(exported) == len(kept) == 2
     assert all(any(torch.equal(value, own[0]) for own in kept.values()) for value in exported)
     main(["report", "srv"])
-    assert "personal/local_test" in capsys.readouterr().out
+    assert "own images" in capsys.readouterr().out
 
 
 def test_nothing_of_a_recipe_that_is_not_the_approved_one_is_imported(tmp_path, monkeypatch):
