@@ -16,6 +16,7 @@ from perada.core.rounds import AnyBatch, RoundPlan
 from perada.core.states import State, get_state
 from perada.engine import Engine
 from perada.federation import Federation
+from perada.federation.cohort import Cohort
 from perada.federation.evaluation import EvaluationPass
 from perada.federation.metrics import make_metrics
 from perada.federation.server import RoundReport
@@ -61,9 +62,15 @@ class Simulation:
         """Yield the batches of a plan's local steps."""
         return self.prepared(self.served.cohort_loader(plan))
 
+    def begin_round(self, round: int) -> Cohort:
+        """Begin a round as a Trainer does, so that updates are added up where only their mean is needed."""
+        return self.federation.begin_round(
+            self.served.shares(round), loader=self.load, train_sizes=self.served.train_sizes
+        )
+
     def run_round(self, round: int) -> RoundReport:
         """Run a round from its begin to its end."""
-        cohort = self.federation.begin_round(self.served.shares(round), loader=self.load)
+        cohort = self.begin_round(round)
         for batch in self.load(cohort.plan):
             cohort.step(batch)
         return self.federation.end_round(self.served)

@@ -221,7 +221,7 @@ def run_rounds(simulation, rounds=1):
     watched = Watched(*[Watch() for _ in range(6)])
     for round in range(rounds):
         with watched.opening:
-            cohort = federation.begin_round(simulation.served.shares(round), loader=simulation.load)
+            cohort = simulation.begin_round(round)
         for batch in list(simulation.load(cohort.plan)):
             # In private training there is a batch for each stream, and their sizes are drawn.
             is_full = not isinstance(batch, dict) and len(set(batch.counts)) == 1
@@ -239,6 +239,7 @@ def run_rounds(simulation, rounds=1):
 
 NECESSARY_WAITS = {
     ("cohort.py", "_totals_of_all"): (1, "the clients' losses, and who stayed finite, in one table"),
+    ("aggregate.py", "change_norms"): (1, "how long the updates are, if only their sums are kept"),
     ("server.py", "_norms_and_cosines"): (2, "how long and how alike the updates are, in two tables"),
     ("states.py", "is_finite"): (2, "whether the global state is finite, and the distilled one"),
     ("distill.py", "_distance"): (2, "the trust region: from the former state to the average, and on to the student"),
