@@ -7,7 +7,6 @@ ordered by their number of local steps, longest first, so that those of a chunk 
 prefix of a stacked tensor is a view.
 """
 
-import math
 import secrets
 from collections import Counter
 from dataclasses import dataclass
@@ -99,21 +98,20 @@ class _Chunk:
     A chunk holds the complete stacks of its clients, and the leaves and optimisers of the ``active`` ones, which are
     still training: a prefix, whose tensors are views of the stacks, so that steps change the stacks in place.
 
-    Attributes:
-        full: The stacks (c, ...) by role, once the chunk is open.
-
     Args:
         cohort: The cohort, which lets go of its chunks at the end: they refer to it.
         worker: Runs everything that the chunk does.
-        start: Place of the first client in the cohort.
-        stop: Place behind the last.
+        places: Places of its clients in the cohort.
+
+    Attributes:
+        full: The stacks (c, ...) by role, once the chunk is open.
     """
 
-    def __init__(self, cohort: "Cohort", worker: Worker, start: int, stop: int) -> None:
+    def __init__(self, cohort: "Cohort", worker: Worker, places: range) -> None:
         self._cohort = cohort
         self.worker = worker
-        self.start = start
-        self.stop = stop
+        self.start = places.start
+        self.stop = places.stop
         self.round = cohort.plan.round
         self.tensor_names = cohort.tensor_names
         self.phase_index = -1  # none has begun
@@ -503,12 +501,11 @@ class Cohort:
         self._chunk: _Chunk | None = None
         self._trainer = trainer
         self._workers = self._make_workers(device)
-        self._chunks_begun = 0
-        # The place of the first client whose chunk has not been opened yet.
-        self._next_start = 0
+        # Number of the plan's chunks that have been opened, in their order.
+        self._num_opened = 0
         # Results of the chunks that have finished, each in its rows.
-        self._kept: dict[str, _Rows] = {}
-        self._sent = _Rows(clients)
+        self._new_client_state: dict[str, _ChunkedStacks] = {}
+        self._sent = _ChunkedStacks(clients)
         # Only one worker at a time stores results.
         self._storing = Lock()
         # In a private run nobody may know which units dropout leaves out.
@@ -533,8 +530,7 @@ class Cohort:
 
     def _make_workers(self, device: torch.device) -> list[Worker]:
         """Return the workers that train chunks side by side, or a single one that trains them one after another."""
-        clients = len(self.plan.clients)
-        chunks = math.ceil(clients / (self.plan.clients_per_chunk or max(1, clients)))
+        chunks = len(self.plan.chunks)
         # An algorithm from elsewhere may keep something between steps, which other threads would overwrite. Loss scales
         # and private gradients are made for one chunk after another.
         if is_foreign(self.algorithm) or self.scales is not None or self.private is not None:
@@ -563,7 +559,7 @@ class Cohort:
         if self._trainer.uses_global_random is not None:
             chunk.worker.submit(partial(chunk.step, batches))
             return
-        # The first step of a run shows it.
+        # The first step of a run shows whether the network draws from the global generator.
         random_state = torch.get_rng_state()
         chunk.worker.submit(partial(chunk.step, batches))
         chunk.worker.wait()
@@ -575,23 +571,27 @@ class Cohort:
         Raises:
             ValueError: If the chunk has trained before, in another order than that of ``batch_places``.
         """
-        if start < self._next_start:
-            first_unfinished = self._next_start if self._chunk is None else self._chunk.start
+        next_start = self._next_start()
+        if start < next_start:
+            first_unfinished = next_start if self._chunk is None else self._chunk.start
             finished = self.plan.clients[start:first_unfinished]
             raise ValueError(f"clients {finished} have finished their steps; pass batches in the order of batch_places")
         self._finish_chunks(start)
         self._chunk = self._next_chunk()
 
+    def _next_start(self) -> int:
+        """Return the place of the first client whose chunk has not been opened yet."""
+        if self._num_opened == len(self.plan.chunks):
+            return len(self.plan.clients)
+        return self.plan.chunks[self._num_opened].start
+
     def _next_chunk(self) -> _Chunk:
-        clients = len(self.plan.clients)
-        start = self._next_start
-        stop = min(start + (self.plan.clients_per_chunk or clients), clients)
-        self._next_start = stop
+        """Open the next chunk of the plan, which workers train in turn."""
         # Threads draw from one generator in an order that changes from run to run; a single one does not.
         workers = self._workers[:1] if self._trainer.uses_global_random else self._workers
-        worker = workers[self._chunks_begun % len(workers)]
-        self._chunks_begun += 1
-        chunk = _Chunk(self, worker, start, stop)
+        worker = workers[self._num_opened % len(workers)]
+        chunk = _Chunk(self, worker, self.plan.chunks[self._num_opened])
+        self._num_opened += 1
         worker.submit(chunk.open)
         return chunk
 
@@ -601,7 +601,7 @@ class Cohort:
             self._chunk.worker.submit(partial(self._finish_chunk, self._chunk))
             # With its gradients and optimisers.
             self._chunk = None
-        while self._next_start < stop:
+        while self._next_start() < stop:
             chunk = self._next_chunk()
             chunk.worker.submit(partial(self._finish_chunk, chunk))
 
@@ -630,9 +630,9 @@ class Cohort:
 
         with self._storing:
             for role, stacked in new_client_state.items():
-                if role not in self._kept:
-                    self._kept[role] = _Rows(len(self.plan.clients))
-                self._kept[role].write(stacked, chunk.start)
+                if role not in self._new_client_state:
+                    self._new_client_state[role] = _ChunkedStacks(len(self.plan.clients))
+                self._new_client_state[role].write(stacked, chunk.start)
             if self.sums is None:
                 self._sent.write(sent, chunk.start)
             else:
@@ -668,7 +668,7 @@ class Cohort:
         for failed_of_rank in ranks.gather(self.failed):
             failed |= failed_of_rank
         return ClientResults(
-            client_state={role: rows.state for role, rows in self._kept.items()},
+            client_state={role: stacks.state for role, stacks in self._new_client_state.items()},
             sent=self._sent.state,
             finite_here=finite_here,
             finite=finite,
@@ -688,7 +688,6 @@ class Cohort:
         """
         # One copy from the device, for which the host waits, and one collective, whatever the number of roles: a table
         # with a row of numbers of the clients for each of these, then the losses and the steps of each role.
-        roles = list(self.losses)
         on_device = [double(row) for row in (finite, accepted, skipped, *self.losses.values())]
         rows = list(torch.stack(on_device).cpu().double())
         rows += [steps.double() for steps in self.descents.values()]
@@ -697,25 +696,25 @@ class Cohort:
         if places:
             table[:, places] = torch.stack(rows)[:, : len(places)]
         ranks.sum_([table])
-        losses = table[3 : 3 + len(roles)].float()
-        steps = table[3 + len(roles) :].float()
+        # In the order in which the rows were put together.
+        totals = iter(table)
         return _Totals(
-            finite=table[0],
-            accepted=table[1],
-            skipped=table[2],
-            losses=dict(zip(roles, losses, strict=True)),
-            steps=dict(zip(roles, steps, strict=True)),
+            finite=next(totals),
+            accepted=next(totals),
+            skipped=next(totals),
+            losses={role: next(totals).float() for role in self.losses},
+            steps={role: next(totals).float() for role in self.descents},
         )
 
 
-class _Rows:
-    """A stack (C, ...) that is written chunk by chunk.
+class _ChunkedStacks:
+    """Stacks (C, ...) that are written chunk by chunk.
 
     Args:
-        clients: C.
+        clients: Number C of clients.
 
     Attributes:
-        state: The stack; empty before the first chunk.
+        state: The stacks; empty before the first chunk.
     """
 
     def __init__(self, clients: int) -> None:

@@ -35,7 +35,7 @@ from perada.federation.scores import probabilities
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.privacy.client_sums import VOTE
 from perada.server import Updates, client_weights
-from perada.server.aggregate import UpdateSums, Weighting, double, double_dtype, squared_changes
+from perada.server.aggregate import UpdateSums, Weighting, double, double_dtype, names_with_change, squared_changes
 from perada.server.distill import DistillationRound, Distiller, SecureTeachers, ServerData
 from perada.server.low_rank import lora_residual
 
@@ -612,9 +612,10 @@ def _norms_and_cosines(
     rows = to_device_async(torch.tensor(updates.places, dtype=torch.int64), device)
     if updates.local_rows:
         squares[rows] = squared_changes(names, updates.local_rows, received)
-    for name in names if with_cosines else ():
-        if name not in updates or name not in received or received[name].shape != updates.local_rows[name].shape:
-            continue
+    compared: list[str] = []
+    if with_cosines:
+        compared = names_with_change(names, updates.local_rows, received)
+    for name in compared:
         sent_rows = as_matrix(updates.local_rows[name])
         received_rows = as_matrix(received[name])
         # Block by block: changes of all clients in double precision would not fit the caches.

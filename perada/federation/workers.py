@@ -86,6 +86,7 @@ class WorkerThread:
 
     def submit(self, task: Callable[[], None]) -> None:
         """Queue a task, and wait while too many are queued."""
+        # Tasks that have ended are taken out too: result() raises their errors, in the order of the tasks.
         while self._pending and (len(self._pending) >= MAX_QUEUED or self._pending[0].done()):
             self._pending.popleft().result()
         self._pending.append(self._executor.submit(self._run, task))
@@ -131,10 +132,11 @@ def workers_of(engine: Engine, chunks: int, device: torch.device) -> list[Worker
     count = min(chunks, torch.get_num_threads())
     if count <= 1 or device.type != "cpu":
         return [SameThread(engine)]
-    # The loop over clients runs one model, as do features in place of images. Compiled networks are not meant for
-    # several threads, and autocast is a setting of the calling one.
-    is_shared = engine.kind == "loop" or engine.trunk is not None or engine.is_compiled
-    if is_shared or torch.is_autocast_enabled("cpu"):
+    # The loop over clients runs one model, as do features in place of images.
+    runs_one_model = engine.kind == "loop" or engine.trunk is not None
+    # Compiled networks are not meant for several threads, and autocast is a setting of the calling one.
+    is_bound_to_thread = engine.is_compiled or torch.is_autocast_enabled("cpu")
+    if runs_one_model or is_bound_to_thread:
         return [SameThread(engine)]
     try:
         engines = [engine.copy() for _ in range(count)]

@@ -189,7 +189,7 @@ class UpdateSums:
         self.example: State = {}
         self._shares = torch.tensor(shares, dtype=torch.float64)
         self._places = list(places)
-        self._parameters = list(parameters)
+        self._parameters = set(parameters)
         self._ranks = ranks or Ranks()
         self._sums: State = {}
         self._largest: State = {}
@@ -211,13 +211,14 @@ class UpdateSums:
         accepted = accepted[:clients]
         weights = _on_device_of(sent, self._shares[places])
         squares = weights.new_zeros(clients)
+        measured = set(names_with_change(self._parameters, sent, received))
         for name, stack in sent.items():
             value = stack.detach()[:clients]
             if name not in self.example:
                 self.example[name] = value.new_empty(value.shape[1:])
             if value.is_floating_point():
                 before: Tensor | None = None
-                if name in self._parameters and name in received and received[name].shape == stack.shape:
+                if name in measured:
                     before = received[name].detach()[:clients]
                 self._add_numbers(name, value, weights, accepted, before, squares)
             else:
@@ -240,11 +241,11 @@ class UpdateSums:
             weights: Weights of the clients, (c,).
             accepted: Which clients count, (c,).
             before: The stack (c, ...) before training; None if its change is not measured.
-            squares: Is added to.
+            squares: Squared norms (c,) of the clients' changes so far, to which those of this stack are added in place.
         """
         rows = as_matrix(value)
         rows_before = None if before is None else as_matrix(_read_once(before))
-        # The host waits for no GPU to find out.
+        # On a GPU always: the host would have to wait for it to find out whether all clients count.
         excludes = rows.device.type != "cpu" or not accepted.all()
         excluded = ~accepted.unsqueeze(1)
         if name not in self._sums:
@@ -287,7 +288,8 @@ class UpdateSums:
                 mean[name] = _rounded(self._sums[name] / total, example.dtype)
             else:
                 mean[name] = self._largest[name]
-        local_places = [index for index, place in enumerate(places) if place in self._places]
+        local = set(self._places)
+        local_places = [index for index, place in enumerate(places) if place in local]
         return Updates(expand(mean, len(local_places)), local_places, len(places), self._ranks)
 
 
@@ -369,6 +371,17 @@ def _largest(value: Tensor, accepted: Tensor | None = None) -> Tensor:
     return value.amax(0)
 
 
+def names_with_change(names: Iterable[str], sent: State, received: State) -> list[str]:
+    """Return the names of tensors that clients sent and had received in the same shape, whose change can be measured.
+
+    Args:
+        names: Names to select from.
+        sent: What the clients sent, (C, ...).
+        received: What they had received, (C, ...).
+    """
+    return [name for name in names if name in sent and name in received and received[name].shape == sent[name].shape]
+
+
 def squared_changes(names: Iterable[str], sent: State, received: State) -> Tensor:
     """Return the squared norms (C,) of the clients' changes, in double precision.
 
@@ -377,11 +390,10 @@ def squared_changes(names: Iterable[str], sent: State, received: State) -> Tenso
         sent: What the clients sent, (C, ...).
         received: What they had received, (C, ...).
     """
-    some_stack = next(iter(sent.values()))
-    squares = torch.zeros(len(some_stack), dtype=double_dtype(some_stack.device), device=some_stack.device)
-    for name in names:
-        if name not in sent or name not in received or received[name].shape != sent[name].shape:
-            continue
+    first_stack = next(iter(sent.values()))
+    device = first_stack.device
+    squares = torch.zeros(len(first_stack), dtype=double_dtype(device), device=device)
+    for name in names_with_change(names, sent, received):
         sent_rows = as_matrix(sent[name])
         received_rows = as_matrix(received[name])
         # Block by block: changes of all clients in double precision would not fit the caches.
