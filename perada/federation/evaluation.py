@@ -387,18 +387,18 @@ def count_everywhere(clients: int, images: int, requested: int | None) -> int:
     return min(clients, max(MIN_EVERYWHERE, EVERYWHERE_LIMIT // images))
 
 
-def sample_clients(clients: int, count: int | None, seed: int) -> list[int]:
+def sample_clients(clients: int, count: int, seed: int) -> list[int]:
     """Choose the clients whose models run on everyone's images, in order.
 
     Args:
         clients: Number of all clients.
-        count: How many are drawn; None for all.
-        seed: The run's.
+        count: Number of clients to draw; all if there are no more.
+        seed: Seed of the run.
 
-    >>> sample_clients(3, None, 0), len(sample_clients(9, 4, 0)), sample_clients(9, 0, 0)
+    >>> sample_clients(3, 3, 0), len(sample_clients(9, 4, 0)), sample_clients(9, 0, 0)
     ([0, 1, 2], 4, [])
     """
-    if count is None or count >= clients:
+    if count >= clients:
         return list(range(clients))
     permutation = torch.randperm(clients, generator=generator(seed, "global test"))
     return sorted(permutation[:count].tolist())

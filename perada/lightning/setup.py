@@ -81,7 +81,9 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
     if trunk is not None and trains:
         _announce_cached_features(context, trunk)
     check_server_images(settings, data.public_size, data.validation_size)
-    _choose_models_to_score(context, stage)
+    _choose_models_to_score(context)
+    if stage != "predict":
+        _announce_sampled_models(context)
     if trains:
         _prepare_trainer(context)
     return protection
@@ -213,30 +215,44 @@ def _check_images_apart(context: RunContext, batch: CohortBatch) -> None:
         check_clients_apart(module.engine, states, x)
 
 
-def _choose_models_to_score(context: RunContext, stage: str) -> None:
-    """Choose the clients whose models are scored on everyone's images, and log if these are not all by default."""
+def _choose_models_to_score(context: RunContext) -> None:
+    """Choose the clients whose models are scored on everyone's images."""
     data = context.data
     module = context.module
-    requested = module.evaluation.global_test_clients
-    images = max([data.test_size, *(sum(condition.store.sizes) for condition in data.conditions)])
-    count = count_everywhere(data.num_clients, images, requested)
+    count = count_everywhere(data.num_clients, _num_test_images(context), module.evaluation.global_test_clients)
     module.everywhere = sample_clients(data.num_clients, count, module.seed)
+
+
+def _num_test_images(context: RunContext) -> int:
+    """Return the number of all clients' test images, in the largest of the test set and the shifted ones."""
+    sizes = [context.data.test_size]
+    for condition in context.data.conditions:
+        sizes.append(sum(condition.store.sizes))
+    return max(sizes)
+
+
+def _announce_sampled_models(context: RunContext) -> None:
+    """Log that not all personal models are scored on everyone's images, if the user did not set how many."""
+    clients = context.data.num_clients
+    count = len(context.module.everywhere)
+    if context.module.evaluation.global_test_clients is not None or count == clients:
+        return
     algorithm = context.settings.algorithm
-    # After fine-tuning, or with LoRA of several ranks, clients predict with models of their own, too.
+    # Not Federation.personalized, which holds only after the fine-tuning: its models are scored as well.
     has_personal_models = (
         algorithm.inference == "personal"
         or algorithm.personalization() is not None
         or bool(context.settings.lora_ranks)
     )
-    is_reduced = requested is None and count < data.num_clients
-    if is_reduced and has_personal_models and stage != "predict":
-        passes = data.num_clients * images
-        rank_zero_info(
-            f"evaluation: {data.num_clients:,} personal models on all {images:,} test images would take {passes:,} "
-            f"forward passes each time, more than {EVERYWHERE_LIMIT:,}, so those of {count:,} clients, drawn from the "
-            "seed, are scored on all images, and each client's on its own; score all of them with "
-            f"global_test_clients={data.num_clients} (--evaluation.global_test_clients={data.num_clients})"
-        )
+    if not has_personal_models:
+        return
+    images = _num_test_images(context)
+    rank_zero_info(
+        f"evaluation: {clients:,} personal models on all {images:,} test images would take {clients * images:,} "
+        f"forward passes each time, more than {EVERYWHERE_LIMIT:,}, so those of {count:,} clients, drawn from the "
+        "seed, are scored on all images, and each client's on its own; score all of them with "
+        f"global_test_clients={clients} (--evaluation.global_test_clients={clients})"
+    )
 
 
 def _announce_cached_features(context: RunContext, trunk: FrozenTrunk) -> None:
