@@ -17,6 +17,9 @@ from benchmarks.workload import Workload
 EPOCHS = 6
 """Passes over the images in a round, since the first steps of each chunk of clients are taken without a graph."""
 
+FALLBACK = "cuda_graphs: local steps are taken without CUDA graphs"
+"""Beginning of the warning that steps are not captured."""
+
 
 def step_graphs(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """ResNet-18 at 32×32 with 1, 8 and 16 clients, and ViT-S/16 at 224×224 with 8: local training of a round."""
@@ -37,8 +40,8 @@ def step_graphs(device: torch.device, repeats: int, quick: bool) -> Iterator[dic
                 "clients": f"{work.sampled} × {work.batch}",
                 "steps": steps,
                 "precision": arithmetic.name,
-                # Elsewhere than on a GPU of NVIDIA both take the same steps.
-                "captured": device.type == "cuda",
+                # If not, both took the same steps: elsewhere than on a GPU of NVIDIA, or if a capture failed.
+                "captured": captured["captured"],
                 "usual / captured": ratio(usual["local"], captured["local"]),
                 "images per second": round(images / statistics.median(captured["local"])),
                 "peak MB, usual": usual["memory"],
@@ -51,13 +54,14 @@ def step_graphs(device: torch.device, repeats: int, quick: bool) -> Iterator[dic
 
 
 def _run(work: Workload, device: torch.device, precision: str, repeats: int, *, graphs: bool) -> dict[str, Any]:
-    """Return the seconds of local training in each round after the first, and the peak of the device's memory."""
+    """Return the seconds of local training by round after the first, the peak memory, and if steps were captured."""
     is_gpu = device.type == "cuda"
     if is_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     turns = Turns({}, device)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "cuda_graphs: local steps are taken without CUDA graphs: training runs on")
+    with warnings.catch_warnings(record=True) as raised:
+        # Whatever filters are set.
+        warnings.filterwarnings("always", FALLBACK)
         work.finetune(
             work.data(),
             device,
@@ -66,5 +70,12 @@ def _run(work: Workload, device: torch.device, precision: str, repeats: int, *, 
             callbacks=[turns],
             training={"local_epochs": EPOCHS, "cuda_graphs": graphs},
         )
+    gave_up = False
+    for warning in raised:
+        is_fallback = str(warning.message).startswith(FALLBACK)
+        gave_up |= is_fallback
+        # Without a GPU it is no news.
+        if is_gpu or not is_fallback:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     memory = round(torch.cuda.max_memory_allocated(device) / 1e6) if is_gpu else 0
-    return {"local": turns.seconds["perada"]["local"], "memory": memory}
+    return {"local": turns.seconds["perada"]["local"], "memory": memory, "captured": graphs and not gave_up}

@@ -31,10 +31,10 @@ def tape(monkeypatch):
     return tape
 
 
-def final_states(simulate, graphs, rounds=2, training=SGD, **options):
+def final_states(case, graphs, rounds=2, training=SGD, **options):
     """All states after some rounds, and the rounds' losses."""
     torch.manual_seed(0)  # LoRA draws its factors from torch's global stream
-    simulation = simulate(epochs=3, training=LocalTraining(**training, cuda_graphs=graphs), **options)
+    simulation = case.simulate(epochs=3, training=LocalTraining(**training, cuda_graphs=graphs), **options)
     losses = []
     for round in range(rounds):
         metrics = simulation.run_round(round).metrics
@@ -67,9 +67,9 @@ QUICK = ("perada", "apfl", "scaffold", "fedrep", "pfedme", "fedrod", "moon")
 )
 def test_captured_steps_train_the_same_states(case, tape):
     """With dropout, moments and BatchNorm."""
-    usual = final_states(case.simulate, graphs=False, sizes=EVEN)
+    usual = final_states(case, graphs=False, sizes=EVEN)
     assert tape.captured == 0
-    captured = final_states(case.simulate, graphs=True, sizes=EVEN)
+    captured = final_states(case, graphs=True, sizes=EVEN)
     assert_same(captured, usual)
     assert tape.captured > 0
     assert tape.replayed > tape.captured
@@ -77,18 +77,17 @@ def test_captured_steps_train_the_same_states(case, tape):
 
 @pytest.mark.parametrize("options", [{}, {"clients_per_chunk": 2}, {"engine": "loop"}], ids=str)
 def test_clients_of_uneven_sizes_train_the_same_states(options, tape):
-    usual, captured = (
-        final_states(Case("perada").simulate, graphs, sizes=UNEVEN, **options) for graphs in (False, True)
-    )
+    usual = final_states(Case("perada"), graphs=False, sizes=UNEVEN, **options)
+    captured = final_states(Case("perada"), graphs=True, sizes=UNEVEN, **options)
     assert_same(captured, usual)
     assert tape.captured > 0
 
 
 def test_padded_batches_are_not_captured(tape):
     """A GPU gets their counts from pinned memory, which is used for something else by the time of a replay."""
-    final_states(Case("perada").simulate, graphs=True, sizes=(4, 3))  # both take three steps a round
+    final_states(Case("perada"), graphs=True, sizes=(4, 3))  # both take three steps a round
     assert tape.captured == 0
-    final_states(Case("perada").simulate, graphs=True, sizes=(4, 4))
+    final_states(Case("perada"), graphs=True, sizes=(4, 4))
     assert tape.captured > 0
 
 
@@ -101,9 +100,9 @@ def test_every_optimizer_can_be_captured(optimizer, tape, monkeypatch):
     with monkeypatch.context() as patch:
         # An Adam that is not capturable computes the bias corrections on the host, in double precision.
         patch.setattr("perada.engine.step_graphs.WARM_UP_STEPS", 100)
-        usual = final_states(Case("perada").simulate, True, sizes=EVEN, training=training)
+        usual = final_states(Case("perada"), graphs=True, sizes=EVEN, training=training)
     assert tape.captured == 0
-    captured = final_states(Case("perada").simulate, True, sizes=EVEN, training=training)
+    captured = final_states(Case("perada"), graphs=True, sizes=EVEN, training=training)
     assert_same(captured, usual)
     assert tape.replayed > tape.captured > 0
 
