@@ -32,7 +32,10 @@ TRANSIENT = ("late", "unreachable", "crashed")
 UNTRAINED = ("exhausted", "unapproved", "past", "future", "other", "protocol")
 """Codes of sites that have refused to train."""
 ADMISSION_INTERVAL = 10
-"""Number of rounds after which a site that was not admitted is asked again; one that did not answer is in the next."""
+"""Number of rounds between two requests to join to a site that was not admitted.
+
+A site that did not answer gets one in every round.
+"""
 
 log = logging.getLogger("perada.deploy")
 
@@ -248,7 +251,7 @@ def ask(
 
 
 def _describe_exchange(messages: Mapping[str, bytes], replies: Mapping[str, bytes | Failure]) -> str:
-    """Return a line of log about a request: what was requested, and how many sites replied."""
+    """Return a log line about a request: what was requested, and which sites did not reply."""
     request = Request.read(read_header(next(iter(messages.values()))))
     failures = [f"{name} {reply.code}" for name, reply in replies.items() if isinstance(reply, Failure)]
     replied = f"{len(replies) - len(failures)} of {len(messages)} sites replied"
@@ -278,43 +281,67 @@ def close_round(
     """
     progress = roster.progress
     client_level = roster.client_level
+    _spend_masked(recipe, roster, record)
+    counted = _counted_sites(recipe, roster, record, updates)
     result = ServerResult()
-    counted = list(updates)
-    if client_level is not None and not recipe.noisy:
-        # Whether training fails depends on images, so a site whose training failed must be counted too.
-        counted += [number for name, number in roster.numbers.items() if record.failed.get(name) == "broken"]
-    if client_level is not None and recipe.noisy:
-        # Masked vectors that arrived have a privacy cost, even if the round is void.
-        masked = [roster.numbers[name] for name in record.masked]
-        costs = client_level.round_costs(roster.plan(masked)) if masked else []
-        client_level.spend(costs)
     if counted:
         result = _aggregate(recipe, server, roster, images, counted, updates, summed_logits)
-        record.outliers = {}
-        for client, multiple in result.outliers.items():
-            record.outliers[progress.roster[client].name] = multiple
+    _note_result(roster, record, counted, result)
 
-    metrics: dict[str, float] = {}
-    if client_level is not None and (counted or record.masked):
-        metrics |= client_level.metrics()
-        progress.client_level = client_level.state_dict()
-    if not counted:
-        record.void = record.void or "all broke"
-    else:
-        record.void = "the new state was not finite" if result.discarded else ""
     responses = {client: response for client, (response, _) in updates.items()}
     roster.note_round(record, responses)
     facts = [response.facts for response in responses.values()]
+
+    metrics: dict[str, float] = {}
+    # A round that cost nothing does not change the client-level privacy.
+    if client_level is not None and (counted or record.masked):
+        metrics |= client_level.metrics()
+        progress.client_level = client_level.state_dict()
     metrics |= result.metrics
     metrics |= round_metrics(recipe, record, progress.roster, facts, server.ranks_of(list(updates)))
-    progress.history.append({"round": float(progress.done), **metrics})
-    progress.records.append(record)
-    progress.done += 1
-    progress.selected = []
+    _append_round(progress, record, metrics)
+
+
+def _spend_masked(recipe: Recipe, roster: Roster, record: RoundRecord) -> None:
+    """Count the privacy cost of the masked vectors that arrived, which they have even if the round is void."""
+    client_level = roster.client_level
+    if client_level is None or not recipe.noisy or not record.masked:
+        return
+    masked = [roster.numbers[name] for name in record.masked]
+    costs = client_level.round_costs(roster.plan(masked))
+    client_level.spend(costs)
+
+
+def _counted_sites(recipe: Recipe, roster: Roster, record: RoundRecord, updates: UpdatesBySite) -> list[int]:
+    """Return the numbers of the sites whose updates are aggregated."""
+    counted = list(updates)
+    if roster.client_level is not None and not recipe.noisy:
+        # Whether training fails depends on images, so a site whose training failed must be counted too.
+        counted += [number for name, number in roster.numbers.items() if record.failed.get(name) == "broken"]
+    return counted
+
+
+def _note_result(roster: Roster, record: RoundRecord, counted: Sequence[int], result: ServerResult) -> None:
+    """Record the outliers of a round and why it is void, and log what went wrong."""
+    members = roster.progress.roster
+    if not counted:
+        # A failed secure sum has already stated its reason.
+        record.void = record.void or "all broke"
+    else:
+        record.outliers = {members[client].name: multiple for client, multiple in result.outliers.items()}
+        record.void = "the new state was not finite" if result.discarded else ""
     if record.void:
         log.warning("round %d: %s", record.round + 1, record.void)
     if result.diverged:
         log.warning("round %d: the distillation diverged", record.round + 1)
+
+
+def _append_round(progress: RunProgress, record: RoundRecord, metrics: Mapping[str, float]) -> None:
+    """Add a completed round to the progress."""
+    progress.history.append({"round": float(progress.done), **metrics})
+    progress.records.append(record)
+    progress.done += 1
+    progress.selected = []
 
 
 def _aggregate(
