@@ -109,9 +109,10 @@ def _packages_listed_once():
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_waits_for_the_disk():
-    """No test simulates a power failure by hardware; tests of the order of writes replace fsync themselves.
+    """Replace fsync by nothing, since it matters only after a power failure, which no test causes.
 
-    A deployed round syncs some fifty files, which takes as long as all that is computed in it.
+    A deployed round syncs about fifty files, which takes as long as its computations. Tests of the order of writes
+    replace fsync themselves.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("fsync", "fdatasync"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of deployments share: a server that waits for sites does not make a test wait."""
+"""Shared by the tests of deployments: the server's waiting for sites takes no time."""
 
 import pytest
 
@@ -8,9 +8,9 @@ collect_ignore = ["stub_app"]
 
 
 class SkippedWaits:
-    """Stands for the module ``time``: its clock goes on by what is slept and by nothing else, and nobody sleeps.
+    """Replacement of the module ``time`` whose clock advances only by the seconds of ``sleep``, which returns at once.
 
-    So deadlines end as they do in a real run, with the same number of attempts, however busy the machine is.
+    A deadline thus ends after the same number of attempts as in a real run, however busy the machine is.
     """
 
     def __init__(self):
@@ -25,7 +25,7 @@ class SkippedWaits:
 
 @pytest.fixture(autouse=True)
 def _server_does_not_wait(monkeypatch):
-    """The coordinator sleeps between two attempts; sites of this process answer at once, or never."""
+    """Skip the coordinator's pauses between two attempts: the sites of these tests answer at once, or never."""
     from perada.deploy.server import coordinator
 
     monkeypatch.setattr(coordinator, "time", SkippedWaits())
