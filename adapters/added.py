@@ -33,7 +33,7 @@ def plain_name(name: str) -> str:
 
 
 FORMER_ADAPTERS = frozenset({"perada_added", "perada_enter", "perada_leave"})
-"""Names of the modules of an earlier run's adapters, which are a part of the network that the run left."""
+"""Names of the modules with the layers of an earlier run's adapter, in a network that the run returned."""
 
 
 def owner_name(name: str) -> str:

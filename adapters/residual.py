@@ -36,7 +36,7 @@ class ResidualConfig(AdapterConfig):
         train_norms: Also train the network's own normalisation layers, except those of shortcuts, as the paper does.
             They are added to ``modules_to_save``.
         last_blocks: Adapt, and with ``train_norms`` train, only the last so many blocks of the network and what follows
-            them; by default all. What stands before them never changes, and runs once an image. A norm behind the
+            them; by default all. What stands before them never changes, and runs once an image. A norm after the
             blocks stays frozen where PEFT cannot distinguish its name from one before them (``bn2`` of EfficientNets).
         target_modules: Convolutions to adapt: names (or ends of names), or a regular expression of the full name. Left
             out: every 3x3 convolution of the blocks of a ResNet, ResNetV2, RegNet or DenseNet, the last pointwise

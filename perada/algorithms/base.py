@@ -331,7 +331,7 @@ class Algorithm(Options):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # What holds of a server step need not hold of the one that replaces it.
+        # A new server step may read single updates, so the inherited value does not hold for it.
         if "server_step" in vars(cls) and "mean_is_enough" not in vars(cls):
             cls.mean_is_enough = False
 
@@ -555,7 +555,7 @@ class AlgorithmWrapper(ClientSideWrapper):
         ValueError: If ``base`` is not an algorithm.
     """
 
-    # As far as the server step that it calls is concerned.
+    # The inherited server step only calls that of the base, whose value is read when the wrapper is created.
     mean_is_enough = True
 
     def __init__(self, base: Algorithm) -> None:
@@ -578,7 +578,7 @@ class AlgorithmWrapper(ClientSideWrapper):
         self.needs_class_counts = base.needs_class_counts
         self.merges_into_backbone = base.merges_into_backbone
         self.average = base.average
-        # A subclass may have a server step of its own.
+        # False for a subclass that overrides the server step without stating otherwise.
         self.mean_is_enough = type(self).mean_is_enough and base.mean_is_enough
 
     @property

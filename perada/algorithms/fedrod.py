@@ -16,8 +16,7 @@ class FedROD(Algorithm):
     −log( n_y^γ exp g_y / Σ_c n_c^γ exp g_c ), where g are its logits and n_c the client's number of training images of
     class c, and sends it. Its personal head φ_m is trained on the cross-entropy of the logits g + φ_m(f), where f are
     the features that the head receives; no gradient flows to g and f. A client predicts with the newest global model
-    and
-    φ_m: both heads are linear, so their sum is one linear head.
+    and φ_m: both heads are linear, so their sum is one linear head.
 
     Both losses are computed from the same pass, before either step. The paper leaves open where φ_m starts; here it is
     0, so that a client starts with the global model. φ_m has the learning rate of the personal role. The paper's

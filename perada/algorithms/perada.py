@@ -119,9 +119,8 @@ class PFedMe(Algorithm):
 
     1. For each minibatch a client approximates θ ≈ argmin loss(θ) + λ/2 ||θ − w_m||² by ``inner_steps`` steps with the
        learning rate of the personal role.
-    2. Then w_m ← w_m − η λ (w_m − θ), where η is the learning rate of the local role. w_m starts from the received w
-    and
-       is sent.
+    2. Then w_m ← w_m − η λ (w_m − θ), where η is the learning rate of the local role. w_m starts from the received w,
+       and is sent.
     3. The server sets w ← (1 − β) w + β mean(w_m).
 
     The last θ is the personal model, which is kept. There is one copy of the running statistics of norms, which the

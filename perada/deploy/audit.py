@@ -2,10 +2,10 @@
 """A site's audit log: a hash chain with a line for each request, its reply and what left the site.
 
 ``audit.jsonl`` only grows. A line is JSON with sorted keys and no spaces. It holds its number, the digest of the line
-before it, and its own digest. ``audit.head`` holds the number and the digest of the last line, so that lines that are
-cut off at the end are missed. A line is on disk before the reply leaves, and the head after the line: a process that is
+before it, and its own digest. ``audit.head`` holds the number and the digest of the last line, so that it is noticed if
+lines are cut off at the end. A line is on disk before the reply leaves, and the head after the line: a process that is
 killed leaves a head that is at most one line behind. A line that was cut off by that stays where it is, with a ``~``
-behind it, and the next line holds the number of these bytes and their digest.
+after it, and the next line holds the number of these bytes and their digest.
 
 Each line also holds how often the site's state was written by then (``commits``), and so does the state itself. A state
 that counts fewer writes than the log is an older copy, whatever was written. The folder's lock file holds a third copy

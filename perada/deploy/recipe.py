@@ -240,7 +240,7 @@ class Recipe:
         received = algorithm.broadcast(Broadcast(state, tensor_names, round, (0,), 1, self.loop.seed, losses))
         client_state = initial_stacks(algorithm.initial_client_state(state, tensor_names))
         opened = algorithm.begin_round(client_state, received, tensor_names)
-        # The first result are the states that the client keeps.
+        # The first result, the states that the client keeps, is not exchanged.
         sent = algorithm.end_round(opened, client_state, received, tensor_names)[1]
         return _ExampleRound(received=_first_row(received), opened=opened, sent=_first_row(sent))
 

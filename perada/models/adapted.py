@@ -601,7 +601,7 @@ def _wrap(backbone: Backbone, config: PeftConfig) -> PeftModel:
     without_head = [name for name in modules_to_save if name != head]
     untyped_config.modules_to_save = without_head or None
     peft_model = cast(PeftModel, peft.get_peft_model(backbone.model, config))
-    # The head belongs into saved configurations.
+    # Saved configurations must list the head.
     untyped_config.modules_to_save = modules_to_save
     wrapper = backbone.model.get_submodule(head)
     # One of the other names may have matched the head too.

@@ -45,7 +45,7 @@ class LSTMLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map inputs (B, L, width) of L steps to the hidden states (B, L, hidden) after each of them."""
-        # The part of the inputs does not depend on the hidden state, so it is one product for all steps.
+        # This part of the gates does not depend on the hidden state, so it is one product for all steps.
         input_gates = self.input(x)
         h = input_gates.new_zeros(len(x), self.hidden)
         c = h

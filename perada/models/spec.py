@@ -66,7 +66,7 @@ class ModelSpec:
         if index == 0:
             return get_state(adapted.model)
         model = self.build(index).model
-        # Networks by name are random anew in each build, but one that the caller passed is copied with its values.
+        # A network given by name is initialised in each build, but that of the caller is copied with its values.
         is_random_copy = self.pretrained is False and isinstance(self.backbone, nn.Module)
         with seeded(self.seed, "model", index):
             reset_parameters(model, "" if is_random_copy else f"{adapted.backbone.head}.")

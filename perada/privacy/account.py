@@ -405,7 +405,7 @@ class Account(Budget):
         """Restore a state like :meth:`Budget.load_state_dict`; a calibrated σ keeps its value.
 
         Raises:
-            ValueError: As there, and if batches were drawn in another way before.
+            ValueError: As :meth:`Budget.load_state_dict` does, and if batches were drawn in another way before.
         """
         before = state["sampling"]
         if before != self.options.sampling:

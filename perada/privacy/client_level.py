@@ -69,7 +69,7 @@ def clip_updates(updates: State, received: State, max_norm: float) -> ClippedUpd
     for key in floating_names(updates, received):
         change = updates[key].detach() - received[key].detach()
         changes[key] = change
-        # Not flatten(1), which rejects tensors without another axis than that of the clients.
+        # Not flatten(1), which raises an error for tensors whose only axis is that of the clients.
         rows = change.reshape(len(change), math.prod(change.shape[1:]))
         tensor_norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=double_dtype(rows.device)))
     norms = torch.stack(tensor_norms).square().sum(0).sqrt()
@@ -459,7 +459,7 @@ class ClientLevel(Budget):
         """Restore a state like :meth:`.Budget.load_state_dict`.
 
         Raises:
-            ValueError: As there, and if :meth:`state_dict` did not return this state.
+            ValueError: As :meth:`.Budget.load_state_dict` does, and if :meth:`state_dict` did not return this state.
         """
         names = sorted(self.state_dict())
         if sorted(state) != names:

@@ -20,9 +20,9 @@ from perada.privacy.account import QueryPlan
 from perada.server import Mean, ServerRule
 
 FIRST_ROUNDS = 3
-"""Number of rounds that are tried first: a client may send in one round what it kept in another. Then the last is."""
+"""Number of rounds that are tried, before the last one: a client may send in one round what it kept in another."""
 UNPLANNED = 10**6
-"""Number of rounds that is assumed for a run without a fixed one."""
+"""Number of rounds that is assumed if a run has no fixed number."""
 
 
 def plan_queries(

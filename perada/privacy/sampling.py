@@ -129,9 +129,9 @@ def passes(images: int, batch_size: int, steps: int) -> int:
 
 
 _BITS = 53
-"""Number of random bits of a uniform number, which are as many as a float64's significand has."""
+"""Number of random bits of a uniform number: as many as the significand of a float64 has."""
 _BLOCK = 2**18
-"""Number of normal numbers drawn at a time, for which up to 8 MiB of random bytes are in memory."""
+"""Number of normal numbers drawn at a time, from up to 8 MiB of random bytes."""
 
 
 def secure_uniform(shape: tuple[int, ...]) -> Tensor:

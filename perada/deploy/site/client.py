@@ -148,7 +148,7 @@ class Client:
         ``min_sites``, and does not leave this to the server, against which the noise is meant to protect.
 
         Raises:
-            ValueError: If one does.
+            ValueError: If a δ is not below 1 / ``min_sites``.
         """
         client_privacy = self.recipe.loop.client_privacy
         secure_sums = self.recipe.loop.secure_sums
@@ -158,10 +158,10 @@ class Client:
             check_delta_covers(section, delta, secure_sums.min_sites, "sites of a secure sum (min_sites)")
 
     def _check_public_images(self) -> None:
-        """Raise if the public set of a private recipe contains images of the site, which only the site can check.
+        """Check that the public set of a private recipe contains no image of the site, which only the site can do.
 
         Raises:
-            ValueError: If it does.
+            ValueError: If it contains one.
         """
         loop = self.recipe.loop
         public = self.recipe.public

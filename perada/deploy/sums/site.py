@@ -169,8 +169,8 @@ class SiteRound:
     def share(self, adverts: Sequence[Advert]) -> DealtShares:
         """Deal shares of the two secrets to all sites of the round.
 
-        The server may have made up the list. Refused are unknown sites, wrong signatures, keys of another round, a site
-        that is listed twice, and too few sites.
+        The server may have forged the list. A list is rejected if it has unknown sites, wrong signatures, keys of a
+        different sum, a site twice, or too few sites.
 
         Raises:
             RefusalError: If the list cannot be that of honest sites.
