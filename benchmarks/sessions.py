@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 GRACE_SECONDS = 10.0
-"""What a process has to end after a signal."""
+"""Seconds that a process has to end after a signal."""
 
 
 def offline_environment(**variables: str) -> dict[str, str]:
@@ -25,9 +25,9 @@ def offline_environment(**variables: str) -> dict[str, str]:
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """End the processes of a session, whose leader may have ended already, and wait for the leader.
+    """End all processes of a session, and wait for its leader, which may have ended already.
 
-    They get SIGTERM first, and SIGKILL once the leader has ended or its grace period is over.
+    They receive SIGTERM and, once the leader has ended or :data:`GRACE_SECONDS` are over, SIGKILL.
     """
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):

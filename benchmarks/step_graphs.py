@@ -34,6 +34,7 @@ def step_graphs(device: torch.device, repeats: int, quick: bool) -> Iterator[dic
                 usual = _run(work, device, arithmetic.precision, repeats, graphs=False)
                 captured = _run(work, device, arithmetic.precision, repeats, graphs=True)
             steps = EPOCHS * work.steps
+            # Each client trains a personal and a local model.
             images = 2 * work.sampled * work.batch * steps
             yield {
                 "model": f"{work.backbone}, {work.adapter}, {work.side}×{work.side}",

@@ -82,8 +82,9 @@ def test_a_peer_trains_what_a_plain_loop_trains(framework, name, tmp_path):
     for package in measure.MODULES[framework]:
         install = f"pip install '{measure.PACKAGES[framework]}'"
         pytest.importorskip(package, reason=f"{package} is not installed: {install}")
-    if refusal(framework, TASKS[name]):
-        pytest.skip(refusal(framework, TASKS[name]))
+    reason = refusal(framework, TASKS[name])
+    if reason:
+        pytest.skip(reason)
     file = tmp_path / "task.pt"
     save_task_data(prepare(quick_task(TASKS[name]), 2), file)
     data = load_task_data(file)

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.gpu.parts import Part, Setting
-from benchmarks.sessions import end_session, offline_environment
+from benchmarks.sessions import ROOT, end_session, offline_environment
 
-ROOT = Path(__file__).parents[2]
 RECORD = "parts.json"
 """Name of the file with the outcomes of the parts."""
 MODULES = {"pillow": "PIL", "pyyaml": "yaml"}

@@ -192,12 +192,12 @@ def _significant(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def _positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    number = int(text)
-    if number < 1:
+def _positive_integer(text: str) -> int:
+    """Parse an integer >= 1."""
+    # Not only int(): argparse would name this function in the message about a word.
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text}")
-    return number
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -209,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--task", nargs="+", choices=list(TASKS), help="By default all.")
     parser.add_argument(
-        "--turns", type=_positive, default=3, help="Processes of each framework that are timed (default: 3)."
+        "--turns", type=_positive_integer, default=3, help="Processes of each framework that are timed (default: 3)."
     )
     parser.add_argument("--quick", action="store_true", help="Tiny models, one turn: shows that the peers run.")
     parser.add_argument("--peers", nargs="*", choices=FRAMEWORKS[1:], default=FRAMEWORKS[1:], help="By default both.")
@@ -219,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="Interpreter that has pfl, flwr[simulation], torch, timm and peft (default: this one).",
     )
-    parser.add_argument("--threads", type=_positive, default=os.cpu_count() or 1, help="By default all cores.")
+    parser.add_argument("--threads", type=_positive_integer, default=os.cpu_count() or 1, help="By default all cores.")
     parser.add_argument("--output", type=Path, default=Path("lightning_logs/peers.json"))
     return parser
 

@@ -12,9 +12,8 @@ import torch
 
 from benchmarks.peers.memory import process_tree, proportional_mb
 from benchmarks.peers.tasks import RESULT_FILE, Training
-from benchmarks.sessions import end_session, offline_environment
+from benchmarks.sessions import ROOT, end_session, offline_environment
 
-ROOT = Path(__file__).parents[2]
 MODULES = {"perada": ("perada",), "pfl": ("pfl", "torch"), "flower": ("flwr", "ray", "torch")}
 """What each framework's process imports."""
 PACKAGES = {"perada": "perada", "pfl": "pfl[pytorch]", "flower": "flwr[simulation]"}

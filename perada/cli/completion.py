@@ -90,11 +90,11 @@ def proposals(line: str, current: str) -> list[str]:
     command = " ".join(path)
     option, equals, value = typed.partition("=")
     if equals and option.startswith("--"):
-        values = _starting_with(value, _values(command, option, value))
+        values_to_propose = _starting_with(value, _values(command, option, value))
         if current.startswith("--"):
             # A shell that does not split at "=" replaces the option too.
-            return [f"{option}={value}" for value in values]
-        return values
+            return [f"{option}={proposal}" for proposal in values_to_propose]
+        return values_to_propose
     if typed.startswith("-"):
         return _starting_with(typed, _options(command))
     options = [word for word in words if word.startswith("-")]

@@ -18,7 +18,7 @@ _ROLE = re.compile(r":[\w:]+:`[.~]?([^`]+)`")
 _WORDS_OF_YAML = {"True": "true", "False": "false", "None": "null"}
 """Words of recipes and command lines for Python's constants."""
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "NAME", Path: "PATH"}
-"""What stands for a value of a type, or for the items of a list of it."""
+"""Placeholders of values by type. A single float or str has the name of its option instead; in a list, it has these."""
 
 
 class HelpFormatter(DefaultHelpFormatter):

@@ -244,7 +244,9 @@ def explained(parser: ArgumentParser, topic: str) -> str:
     names = MOST_USED
     if command in WITH_CHECKPOINT:
         usage = f"usage: perada {command} --config RECIPE --ckpt_path FILE [--OPTION VALUE ...]"
-        names = sorted(MOST_USED, key=lambda name: name not in ("config", "ckpt_path"))
+        # The two options that these commands need come first.
+        required = ["config", "ckpt_path"]
+        names = [*required, *(name for name in MOST_USED if name not in required)]
     most_used = [actions.pop(name) for name in names if name in actions]
     blocks = [usage, "-h, --help [WORD | all]", f"Most used:\n{_format_options(most_used, command)}"]
     for section in (*SECTIONS, *ALWAYS_SET, "trainer"):

@@ -183,7 +183,7 @@ def descriptions(prefix: str) -> str:
     for name, path in shipped.items():
         if path.parent.name == prefix or name.startswith(prefix) or path.stem.startswith(prefix):
             lines.append(f"{name:38} {_leading_comment(path)[0]}")
-    parent, _, _ = prefix.rpartition("/")
+    parent = prefix.rpartition("/")[0]
     siblings = combinations(parent)
     names = [name for name in siblings if name.startswith(prefix)]
     if prefix in names:

@@ -45,6 +45,7 @@ def sync(paths: Iterable[Path]) -> None:
         return
     paths = list(paths)
     if len(paths) <= 1:
+        # Without the start of a pool of threads.
         _sync(paths)
         return
     parts = [paths[start::_SYNC_THREADS] for start in range(_SYNC_THREADS)]

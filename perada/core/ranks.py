@@ -17,7 +17,7 @@ class Ranks:
     Every method is a collective: all ranks must call it in the same order. Tensors may be on any device.
 
     Args:
-        together: Use the processes of torch's default group; otherwise this process is on its own.
+        together: Use the processes of torch's default group; otherwise this process is the only rank.
 
     Attributes:
         rank: Number of this process, from 0.

@@ -292,26 +292,33 @@ def _check_classes(
         _warn_of_one_hot(labels_of_parts["training"])
     elif infers_classes:
         _check_inferred_classes(labels_of_parts)
-    all_labels = [labels for labels_of_clients in labels_of_parts.values() for labels in labels_of_clients]
-    nonempty = [labels for labels in all_labels if labels.size(0)]
+    # The labels of all clients at once, since there may be 100,000 clients.
+    merged_labels: dict[str, Tensor] = {}
+    for part, labels_of_clients in labels_of_parts.items():
+        nonempty = [labels for labels in labels_of_clients if labels.size(0)]
+        if nonempty:
+            merged_labels[part] = torch.cat(nonempty)
+    training_labels = merged_labels["training"]
     if num_classes is None and multilabel:
-        num_classes = nonempty[0].shape[1]
+        num_classes = training_labels.shape[1]
     elif num_classes is None:
-        num_classes = int(torch.cat(nonempty).max()) + 1
-    if multilabel and nonempty[0].shape[1] != num_classes:
+        num_classes = max(int(labels.max()) for labels in merged_labels.values()) + 1
+    if multilabel and training_labels.shape[1] != num_classes:
         raise ValueError(
-            f"labels have {nonempty[0].shape[1]} entries but num_classes is {num_classes}: make the two equal, or "
+            f"labels have {training_labels.shape[1]} entries but num_classes is {num_classes}: make the two equal, or "
             "leave num_classes out"
         )
-    for part, labels_of_clients in labels_of_parts.items():
-        of_part = [labels for labels in labels_of_clients if labels.size(0)]
-        if not of_part or not len(_out_of_range(torch.cat(of_part), num_classes, multilabel)):
-            continue
-        # Only to find out whose label it is: one client after another takes long where there are many.
-        for client, labels in enumerate(labels_of_clients):
-            owner = "the server" if part == "validation" else f"client {client}"
-            check_labels(f"{owner} has the {part} label", labels, num_classes, multilabel)
+    for part, labels in merged_labels.items():
+        if len(_out_of_range(labels, num_classes, multilabel)):
+            _raise_for_owner(part, labels_of_parts[part], num_classes, multilabel)
     return num_classes
+
+
+def _raise_for_owner(part: str, labels_of_clients: Sequence[Tensor], num_classes: int, multilabel: bool) -> None:
+    """Raise a ValueError that names the first client with a label out of range."""
+    for client, labels in enumerate(labels_of_clients):
+        owner = "the server" if part == "validation" else f"client {client}"
+        check_labels(f"{owner} has the {part} label", labels, num_classes, multilabel)
 
 
 def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]]) -> None:
@@ -417,7 +424,7 @@ def _known_labels(part: str, store: Store, num_classes: int | None, resolve: Res
     num_samples = sum(store.sizes)
     reads_all = num_samples <= SCAN_LIMIT
     labels_of_clients: list[Labels] = []
-    # Clients often have Subsets of one dataset, whose labels are asked for once: they may be a long list.
+    # Clients often have Subsets of one dataset, whose labels are read once, since they may be a long list.
     labels_of_bases: dict[int, Labels | None] = {}
     with isolated_randomness():
         for client, dataset in enumerate(store.datasets):
@@ -428,7 +435,7 @@ def _known_labels(part: str, store: Store, num_classes: int | None, resolve: Res
             declared = labels_of_bases[id(base)]
             if declared is not None:
                 declared = labels_at(declared, rows)
-                # perada's own sets are not read.
+                # The declared labels of an ImageSet are those of its items, of which none has to be read.
                 is_certain = size == 0 or isinstance(base, ImageSet)
                 if not is_certain and not _labels_match_items(declared, dataset, client):
                     declared = None

@@ -193,6 +193,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._shares: Shares | None = None
         self._features: FeatureCache | None = None
         self.clients_per_chunk: int | None = None
+        """Number of clients that train together; None for all of a round. Chosen at the set-up of a run."""
 
     def _check_options(self, crop_padding: int, flip: bool, augment_public: bool) -> None:
         """Raise an OptionError for an option that is out of range."""

@@ -105,7 +105,7 @@ def _fingerprint_of_tensors(store: TensorStore) -> dict[str, list[str] | None]:
 def _hashes_of_small_clients(store: TensorStore) -> list[str]:
     """Hash all images of each client, of whom none has more than a chunk; there may be 100,000 of them.
 
-    The images of several clients are gathered at once: for a few images that takes longer than to hash them.
+    The images of several clients are gathered at once, since gathering a few images takes longer than hashing them.
     """
     hashes: list[str] = []
     start = 0
@@ -119,7 +119,7 @@ def _hashes_of_small_clients(store: TensorStore) -> list[str]:
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Divide sizes, none above a chunk, into groups that follow one another and have at most a chunk each."""
+    """Divide sizes, none above a chunk, into consecutive groups whose sums are at most a chunk."""
     group: list[int] = []
     total = 0
     for size in sizes:
@@ -258,7 +258,7 @@ def _update(target: "hashlib.blake2b", values: Tensor) -> None:
 
 
 def _prefix(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
-    """Return what a hash begins with: the shape of a value, and its dtype."""
+    """Return the bytes that precede the contents in a hash: the shape and the dtype of a value."""
     return f"{shape} {dtype} ".encode()
 
 
@@ -277,10 +277,8 @@ def _hash_of_content(shape: tuple[int, ...], dtype: torch.dtype, content: memory
 
 
 def _hash_of(values: Tensor) -> str:
-    """Return the hash of a tensor."""
-    result = _new_hash()
-    _update(result, values.unsqueeze(0))
-    return result.hexdigest()
+    """Return the hash of a tensor, as one value."""
+    return _hash_of_content(tuple(values.shape), values.dtype, _bytes_of(values))
 
 
 def _hash_of_words(words: Iterable[str]) -> str:

@@ -361,7 +361,7 @@ def check_datasets(data: FederatedData) -> None:
             raise TypeError(
                 f"FederatedData.{name} must be a list with one dataset per client, got a {type(datasets).__name__}"
             )
-    # Whether a dataset can be used is a matter of its type, of which there are few for many clients.
+    # Whether a dataset can be used depends only on its type, and many clients have datasets of few types.
     usable_types: set[type] = set()
     for name, dataset in data.parts():
         base: Any = dataset
@@ -394,14 +394,13 @@ def _find_broken(
         name: Name of the first of these datasets.
         workers: Number of processes that read items.
     """
-    in_files = isinstance(base, ImageFiles) and not base.in_memory
-    images = None if in_files else stored_images(base)
-    # Before anything is done for each row: a client may have tensors of its own, and there may be many clients.
+    if isinstance(base, ImageFiles) and not base.in_memory:
+        return _find_broken_files(base, _unique_rows(rows_of_datasets))
+    images = stored_images(base)
+    # Checked before any work for each row: every client may have its own tensors, and there may be many clients.
     if images is not None and (not images.is_floating_point() or bool(images.isfinite().all())):
         return {}
-    rows: list[int] = np.unique(np.concatenate(rows_of_datasets)).tolist()
-    if isinstance(base, ImageFiles) and in_files:
-        return _find_broken_files(base, rows)
+    rows = _unique_rows(rows_of_datasets)
     if images is not None:
         is_finite = images.flatten(1).isfinite().all(1).tolist()
         return {row: f"image {row} has NaN or infinity" for row in rows if not is_finite[row]}
@@ -413,6 +412,12 @@ def _find_broken(
         read_row = partial(_problem_of_row, base, name, progress)
         problems = _show_progress(worker_loader(rows, workers, progress, collate_fn=read_row), len(rows))
         return {row: problem for row, problem in zip(rows, problems, strict=True) if problem}
+
+
+def _unique_rows(rows_of_datasets: Sequence[np.ndarray[Any, Any]]) -> list[int]:
+    """Return the rows that are in any of the arrays, ascending."""
+    rows: list[int] = np.unique(np.concatenate(rows_of_datasets)).tolist()
+    return rows
 
 
 def _find_broken_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:

@@ -240,7 +240,7 @@ def _add_options(parser: ArgumentParser) -> None:
         action="store_true",
         help="Train what each algorithm's paper trains: PerAda the recipe's adapter, the others full models.",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Seeds, with each of which every row is run.")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Seeds; every row is run once with each.")
     parser.add_argument(
         "--set",
         action="append",

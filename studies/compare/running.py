@@ -22,10 +22,11 @@ from tqdm import tqdm
 
 from perada.core.quiet import info_messages_disabled
 from perada.federation.participation import STALE
+from perada.lightning.module import FederatedClassifier
 from perada.lightning.round_warnings import NothingLearnedError
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY
-from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, MakeCLI
+from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, ConfiguredRun, MakeCLI
 
 SCORED = ("personal/", "global/", *DIAGNOSED)
 """Beginnings of the names of scores."""
@@ -134,7 +135,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], scores_start: bool) -> Result:
     return result
 
 
-def _fit(cli: Any) -> float:  # noqa: ANN401  # a LightningCLI
+def _fit(cli: ConfiguredRun) -> float:
     """Fit, and return the seconds of training without validation."""
     watch = Stopwatch()
     cli.trainer.callbacks.append(watch)
@@ -149,7 +150,7 @@ def _fit(cli: Any) -> float:  # noqa: ANN401  # a LightningCLI
     return seconds
 
 
-def _has_diverged(cli: Any) -> bool:  # noqa: ANN401  # a LightningCLI
+def _has_diverged(cli: ConfiguredRun) -> bool:
     """Return whether a score or a training loss is NaN or infinite."""
     values = [cli.model.scores[name] for name in CHOSEN_BY if name in cli.model.scores]
     for metrics in cli.loop.history:
@@ -163,7 +164,7 @@ def _fewest_and_most(test_images: Sequence[int]) -> list[int]:
     return [min(counts), max(counts)] if counts else []
 
 
-def _full_model_size(model: Any) -> dict[str, float]:  # noqa: ANN401  # the run's LightningModule
+def _full_model_size(model: FederatedClassifier) -> dict[str, float]:
     """Return the parameters and megabytes of the model that full fine-tuning would train."""
     backbone = build_backbone(model.backbone, model.num_classes, pretrained=False, image_size=model.image_size)
     parameters = list(backbone.model.parameters())
@@ -216,7 +217,7 @@ def curves(history: Sequence[dict[str, float]]) -> dict[str, list[dict[str, floa
     return {"history": rows} if len(rows) > 1 else {}
 
 
-def same_budget(cli: Any) -> list[str]:  # noqa: ANN401  # a LightningCLI
+def same_budget(cli: ConfiguredRun) -> list[str]:
     """Return options that give algorithms of several phases as many minibatches per round as those of a single phase.
 
     An algorithm that trains one part after the other (FedRep, FedAlt) divides the round's local steps or epochs among

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What set-up asks of the data sets of many clients, and that it comes to the same as one client after another."""
+"""Set-up with many clients: how often it calls their data sets, and that it gives the same as client by client."""
 
 import hashlib
 from collections import Counter
@@ -19,13 +19,13 @@ from perada.data.partitions.division import divide
 class Counting(Dataset):
     """Items of one class, which counts how often it is asked for its length."""
 
-    def __init__(self, size, asked, label):
+    def __init__(self, size, length_calls, label):
         self.size = size
-        self.asked = asked
+        self.length_calls = length_calls
         self.label = label
 
     def __len__(self):
-        self.asked[id(self)] += 1
+        self.length_calls[id(self)] += 1
         return self.size
 
     def __getitem__(self, index):
@@ -33,24 +33,24 @@ class Counting(Dataset):
 
 
 def test_each_data_set_is_asked_for_its_length_once():
-    asked = Counter()
-    train = [Counting(3, asked, client % 2) for client in range(4)]
-    test = [Counting(2, asked, client % 2) for client in range(4)]
+    length_calls = Counter()
+    train = [Counting(3, length_calls, client % 2) for client in range(4)]
+    test = [Counting(2, length_calls, client % 2) for client in range(4)]
     data = FederatedDataModule(FederatedData(train, test))
     data.setup()
     assert data.train_sizes == (3, 3, 3, 3)
-    assert len(asked) == 8
-    assert max(asked.values()) == 1
+    assert len(length_calls) == 8
+    assert max(length_calls.values()) == 1
 
 
 class Declaring(Dataset):
     """Declares labels in a list, and counts how often it is asked for them."""
 
-    asked = 0
+    target_reads = 0
 
     @property
     def targets(self):
-        self.asked += 1
+        self.target_reads += 1
         return [0, 1, 2, 0, 1, 2]
 
     def __len__(self):
@@ -64,7 +64,7 @@ def test_the_labels_of_a_data_set_behind_many_subsets_are_asked_for_once():
     base = Declaring()
     data = FederatedDataModule(FederatedData([Subset(base, [client, 5 - client]) for client in range(3)]))
     data.setup()
-    assert base.asked == 1
+    assert base.target_reads == 1
     assert [labels.tolist() for labels in data.checked.train.client_labels()] == [[0, 2], [1, 1], [2, 0]]
 
 
@@ -75,7 +75,7 @@ def test_a_resolved_data_set_stays_the_same_object_with_the_same_rows():
     assert resolve(subset).base is base
     assert resolve(subset).rows.tolist() == resolve_subset(subset).rows.tolist() == [0, 3]
     assert resolve(subset) is resolve(subset)
-    # Others that are made and deleted meanwhile have ids of their own.
+    # Data sets that are created and deleted meanwhile must not get the result of another one with the same id.
     assert [len(resolve(Subset(base, range(size))).rows) for size in range(5)] == [0, 1, 2, 3, 4]
 
 
@@ -93,10 +93,10 @@ def test_a_fingerprint_is_that_of_each_client_by_itself(dtype):
     sizes = [3, 0, 4_096, 1, 2_000, 2_900]
     order = torch.randperm(9_000, generator=random)
     parts = torch.split(order, sizes)
-    found = part_fingerprint(make_store([Subset(base, rows.tolist()) for rows in parts]))
+    fingerprint = part_fingerprint(make_store([Subset(base, rows.tolist()) for rows in parts]))
     prefix = f"(1, 2, 3) {dtype} ".encode()
-    assert found["images"] == [digest(prefix, images[rows].numpy().tobytes()) for rows in parts]
-    assert found["labels"] == [
+    assert fingerprint["images"] == [digest(prefix, images[rows].numpy().tobytes()) for rows in parts]
+    assert fingerprint["labels"] == [
         digest(f"({len(rows)},) torch.int64 ".encode(), labels[rows].numpy().tobytes()) for rows in parts
     ]
 

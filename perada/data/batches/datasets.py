@@ -55,7 +55,7 @@ class ResolvedSubset(NamedTuple):
 
 
 Resolve = Callable[[Dataset[Any]], ResolvedSubset]
-"""Resolves a dataset as :func:`resolve_subset` does, which it may have done before."""
+"""Function that resolves a dataset: :func:`resolve_subset`, or a :class:`SubsetResolver`, which stores the results."""
 
 
 def resolve_subset(dataset: Dataset[Any]) -> ResolvedSubset:
@@ -82,9 +82,9 @@ def resolve_subset(dataset: Dataset[Any]) -> ResolvedSubset:
 
 
 class SubsetResolver:
-    """Resolves each dataset once, however often set-up asks for it.
+    """Resolves each dataset once, and returns the stored result on later calls.
 
-    Set-up looks at the datasets of all clients several times, and there may be 100,000 of them.
+    Set-up needs the datasets of all clients several times, and there may be 100,000 of them.
     """
 
     def __init__(self) -> None:
@@ -97,12 +97,9 @@ class SubsetResolver:
         Raises:
             IndexError: If an index of a Subset is out of range.
         """
-        entry = self._resolved.get(id(dataset))
-        if entry is not None:
-            return entry[1]
-        resolved = resolve_subset(dataset)
-        self._resolved[id(dataset)] = (dataset, resolved)
-        return resolved
+        if id(dataset) not in self._resolved:
+            self._resolved[id(dataset)] = (dataset, resolve_subset(dataset))
+        return self._resolved[id(dataset)][1]
 
 
 def tensor_source(dataset: Dataset[Any], labelled: bool, resolve: Resolve = resolve_subset) -> Source | None:

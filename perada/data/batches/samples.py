@@ -470,19 +470,19 @@ class RoundBatches(Dataset[AnyBatch]):
         Samples that cannot be read are zeros in ordinary training, and left out in private training.
         """
         indices = self.indices[index][stream]
-        start, phase, step, active = self.schedule[index]
-        clients = self.plan.clients[start : start + active]
+        place = self.schedule[index]
+        clients = self.plan.clients[place.start : place.start + place.active]
         counts = tuple(len(rows) for rows in indices)
         round = self.plan.round
         if not clients:
-            return CohortBatch((), torch.empty(0), torch.empty(0), (), phase, step, round)
+            return CohortBatch((), torch.empty(0), torch.empty(0), (), place.phase, place.step, round)
         owners = torch.tensor(clients).repeat_interleave(torch.tensor(counts))
         rows = torch.cat(indices)
         if not len(rows):
             # An empty batch has the shape of the others: one sample is read for it, and dropped below.
             owners = torch.tensor(clients[:1])
             rows = torch.zeros(1, dtype=torch.int64)
-        key = (self._items_seed, round, *step_ids(phase, step))
+        key = (self._items_seed, round, *step_ids(place.phase, place.step))
         if self.private is not None:
             key = (*key, derive_seed(self._items_seed, f"stream/{stream}"))
         x, y, errors = self.store.read(owners, rows, key)
@@ -502,12 +502,12 @@ class RoundBatches(Dataset[AnyBatch]):
             pad(x, counts),
             pad(y, counts),
             counts,
-            phase,
-            step,
+            place.phase,
+            place.step,
             round,
             failed=tuple(failed.items()),
             classes=None if class_counts is None else class_counts[list(clients)],
-            start=start,
+            start=place.start,
         )
 
 

@@ -203,7 +203,7 @@ def _checked_rows(name: str, part: str, rows_of_clients: Any, size: int) -> list
 
 
 def _is_row_array(rows: Array) -> bool:
-    """Return whether an array is a list of integers. An empty list, of which numpy makes floats, is one, too."""
+    """Return whether an array is a list of integers, or empty: numpy converts an empty list to floats."""
     return rows.ndim == 1 and (len(rows) == 0 or np.issubdtype(rows.dtype, np.integer))
 
 
@@ -222,7 +222,7 @@ def _are_disjoint_rows(clients: Sequence[Array], size: int) -> bool:
 
 
 def _first_invalid_rows(part: str, clients: Sequence[Array], size: int) -> str:
-    """Describe the first rows that a client cannot have, for the message about them."""
+    """Describe the first invalid rows of a client for a message; the rows must not pass :func:`_are_disjoint_rows`."""
     owner_of_row: dict[int, int] = {}
     for client, rows in enumerate(clients):
         if not _is_row_array(rows):
