@@ -24,6 +24,7 @@ from perada.core.quiet import info_messages_disabled
 from perada.federation.participation import STALE
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.round_warnings import NothingLearnedError
+from perada.lightning.trainer_attributes import callbacks_of
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY
 from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, ConfiguredRun, MakeCLI
@@ -138,7 +139,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], scores_start: bool) -> Result:
 def _fit(cli: ConfiguredRun) -> float:
     """Fit, and return the seconds of training without validation."""
     watch = Stopwatch()
-    cli.trainer.callbacks.append(watch)
+    callbacks_of(cli.trainer).append(watch)
     # A run in which nothing was learned has diverged in the table, which also has a note on stale clients.
     with suppress(NothingLearnedError), warnings.catch_warnings():
         warnings.filterwarnings("ignore", STALE)
