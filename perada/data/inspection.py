@@ -147,8 +147,8 @@ def inspect_division(division: Division) -> Inspection:
     # A partition may assign no test images.
     test = data.test or [Subset(division.dataset.with_split(False), [])] * len(data.train)
     # Both are subsets of the divided image set.
-    train_set = cast(ImageSet, resolve_subset(data.train[0])[0])
-    test_set = cast(ImageSet, resolve_subset(test[0])[0])
+    train_set = cast(ImageSet, resolve_subset(data.train[0]).base)
+    test_set = cast(ImageSet, resolve_subset(test[0]).base)
     labels_of_sets = [images.labels for images in (train_set, test_set) if images.labels is not None]
     num_classes = data.num_classes or 1 + max(int(labels.max()) for labels in labels_of_sets)
     train_facts = _read_all(train_set)

@@ -354,7 +354,7 @@ def _stored_size(data: Checked, size: int | None) -> tuple[int, int] | None:
         return height, width
     if size is None:  # then all images have the same size
         return shape[-2], shape[-1]
-    base, _ = resolve_subset(data.train.datasets[0])
+    base = resolve_subset(data.train.datasets[0]).base
     if isinstance(base, ImageFiles):
         return base.size, base.size
     return None

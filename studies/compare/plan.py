@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import pytorch_lightning as pl
 import yaml
@@ -92,7 +92,7 @@ class Row(NamedTuple):
 class Recipe:
     """A recipe's CLI, and a digest of its content."""
 
-    cli: Any
+    cli: ConfiguredRun
     digest: str
 
 
