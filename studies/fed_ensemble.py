@@ -147,7 +147,7 @@ def study(
     Args:
         output: Folder to write fed_ensemble.json and fed_ensemble.png to.
         modes: Numbers of modes K to compare, ascending.
-        quick: 10 re-runs of 20 rounds for K = 1, 2 and 4, whatever else is said.
+        quick: 10 re-runs of 20 rounds for K = 1, 2 and 4; overrides other options.
         **settings: See :class:`~perada.studies.toy_regression.Settings`.
 
     Returns:

@@ -222,7 +222,7 @@ def study(
         output: Folder to write fed_ensemble_plane.json and fed_ensemble_plane.png to.
         seed: Seed of all draws.
         settings: Training, and the points of the plane.
-        quick: A few short rounds on the digits and a coarse grid, whatever else is said.
+        quick: A few short rounds on the digits and a coarse grid; overrides other options.
 
     Returns:
         ``settings``, ``seconds``; ``x``, ``y`` and ``loss`` by row of the grid; ``coordinates`` of the modes;

@@ -121,7 +121,7 @@ def study(
         classification: The linear classification.
         dirichlet: The linear classification whose samples are divided in Dirichlet proportions.
         head: The head of a pretrained backbone.
-        quick: Small problems, whatever else is said: some seconds, and no files needed.
+        quick: Small problems that take seconds and need no files; overrides other options.
 
     Returns:
         ``settings``, ``seconds`` each part took, and the curves of each part.

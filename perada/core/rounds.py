@@ -90,7 +90,7 @@ class RoundPlan:
         """Places of the clients that train together."""
         size = self.clients_per_chunk or max(1, len(self.clients))
         places = range(len(self.clients))
-        return [places[start : start + size] for start in places[::size]]
+        return [places[start : start + size] for start in range(0, len(places), size)]
 
     @property
     def num_batches(self) -> int:

@@ -316,7 +316,7 @@ def rank_axes(factors: Iterable[Factors]) -> dict[str, int]:
 def cut_ranks(stacked: State, factors: Iterable[Factors], ranks: Tensor) -> State:
     """Set the rows of A and the columns of B beyond each client's rank to zero.
 
-    A prefix of a name that ends in "/" is ignored. Tensors that are not factors are returned as they are.
+    A name may have a prefix that ends in "/", which is ignored. Tensors that are not factors are returned as they are.
 
     Args:
         stacked: States (C, ...).

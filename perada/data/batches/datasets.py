@@ -260,7 +260,9 @@ def read_item(dataset: Dataset[Any], index: int, owner: str) -> object:
     except Exception as error:  # whatever a dataset raises
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         raise UnreadableImageError(
-            f"sample {index}{location_of(dataset, index)}, cannot be read ({reason})", "fix it or leave it out", owner
+            f"sample {index}{location_of(dataset, index)}, cannot be read ({reason})",
+            remedy="fix it or leave it out",
+            owner=owner,
         ) from error
 
 

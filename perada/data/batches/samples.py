@@ -239,7 +239,9 @@ class MapStore(Samples):
         if image.is_floating_point() and not image.isfinite().all():
             location = location_of(self.datasets[owner], index)
             raise UnreadableImageError(
-                f"sample {index}{location}, is an image with NaN or infinity", "fix it or leave it out", owner_name
+                f"sample {index}{location}, is an image with NaN or infinity",
+                remedy="fix it or leave it out",
+                owner=owner_name,
             )
         if resize and self.size is not None and image.dtype == torch.uint8:
             image = resize_uint8(image, self.size)
