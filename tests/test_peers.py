@@ -329,5 +329,6 @@ def test_memory_is_that_of_the_children_too():
 
 def test_every_task_is_in_the_documentation():
     page = (measure.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    section = page.partition("## Beside other frameworks")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(TASKS)
+    # The table of tasks ends at the first empty line. A later table has measurements of some of them.
+    table = page.partition("\n| `--task` |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(TASKS)
