@@ -103,6 +103,7 @@ class Engine:
         Modules keep facts about the current pass, such as whether they are in training mode.
         """
         assert self.trunk is None, "a frozen trunk belongs to the modules in which it was found"
+        # deepcopy() takes what is in its memo, by id, for copied.
         tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         other = copy.copy(self)
         other.model = copy.deepcopy(self.model, tensors)

@@ -470,6 +470,7 @@ class Cohort:
         plan: RoundPlan,
         client_state: Stacks,
         received: State,
+        *,
         factor: float = 1.0,
         tuning: bool = False,
         sums: UpdateSums | None = None,

@@ -137,7 +137,7 @@ class Federation:
         sums: UpdateSums | None = None
         if train_sizes is not None:
             sums = self.server.sums(shares, train_sizes)
-        self.cohort = Cohort(self.trainer, cohort_plan, client_state, received, factor, sums=sums)
+        self.cohort = Cohort(self.trainer, cohort_plan, client_state, received, factor=factor, sums=sums)
         if loader and "gradient_norms" in settings.diagnostics:
             # With the names that are not sent.
             models = expand(self.global_state, len(cohort_plan.clients)) | received
@@ -164,9 +164,14 @@ class Federation:
         # A rank without clients trained a stand-in, whose loss scale does not count.
         is_client = torch.arange(len(results.finite_here), device=results.finite_here.device) < len(places)
         self.trainer.scales.close("clients", cohort.scales, results.finite_here & is_client, self.ranks)
+        # Without the rows of a stand-in.
+        received = Updates(prefix(cohort.received, len(places)), places, len(plan.clients), self.ranks)
+        updates: Updates | UpdateSums
         if cohort.sums is None:
+            updates = received.replace(prefix(results.sent, len(places)))
             sent_by_one = {name: value[0] for name, value in results.sent.items()}
         else:
+            updates = cohort.sums
             sent_by_one = cohort.sums.example
         metrics = self._round_metrics(cohort.opened, cohort.received, sent_by_one, results)
         self.store.scatter(shares.parts, results.broken, results.client_state)
@@ -177,13 +182,6 @@ class Federation:
             if self.settings.private or client not in results.broken:
                 self.last_rounds[client] = self.rounds_done
 
-        # Without the rows of a stand-in.
-        received = Updates(prefix(cohort.received, len(places)), places, len(plan.clients), self.ranks)
-        updates: Updates | UpdateSums
-        if cohort.sums is None:
-            updates = received.replace(prefix(results.sent, len(places)))
-        else:
-            updates = cohort.sums
         context = RoundContext(
             plan=plan,
             received=received,
@@ -282,7 +280,7 @@ class Federation:
             cohort_plan = shares.cohort_plan
             received = self.server.broadcast(cohort_plan, self.num_clients, algorithm=algorithm)
             client_state = self.tuned.local.gather(cohort_plan.clients)
-            cohort = Cohort(self.trainer, cohort_plan, client_state, received, factor, tuning=True)
+            cohort = Cohort(self.trainer, cohort_plan, client_state, received, factor=factor, tuning=True)
             for batch in loader(shares.local_plan):
                 cohort.step(batch)
             results = cohort.finish(shares, self.ranks)

@@ -66,7 +66,7 @@ def cohort(model, training, algorithm=None, engine="folded", factor=1.0, chunk=N
         for role, state in algorithm.initial_client_state(initial, find_tensor_names(model, "fc")).items()
     }
     plan = RoundPlan(3, CLIENTS, (STEPS,), chunk)
-    return Cohort(site(model, training, algorithm, engine, **options), plan, kept, expand(initial, 4), factor)
+    return Cohort(site(model, training, algorithm, engine, **options), plan, kept, expand(initial, 4), factor=factor)
 
 
 def rates(lr):

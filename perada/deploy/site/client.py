@@ -328,7 +328,7 @@ class Client:
             else:
                 client_state = self._client_state(state)
                 start = self._received(request, received)
-            cohort = Cohort(self._trainer, plan, client_state, start, request.factor, tuning)
+            cohort = Cohort(self._trainer, plan, client_state, start, factor=request.factor, tuning=tuning)
             sampling = None if protection.images is None else protection.images.sampling(tuning)
             batches = self.batches(plan, sampling) if only_step is None else [only_step]
             for batch in batches:
