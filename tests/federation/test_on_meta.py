@@ -117,25 +117,25 @@ torch finds them in Python, which takes longer than on a CPU the operation itsel
 
 
 def on_meta(func, args, kwargs):
-    """Run an operation on meta tensors, whose results are taken from :data:`RESULTS` if they are known."""
+    """Run an operation on meta tensors, whose results are taken from :data:`RESULTS` if they are there."""
     aliases = any(value.alias_info is not None for value in (*func._schema.arguments, *func._schema.returns))
     if aliases:
         return func(*args, **kwargs)
     try:
         key = (func, layout(args), layout(kwargs))
-        known = RESULTS.get(key)
+        cached = RESULTS.get(key)
     except TypeError:  # an argument of another kind
         return func(*args, **kwargs)
-    if known is None:
+    if cached is None:
         results = func(*args, **kwargs)
         if isinstance(results, torch.Tensor):
             RESULTS[key] = layout(results)
         elif isinstance(results, tuple) and all(isinstance(result, torch.Tensor) for result in results):
             RESULTS[key] = layout(results)
         return results
-    if isinstance(known, Layout):
-        return known.make()
-    return tuple(result.make() for result in known)
+    if isinstance(cached, Layout):
+        return cached.make()
+    return tuple(result.make() for result in cached)
 
 
 class Layout(NamedTuple):
@@ -162,8 +162,11 @@ def layout(value):
 
 def request():
     """The innermost line that is being run outside of torch and of the watch."""
-    own = ("__torch_dispatch__", "request")
-    frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename and frame.name not in own]
+    functions_of_watch = ("__torch_dispatch__", "request")
+    frames = []
+    for frame in traceback.extract_stack():
+        if "/torch/" not in frame.filename and frame.name not in functions_of_watch:
+            frames.append(frame)
     frame = frames[-1]
     return Request(Path(frame.filename).name, frame.name, frame.lineno, frame.line)
 
@@ -202,7 +205,8 @@ class Watched:
     Attributes:
         steps: Local steps.
         full_steps: Those among them in which no client's batch has rows of padding.
-        opening, closing: The begins and the ends of rounds.
+        opening: The beginnings of rounds.
+        closing: The ends of rounds.
         scoring: The scoring of all models.
         tuning: The fine-tuning after the last round.
     """
@@ -259,8 +263,8 @@ def check_waits(watch):
     unknown = [request for request in watch.waits if place(request) not in NECESSARY_WAITS]
     assert unknown == []
     for key, count in Counter(map(place, watch.waits)).items():
-        most, reason = NECESSARY_WAITS[key]
-        assert count <= most, f"{key} waits {count} times for {reason}"
+        limit, reason = NECESSARY_WAITS[key]
+        assert count <= limit, f"{key} waits {count} times for {reason}"
 
 
 def place(request):

@@ -98,6 +98,12 @@ def test_threads_change_no_result(algorithm, clients_per_chunk, two_threads):
     assert not other_threads()
 
 
+def test_the_chunks_of_one_round_train_in_two_threads(two_threads):
+    """In several rounds there would be as many threads even if each had a single one."""
+    trained(FedAvg(), rounds=1)
+    assert len(other_threads()) == 2
+
+
 def test_a_network_that_draws_from_the_global_generator_stays_in_one_thread(two_threads):
     assert_equal(trained(FedAvg(), dropout=0.2, rounds=1), trained(FedAvg(), dropout=0.2, rounds=1))
     assert len(other_threads()) == 1
