@@ -331,8 +331,10 @@ class Algorithm(Options):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # A new server step may read single updates, so the inherited value does not hold for it.
-        if "server_step" in vars(cls) and "mean_is_enough" not in vars(cls):
+        # The value holds for the server step of the class that states it. Any other one may read single updates,
+        # whether this class defines it or inherits it from a mixin, which need not be an algorithm.
+        stated_by = next(base for base in cls.__mro__ if "mean_is_enough" in vars(base))
+        if cls.server_step is not getattr(stated_by, "server_step", cls.server_step):
             cls.mean_is_enough = False
 
     @property

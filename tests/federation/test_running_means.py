@@ -134,9 +134,21 @@ def test_a_server_step_of_ones_own_keeps_all_updates():
     class Wrapped(AlgorithmWrapper):
         pass
 
+    class MedianStep:
+        def server_step(self, server):
+            return Median.server_step(self, server)
+
+    class Mixed(MedianStep, FedAvg):
+        pass
+
+    class WrappedAndMixed(MedianStep, AlgorithmWrapper):
+        pass
+
     assert FedAvg().mean_is_enough
     assert not Median().mean_is_enough
     assert not Scaffold().mean_is_enough
     assert Half().mean_is_enough
     assert Wrapped(FedAvg()).mean_is_enough
     assert not Wrapped(Median()).mean_is_enough
+    assert not Mixed().mean_is_enough
+    assert not WrappedAndMixed(FedAvg()).mean_is_enough
