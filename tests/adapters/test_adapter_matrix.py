@@ -31,7 +31,7 @@ QUICK = {
     ("test_vit", "FourierFT"),
     ("test_vit", "AdaLoRA"),
 }
-"""Each small backbone and each verdict."""
+"""Cells that are not slow: together they have each small backbone and each verdict."""
 
 
 def said():
@@ -55,7 +55,7 @@ def test_the_page_has_every_cell_and_no_raw_error():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("backbone", "adapter", "verdict"),
-    [pytest.param(*one, marks=[pytest.mark.slow] * (one[:2] not in QUICK)) for one in CELLS],
+    [pytest.param(*row, marks=[pytest.mark.slow] * (row[:2] not in QUICK)) for row in CELLS],
 )
 def test_small_networks(backbone, adapter, verdict):
     assert cell(backbone, ADAPTERS[adapter]).verdict == as_said(said()[backbone, adapter]) == verdict

@@ -120,22 +120,23 @@ def test_any_files_that_are_put_back_are_noticed_but_all_together(case, tiny, tm
         for earlier, later in reversed([*itertools.pairwise(copies)])
         if earlier.get(SITE_STATE) != later[SITE_STATE]
     )
-    answers = {}  # many copies differ in few files, so that the same folders are put together again and again
+    # Many copies differ in few files, so the same folder would often be tried again.
+    refusals = {}
 
-    def said_of(before, names):
+    def cached_refusal_of(before, names):
         content = now | {name: before.get(name) for name in names}
         key = frozenset(content.items())
-        if key not in answers:
-            answers[key] = refusal_of(tmp_path, now, before, names)
-        return answers[key]
+        if key not in refusals:
+            refusals[key] = refusal_of(tmp_path, now, before, names)
+        return refusals[key]
 
-    assert said_of(now, ()) == ""
+    assert cached_refusal_of(now, ()) == ""
     tried = 0
     for before in [{}, *copies[:-1]]:
         changed = [name for name in now if now[name] != before.get(name)]
         for count in range(1, len(changed) + 1):
             for names in itertools.combinations(changed, count):
-                said = said_of(before, names)
+                said = cached_refusal_of(before, names)
                 if must_be_noticed(now, before, names, line_of_commit):
                     assert "restore " in said, (names, lines(now), said)
                     tried += 1
