@@ -3,10 +3,12 @@
 
 import importlib
 import sys
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from perada.core.garbage import collection_paused
 
@@ -87,7 +89,9 @@ class _RegisterAfterPeft(MetaPathFinder):
     PEFT has no entry point for that, and to import it here would take seconds.
     """
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:  # noqa: ANN401  # Python calls it
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Return the spec of PEFT with a loader that also imports perada.adapters; None for other modules."""
         if fullname != "peft":
             return None
@@ -102,7 +106,8 @@ class _RegisterAfterPeft(MetaPathFinder):
             exec_module(module)
             importlib.import_module("perada.adapters")
 
-        spec.loader.exec_module = exec_and_register  # type: ignore[method-assign]  # on this object only, which mypy cannot express
+        # Set on this object only: a loader around it would hide what else it can do, such as read PEFT's sources.
+        spec.loader.exec_module = exec_and_register  # type: ignore[method-assign]  # which mypy allows on no object
         return spec
 
 

@@ -6,7 +6,7 @@ from argparse import SUPPRESS, Action
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from jsonargparse._actions import _ActionConfigLoad
@@ -126,8 +126,8 @@ def default_text(action: Action) -> str:
     return ""
 
 
-def _value_type(action: Action) -> Any:  # noqa: ANN401  # a type, or an alias such as list[str]
-    """Return the type of an option's value, without None."""
+def _value_type(action: Action) -> object:
+    """Return the type of an option's value, or an alias such as ``list[str]``, without None."""
     # jsonargparse keeps the types that argparse does not know in its actions.
     hint = action.type or getattr(action, "_typehint", None)
     members = [member for member in get_args(hint) if member is not NoneType]

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 from perada.core.checks import check_choice, check_integer, check_number
 from perada.core.text import printable
@@ -334,11 +334,20 @@ def max_message_size(state: "State") -> int:
     return 8 + MAX_TABLE_BYTES + sum(value.nbytes for value in state.values())
 
 
-def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
-    """Decode a message that has exactly the ``expected`` tensors.
+class Message(NamedTuple):
+    """A decoded message.
 
-    Returns:
-        Its header and tensors.
+    Attributes:
+        header: Its header, as JSON.
+        tensors: Its tensors, by name.
+    """
+
+    header: dict[str, Any]
+    tensors: "State"
+
+
+def unpack(message: bytes, expected: Spec) -> Message:
+    """Decode a message that has exactly the ``expected`` tensors.
 
     Raises:
         RefusalError: If it is not a message, has other tensors, or a value is not finite or out of range.
@@ -352,7 +361,7 @@ def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
         name = min(name for name in {*received, *expected} if received.get(name) != expected.get(name))
         raise RefusalError(f"the tensor {name[:80]!r} is {received.get(name)}, expected {expected.get(name)}")
     if not expected:
-        return header, {}
+        return Message(header, {})
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -362,7 +371,7 @@ def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
         raise RefusalError(f"it is not a safetensors file ({error})") from None
     for name, value in state.items():
         _check_range(name, value, dtype=expected[name][0])
-    return header, {name: state[name] for name in expected}
+    return Message(header, {name: state[name] for name in expected})
 
 
 def _check_range(name: str, value: "Tensor", dtype: str) -> None:

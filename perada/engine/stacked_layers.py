@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from perada.core.seeding import Streams
 from perada.core.states import Merged
@@ -250,7 +251,7 @@ class _BatchedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401  # torch gives it no type
+        ctx: FunctionCtx,
         x_CND: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -262,7 +263,7 @@ class _BatchedLinear(torch.autograd.Function):
         return torch.baddbmm(bias.unsqueeze(1), x_CND, weight.transpose(1, 2))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # as above
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # torch's class lacks what it saves
         """Return the gradients of the inputs, weights and biases, as far as they are needed."""
         x_CND, weight = ctx.saved_tensors
         needs_x_gradient, needs_weight_gradient, needs_bias_gradient = ctx.needs_input_grad

@@ -618,12 +618,12 @@ class Cohort:
             checked.update(id(value) for value in trained.values())
         client_state = {role: _rows(stacked, rows.start, rows.stop) for role, stacked in self.client_state.items()}
         received = _rows(self.received, rows.start, rows.stop)
-        new_client_state, sent = self.algorithm.end_round(chunk.full, client_state, received, self.tensor_names)
+        new_client_state, update = self.algorithm.end_round(chunk.full, client_state, received, self.tensor_names)
         # An algorithm may make what is not finite of what is.
         if self.private is not None:
-            accepted = _all_finite(torch.ones_like(finite), sent)
+            accepted = _all_finite(torch.ones_like(finite), update)
         else:
-            for state in (sent, *new_client_state.values()):
+            for state in (update, *new_client_state.values()):
                 finite = _all_finite(finite, _without_checked(state, checked))
             accepted = finite
         self._finite[rows] = finite
@@ -635,9 +635,9 @@ class Cohort:
                     self._new_client_state[role] = _ChunkedStacks(len(self.plan.clients))
                 self._new_client_state[role].write(stacked, chunk.start)
             if self.sums is None:
-                self._sent.write(sent, chunk.start)
+                self._sent.write(update, chunk.start)
             else:
-                self.sums.add(sent, received, chunk.start, accepted)
+                self.sums.add(update, received, chunk.start, accepted)
 
     def finish(self, shares: Shares | None = None, ranks: Ranks | None = None) -> ClientResults:
         """End the round, and merge the results of the ranks. A collective: all ranks must call this alike.

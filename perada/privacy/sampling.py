@@ -185,12 +185,12 @@ def _normal_numbers(count: int, draws: int) -> Tensor:
     numbers = torch.empty(count, dtype=torch.float64)
     for start in range(0, count, _BLOCK):
         block = numbers[start : start + _BLOCK]
-        # Each pair (u, v) gives two numbers; if the length is odd, the last one is not used.
+        # Each pair of uniform numbers gives two normal ones; if the length is odd, the last one is not used.
         num_pairs = (len(block) + 1) // 2
-        u, v = secure_uniform((2, draws, num_pairs))
-        # 1 − u is in (0, 1], whose logarithm is finite. Operations are in place, since the tensors are large.
-        radius = (1 - u).log_().mul_(-2 / draws).sqrt_()
-        angle = v.mul_(2 * math.pi)
+        uniform = secure_uniform((2, draws, num_pairs))
+        # From [0, 1) to (0, 1], whose logarithm is finite. Operations are in place, since the tensors are large.
+        radius = (1 - uniform[0]).log_().mul_(-2 / draws).sqrt_()
+        angle = uniform[1].mul_(2 * math.pi)
         cosines = (radius * angle.cos()).sum(0)
         sines = radius.mul_(angle.sin_()).sum(0)
         block.copy_(torch.cat([cosines, sines])[: len(block)])

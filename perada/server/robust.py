@@ -241,8 +241,8 @@ class FLTrust(ServerRule):
         # Probabilities p (1, N, K) of the state before the round. The labels are taken from the next call.
         before = aggregation.predict(previous, self.images, self.labels)[0]
         # Probabilities p_c (C, N, K) of the clients' models, and labels q (N, K).
-        after, targets = aggregation.predict(aggregation.updates, self.images, self.labels)
-        moved = (double(after) - double(before)).flatten(1).cpu()  # p_c − p: (C, N·K)
+        probabilities, targets = aggregation.predict(aggregation.updates, self.images, self.labels)
+        moved = (double(probabilities) - double(before)).flatten(1).cpu()  # p_c − p: (C, N·K)
         finite = moved.isfinite().all(1)
         if not finite.any():
             return torch.zeros(len(moved), dtype=torch.float64)

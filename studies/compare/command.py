@@ -12,8 +12,9 @@ from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
 from perada.core.quiet import info_messages_disabled
+from perada.studies.compare.configured import MakeCLI
 from perada.studies.compare.grid import Observation, Point, Sampler, has_range, inside, points, propose
-from perada.studies.compare.plan import CHOSEN_BY, Job, MakeCLI, Plan, Row, words
+from perada.studies.compare.plan import CHOSEN_BY, Job, Plan, Row, words
 from perada.studies.compare.results import NO_POINT, Results, Trial, choose, score, score_text
 from perada.studies.compare.running import CarryOut, Result, Task, runner
 from perada.studies.compare.tables import curve_tables, grid_table, summary
@@ -163,7 +164,7 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     Args:
         parser: Parser of the command.
         words: Words of the command line; options that the parser does not know are for ``perada fit``.
-        make_cli: See :data:`~perada.studies.compare.plan.MakeCLI`.
+        make_cli: See :data:`~perada.studies.compare.configured.MakeCLI`.
     """
     _add_options(parser)
     split = _split_words(words, parser)

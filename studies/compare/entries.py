@@ -14,6 +14,7 @@ from perada.algorithms.registry import Method, distinct_methods, methods
 from perada.algorithms.specs import class_path_of, option_words
 from perada.core.checks import check_known
 from perada.server import SERVER_RULES
+from perada.studies.compare.configured import ConfiguredRun
 
 # Options of `perada fit`.
 ALGORITHM = "federated.algorithm"
@@ -53,7 +54,7 @@ class Entry:
     adapter: str = ""
     adapter_options: dict[str, Any] = field(default_factory=dict)
 
-    def words(self, cli: Any, paper: bool = False) -> list[str]:  # noqa: ANN401  # a LightningCLI
+    def words(self, cli: ConfiguredRun, paper: bool = False) -> list[str]:
         """Return the options of ``perada fit`` for this algorithm.
 
         If the recipe's algorithm has the same class, the arguments in the recipe are kept. Otherwise they are reset, so
@@ -72,7 +73,7 @@ class Entry:
             words += self.paper
         return words
 
-    def adapter_words(self, cli: Any) -> list[str]:  # noqa: ANN401  # a LightningCLI
+    def adapter_words(self, cli: ConfiguredRun) -> list[str]:
         """Return the options of ``perada fit`` for the adapter that the algorithm requires, if there is one.
 
         They have to follow all other words: what is given for every run is given for every algorithm.

@@ -4,23 +4,20 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import pytorch_lightning as pl
 import yaml
 from jsonargparse import Namespace
 
 from perada.core.checks import check_installed
 from perada.core.text import near_names
-from perada.data import FederatedDataModule
 from perada.federation.metrics import score_names
-from perada.lightning import FederatedLoop
-from perada.lightning.module import FederatedClassifier
 from perada.models.weight_files import check_weights
+from perada.studies.compare.configured import ConfiguredRun, MakeCLI
 from perada.studies.compare.entries import ENTRIES, entry_of
 from perada.studies.compare.file import leaves
 from perada.studies.compare.grid import (
@@ -37,29 +34,6 @@ from perada.studies.compare.grid import (
     points,
 )
 
-
-class ConfiguredRun(Protocol):
-    """Trainer, model, data and options of a run, as ``perada fit`` makes them.
-
-    Attributes:
-        model: The module.
-        datamodule: The data.
-        trainer: The trainer.
-        config: The options.
-    """
-
-    model: FederatedClassifier
-    datamodule: FederatedDataModule
-    trainer: pl.Trainer
-    config: Namespace
-
-    @property
-    def loop(self) -> FederatedLoop:
-        """The rounds."""
-
-
-MakeCLI = Callable[[Sequence[str]], ConfiguredRun]
-"""Builds trainer, model and data from options of ``perada fit``."""
 TRIALS = 10
 """Settings that are tried if ``--tune`` has a range."""
 START = "before fine-tuning"
@@ -239,7 +213,7 @@ class Plan:
     Options that contradict each other, or with which a run cannot be built, are rejected before anything is run.
 
     Args:
-        make_cli: See :data:`MakeCLI`.
+        make_cli: See :data:`~perada.studies.compare.configured.MakeCLI`.
         options: Options of ``perada compare``.
         overrides: Options of ``perada fit`` for every run.
 

@@ -27,7 +27,8 @@ from perada.lightning.round_warnings import NothingLearnedError
 from perada.lightning.trainer_attributes import callbacks_of
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY
-from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, ConfiguredRun, MakeCLI
+from perada.studies.compare.configured import ConfiguredRun, MakeCLI
+from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED
 
 SCORED = ("personal/", "global/", *DIAGNOSED)
 """Beginnings of the names of scores."""
@@ -90,7 +91,7 @@ def attempt(make_cli: MakeCLI, args: Sequence[str], scores_start: bool, threads:
     """Make a run, and turn an error into its reason.
 
     Args:
-        make_cli: See :data:`~perada.studies.compare.plan.MakeCLI`.
+        make_cli: See :data:`~perada.studies.compare.configured.MakeCLI`.
         args: Options of ``perada fit``.
         scores_start: Whether to score the initial model too.
         threads: Threads of torch, on which the last digits of the results depend.
@@ -262,7 +263,7 @@ def runner(make_cli: MakeCLI, threads: int, jobs: int) -> Iterator[CarryOut]:
     The processes end with the ``with`` statement, and are killed if it ends with an error.
 
     Args:
-        make_cli: See :data:`~perada.studies.compare.plan.MakeCLI`.
+        make_cli: See :data:`~perada.studies.compare.configured.MakeCLI`.
         threads: Threads of each run.
         jobs: Runs at once; several have a process each.
     """

@@ -74,15 +74,6 @@ class KeptPFedMe(Kept, PFedMe):
     pass
 
 
-@pytest.fixture
-def one_thread():
-    """Algorithms from elsewhere divide their products among cores, where perada's own train chunks side by side."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def images(client, broken=False):
     random = torch.Generator().manual_seed(client)
     x = torch.randn(SIZES[client], 2, 5, 5, generator=random)
@@ -95,7 +86,11 @@ def images(client, broken=False):
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 @pytest.mark.every(2)
 def test_added_and_kept_updates_give_the_same_states(algorithms, weighting, recwarn, one_thread):
-    """With a norm's statistics and counter, and a client whose training breaks."""
+    """With a norm's statistics and counter, and a client whose training breaks.
+
+    With one thread: algorithms from elsewhere divide their products among cores, where perada's own train chunks side
+    by side.
+    """
     data = perada.FederatedData([images(client, broken=client == 3) for client in range(5)], test=[])
     torch.manual_seed(0)
     model = network().float()

@@ -18,14 +18,6 @@ from perada.federation.workers import MAX_QUEUED, SameThread, WorkerThread, work
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 class Network(nn.Module):
     """Notes the threads in which it runs, for all of its copies."""
 

@@ -6,7 +6,7 @@ import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 import numpy as np
 import torch
@@ -264,7 +264,7 @@ class MissingImageError(_OneLineError, FileNotFoundError):
     """Raised if a file does not exist."""
 
 
-def to_image(image: Any) -> Tensor:  # noqa: ANN401  # whatever a dataset returns
+def to_image(image: object) -> Tensor:
     """Convert the image of a dataset's item to a tensor.
 
     Args:

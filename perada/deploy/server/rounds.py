@@ -236,7 +236,7 @@ def ask(
             # The header is read first, since a reply with another protocol or an error has no tensors.
             response = Response.read(read_header(reply))
             spec = expected[name] if response.code == "ok" else {}
-            _, state = unpack(reply, spec)
+            state = unpack(reply, spec).tensors
             if response.answers != digest(messages[name]):
                 raise RefusalError("it answers a different message")
         except RefusalError as error:

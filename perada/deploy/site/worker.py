@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -183,14 +183,15 @@ class SiteWorker:
             transport_run=transport_run,
             rank=request.rank,
         )
+        incoming = _Incoming(message, message_digest, request)
         if request.kind in SUM_KINDS:
             return self._take_sum_step(client, request, message_digest, state)
         if request.kind == "evaluate":
-            state = self._evaluate(client, message, request, message_digest, state)
+            state = self._evaluate(client, incoming, state)
             sum_request = replace(request, of="scores", attempt=0)
             return self._offer_keys(client, sum_request, state, state.scoring.reply)
         if request.round != state.training.round:
-            state = self._train(client, message, request, message_digest, state)
+            state = self._train(client, incoming, state)
         elif message_digest != state.training.request_digest:
             raise RefusalError(f"round {request.display_round} was already trained for a different message", "other")
         # A round that is requested again gets the reply that was committed: training twice would spend ε twice.
@@ -199,18 +200,12 @@ class SiteWorker:
 
     # Training
 
-    def _train(
-        self,
-        client: Client,
-        message: bytes,
-        request: Request,
-        message_digest: str,
-        state: RunState,
-    ) -> RunState:
+    def _train(self, client: Client, incoming: "_Incoming", state: RunState) -> RunState:
         """Train a round, or fine-tune, and commit the client's state, what it has spent and the reply in one step."""
+        request = incoming.request
         tuning = request.kind == "tune"
         self._check_images(client, state)
-        received = _unpack_received(client, message, request)
+        received = _unpack_received(client, incoming.content, request)
         protection = client.protection(state.training.account, state.training.num_rounds)
         ledger = deepcopy(self.store.totals.ledger)
         sampling = self._check_limits(client.limits, state, protection)
@@ -226,7 +221,7 @@ class SiteWorker:
             state.training,
             round=request.round,
             num_rounds=state.training.num_rounds + 1,
-            request_digest=message_digest,
+            request_digest=incoming.digest,
             fingerprint=client.fingerprint,
         )
         facts = _count(protection.images, costs, ledger)
@@ -276,7 +271,7 @@ class SiteWorker:
             )
             sent = {}
 
-        reply = pack(Response("ok", message_digest, facts), sent)
+        reply = pack(Response("ok", incoming.digest, facts), sent)
         try:
             unpack(reply, spec_of(sent))  # as the server will
         except RefusalError as error:
@@ -285,7 +280,7 @@ class SiteWorker:
         if problem:
             self.log.warning("round %d: %s", request.display_round, problem)
         if not is_usable:
-            reply = _pack_response("broken", message_digest)
+            reply = _pack_response("broken", incoming.digest)
             summing = replace(summing, update={})
         state = replace(state, training=replace(training, reply=reply), summing=summing)
         self.store.commit(state, SiteTotals(ledger, self.store.totals.rounds + 1, sampling))
@@ -348,15 +343,9 @@ class SiteWorker:
 
     # Scoring
 
-    def _evaluate(
-        self,
-        client: Client,
-        message: bytes,
-        request: Request,
-        message_digest: str,
-        state: RunState,
-    ) -> RunState:
+    def _evaluate(self, client: Client, incoming: "_Incoming", state: RunState) -> RunState:
         """Score the models, once after each round, and keep the global one that the last round made."""
+        request = incoming.request
         last_round = state.scoring.round
         if request.round < last_round:
             raise RefusalError(
@@ -366,11 +355,11 @@ class SiteWorker:
             )
         if request.round == last_round:
             # Otherwise the server could try models of its own making on the site's images.
-            if message_digest != state.scoring.request_digest:
+            if incoming.digest != state.scoring.request_digest:
                 raise RefusalError(f"different models were already scored after round {request.display_round}", "other")
             return state
         self._check_images(client, state)
-        shared, members, models_digest = _unpack_models(client, message, request)
+        shared, members, models_digest = _unpack_models(client, incoming.content, request)
 
         facts: dict[str, Any] = {}
         # No ledger counts scores, so a site whose privacy is protected as a whole sends none.
@@ -389,11 +378,11 @@ class SiteWorker:
             ledger = deepcopy(ledger)
             add_step_without_noise(ledger, SITE_LEDGER)
         is_last = request.round == client.recipe.rounds
-        reply = pack(Response("ok", message_digest, facts, {"adds": True} if metrics else {}))
+        reply = pack(Response("ok", incoming.digest, facts, {"adds": True} if metrics else {}))
         scoring = replace(
             state.scoring,
             round=request.round,
-            request_digest=message_digest,
+            request_digest=incoming.digest,
             reply=reply,
             models_digest=models_digest,
             metrics=metrics,
@@ -560,6 +549,21 @@ def _lora_factors(client: Client, request: Request) -> tuple[Any, ...]:
     return tuple(client.module.tensor_names.factors) if request.rank else ()
 
 
+@dataclass(frozen=True)
+class _Incoming:
+    """A message from the server.
+
+    Attributes:
+        content: The message.
+        digest: Its digest, which a reply repeats.
+        request: What its header requests.
+    """
+
+    content: bytes
+    digest: str
+    request: Request
+
+
 def _unpack_received(client: Client, message: bytes, request: Request) -> State:
     """Return the state that the server sent to be trained, as it lies in the server's memory."""
     template = client.recipe.template
@@ -567,7 +571,7 @@ def _unpack_received(client: Client, message: bytes, request: Request) -> State:
     full = template.initial if tuning else template.sending
     # After the last round the adapter comes in full, and before it cut to the site's rank.
     expected = full if tuning else narrowed(full, _lora_factors(client, request), request.rank)
-    _, tensors = unpack(message, spec_of(expected))
+    tensors = unpack(message, spec_of(expected)).tensors
     widened_tensors = {key: widened(value, full[key].shape) for key, value in tensors.items()}
     return _lay_out(widened_tensors, request)
 
@@ -579,7 +583,7 @@ def _unpack_models(client: Client, message: bytes, request: Request) -> tuple[St
     if request.models:
         for key, (dtype, shape) in spec.items():
             expected[f"members/{key}"] = dtype, (request.models, *shape)
-    _, tensors = unpack(message, expected)
+    tensors = unpack(message, expected).tensors
     shared: State = {}
     members: State = {}
     for name, value in tensors.items():
