@@ -26,8 +26,8 @@ from perada.models.merging import TrainBackbone
 from perada.models.spec import ModelSpec, frozen_digest
 
 
-class Task(NamedTuple):
-    """The task that a module is built for."""
+class BuildArguments(NamedTuple):
+    """What a module was built for. A second build must agree with the first."""
 
     num_classes: int
     multilabel: bool
@@ -89,7 +89,7 @@ class FederatedClassifier(pl.LightningModule):
         self.adapted: AdaptedModel | None = None
         self.multilabel = False
         self.seed = 0
-        self._task: Task | None = None
+        self._built_for: BuildArguments | None = None
         self.metrics: list[Metric] = []
         # Clients whose models are scored on everyone's images, chosen at set-up.
         self.everywhere: list[int] = []
@@ -106,7 +106,9 @@ class FederatedClassifier(pl.LightningModule):
         training: Training | None = None,
         evaluation: Evaluation | None = None,
     ) -> None:
-        """Build backbone, adapter and engine for the data's classes. A second call for the same task does nothing.
+        """Build backbone, adapter and engine for the data's classes.
+
+        A second call with the same arguments does nothing.
 
         Args:
             num_classes: The data's number of classes K.
@@ -118,14 +120,14 @@ class FederatedClassifier(pl.LightningModule):
             evaluation: Options of evaluation.
 
         Raises:
-            ValueError: If another number of classes was requested, or the module was built for another task.
+            ValueError: If another number of classes was requested, or the module was built with other arguments.
         """
-        task = Task(num_classes, multilabel, seed)
-        if self._task is not None:
-            if self._task != task:
+        arguments = BuildArguments(num_classes, multilabel, seed)
+        if self._built_for is not None:
+            if self._built_for != arguments:
                 raise ValueError(
-                    f"the FederatedClassifier was built for {tuple(self._task)} (classes, multi-label, seed), not for "
-                    f"{tuple(task)}; create a new one"
+                    f"the FederatedClassifier was built for {tuple(self._built_for)} (classes, multi-label, seed), "
+                    f"not for {tuple(arguments)}; create a new one"
                 )
             return
         if self.num_classes not in (None, num_classes):
@@ -136,7 +138,7 @@ class FederatedClassifier(pl.LightningModule):
         self.training_options = training or Training()
         self.evaluation = evaluation or Evaluation()
         self.metrics = make_metrics(self.evaluation.metric, multilabel, num_classes)
-        self._task = task
+        self._built_for = arguments
         self.num_classes = num_classes
         self.multilabel = multilabel
         self.seed = seed
