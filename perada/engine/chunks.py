@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number of clients that train at the same time on a processor."""
 
-from torch import nn
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 
 from perada.core.states import parameter_keys
 
@@ -13,6 +19,16 @@ With 600,000 parameters on two cores, 4 to 16 clients (28 to 112 MB) took about 
 """
 COPIES_WHILE_TRAINED = 2
 """Numbers stored for each weight that is trained, besides itself: its gradient and its momentum."""
+
+ACTIVATION_BYTES = 384 * 2**20
+"""Size of the activations that a pass keeps for its backward pass, where the backbone is frozen.
+
+Operations on small maps are short of work if few clients share them. Many clients take more memory, which is mapped
+anew in each step. As counted by :func:`activation_bytes`; processes grow by half as much again. On two cores, a round
+of ResNet-18 at 32×32 with residual adapters (20 clients × 64 images in a step) took about as long with 7 clients
+(324 MB) as with all 20, and a fifth longer with 4. A round of ViT-S/16 with LoRA (8 clients × 8 images in a step) took
+a tenth to a fifth less time with 1 client (413 MB) than with all 8.
+"""
 
 
 def is_mostly_trained(model: nn.Module) -> bool:
@@ -42,3 +58,55 @@ def clients_in_cache(state_bytes: int, trained_bytes: int) -> int:
     """
     client_bytes = state_bytes + COPIES_WHILE_TRAINED * trained_bytes
     return max(1, CACHE_BYTES // max(1, client_bytes))
+
+
+def activation_bytes(model: nn.Module, image: Tensor) -> int | None:
+    """Return the bytes of activations that a forward pass of the model keeps for its backward pass, for each image.
+
+    Nothing is computed: the pass runs on tensors without numbers. The layers of the folded model, and kernels of other
+    devices, may keep a little more or less.
+
+    Args:
+        model: The single model in which its trained parameters require gradients.
+        image: A prepared image (channels, height, width).
+
+    Returns:
+        The bytes; None if the model cannot run without numbers, for example because it reads some.
+    """
+    tensors = {}
+    meta_tensors_by_id = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensors[name] = tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+        meta_tensors_by_id[id(tensor)] = tensors[name]
+    weights = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
+    # By storage, as several operations may keep the same activations. Holding the storages keeps their numbers unique.
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            storages[storage._cdata] = storage
+        return tensor
+
+    # Two of them: BatchNorm cannot train on a single image whose map is a single pixel.
+    images = image.new_empty(2, *image.shape, device="meta")
+    try:
+        # A copy, as a network may store what it computes. deepcopy() takes what is in its memo, by id, for copied.
+        copied = copy.deepcopy(model, meta_tensors_by_id)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), saved_tensors_hooks(count, lambda tensor: tensor):
+            functional_call(copied, tensors, (images,))
+    except Exception:  # a network of the caller's own may do anything with its numbers
+        return None
+    return math.ceil(sum(storage.nbytes() for storage in storages.values()) / len(images))
+
+
+def clients_in_memory(client_bytes: int, clients: int) -> int:
+    """Return how many clients behind a frozen backbone share a pass, at least 1.
+
+    Args:
+        client_bytes: Bytes that a local step of one client keeps for its backward pass.
+        clients: Clients in a round. They are divided into chunks of about the same size.
+    """
+    most = max(1, ACTIVATION_BYTES // max(1, client_bytes))
+    chunks = math.ceil(clients / most)
+    return math.ceil(clients / chunks)

@@ -33,7 +33,8 @@ class Training:
         local_steps: Local steps in a round, instead of epochs.
         engine: ``folded`` trains all clients of a round as one batch, ``loop`` one after another; ``auto`` chooses.
         clients_per_chunk: Number of clients that train together; the next ones begin when these have finished. By
-            default all of the round, or on a CPU, if most of the model is trained, as many as fit its caches.
+            default all of the round, or on a CPU as many as fit its caches if most of the model is trained, and as many
+            as keep 384 MB of activations in a step behind a frozen backbone.
         channels_last: Memory format of images and convolutions; by default on if the backbone has several convolutions.
         cache_features: Compute the frozen layers before all trained ones only once for each image that is not
             augmented; by default where they are at least a tenth of the model, and the features fit the data's

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from perada.engine.chunks import is_mostly_trained
 from perada.engine.engine import Engine
 
 MAX_QUEUED = 4
@@ -134,9 +135,11 @@ def workers_of(engine: Engine, chunks: int, device: torch.device) -> list[Worker
         return [SameThread(engine)]
     # The loop over clients runs one model, as do features in place of images.
     runs_one_model = engine.kind == "loop" or engine.trunk is not None
+    # Behind a frozen backbone, passes are large enough to be divided among cores, which takes less memory.
+    gains_nothing = not is_mostly_trained(engine.model)
     # Compiled networks are not meant for several threads, and autocast is a setting of the calling one.
     is_bound_to_thread = engine.is_compiled or torch.is_autocast_enabled("cpu")
-    if runs_one_model or is_bound_to_thread:
+    if runs_one_model or gains_nothing or is_bound_to_thread:
         return [SameThread(engine)]
     try:
         engines = [engine.copy() for _ in range(count)]

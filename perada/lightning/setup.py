@@ -6,11 +6,12 @@ from itertools import product
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
 from perada.algorithms.dry_run import example_opened, no_counts
 from perada.core.rounds import CohortBatch, sample_cohort
 from perada.data.batches.features import FeatureStore
-from perada.engine.chunks import clients_in_cache, is_mostly_trained
+from perada.engine.chunks import activation_bytes, clients_in_cache, clients_in_memory, is_mostly_trained
 from perada.engine.frozen_trunk import FrozenTrunk
 from perada.engine.loss_scaling import product_seconds
 from perada.federation.evaluation import EVERYWHERE_LIMIT, count_everywhere, sample_clients
@@ -71,7 +72,7 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
         raise no_counts(settings.algorithm)
     check_first_batch(context, batch, trains)
     # Not before these checks, after which the engine may have fallen back to the loop.
-    data.clients_per_chunk = _clients_per_chunk(context)
+    data.clients_per_chunk = _clients_per_chunk(context, batch.x[0, 0])
     trunk = set_up_feature_cache(context, batch.x[0, 0])
     # Gradients of images were checked with the first batch where the run trains on images.
     needs_gradient_check = trunk is not None or not trains
@@ -126,8 +127,13 @@ def configure_rounds(context: RunContext, protection: Protection) -> None:
     )
 
 
-def _clients_per_chunk(context: RunContext) -> int | None:
-    """Return how many clients train together; None for all of a round."""
+def _clients_per_chunk(context: RunContext, image: Tensor | None) -> int | None:
+    """Return how many clients train together; None for all of a round.
+
+    Args:
+        context: The run.
+        image: A prepared image of the run (channels, height, width). Not needed if training is private.
+    """
     settings = context.settings
     engine = context.module.engine
     if engine.kind == "loop":
@@ -136,12 +142,38 @@ def _clients_per_chunk(context: RunContext) -> int | None:
         return settings.clients_per_chunk
     if context.trainer.strategy.root_device.type != "cpu":
         return None
-    if not is_mostly_trained(context.module.model):
-        return None
-    # At least one chunk for each thread, which train side by side.
     clients_per_round = settings.clients_per_round or context.data.num_clients
-    share_of_thread = math.ceil(clients_per_round / torch.get_num_threads())
-    return min(_clients_in_cache(context), share_of_thread)
+    if is_mostly_trained(context.module.model):
+        # At least one chunk for each thread, which train side by side.
+        share_of_thread = math.ceil(clients_per_round / torch.get_num_threads())
+        return min(_clients_in_cache(context), share_of_thread)
+    if settings.private:
+        # Private training limits the images in a pass by what their gradients take.
+        return None
+    assert image is not None
+    image_bytes = activation_bytes(context.module.model, image)
+    if image_bytes is None:
+        return None
+    batch_size = context.data.batch_size
+    if isinstance(batch_size, str):
+        # "full": all images of a client.
+        images: int = max(context.data.train_sizes)
+    else:
+        images = batch_size
+    return clients_in_memory(image_bytes * images * _models_in_step(context), clients_per_round)
+
+
+def _models_in_step(context: RunContext) -> int:
+    """Return how many models a client trains in the same step, at most."""
+    algorithm = context.settings.algorithm
+    tensor_names = context.module.tensor_names
+    opened = example_opened(algorithm, tensor_names, algorithm.initial(context.module.initial_state))
+    most = 1
+    # Some algorithms train other parameters in odd rounds than in even ones.
+    for round, phase in product((0, 1), context.settings.phases):
+        trained = [role for role in opened if algorithm.trainable_keys(role, phase.name, tensor_names, round)]
+        most = max(most, len(trained))
+    return most
 
 
 def _clients_in_cache(context: RunContext) -> int:
@@ -172,7 +204,7 @@ def _first_batch(context: RunContext) -> CohortBatch:
         return context.data.first_batch([0])
     # Whether clients are kept apart is checked with as many as are folded in a round.
     cohort = sample_cohort(settings.seed, 0, context.data.num_clients, settings.clients_per_round)
-    return context.data.first_batch(cohort[: _clients_per_chunk(context)])
+    return context.data.first_batch(cohort[: _clients_per_chunk(context, None)])
 
 
 def check_first_batch(context: RunContext, batch: CohortBatch, trains: bool) -> None:

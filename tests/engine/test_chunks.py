@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from perada.core.states import Merged
-from perada.engine.chunks import clients_in_cache, is_mostly_trained
+from perada.engine.chunks import activation_bytes, clients_in_cache, clients_in_memory, is_mostly_trained
 from perada.lightning import setup
 
 from ..algorithms.problems import finetune
@@ -38,6 +38,65 @@ def test_weights_that_the_server_merges_into_are_frozen():
     model = network(2**20, 2**18)
     model[0].weight = Merged(torch.zeros(1, 2**20))
     assert not is_mostly_trained(model)
+
+
+def test_activations_are_counted_once_for_each_image():
+    hidden = nn.Linear(16, 32)
+    model = nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(32, 3))
+    image = torch.zeros(1, 4, 4)
+    # The hidden layer keeps its 16 inputs; ReLU and the last layer keep the same 32 numbers of 4 bytes.
+    assert activation_bytes(model, image) == 4 * (16 + 32)
+    # With a frozen hidden layer there is no backward pass before the last one.
+    hidden.requires_grad_(False)
+    assert activation_bytes(model, image) == 4 * 32
+
+
+def test_counting_activations_changes_nothing():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Dropout(0.5), nn.Linear(2, 3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    assert activation_bytes(model, torch.zeros(1, 3, 3)) > 0
+    assert torch.equal(torch.rand(1), expected)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class ReadsNumbers(nn.Module):
+    """Needs the numbers of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.fc(x.flatten(1)) if x.sum() > 0 else self.fc(x.flatten(1) * 2)
+
+
+def test_activations_of_a_network_that_reads_numbers_are_unknown():
+    assert activation_bytes(ReadsNumbers(), torch.ones(1, 2, 2)) is None
+
+
+def test_clients_behind_a_frozen_backbone_are_divided_evenly():
+    for client_bytes, clients, expected in (
+        (96 * 2**20, 20, 4),  # 4 of 96 MB fit 384 MB: 5 chunks
+        (48 * 2**20, 20, 7),  # 8 fit: 3 chunks of 7, 7 and 6
+        (2**31, 20, 1),  # not even one fits
+        (2**10, 20, 20),
+    ):
+        assert clients_in_memory(client_bytes, clients) == expected
+
+
+def test_frozen_runs_count_images_and_models_of_a_step(monkeypatch):
+    counted = {}
+    for algorithm in ("fedavg", "ditto"):
+        monkeypatch.setattr(setup, "is_mostly_trained", lambda model: False)
+        monkeypatch.setattr(setup, "activation_bytes", lambda model, image: 10)
+        monkeypatch.setattr(setup, "clients_in_memory", lambda *sizes, key=algorithm: counted.update({key: sizes}) or 1)
+        finetune(make_method(algorithm), rounds=1)
+    (client_bytes, clients), both = counted["fedavg"], counted["ditto"]
+    assert both == (2 * client_bytes, clients)
 
 
 @pytest.mark.parametrize(
