@@ -25,6 +25,7 @@ from perada.engine.stacked_layers import (
     StackedNorm,
     drop_rate,
 )
+from perada.engine.substitutes import FrozenSubstitute
 
 Wrap = Callable[[nn.Module, str], nn.Module]
 """Function of a module and its path that returns the module to use there."""
@@ -47,6 +48,8 @@ RANDOM_TWINS: dict[type[nn.Module], TwinFactory] = {
 """Twins of layers that draw random numbers, which are replaced if their drop rate is positive, trained or not."""
 OWNER_TWINS: dict[type[nn.Module], Any] = {}
 """Layers whose trained parameters are in dictionaries, each with its ``StackedParamDict`` of `perada.models.twins`."""
+FROZEN_SUBSTITUTES: dict[type[nn.Module], type[FrozenSubstitute]] = {nn.Conv2d: FrozenConv2d}
+"""Substitutes of layers without trained parameters, which compute the same in less time."""
 ROW_PARAMETERS: dict[type[nn.Module], frozenset[str]] = {}
 """Non-leaf modules whose named parameters have a leading axis of size 1 that broadcasts over the batch."""
 
@@ -156,9 +159,10 @@ def _frozen_substitute(module: nn.Module) -> nn.Module | None:
     # timm's norms are subclasses of torch's. Those with the twin of torch's BatchNorm compute the same.
     if TWINS.get(type(module)) is StackedBatchNorm and module._buffers["running_var"] is not None:
         return FrozenBatchNorm(module)
-    if type(module) is nn.Conv2d:
-        return FrozenConv2d(module)
-    return None
+    substitute = FROZEN_SUBSTITUTES.get(type(module))
+    if substitute is None:
+        return None
+    return substitute(module)
 
 
 def draws(module: nn.Module) -> bool:

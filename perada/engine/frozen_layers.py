@@ -10,7 +10,7 @@ matrix has, for each output and input position, the tap that joins them, or zero
 quarter and two thirds of the time (``python -m benchmarks small_maps``).
 
 **Strided depthwise convolutions in bfloat16.** On a CPU, torch has no fast implementation of their input gradient,
-which is computed in single precision here.
+which is computed in single precision here. :mod:`perada.models.twins` does the same for timm's padding.
 """
 
 import itertools
@@ -72,16 +72,12 @@ class FrozenConv2d(FrozenSubstitute):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, in, H, W) to (B, out, H', W')."""
         conv: nn.Conv2d = self.original[0]
-        cast_dtype = autocast_dtype(x, conv.weight)
-        # Without autocast, different dtypes of weights and images are an error, which the plain layer raises.
-        mismatched = cast_dtype is None and conv.weight.dtype != x.dtype
-        if mismatched or torch.compiler.is_compiling() or is_hooked(conv):
-            plain_output: Tensor = conv(x)
-            return plain_output
-        dtype = cast_dtype or x.dtype
+        dtype = substitute_dtype(conv, x)
         output: Tensor
-        if dtype == torch.bfloat16 and is_strided_depthwise(conv, x):
-            output = _StridedDepthwise.apply(x, conv)
+        if dtype is None:
+            output = conv(x)
+        elif dtype == torch.bfloat16 and is_strided_depthwise(conv, x):
+            output = strided_depthwise(conv, x)
         elif is_small_map(conv, x):
             output = self._matrix_product(conv, x, dtype)
         else:
@@ -139,6 +135,16 @@ def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     if torch.float64 in (x.dtype, weight.dtype):
         return None
     return torch.get_autocast_dtype(device_type)
+
+
+def substitute_dtype(conv: nn.Conv2d, x: Tensor) -> torch.dtype | None:
+    """Return the dtype in which a substitute of a convolution computes; None if the plain layer has to run."""
+    cast_dtype = autocast_dtype(x, conv.weight)
+    # Without autocast, different dtypes of weights and images are an error, which the plain layer raises.
+    mismatched = cast_dtype is None and conv.weight.dtype != x.dtype
+    if mismatched or torch.compiler.is_compiling() or is_hooked(conv):
+        return None
+    return cast_dtype or x.dtype
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -275,6 +281,17 @@ def small_map_matrix(conv: nn.Conv2d, size: torch.Size, channels_last: bool) -> 
 _Context = Any  # torch has no type for the context of an autograd function
 
 
+def strided_depthwise(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """Run a strided depthwise convolution without hooks, whose input gradient is computed in single precision.
+
+    Args:
+        conv: The convolution. Its own ``forward`` is not called, so that x is padded by ``conv.padding`` only.
+        x: Images (B, in, H, W).
+    """
+    output: Tensor = _StridedDepthwise.apply(x, conv)
+    return output
+
+
 class _StridedDepthwise(torch.autograd.Function):
     """A frozen convolution like torch's, whose input gradient is computed in single precision."""
 
@@ -284,7 +301,7 @@ class _StridedDepthwise(torch.autograd.Function):
         ctx.conv = conv
         ctx.size = x.shape
         ctx.dtype = x.dtype
-        out: Tensor = conv(x)
+        out: Tensor = conv._conv_forward(x, conv.weight, conv.bias)
         return out
 
     @staticmethod

@@ -22,7 +22,8 @@ from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Tensor, nn
 
 from perada.adapters.prompt import Prompts
-from perada.engine.fold import OWNER_TWINS, RANDOM_TWINS, ROW_PARAMETERS, TWINS
+from perada.engine.fold import FROZEN_SUBSTITUTES, OWNER_TWINS, RANDOM_TWINS, ROW_PARAMETERS, TWINS
+from perada.engine.frozen_layers import is_strided_depthwise, strided_depthwise, substitute_dtype
 from perada.engine.stacked_layers import (
     FoldContext,
     StackedBatchNorm,
@@ -31,6 +32,7 @@ from perada.engine.stacked_layers import (
     StackedLinear,
     StackedNorm,
 )
+from perada.engine.substitutes import FrozenSubstitute
 from perada.models.char_lstm import Characters
 
 
@@ -90,6 +92,27 @@ class StackedDropPath(StackedDropout):
         return x_R * mask
 
 
+class FrozenConv2dSame(FrozenSubstitute):
+    """A frozen convolution with TensorFlow's padding, as in timm's ``tf_efficientnet`` networks.
+
+    torch takes long for the input gradient of strided depthwise convolutions in bfloat16 on a CPU, so it is computed in
+    single precision, as :class:`~perada.engine.frozen_layers.FrozenConv2d` does.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, in, H, W) to (B, out, H', W')."""
+        conv: Any = self.original[0]
+        output: Tensor
+        if substitute_dtype(conv, x) == torch.bfloat16 and is_strided_depthwise(conv, x):
+            # timm pads the images before the convolution, whose own padding is 0.
+            padded = timm.layers.pad_same(x, conv.kernel_size, conv.stride, conv.dilation)
+            output = strided_depthwise(conv, padded)
+        else:
+            output = conv(x)
+        return output
+
+
+FROZEN_SUBSTITUTES[timm.layers.Conv2dSame] = FrozenConv2dSame
 TWINS[timm.layers.BatchNormAct2d] = StackedBatchNormAct
 TWINS[timm.layers.GroupNorm] = StackedNorm
 TWINS[timm.layers.LayerNorm] = StackedNorm

@@ -14,6 +14,7 @@ from perada.core.states import train_mode
 from perada.engine import Engine
 from perada.engine.fold import fold
 from perada.engine.frozen_layers import FrozenConv2d, input_gradient
+from perada.models.twins import FrozenConv2dSame
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -175,6 +176,31 @@ def test_the_gradient_of_a_strided_depthwise_convolution_is_as_exact_as_the_numb
     (expected,) = torch.autograd.grad(exact(inner), inner, upstream.double())
     assert gradient.dtype == x.dtype
     torch.testing.assert_close(gradient.double(), expected, rtol=1e-6 if autocast else 2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kernel, side", [(3, 8), (3, 9), (5, 7)])
+def test_a_strided_depthwise_convolution_with_timms_padding_has_the_same_output_and_a_gradient_of_single_precision(
+    memory_format, kernel, side
+):
+    conv = timm.layers.Conv2dSame(6, 6, kernel, stride=2, groups=6).requires_grad_(False)
+    conv.weight.copy_(conv.weight.bfloat16())  # a weight that both formats have
+    exact = copy.deepcopy(conv).double()
+    folded = fold(nn.Sequential(conv), random_only=True).model
+    assert isinstance(folded[0], FrozenConv2dSame)
+    x = torch.randn(4, 6, side, side).bfloat16().float().to(memory_format=memory_format).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = folded(x)
+        assert torch.equal(out, conv(x))
+    assert type(out.grad_fn).__name__ == "_StridedDepthwiseBackward"
+    upstream = torch.randn_like(out)
+    (gradient,) = torch.autograd.grad(out, x, upstream)
+    inner = x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(exact(inner), inner, upstream.double())
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=1e-6)
+    # Single precision is torch's own.
+    assert torch.equal(folded(x), conv(x))
+    assert type(folded(x).grad_fn).__name__ == "ConvolutionBackward0"
 
 
 def test_the_matrix_of_a_small_map_follows_the_weights():
