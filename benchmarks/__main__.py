@@ -27,6 +27,7 @@ BENCHMARKS = {
     "round_last_stage": "round",
     "limit": "limit",
     "round_profile": "round",
+    "roofline": "roofline",
     "cohort_step": "cohort_step",
     "step_graphs": "step_graphs",
     "small_maps": "small_maps",

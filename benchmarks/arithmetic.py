@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetics that rounds are timed in: single precision, TF32 and bfloat16."""
+"""The arithmetics that rounds are timed in: single precision, TF32 and bfloat16. Operations of attention on CPUs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 Precision = Literal["32-true", "bf16-mixed"]
 
@@ -55,3 +56,20 @@ def arithmetics(device: torch.device, quick: bool) -> tuple[Arithmetic, ...]:
     if device.type == "cuda" or quick:
         return (FP32, TF32, BF16)
     return (FP32, BF16)
+
+
+# torch's counter knows the attention of GPUs, but counts nothing for that of CPUs (torch 2.14).
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object) -> int:
+    """Return the operations of a forward pass of attention; the arguments are shapes."""
+    flops: int = sdpa_flop_count(query, key, value)
+    return flops
+
+
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def _attention_backward_flops(
+    gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object
+) -> int:
+    """Return the operations of a backward pass of attention; the arguments are shapes."""
+    flops: int = sdpa_backward_flop_count(gradient, query, key, value)
+    return flops

@@ -11,12 +11,14 @@ import pytest
 import timm
 import torch
 import yaml
+from torch.nn import functional
 
 import perada
 from benchmarks import protocol
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.limit import operations
 from benchmarks.naive import Naive
+from benchmarks.roofline import OperatorMeter
 from benchmarks.round import Turns
 from benchmarks.workload import Workload
 from perada.studies.compare.file import leaves
@@ -94,6 +96,7 @@ def test_every_benchmark_runs(tmp_path):
             "deploy",
             "attacks",
             "limit",
+            "roofline",
         )
         assert ratios or row["benchmark"] in without
     early, late, _ = (row for row in rows if row["benchmark"] == "growth")
@@ -158,3 +161,22 @@ def test_all_differences_of_the_protocol_together_are_those_of_its_rows():
     assert together == {name: value for changes in each for name, value in changes.items()}
     assert len(together) == sum(map(len, each))
     assert set(protocol.READ_FROM) == {"defaults", "all together"}
+
+
+def test_the_roofline_counts_the_operations_and_bytes_of_each_class_of_operators():
+    meter = OperatorMeter(torch.device("cpu"))
+    images, heads, tokens, width = 2, 3, 5, 8
+    query = torch.randn(images, heads, tokens, width)
+    a, b = torch.randn(4, 6), torch.randn(6, 10)
+    with meter:
+        a @ b
+        functional.scaled_dot_product_attention(query, query, query)
+        a.t()  # a view, which moves nothing
+        torch.cat([a, a])
+    usage = meter.usage
+    assert usage["product"].flops == 2 * 4 * 6 * 10
+    assert usage["product"].moved_bytes == 4 * (4 * 6 + 6 * 10 + 4 * 10)
+    # A product of queries and keys, and one with the values.
+    assert usage["attention"].flops == 2 * (2 * images * heads * tokens * tokens * width)
+    assert usage["copy"].calls == 1 and usage["copy"].moved_bytes == 4 * (4 * 6) * 4
+    assert usage["other"].moved_bytes == 0
