@@ -4,6 +4,7 @@
 import os
 import signal
 import sys
+import webbrowser
 from argparse import ArgumentError
 from collections.abc import Sequence
 from importlib import import_module
@@ -255,6 +256,17 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
     )
     parser.add_argument("--output", type=Path, help="Folder for a page, index.html, with its figures and tables.")
     parser.add_argument(
+        "--open",
+        action="store_true",
+        help="Open the page in a browser. Without --output it is written to the folder report of the first run.",
+    )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="Follow runs that are under way: update the page after each round until they are finished or Ctrl-C is "
+        "pressed. The open page reloads itself. Without --output it is written to the folder report of the first run.",
+    )
+    parser.add_argument(
         "--scores",
         type=bool,
         default=None,
@@ -262,7 +274,13 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
         "accounting does not cover them.",
     )
     options = parser.parse_args(words)
-    if options.output is None:
+    output: Path | None = options.output
+    if output is None and (options.open or options.watch):
+        first_run: Path = options.runs[0]
+        if first_run.is_file():
+            raise ValueError(f"{str(first_run)!r} is a file; add --output, the folder of the page")
+        output = first_run / "report"
+    if output is None:
         blocks = []
         for path in options.runs:
             if len(options.runs) > 1:
@@ -272,12 +290,33 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
         return
     from perada.studies.report.page import check_page, write_page
     from perada.studies.report.records import read_records
+    from perada.studies.report.watch import check_watched, watch, write_waiting_page
 
-    check_page(options.output)
+    check_page(output)
+    page = output / "index.html"
+    if options.watch:
+        for path in options.runs:
+            check_watched(path)
+        print(f"Page: {page}", flush=True)
+        if options.open:
+            write_waiting_page(output)
+            _open_in_browser(page)
+        watch(options.runs, output, options.scores)
+        return
     records = [record for path in options.runs for record in read_records(path)]
     if options.scores is None and any(record.private for record in records):
         print("Scores, losses and diagnostics of private runs are left out; --scores=true includes them.")
-    print(f"Page: {write_page(options.output, records, options.scores)}")
+    # Drawing takes seconds, and the path is known before.
+    print(f"Page: {page}", flush=True)
+    write_page(output, records, options.scores)
+    if options.open:
+        _open_in_browser(page)
+
+
+def _open_in_browser(page: Path) -> None:
+    """Open a page in the default browser."""
+    if not webbrowser.open(page.resolve().as_uri()):
+        print("No browser could be started; open the page yourself.")
 
 
 def _format_tables(path: Path) -> str:

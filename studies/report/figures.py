@@ -29,6 +29,8 @@ from perada.studies.report.plotting import (
 from perada.studies.report.records import RunRecord
 
 OWN_SCORE, _, GLOBAL_SCORE = SCORES
+MAX_NAMED_POINTS = 12
+"""Largest number of clients whose names stand beside their points in a plot; more would overlap."""
 TITLES = {
     "personal/local_test": "personal models, own images",
     "personal/global_test": "personal models, all clients' images",
@@ -163,12 +165,15 @@ def before_and_after(record: RunRecord, name: str) -> RenderedFigure | None:
 def personal_and_global(record: RunRecord, name: str) -> RenderedFigure | None:
     """Draw the score of each client's personal model against the global model's, on the client's images."""
     points = Curve()
+    names = []
     num_better = 0
     num_worse = 0
     # A run without a global model has no scores of it.
-    for personal, shared in zip(record.clients.get(OWN_SCORE, []), record.global_local, strict=False):
+    scores_of_clients = zip(record.clients.get(OWN_SCORE, []), record.global_local, strict=False)
+    for client, (personal, shared) in enumerate(scores_of_clients):
         if math.isnan(personal + shared):
             continue
+        names.append(short_label(record.client_names[client], 14))
         points.add(100 * shared, 100 * personal)
         num_better += personal > shared
         num_worse += personal < shared
@@ -181,6 +186,9 @@ def personal_and_global(record: RunRecord, name: str) -> RenderedFigure | None:
         axes.axline((lowest, lowest), slope=1, color=GREY, linewidth=1)
         marker_size = 5 if num_clients <= 200 else 2
         axes.plot(points.x, points.y, "o", color=COLOURS[0], alpha=0.7, markersize=marker_size)
+        if num_clients <= MAX_NAMED_POINTS:
+            for label, x, y in zip(names, points.x, points.y, strict=True):
+                axes.annotate(label, (x, y), (4, 4), textcoords="offset points", fontsize=7)
         axes.set(xlabel="global model in %", ylabel="client's own model in %")
         return render(
             figure,

@@ -6,12 +6,14 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 
-from perada.core.files import writing
+from perada.core.files import write_atomic, writing
 from perada.core.text import cell_text, printable
 from perada.results.report import SCORES, percent, scores_beside, title
+from perada.results.run_file import RUN_FILE
 from perada.studies.drawing import check_drawing
 from perada.studies.report.figures import OWN_SCORE
 from perada.studies.report.records import RunRecord
@@ -41,7 +43,9 @@ def check_page(output: Path) -> None:
     check_drawing("perada report --output", "report")
 
 
-def write_page(output: Path, records: Sequence[RunRecord], scores: bool | None = None) -> Path:
+def write_page(
+    output: Path, records: Sequence[RunRecord], scores: bool | None = None, *, refresh: int | None = None
+) -> Path:
     """Write ``index.html``, and next to it each figure as PNG and each table as CSV.
 
     Args:
@@ -49,6 +53,7 @@ def write_page(output: Path, records: Sequence[RunRecord], scores: bool | None =
         records: The runs.
         scores: Whether to show scores, losses and diagnostics. By default those of private runs are left out, since
             they follow from the clients' images and no ledger counts them.
+        refresh: Seconds after which a browser reloads the page; by default it never does.
 
     Returns:
         The page's path. It loads nothing from a network, and has no script; names of clients and classes are text.
@@ -70,14 +75,14 @@ def write_page(output: Path, records: Sequence[RunRecord], scores: bool | None =
 
     output.mkdir(parents=True, exist_ok=True)
     path = output / "index.html"
-    page = _html(visible_records, parts)
+    page = _html(visible_records, parts, refresh)
     with writing(output):
         for section in all_sections:
             for figure in section.figures:
                 (output / f"{figure.name}.png").write_bytes(figure.png)
             for table in section.tables:
                 (output / f"{table.name}.csv").write_text(as_csv(table), encoding="utf-8")
-        path.write_text(page, encoding="utf-8")
+    write_atomic(path, page.encode())  # a browser may reload it at any time
     return path
 
 
@@ -94,14 +99,14 @@ def _run_parts(records: Sequence[RunRecord]) -> list[RunPart]:
     return parts
 
 
-def _html(records: Sequence[RunRecord], parts: Sequence[Section | RunPart]) -> str:
+def _html(records: Sequence[RunRecord], parts: Sequence[Section | RunPart], refresh: int | None) -> str:
     import jinja2
 
     template = files("perada.studies.report").joinpath("page.html").read_text(encoding="utf-8")
     # Names come from anyone's files, so everything is escaped but the figures' own markup.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     if len(records) == 1:
-        title = f"Run {records[0].name}"
+        title = _run_title(records[0])
         subtitle = _subtitle(records[0])
         facts = _facts(records[0])
     else:
@@ -109,8 +114,31 @@ def _html(records: Sequence[RunRecord], parts: Sequence[Section | RunPart]) -> s
         subtitle = "Side by side, then each of them."
         facts = []
     return environment.from_string(template).render(
-        title=title, subtitle=subtitle, facts=facts, parts=parts, max_rows=MAX_ROWS
+        title=title, subtitle=subtitle, facts=facts, parts=parts, max_rows=MAX_ROWS, refresh=refresh
     )
+
+
+def _run_title(record: RunRecord) -> str:
+    """Return the recipes, the folder's name and the date of a run, as far as they are known.
+
+    The date is that of the last round, in local time: the run's files have none inside.
+    """
+    words = record.command
+    recipes = []
+    for index, word in enumerate(words):
+        if word.startswith("--config="):
+            recipes.append(Path(word.removeprefix("--config=")).stem)
+        elif word == "--config":
+            recipes += [Path(name).stem for name in words[index + 1 : index + 2]]
+    run_title = f"Run {record.name}"
+    if recipes:
+        run_title = f"{' + '.join(recipes)}, run {record.name}"
+    for name in (RUN_FILE, "metrics.csv"):
+        file = record.folder / name
+        if file.is_file():
+            day = datetime.fromtimestamp(file.stat().st_mtime).astimezone().date()
+            return f"{run_title}, {day.isoformat()}"
+    return run_title
 
 
 def _subtitle(record: RunRecord) -> str:

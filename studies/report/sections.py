@@ -68,6 +68,11 @@ class Table:
             return BEFORE + title(name.removeprefix(BEFORE))
         return title(name)
 
+    def tooltip_of(self, column: int) -> str:
+        """Return the name of a column in the file where the page has another; otherwise an empty text."""
+        name = self.header[column]
+        return "" if self.title_of(column) == name else name
+
     def is_text(self, column: int) -> bool:
         """Return whether a column holds texts."""
         if column == 0:
