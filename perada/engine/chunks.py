@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from perada.core.states import parameter_keys
 
@@ -78,14 +79,15 @@ def activation_bytes(model: nn.Module, image: Tensor) -> int | None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         tensors[name] = tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
         meta_tensors_by_id[id(tensor)] = tensors[name]
-    weights = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
+    weights = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in tensors.values()}
     # By storage, as several operations may keep the same activations. Holding the storages keeps their numbers unique.
     storages: dict[int, torch.UntypedStorage] = {}
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            storages[storage._cdata] = storage
+        address = StorageWeakRef(storage).cdata
+        if address not in weights:
+            storages[address] = storage
         return tensor
 
     # Two of them: BatchNorm cannot train on a single image whose map is a single pixel.
