@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perada.core.checks import installed
+from perada.core.checks import check_installed
 from perada.core.files import writing
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def check_output(output: Path) -> None:
 
 
 def check_drawing(who: str, extra: str = "studies") -> None:
-    """Check that matplotlib is installed, before anything is computed.
+    """Check that matplotlib is installed, before anything is computed, and without importing it.
 
     Args:
         who: What needs it, for the message.
@@ -34,7 +34,7 @@ def check_drawing(who: str, extra: str = "studies") -> None:
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    installed("matplotlib.figure", who, extra)
+    check_installed(who, extra, "matplotlib")
 
 
 def new_figure(width: float, height: float) -> "Figure":

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from perada.results.cards import check_record, privacy_lines
-from perada.results.clients import joined_clients
 from perada.results.report import LAST_ROUND, PRIVACY, SCORES, epsilon_text, round_text, shift_names, title
 from perada.studies.report import class_figures, figures
 from perada.studies.report.facts import (
@@ -429,6 +427,11 @@ def _privacy(record: RunRecord, prefix: str) -> Section:
     rendered = _draw(record, prefix, [figures.epsilon])
     if not privacy:
         return Section(key="privacy", title="Privacy", intro="", figures=rendered)
+
+    # Only here, since both modules import torch and timm, which takes longer than drawing the page.
+    from perada.results.cards import check_record, privacy_lines
+    from perada.results.clients import joined_clients
+
     try:
         check_record(privacy, len(record.client_names))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -25,6 +25,31 @@ if sys.argv[1:]:
 """
 
 
+STOP_AT_PAGE = """
+import json, os, pathlib, sys
+
+class StopAtPage:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        if text.startswith("Page: "):
+            pathlib.Path("modules.json").write_text(json.dumps([*sys.modules]))
+            self.stream.write(text)
+            self.stream.flush()
+            os._exit(0)
+        return self.stream.write(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+sys.stdout = StopAtPage(sys.stdout)
+from perada.cli import entry_point
+entry_point()
+"""
+"""Runs the program until it prints the path of a report, and writes the modules that it has imported by then."""
+
+
 def imported(folder, *words, code=0):
     """The modules that a process has imported which runs the program; without words, that imports perada."""
     command = [sys.executable, "-c", SCRIPT, *words]
@@ -55,6 +80,23 @@ def test_what_computes_nothing_imports_nothing_large(tmp_path, words, code):
     modules = imported(tmp_path, *words.split(), code=code)
     assert modules & LARGE == set()
     assert len(modules) < 500  # torch alone makes 1200
+
+
+@pytest.mark.parametrize("options", ["--output page", "--open", "--watch", "--watch --open"])
+def test_report_prints_the_path_of_its_page_before_anything_large_is_imported(tmp_path, options):
+    (tmp_path / "metrics.csv").write_text("epoch,personal/local_test\n0,0.5\n")
+    command = [sys.executable, "-c", STOP_AT_PAGE, "report", ".", *options.split()]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    folder = "page" if "--output" in options else "report"
+    assert ended.stdout == f"Page: {Path(folder) / 'index.html'}"
+    assert set(json.loads((tmp_path / "modules.json").read_text())) & LARGE == set()
+
+
+def test_the_page_of_a_run_without_privacy_is_drawn_without_torch(tmp_path):
+    (tmp_path / "metrics.csv").write_text("epoch,personal/local_test\n0,0.5\n")
+    modules = imported(tmp_path, "report", ".", "--output", "page")
+    assert (tmp_path / "page" / "index.html").is_file()
+    assert modules & {"torch", "timm", "peft", "huggingface_hub"} == set()
 
 
 def test_python_runs_the_program_as_a_module(tmp_path):
