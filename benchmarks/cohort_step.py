@@ -22,6 +22,7 @@ from perada.engine import Engine, EngineName
 from perada.engine.engine import client_losses
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
+from perada.tasks import Classification
 
 Way = Literal["folded", "loop", "single"]
 ROWS = 64
@@ -164,7 +165,7 @@ def _stacked_step(
         for chunk in chunks:
             with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
                 logits = engine.logits(chunk.state, x[chunk.clients], training=True, streams=chunk.streams)
-                loss = client_losses(logits, y[chunk.clients], [ROWS] * chunk_size, multilabel=False).sum()
+                loss = client_losses(logits, y[chunk.clients], [ROWS] * chunk_size, Classification()).sum()
             loss.backward()
             chunk.optimizer.step()
             chunk.optimizer.zero_grad()

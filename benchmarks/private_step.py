@@ -16,6 +16,7 @@ from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 from perada.privacy import Privacy, noisy_mean
 from perada.privacy.gradients import Query, SampleGradients
+from perada.tasks import Classification
 
 
 @dataclass(frozen=True)
@@ -125,14 +126,14 @@ def _make_ways(case: Case, device: torch.device, physical_batch: int | None = No
     query = Query(state, x, y, (case.batch,) * clients, dropout)
 
     privacy = Privacy(1.0, physical_batch_size=physical_batch)
-    folded = SampleGradients(replace(privacy, engine="folded"), engine, False)
-    opacus = SampleGradients(replace(privacy, engine="opacus"), engine, False)
+    folded = SampleGradients(replace(privacy, engine="folded"), engine, Classification())
+    opacus = SampleGradients(replace(privacy, engine="opacus"), engine, Classification())
     seeded_generators = [generator(0, "noise", client) for client in range(clients)]
     batch_sizes = [float(case.batch)] * clients
 
     def not_private() -> None:
         logits = engine.logits(state, x, training=True, streams=query.dropout)
-        client_losses(logits, y, [case.batch] * clients, multilabel=False).sum().backward()
+        client_losses(logits, y, [case.batch] * clients, Classification()).sum().backward()
         for value in state.values():
             value.grad = None
 

@@ -13,6 +13,7 @@ from perada.data import FederatedData, FederatedDataModule
 from perada.lightning.module import FederatedClassifier
 from perada.results.run import Run
 from perada.server import Distillation
+from perada.tasks import Classification
 
 PROX = 1.0
 LR = 0.01
@@ -74,7 +75,7 @@ class Workload:
     def module(self) -> FederatedClassifier:
         """Return the built model in its initial state."""
         module = FederatedClassifier(self.backbone, self.adapter, self.options, False, image_size=self._image_size)
-        module.build(self.classes, False, 0)
+        module.build(self.classes, Classification(), 0)
         return module
 
     def finetune(self, data: FederatedData | FederatedDataModule, device: torch.device, **options: Any) -> Run:

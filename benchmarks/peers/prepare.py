@@ -9,6 +9,7 @@ from benchmarks.peers.run_perada import SEED, adapter_options, image_size, plain
 from benchmarks.peers.tasks import NUM_CLASSES, State, Task, TaskData
 from perada.core.rounds import batch_indices, sample_cohort
 from perada.lightning.module import FederatedClassifier
+from perada.tasks import Classification
 
 TEST_IMAGES = 200
 NOISE = 2.0
@@ -58,5 +59,5 @@ def _initial_state(task: Task) -> State:
             torch.manual_seed(SEED)
             return build_network(task).state_dict()
     module = FederatedClassifier(task.network, task.adapter, adapter_options(task), False, image_size=image_size(task))
-    module.build(NUM_CLASSES, False, SEED)
+    module.build(NUM_CLASSES, Classification(), SEED)
     return plain_state(task, module.model.state_dict())

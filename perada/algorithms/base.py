@@ -18,9 +18,9 @@ from perada.core.checks import OptionError, Options
 from perada.core.rounds import Phase
 from perada.core.states import Factors, State, expand
 from perada.server.aggregate import Aggregation, ServerRule, Updates
+from perada.tasks.base import Average
 
 Inference = Literal["personal", "global"]
-Average = Literal["logits", "probabilities"]
 Stacks = dict[str, State]
 """Stacked states by role."""
 RULE = "rule/"

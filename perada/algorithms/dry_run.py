@@ -14,7 +14,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from perada.core.rounds import Phase
 from perada.core.seeding import generator
 from perada.core.states import State, clone, device_of, expand, numel, stack_size
 from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
+from perada.tasks import DEFAULT_TASK, Classification, Task
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ class DryRun:
         num_clients: Number of all clients of the federation.
         clients: Ids of the clients of every round.
         num_classes: Number of classes; None to reject algorithms that read logits or labels.
-        multilabel: Whether images have several labels.
+        task: What the clients learn.
         changed: Name of a stream of batches whose made-up gradients are other ones than by default, which shows what
             depends on it.
     """
@@ -85,7 +86,7 @@ class DryRun:
     num_clients: int
     clients: tuple[int, ...]
     num_classes: int | None = None
-    multilabel: bool = False
+    task: Task = field(default_factory=Classification)
     changed: str = ""
 
     def rounds(self, numbers: Iterable[int]) -> Iterator[DryRunRound]:
@@ -212,7 +213,7 @@ class DryRun:
             changed=self.changed,
             num_classes=self.num_classes,
             width=None if head is None else head.shape[1],
-            multilabel=self.multilabel,
+            task=self.task,
         )
 
     def _server_step(
@@ -385,7 +386,7 @@ def dry_run_rounds(
     num_clients: int,
     clients: int,
     num_classes: int,
-    multilabel: bool = False,
+    task: Task = DEFAULT_TASK,
 ) -> None:
     """Run two rounds on made-up gradients, and check all returned states.
 
@@ -399,7 +400,7 @@ def dry_run_rounds(
         clients: Number of clients per round. Fewer are tried if their states are large; if the rule does not accept so
             few, the mean is used instead.
         num_classes: Number of classes.
-        multilabel: Whether images have several labels.
+        task: What the clients learn.
 
     Raises:
         ValueError: If a method fails, or if its result has the wrong form; the message names the method.
@@ -426,7 +427,7 @@ def dry_run_rounds(
         num_clients,
         clients=tuple(range(num_tried)),
         num_classes=num_classes,
-        multilabel=multilabel,
+        task=task,
     )
     for result in dry_run.rounds(range(2)):
         last = result
@@ -593,7 +594,7 @@ class DryRunStep:
         changed: Name of a stream of batches whose gradients are other ones than by default; empty for none.
         num_classes: Number of classes; None to raise if logits or labels are read.
         width: Width of the representations; None for the number of classes.
-        multilabel: Whether images have several labels.
+        task: What the clients learn.
 
     Attributes:
         queries: Number of gradients that were computed, by stream.
@@ -610,7 +611,7 @@ class DryRunStep:
         changed: str = "",
         num_classes: int | None = None,
         width: int | None = None,
-        multilabel: bool = False,
+        task: Task = DEFAULT_TASK,
     ) -> None:
         self.algorithm = algorithm
         self.client_state = client_state
@@ -623,7 +624,7 @@ class DryRunStep:
         self._changed = changed
         self._num_classes = num_classes
         self._width = width
-        self._multilabel = multilabel
+        self._task = task
 
     @property
     def _clients(self) -> int:
@@ -675,9 +676,7 @@ class DryRunStep:
         if self._num_classes is None:
             raise no_logits(self.algorithm)
         device = device_of(self.received)
-        if self._multilabel:
-            return torch.zeros(self._clients, 2, self._num_classes, dtype=torch.float32, device=device)
-        return torch.zeros(self._clients, 2, dtype=torch.int64, device=device)
+        return self._task.blank_targets((self._clients, 2), self._num_classes, device)
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean over the two images."""

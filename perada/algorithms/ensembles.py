@@ -11,7 +11,6 @@ from torch import Tensor
 from perada.algorithms.base import (
     Algorithm,
     AlgorithmWrapper,
-    Average,
     Broadcast,
     ServerStep,
     Stacks,
@@ -26,6 +25,7 @@ from perada.core.checks import OptionError, check_choice, check_integer, check_n
 from perada.core.seeding import generator
 from perada.core.states import State, clone, device_of, expand, gather, select, stack, unstack, without
 from perada.server import mean
+from perada.tasks.base import Average
 
 Sampler = Literal["gaussian", "dirichlet"]
 

@@ -191,7 +191,7 @@ def _run_of_server(folder: Path, name: str | None) -> Run:
     if name is None:
         raise ValueError(f"{str(folder)!r} does not contain the recipe; pass it with --recipe")
     recipe = server_recipe(name)
-    recipe.build(recipe.num_classes, recipe.multilabel)
+    recipe.build(recipe.num_classes, recipe.task)
     progress, states = read_progress(folder)
     if progress.recipe != recipe.digest:
         raise ValueError(f"{name!r} is not the recipe of run {progress.run}; pass that recipe with --recipe")

@@ -27,6 +27,7 @@ from perada.deploy.recipe import Recipe, ServerRecipe
 from perada.deploy.site.client import single_client_data
 from perada.deploy.site.file import SiteFile
 from perada.deploy.site.split import load_splits, split_key
+from perada.tasks import Classification
 
 SHARED_DATA_OPTIONS = (
     "public",
@@ -232,7 +233,7 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
         cli.datamodule,
         public=_public_images(cli.datamodule),
         num_classes=num_classes,
-        multilabel=bool(getattr(dataset, "multilabel", False)),
+        task=getattr(dataset, "task", Classification()),
         classes=class_names,
         loggers=[] if folder is None else _build_loggers(content, folder),
     )

@@ -49,7 +49,7 @@ def recipe_digest(name: str) -> str:
     from perada.lightning.privacy_setup import check_trained_norms
 
     recipe = server_recipe(name)
-    recipe.build(recipe.num_classes, recipe.multilabel)
+    recipe.build(recipe.num_classes, recipe.task)
     if recipe.loop.privacy is not None:
         check_trained_norms(recipe.module)
     return recipe.digest

@@ -34,6 +34,7 @@ from perada.data.batches.datasets import (
 from perada.data.batches.samples import MapStore, Store, TensorStore, make_store
 from perada.data.federated import FederatedData, warn_of_look_alikes
 from perada.data.sets.base import ImageSet, class_names
+from perada.tasks import Task, task_of_labels
 
 SCAN_LIMIT = 50_000
 """Labels of datasets that declare none are read from all samples, up to this many. Beyond, they are checked on use."""
@@ -92,7 +93,7 @@ class Checked:
     server_validation: Store | None
     num_classes: int
     classes: list[str] | None
-    multilabel: bool
+    task: Task
     image: TensorFormat
     held_out: Sequence[Dataset[Any]] = ()
     """Training images that each client holds out, and that it neither trains nor is scored on."""
@@ -166,11 +167,7 @@ class Checked:
 
     def _count_classes(self, labels: Tensor) -> list[int]:
         """Count the samples (K,) of each class in labels (N,), or of each label in (N, K)."""
-        if self.multilabel:
-            counts = labels.long().sum(0)
-        else:
-            counts = labels.bincount(minlength=self.num_classes)
-        numbers: list[int] = counts.tolist()
+        numbers: list[int] = self.task.class_counts(labels, self.num_classes).tolist()
         return numbers
 
 
@@ -232,12 +229,12 @@ def check(
         nonempty += [(client, labels) for client, labels in enumerate(labels_of_clients) if labels.size(0)]
     check_label_formats(nonempty)
     _, first_labels = nonempty[0]
-    multilabel = first_labels.ndim == 2
+    task = task_of_labels(first_labels)
     # The number of classes that names of Hugging Face's datasets give is known, that of words is not.
     infers_classes = not is_declared and (classes is None or words is not None)
-    num_classes = _check_classes(labels_of_parts, classes, num_classes, multilabel, infers_classes)
+    num_classes = _check_classes(labels_of_parts, classes, num_classes, task, infers_classes)
     for store in stores.values():
-        if isinstance(store, MapStore) and not multilabel:
+        if isinstance(store, MapStore) and task.exclusive:
             store.classes = store.classes or range(num_classes)
     return Checked(
         train=stores["training"],
@@ -246,7 +243,7 @@ def check(
         server_validation=stores.get("validation"),
         num_classes=num_classes,
         classes=None if classes is None else list(classes),
-        multilabel=multilabel,
+        task=task,
         image=_common_format(stores, image_size),
     )
 
@@ -265,7 +262,7 @@ def _check_classes(
     labels_of_parts: Mapping[str, list[Tensor]],
     classes: Sequence[str] | None,
     num_classes: int | None,
-    multilabel: bool,
+    task: Task,
     infers_classes: bool,
 ) -> int:
     """Check that the labels are of the classes, and return the number of classes K.
@@ -274,7 +271,7 @@ def _check_classes(
         labels_of_parts: Labels of each client by part of the data.
         classes: Names of the classes, if there are any.
         num_classes: Number of classes; None for the number of names, or else for what the labels show.
-        multilabel: Whether labels are vectors.
+        task: What is learnt from the labels.
         infers_classes: Whether the labels are all that is known of the classes.
 
     Raises:
@@ -283,12 +280,12 @@ def _check_classes(
     if classes is not None:
         num_classes = num_classes or len(classes)
         class_names("the data", classes, num_classes)
-        if num_classes == 1 and not multilabel:
+        if num_classes == 1 and task.exclusive:
             raise ValueError(
                 f"all images are of one class ({classes[0]}), so nothing can be learned: add images of a second class; "
                 "if the label is either present or absent, use vectors of zeros and ones (a list of columns of a table)"
             )
-    if multilabel:
+    if not task.exclusive:
         _warn_of_one_hot(labels_of_parts["training"])
     elif infers_classes:
         _check_inferred_classes(labels_of_parts)
@@ -299,26 +296,24 @@ def _check_classes(
         if nonempty:
             merged_labels[part] = torch.cat(nonempty)
     training_labels = merged_labels["training"]
-    if num_classes is None and multilabel:
-        num_classes = training_labels.shape[1]
-    elif num_classes is None:
-        num_classes = max(int(labels.max()) for labels in merged_labels.values()) + 1
-    if multilabel and training_labels.shape[1] != num_classes:
+    if num_classes is None:
+        num_classes = max(task.count_classes(labels) for labels in merged_labels.values())
+    if not task.fits(training_labels, num_classes):
         raise ValueError(
             f"labels have {training_labels.shape[1]} entries but num_classes is {num_classes}: make the two equal, or "
             "leave num_classes out"
         )
     for part, labels in merged_labels.items():
-        if len(_out_of_range(labels, num_classes, multilabel)):
-            _raise_for_owner(part, labels_of_parts[part], num_classes, multilabel)
+        if len(_out_of_range(labels, num_classes, task)):
+            _raise_for_owner(part, labels_of_parts[part], num_classes, task)
     return num_classes
 
 
-def _raise_for_owner(part: str, labels_of_clients: Sequence[Tensor], num_classes: int, multilabel: bool) -> None:
+def _raise_for_owner(part: str, labels_of_clients: Sequence[Tensor], num_classes: int, task: Task) -> None:
     """Raise a ValueError that names the first client with a label out of range."""
     for client, labels in enumerate(labels_of_clients):
         owner = "the server" if part == "validation" else f"client {client}"
-        check_labels(f"{owner} has the {part} label", labels, num_classes, multilabel)
+        check_labels(f"{owner} has the {part} label", labels, num_classes, task)
 
 
 def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]]) -> None:
@@ -556,23 +551,18 @@ def _number_labels(store: Store, labels_of_clients: list[Labels], class_numbers:
     return numbered
 
 
-def check_labels(prefix: str, labels: Tensor, num_classes: int, multilabel: bool) -> None:
+def check_labels(prefix: str, labels: Tensor, num_classes: int, task: Task) -> None:
     """Raise a ValueError that begins with ``prefix`` for classes outside 0..K-1, or vectors outside [0, 1]."""
-    out_of_range = _out_of_range(labels, num_classes, multilabel)
+    out_of_range = _out_of_range(labels, num_classes, task)
     if len(out_of_range):
-        largest = _largest_label(num_classes, multilabel)
+        largest = task.largest_label(num_classes)
         remedy = "correct the label"
-        if not multilabel:
+        if task.exclusive:
             remedy += f" or num_classes (now {num_classes})"
         raise ValueError(f"{prefix} {out_of_range[0].item()}, outside 0..{largest}: {remedy}")
 
 
-def _largest_label(num_classes: int, multilabel: bool) -> int:
-    """Return the largest number that a label, or an entry of a vector of labels, may be."""
-    return 1 if multilabel else num_classes - 1
-
-
-def _out_of_range(labels: Tensor, num_classes: int, multilabel: bool) -> Tensor:
+def _out_of_range(labels: Tensor, num_classes: int, task: Task) -> Tensor:
     """Return those of the labels (N,), or of the entries of vectors (N, K), that are no class, or outside [0, 1]."""
-    largest = _largest_label(num_classes, multilabel)
+    largest = task.largest_label(num_classes)
     return labels[~((labels >= 0) & (labels <= largest))]

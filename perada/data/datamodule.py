@@ -39,6 +39,7 @@ from perada.data.partitions.division import Division, hold_out
 from perada.data.preprocessing import Preprocessing, preprocessing_of
 from perada.data.sets.base import ImageSet
 from perada.data.shifts import Condition, CorruptedStore, Shift, ShiftsWhen, as_shifts, conditions
+from perada.tasks import Task
 
 EvaluateOn = Literal["test", "validation"]
 Eligible = Callable[[Sequence[int]], Sequence[int]]
@@ -90,7 +91,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     num_clients: int
     num_classes: int
-    multilabel: bool
+    task: Task
     train_sizes: tuple[int, ...]
     classes: list[str] | None
     client_names: list[str] | None
@@ -263,7 +264,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self.num_clients = len(data.train)
         self.train_sizes = checked.train.sizes
         self.num_classes = checked.num_classes
-        self.multilabel = checked.multilabel
+        self.task = checked.task
         self.classes = checked.classes
         self.client_names = None if data.client_names is None else list(data.client_names)
         for store in (checked.train, checked.test):

@@ -31,6 +31,7 @@ from perada.data.checked import Checked
 from perada.data.federated import FederatedData
 from perada.data.sets.base import ImageSet
 from perada.data.sets.manifest import ImageFiles
+from perada.tasks import Task
 
 SampleKind = Literal["uint8", "float", "tokens"]
 _INTERPOLATION = "bilinear, antialiased"
@@ -366,7 +367,7 @@ def joining_data(
     preprocessing: Preprocessing,
     classes: Sequence[str] | None,
     num_classes: int,
-    multilabel: bool,
+    task: Task,
 ) -> FederatedData:
     """Read a joining client's images into memory, stored and labelled like the run's images.
 
@@ -376,19 +377,19 @@ def joining_data(
         preprocessing: The run's preprocessing.
         classes: The run's class names, if it has any.
         num_classes: The run's number of classes K.
-        multilabel: Whether an image of the run may have several labels.
+        task: What the run's network predicts.
 
     Raises:
         ValueError: If the client, a class or the kind of labels is unknown to the run, or there are no images.
     """
     client, name = data.find(name)
     class_numbers = _numbers_in_run(data, classes, num_classes)
-    train = _read_samples(data.train[client], preprocessing, class_numbers, num_classes, multilabel)
+    train = _read_samples(data.train[client], preprocessing, class_numbers, num_classes, task)
     if train is None:
         raise ValueError(f"client {name!r} has no training images; add some")
     test = None
     if data.test:
-        test = _read_samples(data.test[client], preprocessing, class_numbers, num_classes, multilabel)
+        test = _read_samples(data.test[client], preprocessing, class_numbers, num_classes, task)
     test_sets = [] if test is None else [test]
     return FederatedData([train], test_sets, num_classes=num_classes, classes=classes, client_names=[name])
 
@@ -415,7 +416,7 @@ def _read_samples(
     preprocessing: Preprocessing,
     class_numbers: Sequence[int],
     num_classes: int,
-    multilabel: bool,
+    task: Task,
 ) -> TensorDataset | None:
     """Read a dataset into memory, with its labels numbered as the run's; None if it is empty."""
     samples = [dataset[index] for index in range(length(dataset))]
@@ -423,20 +424,12 @@ def _read_samples(
         return None
     images = torch.stack([preprocessing.stored(image) for image, _ in samples])
     labels = torch.stack([as_labels(label, of_one_image=True) for _, label in samples])
-    if multilabel:
-        largest = 1
-        has_expected_shape = labels.shape == (len(samples), len(class_numbers))
-    else:
-        largest = len(class_numbers) - 1
-        has_expected_shape = labels.ndim == 1
-    if not has_expected_shape or labels.min() < 0 or labels.max() > largest:
-        expected = f"vectors of {num_classes} entries" if multilabel else f"{num_classes} classes"
+    known_classes = len(class_numbers)
+    largest = task.largest_label(known_classes)
+    if not task.fits(labels, known_classes) or labels.min() < 0 or labels.max() > largest:
+        expected = task.describe_targets(num_classes)
         raise ValueError(
             f"the labels of the images, {labels.dtype} {tuple(labels.shape)} from {labels.min()} to {labels.max()}, do "
             f"not match those of the run, {expected}; correct them"
         )
-    if not multilabel:
-        return TensorDataset(images, torch.tensor(class_numbers)[labels])
-    renumbered = labels.new_zeros(len(labels), num_classes)
-    renumbered[:, class_numbers] = labels
-    return TensorDataset(images, renumbered)
+    return TensorDataset(images, task.renumber(labels, class_numbers, num_classes))

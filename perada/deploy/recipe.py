@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +31,7 @@ from perada.privacy.client_level import ClientLevel
 from perada.privacy.client_sums import exact_change, example_contribution
 from perada.server import Distillation
 from perada.server.distill import PUBLIC_BATCH, TeacherBatches
+from perada.tasks import Classification, Task
 
 UNSUPPORTED = {
     "precision='16-mixed'": "the loss scale is shared by all clients; use 'bf16-mixed'",
@@ -41,9 +42,9 @@ UNSUPPORTED = {
 """Options that cannot be used in a deployment, and why."""
 
 
-def labels_digest(num_classes: int, multilabel: bool, classes: Sequence[str] | None) -> str:
-    """Return a digest of the classes and their order, which must be the same at all sites of a run."""
-    content = [num_classes, multilabel, classes and list(classes)]
+def labels_digest(num_classes: int, task: Task, classes: Sequence[str] | None) -> str:
+    """Return a digest of the task, the classes and their order, which must be the same at all sites of a run."""
+    content = [num_classes, task.record(), classes and list(classes)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -99,11 +100,11 @@ class Recipe:
         """Device of the models."""
         return self.trainer.strategy.root_device
 
-    def build(self, num_classes: int, multilabel: bool) -> None:
+    def build(self, num_classes: int, task: Task) -> None:
         """Build the network, without caching features: server and sites must compute the same bits from images."""
         self.module.build(
             num_classes,
-            multilabel,
+            task,
             self.loop.seed,
             merges=self.loop.algorithm.merges_into_backbone,
             training=replace(self.loop.training, cache_features=False),
@@ -265,13 +266,13 @@ class ServerRecipe(Recipe):
 
     Args:
         num_classes: Number of classes.
-        multilabel: Whether images have several labels.
+        task: What the network predicts.
         classes: Names of the classes; None for those of the first site that joins.
         loggers: Loggers of the metrics of each round, in addition to ``metrics.csv`` in the run's folder.
     """
 
     num_classes: int = 0
-    multilabel: bool = False
+    task: Task = field(default_factory=Classification)
     classes: Sequence[str] | None = None
     loggers: Sequence[Logger] = ()
 

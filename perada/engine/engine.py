@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -35,6 +34,7 @@ from perada.core.states import (
 from perada.core.text import abbreviated
 from perada.engine.fold import Fold, fold
 from perada.engine.frozen_trunk import FrozenTrunk, find_trunk
+from perada.tasks import Task
 
 EngineName = Literal["auto", "folded", "loop"]
 NUMBERS_AT_ONCE_CPU = 3 * 2**19
@@ -402,27 +402,24 @@ def _padded(values: Tensor, rows: int) -> Tensor:
     return torch.cat([values, padding])
 
 
-def row_losses(logits: Tensor, y: Tensor, multilabel: bool) -> Tensor:
+def row_losses(logits: Tensor, y: Tensor, task: Task) -> Tensor:
     """Compute the loss of every row, padding included.
 
     Args:
         logits: Logits (C, B, K).
-        y: Classes (C, B) or, with ``multilabel``, labels (C, B, K) of 0 and 1.
-        multilabel: Compute the binary cross-entropy, averaged over labels, instead of the cross-entropy over classes.
+        y: Targets (C, B, ...).
+        task: Computes the loss of an image.
 
     Returns:
         Losses (C, B).
     """
-    if multilabel:
-        losses_of_labels = F.binary_cross_entropy_with_logits(logits, y.to(logits), reduction="none")
-        return losses_of_labels.mean(-1)
-    losses = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
-    return losses.view(y.shape)
+    losses = task.loss(logits.flatten(0, 1), y.flatten(0, 1))
+    return losses.view(y.shape[:2])
 
 
-def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], multilabel: bool) -> Tensor:
+def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], task: Task) -> Tensor:
     """Compute each client's task loss (C,), the mean of :func:`row_losses` over its real rows."""
-    return client_means(row_losses(logits, y, multilabel), counts)
+    return client_means(row_losses(logits, y, task), counts)
 
 
 def client_means(values: Tensor, counts: Sequence[int]) -> Tensor:
@@ -460,33 +457,7 @@ def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
     return torch.arange(rows, device=device) < num_real.unsqueeze(1)
 
 
-def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multilabel: bool) -> Tensor:
-    """Average the outputs of K models.
-
-    Args:
-        logits: Their logits (K, ..., classes).
-        average: Which outputs are averaged: ``logits`` or ``probabilities``.
-        multilabel: Whether the classes are independent labels with sigmoid probabilities, instead of a softmax.
-
-    Returns:
-        Logits (..., classes) of the ensemble.
-
-    >>> ensemble(torch.tensor([[0.0, 2.0], [2.0, 0.0]]), "probabilities", False).softmax(-1).tolist()
-    [0.5, 0.5]
-    """
-    if len(logits) == 1:
-        return logits[0]
-    if average == "logits":
-        return logits.mean(0)
-    # Sums of probabilities are enough: the factor 1/K is a constant in all logits, or cancels between the two sums.
-    if not multilabel:
-        return logits.log_softmax(-1).logsumexp(0)
-    log_sum_present = F.logsigmoid(logits).logsumexp(0)
-    log_sum_absent = F.logsigmoid(-logits).logsumexp(0)
-    return log_sum_present - log_sum_absent
-
-
-def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clients: int, multilabel: bool) -> Tensor:
+def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clients: int, task: Task) -> Tensor:
     """Compute the mean loss of each of K models on the images of each of C clients, in evaluation mode.
 
     Args:
@@ -494,7 +465,7 @@ def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clie
         members: States (K, ...) of the models.
         batches: The clients' images.
         clients: Number C of clients.
-        multilabel: Whether images have several labels.
+        task: Computes the loss of an image.
 
     Returns:
         Losses (C, K).
@@ -509,7 +480,7 @@ def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clie
             counts = torch.tensor(batch.counts, device=device)
             for index, model in enumerate(models):
                 logits = engine.logits(expand(model, len(batch.clients)), batch.x, counts=batch.counts)
-                mean_losses = client_losses(logits, batch.y, batch.counts, multilabel)
+                mean_losses = client_losses(logits, batch.y, batch.counts, task)
                 loss_sums[rows, index] += counts * mean_losses
             num_images[rows] += counts
     return loss_sums / num_images.unsqueeze(1)

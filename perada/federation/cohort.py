@@ -63,7 +63,7 @@ class LocalTrainer:
     def gradients(self) -> SampleGradients:
         """Computes the gradients of private training; created in the first round, when features may replace images."""
         assert self.protection.images is not None
-        return SampleGradients(self.protection.images.options, self.engine, self.settings.training.multilabel)
+        return SampleGradients(self.protection.images.options, self.engine, self.settings.training.task)
 
     def step_graphs(self, device: torch.device) -> StepGraphs | None:
         """Return the CUDA graphs of local steps on a device; None if the option is off."""
@@ -285,11 +285,11 @@ class _Chunk:
 
     def loss(self, states: str | State | Tensor, stream: str | None = None) -> Tensor:
         private = self._cohort.private
-        multilabel = self._cohort.training.multilabel
+        task = self._cohort.training.task
         if isinstance(states, Tensor):
-            return client_losses(states, self._y, self._counts, multilabel)
+            return client_losses(states, self._y, self._counts, task)
         if private is None or not isinstance(self._batches, dict):
-            return client_losses(self.logits(states, stream), self._y, self._counts, multilabel)
+            return client_losses(self.logits(states, stream), self._y, self._counts, task)
         state, stream = self._resolve(states, stream)
         return private.loss(stream, state, self._batches, self._rows, self._streams(stream))
 

@@ -23,6 +23,7 @@ from perada.federation.scores import probabilities
 from perada.federation.settings import FederationData, Settings
 from perada.server import Updates
 from perada.server.aggregate import client_weights, double
+from perada.tasks import Task
 
 Diagnostic = Literal[
     "distillation_distance", "personal_distance", "ensemble_error", "gradient_norms", "update_norms", "lora_residual"
@@ -142,7 +143,7 @@ class DiagnosticsPass:
         personal: Personal models v_m (p, ...) of this process.
         places: Places of these models among the round's clients.
         clients: Number of clients of the round.
-        multilabel: Whether images have several labels.
+        task: What the models predict.
     """
 
     engine: Engine
@@ -152,7 +153,7 @@ class DiagnosticsPass:
     personal: State
     places: Sequence[int]
     clients: int
-    multilabel: bool
+    task: Task
 
     def measure(self, names: Collection[str]) -> dict[str, float]:
         """Measure diagnostics by their names. A collective: all processes must call this."""
@@ -182,12 +183,12 @@ class DiagnosticsPass:
         personal_distances = torch.zeros(self.clients, dtype=torch.float64)
         for rows in torch.split(torch.arange(size), IMAGES_AT_ONCE):
             x = self.data.public_images(rows, self._device)
-            g_GBK = probabilities(self.engine.shared_logits(self.globals, x), self.multilabel)
+            g_GBK = probabilities(self.engine.shared_logits(self.globals, x), self.task)
             if "distillation_distance" in names:
                 _, h_BK = self._means(x, g_GBK.shape[-1])
                 ensemble_distances += (g_GBK - h_BK).abs().sum((1, 2)).to(ensemble_distances)
             if places:
-                p_CBK = probabilities(self.engine.shared_logits(self.personal, x), self.multilabel)
+                p_CBK = probabilities(self.engine.shared_logits(self.personal, x), self.task)
                 distances_CB = (p_CBK - g_GBK[-1]).abs().sum(-1).clamp(max=1)
                 personal_distances[places] += distances_CB.sum(1).to(personal_distances)
         self.updates.ranks.sum_([personal_distances])
@@ -214,12 +215,8 @@ class DiagnosticsPass:
             averaged_model = prefix(self.globals, 1)
             classes = self.engine.shared_logits(averaged_model, x[:1]).shape[-1]
             logits, h_BK = self._means(x, classes)
-            if self.multilabel:
-                hits = (logits > 0) == y.bool()
-                errors = (h_BK - y).abs()
-            else:
-                hits = logits.argmax(-1) == y
-                errors = 1 - h_BK.gather(1, y.unsqueeze(1))
+            hits = self.task.predicted(logits) == y.long()
+            errors = self.task.errors(h_BK, y)
             total_hits += float(hits.sum())
             total_errors += float(errors.sum())
             total += hits.numel()
@@ -239,7 +236,7 @@ class DiagnosticsPass:
         local = {name: value for name, value in self.updates.local_rows.items() if name in self.globals}
         if local and stack_size(local):
             logits = self.engine.shared_logits(local, x)
-            sums = torch.stack([double(logits).sum(0), probabilities(logits, self.multilabel).sum(0)])
+            sums = torch.stack([double(logits).sum(0), probabilities(logits, self.task).sum(0)])
         sums = double(sums)
         self.updates.ranks.sum_([sums])
         mean_logits, mean_predictions = sums / self.updates.clients
@@ -297,7 +294,7 @@ def full_gradients(
             leaves = {name: models[name].clone().requires_grad_() for name in sums_of_point}
             with torch.enable_grad():
                 logits = engine.logits(models | leaves, x, counts=batch.counts)
-                losses = client_losses(logits, y, batch.counts, settings.training.multilabel)
+                losses = client_losses(logits, y, batch.counts, settings.training.task)
                 # Sums over images, since batches have different sizes.
                 (losses * torch.tensor(batch.counts, device=losses.device)).sum().backward()
             for name, leaf in leaves.items():

@@ -13,28 +13,9 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import EvalBatch
 from perada.core.seeding import generator
 from perada.core.states import State, stack_size, to_device_async
-from perada.engine.engine import ensemble
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, spread
 from perada.federation.scores import Scores, Tally, probabilities
-
-
-def predictive_entropy(logits: Tensor, multilabel: bool) -> Tensor:
-    """Compute the entropies (B,) of predictions, in nats, from logits (B, K).
-
-    With several labels an image it is the mean over K Bernoulli distributions.
-
-    >>> predictive_entropy(torch.zeros(1, 4), False).exp().tolist()
-    [4.0]
-    """
-    p = probabilities(logits, multilabel)
-    # p log p; xlogy is 0 where p is 0.
-    terms = torch.xlogy(p, p)
-    if not multilabel:
-        return -terms.sum(-1)
-    terms_of_absence = torch.xlogy(1 - p, 1 - p)
-    entropies = -terms - terms_of_absence
-    return entropies.mean(-1)
 
 
 class EvaluationPass:
@@ -56,7 +37,7 @@ class EvaluationPass:
         self.federation = federation
         self.metrics = metrics
         self.num_clients = federation.num_clients
-        self.multilabel = federation.settings.training.multilabel
+        self.task = federation.settings.training.task
         self.everywhere = list(everywhere)
         self._owned = torch.zeros(self.num_clients, dtype=torch.bool)
         self._owned[federation.owned()] = True
@@ -67,14 +48,14 @@ class EvaluationPass:
             num_members = stack_size(self._members)
 
         # Of the models with which clients predict, each on its client's images.
-        self._client_scores = Scores(metrics, self.multilabel, groups=self.num_clients)
+        self._client_scores = Scores(metrics, self.task, groups=self.num_clients)
         # Of the personal models, and of the global model, on everyone's images.
-        self._everywhere_scores = Scores(metrics, self.multilabel, models=len(self.everywhere))
-        self._global_scores = Scores(metrics, self.multilabel)
+        self._everywhere_scores = Scores(metrics, self.task, models=len(self.everywhere))
+        self._global_scores = Scores(metrics, self.task)
         # Of the global model on each client's images, beside the personal ones.
-        self._global_client_scores = Scores(metrics[:1], self.multilabel, groups=self.num_clients)
+        self._global_client_scores = Scores(metrics[:1], self.task, groups=self.num_clients)
         # Of single members of an ensemble.
-        self._member_scores = Scores(metrics[:1], self.multilabel, models=num_members)
+        self._member_scores = Scores(metrics[:1], self.task, models=num_members)
         self._entropies: list[Tensor] = []
 
         self._sizes = torch.zeros(self.num_clients, dtype=torch.int64)
@@ -82,7 +63,7 @@ class EvaluationPass:
         if federation.rounds_done:
             # Before the first round nobody took part, and there is no mean over recent clients.
             self._recent = federation.participation.recent
-        self._tallies = {"personal": Tally(self.multilabel), "global": Tally(self.multilabel)}
+        self._tallies = {"personal": Tally(self.task), "global": Tally(self.task)}
         self.per_class: dict[str, Tensor] = {}
 
     def step(self, batch: EvalBatch, index: int) -> None:
@@ -106,13 +87,13 @@ class EvaluationPass:
         """Score the global model, or the ensemble of ``members`` (K, ...), on a batch."""
         federation = self.federation
         logits_of_members = federation.engine.shared_logits(members, batch.x)
-        logits = ensemble(logits_of_members, federation.settings.algorithm.average, self.multilabel)
+        logits = self.task.ensemble(logits_of_members, federation.settings.algorithm.average)
         one_model = logits.unsqueeze(0)
         self._global_scores.update(one_model, batch.y)
         self._tallies["global"].update(logits, batch.y, owner)
         if len(logits_of_members) > 1:
             self._member_scores.update(logits_of_members, batch.y)
-            self._entropies.append(predictive_entropy(logits, self.multilabel))
+            self._entropies.append(self.task.entropy(probabilities(logits, self.task)))
         if federation.personalized:
             self._global_client_scores.update(one_model, batch.y, owner)
         else:
@@ -302,11 +283,11 @@ class ShiftedEvaluation:
         self.federation = federation
         self.everywhere = everywhere
         self.others = others
-        multilabel = federation.settings.training.multilabel
+        task = federation.settings.training.task
         # How often the global model is scored: once, or as the model of each client.
         self._global_places = range(federation.num_clients if others else 1)
-        self._personal = Scores(metrics, multilabel, models=len(everywhere))
-        self._global = Scores(metrics, multilabel, models=len(self._global_places))
+        self._personal = Scores(metrics, task, models=len(everywhere))
+        self._global = Scores(metrics, task, models=len(self._global_places))
 
     def step(self, batch: EvalBatch, index: int) -> None:
         """Run the models on a batch, the ``index``-th of the evaluation."""
@@ -453,7 +434,7 @@ def shared_logits(federation: Federation, x: Tensor) -> Tensor:
     """Compute the logits (B, K) of the global model."""
     settings = federation.settings
     logits_of_members = federation.engine.shared_logits(federation.server.members(), x)
-    return ensemble(logits_of_members, settings.algorithm.average, settings.training.multilabel)
+    return settings.training.task.ensemble(logits_of_members, settings.algorithm.average)
 
 
 @dataclass(frozen=True)

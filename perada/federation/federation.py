@@ -128,7 +128,7 @@ class Federation:
                 self.server.members(),
                 batches,
                 len(cohort_plan.clients),
-                settings.training.multilabel,
+                settings.training.task,
             )
         # Before any training: a round that is interrupted has been counted.
         self.protection.spend(shares.plan, self.ranks)
@@ -250,7 +250,7 @@ class Federation:
             personal=personal,
             places=places,
             clients=len(shares.plan.clients),
-            multilabel=self.settings.training.multilabel,
+            task=self.settings.training.task,
         )
         return diagnostics.measure(self.settings.diagnostics)
 

@@ -18,6 +18,7 @@ from torchmetrics.functional.classification import binary_auroc, binary_average_
 
 from perada.core.checks import OptionError, invalid_option
 from perada.core.text import near_names
+from perada.tasks import Task
 
 MetricChoice = str | Sequence[str | Mapping[str, Any]]
 """The option ``metric``: ``auto``, a name, or a list of names and of ``{torchmetrics class: options}``."""
@@ -150,18 +151,18 @@ def score_names(choice: MetricChoice) -> dict[str, bool]:
     return scores
 
 
-def make_metrics(choice: MetricChoice, multilabel: bool, classes: int) -> list[Metric]:
+def make_metrics(choice: MetricChoice, task: Task, classes: int) -> list[Metric]:
     """Create the metrics that an option selects.
 
     Args:
         choice: Value of the option ``metric``.
-        multilabel: Whether images have several labels.
+        task: What the models predict.
         classes: Number of classes, or of labels per image.
 
     Raises:
         ValueError: If a metric is unknown, does not support the data, or rejects its options.
     """
-    return [_make_metric(entry, multilabel, classes) for entry in _entries(choice)]
+    return [_make_metric(entry, task, classes) for entry in _entries(choice)]
 
 
 class _Entry(NamedTuple):
@@ -256,14 +257,14 @@ def _torchmetrics_class(name: str) -> type[torchmetrics.Metric] | None:
     return None
 
 
-def _make_metric(entry: _Entry, multilabel: bool, classes: int) -> Metric:
+def _make_metric(entry: _Entry, task: Task, classes: int) -> Metric:
     """Create the metric of an entry; raise an OptionError if it does not support the data or its options."""
     name = entry.name
     kind = entry.kind
     if kind == "auto":
-        kind = "auroc" if multilabel else "accuracy"
+        kind = task.default_metric
         name = kind
-    if kind == "balanced_accuracy" and multilabel:
+    if kind == "balanced_accuracy" and not task.exclusive:
         raise OptionError(
             "metric='balanced_accuracy' requires one class per image; choose 'recall_macro' or 'auroc'",
             name="metric",
@@ -271,25 +272,22 @@ def _make_metric(entry: _Entry, multilabel: bool, classes: int) -> Metric:
         )
     if kind in BUILT_IN:
         return Metric(name, BUILT_IN[kind])
-    task = "Multilabel" if multilabel else "Multiclass"
     class_name = kind
     defaults: dict[str, Any] = {}
     if kind in SHORT_NAMES:
-        class_name = task + SHORT_NAMES[kind].class_name
+        class_name = task.metric_prefix + SHORT_NAMES[kind].class_name
         defaults = SHORT_NAMES[kind].options
     metric_class = _torchmetrics_class(class_name)
-    if metric_class is None or not metric_class.__name__.startswith(task):
-        data = "several labels" if multilabel else "one class"
+    if metric_class is None or not metric_class.__name__.startswith(task.metric_prefix):
         raise OptionError(
-            f"metric={kind!r} does not support data with {data} per image; choose a different metric",
+            f"metric={kind!r} does not support data with {task.labels_per_image} per image; choose a different metric",
             name="metric",
             value=kind,
         )
-    size_option = "num_labels" if multilabel else "num_classes"
-    options = defaults | entry.options | {size_option: classes}
-    compute = partial(_compute, metric_class, options, multilabel, classes)
+    options = defaults | entry.options | {task.metric_size_option: classes}
+    compute = partial(_compute, metric_class, options, task, classes)
     try:
-        _try_metric(compute, multilabel, classes)
+        _try_metric(compute, task, classes)
     except Exception as error:  # metrics raise errors of any kind
         reason = " ".join(str(error).split())
         raise OptionError(
@@ -303,7 +301,7 @@ def _make_metric(entry: _Entry, multilabel: bool, classes: int) -> Metric:
 def _compute(
     metric_class: Callable[..., torchmetrics.Metric],
     options: dict[str, Any],
-    multilabel: bool,
+    task: Task,
     classes: int,
     predictions: Tensor,
     labels: Tensor,
@@ -317,14 +315,15 @@ def _compute(
         value: Tensor = metric.compute()
     if not value.dim():
         return value
-    counts = labels.sum(0) if multilabel else labels.bincount(minlength=classes)
+    counts = task.class_counts(labels, classes)
     return value.where(counts > 0, math.nan)
 
 
-def _try_metric(compute: Compute, multilabel: bool, classes: int) -> None:
+def _try_metric(compute: Compute, task: Task, classes: int) -> None:
     """Compute a metric on perfect predictions; raise if it fails, or if its result is not a score."""
     predictions = torch.eye(classes).repeat(2, 1)
-    labels = predictions if multilabel else predictions.argmax(1)
+    # 0 is the decision between presence and absence of a label, and below the largest entry of each row.
+    labels = task.predicted(predictions)
     score = compute(predictions, labels)
     if not isinstance(score, Tensor) or score.shape not in (torch.Size([]), torch.Size([classes])):
         raise TypeError("it returns neither a number nor one per class")

@@ -10,6 +10,7 @@ from perada.engine.engine import EngineName
 from perada.federation.diagnostics import Diagnostic, check_diagnostics
 from perada.federation.metrics import metric_names
 from perada.federation.settings import ClientOptimizer, LocalTraining
+from perada.tasks import Task
 
 LRSchedule = Literal["constant", "cosine", "exponential"]
 
@@ -98,15 +99,15 @@ class Training:
             return self.lr_gamma ** (round // self.lr_every)
         return 1.0
 
-    def local_training(self, multilabel: bool) -> LocalTraining:
-        """Return the options of a client's steps; ``multilabel`` is a property of the data."""
+    def local_training(self, task: Task) -> LocalTraining:
+        """Return the options of a client's steps in a task."""
         return LocalTraining(
             optimizer=self.optimizer,
             lr={"personal": self.lr_personal, "local": self.lr_local},
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             clip_norm=self.clip_norm,
-            multilabel=multilabel,
+            task=task,
             cuda_graphs=self.cuda_graphs,
         )
 
@@ -117,8 +118,8 @@ class Evaluation:
 
     Args:
         metric: Metric of the scores (docs/metrics.md): a name such as ``accuracy``, ``auroc``, ``f1_macro`` or
-            ``ece``, or a list of names and of ``{torchmetrics class: options}``; by default accuracy for single-label
-            data, AUROC for multi-label.
+            ``ece``, or a list of names and of ``{torchmetrics class: options}``; by default that of the
+            task: accuracy for one class per image, AUROC for several labels.
         global_test_clients: Number of clients, drawn from the seed, whose personal models are scored on the test images
             of all clients, each in a separate pass; 0 for none. By default all, or as many as take no more than
             10,000,000 forward passes (docs/metrics.md).

@@ -13,13 +13,12 @@ from perada.core.ranks import Ranks
 from perada.core.states import to_device_async
 from perada.federation.metrics import Compute, Metric
 from perada.server.aggregate import double
+from perada.tasks import Task
 
 
-def probabilities(logits: Tensor, multilabel: bool) -> Tensor:
+def probabilities(logits: Tensor, task: Task) -> Tensor:
     """Compute probabilities (..., K) from logits (..., K), in double precision where the device supports it."""
-    if multilabel:
-        return double(logits).sigmoid()
-    return double(logits).softmax(-1)
+    return task.probabilities(double(logits))
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,14 @@ class Scores:
 
     Args:
         metrics: The metrics.
-        multilabel: Whether images have several labels, 0 or 1 for each class.
+        task: What the models predict.
         models: Number P of models.
         groups: Number G of groups.
     """
 
-    def __init__(self, metrics: Sequence[Metric], multilabel: bool, models: int = 1, groups: int = 1) -> None:
+    def __init__(self, metrics: Sequence[Metric], task: Task, models: int = 1, groups: int = 1) -> None:
         self.metrics = metrics
-        self.multilabel = multilabel
+        self.task = task
         self._counts_accuracy = any(metric.compute is None for metric in metrics)
         self._functions: dict[str, Compute] = {}
         for metric in metrics:
@@ -96,7 +95,7 @@ class Scores:
             return
         # On the CPU, since the device may not support double precision. In single precision, many confident predictions
         # would be equal, and could not be ranked.
-        predictions = probabilities(logits.cpu(), self.multilabel)
+        predictions = probabilities(logits.cpu(), self.task)
         rows: slice | Tensor = slice(None)
         if counted is not None:
             rows = counted.cpu()
@@ -110,14 +109,11 @@ class Scores:
 
     def _count(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
         """Count the correct and the total predictions of a batch, on the device."""
-        if self.multilabel:
-            # Each label is a separate prediction.
-            right_labels = (logits.float().sigmoid() > 0.5) == y.long()
-            right = right_labels.sum(-1)
-            num_predictions = torch.full_like(right, logits.shape[-1])
-        else:
-            right = (logits.argmax(-1) == y).long()
-            num_predictions = torch.ones_like(right)
+        hits = self.task.predicted(logits) == y.long()
+        # With several labels per image, each is a separate prediction.
+        hits = hits.view(*logits.shape[:2], -1)
+        right = hits.sum(-1)
+        num_predictions = torch.full_like(right, hits.shape[-1])
         counts = torch.stack([right, num_predictions])  # (2, p, B)
         if counted is not None:
             counts = counts * counted
@@ -220,11 +216,11 @@ class Tally:
     only calibration is counted.
 
     Args:
-        multilabel: Whether images have several labels.
+        task: What the model predicts.
     """
 
-    def __init__(self, multilabel: bool) -> None:
-        self.multilabel = multilabel
+    def __init__(self, task: Task) -> None:
+        self.task = task
         # Unknown before the first batch.
         self._classes = 0
         self._codes: list[Tensor] = []
@@ -244,14 +240,11 @@ class Tally:
             logits = logits[counted]
             y = y[counted]
             owner = owner[counted]
-        if self.multilabel:
-            likely = logits.float().sigmoid()
-            predicted = (likely > 0.5).long()
-            confidence = torch.maximum(likely, 1 - likely).flatten()
-            right = (predicted == y.long()).flatten()
-        else:
-            confidence, predicted = logits.float().softmax(-1).max(-1)
-            right = predicted == y
+        logits = logits.float()
+        predicted = self.task.predicted(logits)
+        right = (predicted == y.long()).flatten()
+        confidence = self.task.confidence(logits).flatten()
+        if self.task.exclusive:
             self._classes = logits.shape[-1]
             # client · K² + class · K + predicted class
             client_and_class = owner * self._classes + y
@@ -290,7 +283,7 @@ class Tally:
                 "confidence": [round(value, 6) for value in mean_confidence.tolist()],
             }
         }
-        if not self.multilabel:
+        if self.task.exclusive:
             confusion = []
             for code, count in zip(codes.tolist(), counts.tolist(), strict=True):
                 client_and_class, predicted_class = divmod(code, classes)

@@ -9,7 +9,6 @@ from statistics import median_low
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from perada.algorithms import Algorithm, Broadcast, ServerStep, Stacks, TensorNames
@@ -352,7 +351,7 @@ class Server:
                 progress=context.progress,
                 secure=secure,
             ),
-            multilabel=self.settings.training.multilabel,
+            task=self.settings.training.task,
             ranks=self.ranks,
             scales=self.scales,
         )
@@ -397,7 +396,7 @@ class Server:
         Returns:
             Probabilities (C, N, K), and labels as 0 and 1 (N, K) or None.
         """
-        multilabel = self.settings.training.multilabel
+        task = self.settings.training.task
         local_models = models.local_rows if isinstance(models, Updates) else models
         clients = stack_size(local_models)
         # A rank may have no client. It runs the model before the round for the shape of the logits, and drops them.
@@ -408,11 +407,9 @@ class Server:
         labels = []
         for x, y in self._images(context, images, labelled):
             logits = self.engine.shared_logits(states, x)[:clients]
-            predictions.append(probabilities(logits, multilabel))
+            predictions.append(probabilities(logits, task))
             if y is not None:
-                if not multilabel:
-                    y = F.one_hot(y, logits.shape[-1])
-                labels.append(y)
+                labels.append(task.presence(y, logits.shape[-1]))
         all_predictions = torch.cat(predictions, 1)
         if isinstance(models, Updates):
             all_predictions = models.replace({"probabilities": all_predictions}).gathered("probabilities")

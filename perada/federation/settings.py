@@ -23,6 +23,7 @@ from perada.server import Distillation, Mean, ServerRule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerData
 from perada.server.sums import SecureSums
+from perada.tasks import Classification, Task
 
 ClientOptimizer = Literal["sgd", "adam", "adamw"]
 StoreKind = Literal["auto", "device", "host", "disk"]
@@ -42,7 +43,7 @@ class LocalTraining:
         momentum: Momentum of SGD.
         weight_decay: Weight decay of all optimisers.
         clip_norm: Maximum norm of a client's gradient of a role, to which longer ones are scaled down; None for none.
-        multilabel: Whether the loss is the binary cross-entropy of each label, instead of the cross-entropy of classes.
+        task: What is learnt, which computes the loss of an image.
         cuda_graphs: Whether local steps are captured as CUDA graphs where they can be.
     """
 
@@ -51,7 +52,7 @@ class LocalTraining:
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip_norm: float | None = None
-    multilabel: bool = False
+    task: Task = field(default_factory=Classification)
     cuda_graphs: bool = False
 
     def make(
@@ -343,7 +344,7 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
             f"{type(algorithm).__name__} distils {distillation.steps} steps per round, but the data has no public "
             "set; provide one (public=...) or set distillation.steps=0"
         )
-    if algorithm.uses_distillation and distillation.guard is not None and settings.training.multilabel:
+    if algorithm.uses_distillation and distillation.guard is not None and not settings.training.task.exclusive:
         raise ValueError(
             f"distillation: guard={distillation.guard!r} counts predicted classes, but these images have several "
             "labels; leave guard out, or set validate_every if the server has labelled images"

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from perada.core.files import writing
 from perada.core.text import is_spread
 from perada.lightning.federated_loop import PROGRESS_METRICS, FederatedLoop
+from perada.lightning.module import FederatedClassifier
 from perada.lightning.trainer_attributes import callbacks_of
 from perada.results.report import ENTROPY, cell, title
 
@@ -137,11 +138,12 @@ class PredictionFile(pl.Callback):
         predictions: Mapping[str, Tensor] = outputs
         models = [name for name in ("personal", "global") if name in predictions]
         labels = predictions["y"]
-        is_multilabel = labels.dim() > 1
+        assert isinstance(pl_module, FederatedClassifier)
+        task = pl_module.task
         columns = [predictions["owner"], labels]
         for name in models:
             logits = predictions[name]
-            columns.append((logits > 0).long() if is_multilabel else logits.argmax(-1))
+            columns.append(task.predicted(logits))
         self._header = ["image", "client", "label", *models]
         for values in zip(*[column.tolist() for column in columns], strict=True):
             self._rows.append([str(len(self._rows)), *map(_csv_cell, values)])

@@ -269,7 +269,7 @@ def dry_run_foreign_classes(context: RunContext) -> None:
         num_clients=data.num_clients,
         clients=settings.clients_per_round or data.num_clients,
         num_classes=data.num_classes,
-        multilabel=settings.training.multilabel,
+        task=settings.training.task,
     )
 
 

@@ -201,7 +201,7 @@ class FederatedLoop(pl.Callback):
         """
         settings = Settings(
             algorithm=self.algorithm,
-            training=self.training.local_training(module.multilabel),
+            training=self.training.local_training(module.task),
             distillation=self.distillation,
             weighting=self.weighting,
             phases=self.phases,
@@ -233,7 +233,7 @@ class FederatedLoop(pl.Callback):
         set_up_trainer(trainer, FederatedLoop)
         module.build(
             data.num_classes,
-            data.multilabel,
+            data.task,
             self.seed,
             merges=self.algorithm.merges_into_backbone,
             training=self.training,

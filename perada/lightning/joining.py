@@ -22,6 +22,7 @@ from perada.lightning.run_record import LOCAL_SCORE, RECORDED_OPTIONS
 from perada.lightning.trainers import make_trainer
 from perada.privacy import Privacy
 from perada.results.run import Run
+from perada.tasks import make_task
 
 
 def personalize(  # noqa: PLR0913  # each argument is an option of `perada clients add`
@@ -87,7 +88,7 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
         client, _ = data.find(name)
         check_pretraining(info["pretrained"], [data.train[client]])
     client_data = joining_data(
-        data, name, run.preprocessing, info.get("classes"), info["num_classes"], info["multilabel"]
+        data, name, run.preprocessing, info.get("classes"), info["num_classes"], make_task(info["task"])
     )
     assert client_data.client_names is not None
     (name,) = client_data.client_names

@@ -24,13 +24,14 @@ from perada.lightning.results import EvaluationResults
 from perada.models.adapted import AdaptedModel, AdapterChoice, find_tensor_names
 from perada.models.merging import TrainBackbone
 from perada.models.spec import ModelSpec, frozen_digest
+from perada.tasks import Classification, Task
 
 
 class BuildArguments(NamedTuple):
     """What a module was built for. A second build must agree with the first."""
 
     num_classes: int
-    multilabel: bool
+    task: Task
     seed: int
 
 
@@ -87,7 +88,7 @@ class FederatedClassifier(pl.LightningModule):
         self.evaluation = Evaluation()
         # Built by build() unless it is set before.
         self.adapted: AdaptedModel | None = None
-        self.multilabel = False
+        self.task: Task = Classification()
         self.seed = 0
         self._built_for: BuildArguments | None = None
         self.metrics: list[Metric] = []
@@ -99,7 +100,7 @@ class FederatedClassifier(pl.LightningModule):
     def build(
         self,
         num_classes: int,
-        multilabel: bool,
+        task: Task,
         seed: int,
         *,
         merges: bool = False,
@@ -112,7 +113,7 @@ class FederatedClassifier(pl.LightningModule):
 
         Args:
             num_classes: The data's number of classes K.
-            multilabel: Whether an image may have several labels.
+            task: What the network predicts.
             seed: Seed of what is random in head and adapter.
             merges: Whether the algorithm merges LoRA into the backbone, whose adapted weights are then a part of the
                 states.
@@ -122,11 +123,11 @@ class FederatedClassifier(pl.LightningModule):
         Raises:
             ValueError: If another number of classes was requested, or the module was built with other arguments.
         """
-        arguments = BuildArguments(num_classes, multilabel, seed)
+        arguments = BuildArguments(num_classes, task, seed)
         if self._built_for is not None:
             if self._built_for != arguments:
                 raise ValueError(
-                    f"the FederatedClassifier was built for {tuple(self._built_for)} (classes, multi-label, seed), "
+                    f"the FederatedClassifier was built for {tuple(self._built_for)} (classes, task, seed), "
                     f"not for {tuple(arguments)}; create a new one"
                 )
             return
@@ -137,10 +138,10 @@ class FederatedClassifier(pl.LightningModule):
             )
         self.training_options = training or Training()
         self.evaluation = evaluation or Evaluation()
-        self.metrics = make_metrics(self.evaluation.metric, multilabel, num_classes)
+        self.metrics = make_metrics(self.evaluation.metric, task, num_classes)
         self._built_for = arguments
         self.num_classes = num_classes
-        self.multilabel = multilabel
+        self.task = task
         self.seed = seed
         if not self.train_backbone:
             self.train_backbone = "merged" if merges else False

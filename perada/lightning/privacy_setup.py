@@ -210,7 +210,7 @@ def check_private_gradients(
     label = batch.y[0, 0].to(image.device)
     x = images.view(2, 2, *images.shape[1:])
     y = label.expand(2, 2, *label.shape)
-    check_gradients(privacy, module.engine, states_near_initial(module, 2), x, y, module.multilabel)
+    check_gradients(privacy, module.engine, states_near_initial(module, 2), x, y, module.task)
 
 
 def states_near_initial(module: FederatedClassifier, clients: int) -> State:

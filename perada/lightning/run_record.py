@@ -203,7 +203,7 @@ def describe_run(
         "algorithm": algorithm.kind,
         "average": algorithm.average,
         "global_model": algorithm.global_model,
-        "multilabel": module.multilabel,
+        "task": module.task.record(),
         "classes": None if facts.classes is None else list(facts.classes),
         "clients": None if facts.client_names is None else list(facts.client_names),
         # In the test mode of privacy the noise follows from the seed: whoever reads it can subtract the noise.

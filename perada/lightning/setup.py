@@ -242,7 +242,7 @@ def _check_images_apart(context: RunContext, batch: CohortBatch) -> None:
     y = context.on_model_device(batch.y)
     states = states_near_initial(module, len(batch.clients))
     if privacy is not None:
-        check_one_image(privacy, module.engine, states, x, y, batch.counts, module.multilabel)
+        check_one_image(privacy, module.engine, states, x, y, batch.counts, module.task)
     elif module.engine.kind == "folded" and len(batch.clients) > 1:
         check_clients_apart(module.engine, states, x)
 

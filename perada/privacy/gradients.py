@@ -35,6 +35,7 @@ from perada.engine.substitutes import WrappingSubstitute
 from perada.privacy.clipping import at_least_float32, clipping_factors, sum_outer_products
 from perada.privacy.options import Privacy
 from perada.server.aggregate import double, double_dtype
+from perada.tasks import Task
 
 Sampler = Callable[[Any, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
 """Function for Opacus of a layer, its inputs and the gradient of its output that returns per-sample gradients."""
@@ -115,7 +116,7 @@ class SampleGradients:
     Args:
         options: The section ``privacy``, with the clipping bound, the method and the engine.
         engine: Engine that runs the model in training.
-        multilabel: Whether images have several labels.
+        task: Computes the loss of an image.
 
     Attributes:
         one_by_one: Whether clients run one by one.
@@ -124,10 +125,10 @@ class SampleGradients:
         ValueError: If the options require the stacked model but the training engine does not fold.
     """
 
-    def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
+    def __init__(self, options: Privacy, engine: Engine, task: Task) -> None:
         self.options = options
         self.engine = engine
-        self.multilabel = multilabel
+        self.task = task
         kind: str = options.engine
         if kind == "auto":
             kind = engine.kind
@@ -236,7 +237,7 @@ class SampleGradients:
             x_R = self.engine.format(block.x.flatten(0, 1))
             logits = at_least_float32(self._model(x_R))
             logits = logits.view(clients, rows, *logits.shape[1:])
-            losses = row_losses(logits, block.y, self.multilabel)
+            losses = row_losses(logits, block.y, self.task)
             losses.where(is_real, 0).sum().backward()
         samples: dict[str, PerSampleGrads | OuterProductGrads] = {}
         for key, parameter in parameters.items():

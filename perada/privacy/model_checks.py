@@ -21,6 +21,7 @@ from perada.engine.engine import Engine, row_losses
 from perada.engine.fold import without_dropout
 from perada.privacy.gradients import Query, SampleGradients
 from perada.privacy.options import Privacy
+from perada.tasks import Task
 
 T = TypeVar("T")
 UNCLIPPED = 1e9
@@ -55,7 +56,7 @@ def check_gradients(
     states: State,
     x: Tensor,
     y: Tensor,
-    multilabel: bool,
+    task: Task,
 ) -> None:
     """Check that per-image gradients add up to the gradient of the batch, which one backward pass computes.
 
@@ -66,8 +67,8 @@ def check_gradients(
         engine: Engine that runs the model.
         states: States (C, ...) of C clients, whose trained tensors require gradients.
         x: Images (C, B, ...).
-        y: Labels (C, B), or (C, B, K) with several labels per image.
-        multilabel: Whether images have several labels.
+        y: Targets (C, B, ...).
+        task: Computes the loss of an image.
 
     Raises:
         ValueError: If they differ or cannot be computed, or if the model draws from torch's global generator.
@@ -78,7 +79,7 @@ def check_gradients(
     trained = {key: value for key, value in states.items() if value.requires_grad}
     with torch.enable_grad():
         logits = engine.logits(states, x, training=True, streams=dropout.fork("part", 0))
-        loss = row_losses(logits, y, multilabel).sum()
+        loss = row_losses(logits, y, task).sum()
         gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     expected_sums: State = {}
     for key, gradient in zip(trained, gradients, strict=True):
@@ -91,7 +92,7 @@ def check_gradients(
             name="privacy",
         )
     unclipped = replace(options, max_norm=UNCLIPPED, clipping="flat", physical_batch_size=None)
-    sample_gradients = SampleGradients(unclipped, engine, multilabel)
+    sample_gradients = SampleGradients(unclipped, engine, task)
     try:
         sums = sample_gradients.sums(Query(states, x, y, (rows,) * clients, dropout))
     except Exception as error:  # layers fail under the hooks with errors of any kind
@@ -162,7 +163,7 @@ def check_one_image(
     x: Tensor,
     y: Tensor,
     counts: tuple[int, ...],
-    multilabel: bool,
+    task: Task,
 ) -> None:
     """Check that removing an image from a batch changes the sum of clipped gradients by that image's gradient only.
 
@@ -178,15 +179,15 @@ def check_one_image(
         engine: Engine that runs the model.
         states: States (C, ...) of C clients in float32 or float64.
         x: Images (C, B, ...) of a batch.
-        y: Labels (C, B), or (C, B, K) with several labels per image.
+        y: Targets (C, B, ...).
         counts: Number of real rows of each client, at least one; the others are padding.
-        multilabel: Whether images have several labels.
+        task: Computes the loss of an image.
 
     Raises:
         ValueError: If the change is another one, or if the same batch gives another sum after others were seen.
     """
     batch = _at_least_min_images(x, y, counts)
-    trial = _in_best_precision(lambda dtype: _OneImageTrial(options, engine, states, batch, multilabel, dtype))
+    trial = _in_best_precision(lambda dtype: _OneImageTrial(options, engine, states, batch, task, dtype))
     sums_of_all = trial.sums(trial.all_rows)
     sums_of_others = trial.sums(trial.other_rows)
     if trial.remembers_images() or not trial.is_close(sums_of_all, trial.sums(trial.all_rows)):
@@ -291,7 +292,7 @@ class _OneImageTrial:
         engine: Engine whose model is copied.
         states: States (C, ...) of C clients.
         batch: Images of the clients.
-        multilabel: Whether images have several labels.
+        task: Computes the loss of an image.
         dtype: Dtype of the computation; None for the network's own.
 
     Attributes:
@@ -306,7 +307,7 @@ class _OneImageTrial:
         engine: Engine,
         states: State,
         batch: _Batch,
-        multilabel: bool,
+        task: Task,
         dtype: torch.dtype | None,
     ) -> None:
         self._engine = _engine_without_dropout(engine, dtype)
@@ -323,13 +324,13 @@ class _OneImageTrial:
         one_each = (1,) * clients
         # The bound is the median of the gradients' norms, so that some gradients are clipped and some are not.
         unclipped = replace(options, max_norm=UNCLIPPED, clipping="flat")
-        self._gradients = SampleGradients(unclipped, self._engine, multilabel)
+        self._gradients = SampleGradients(unclipped, self._engine, task)
         gradients = self._sums_of_rows(removed_rows, one_each)
         squared_norms = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
         norms = torch.stack(squared_norms).sum(0).sqrt()
         # A bound must not be 0.
         self._bound = float(norms.median()) or 1.0
-        self._gradients = SampleGradients(replace(options, max_norm=self._bound), self._engine, multilabel)
+        self._gradients = SampleGradients(replace(options, max_norm=self._bound), self._engine, task)
         self.gradients_of_removed = self._sums_of_rows(removed_rows, one_each)
 
     def sums(self, rows: Tensor) -> State:

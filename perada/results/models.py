@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from perada.algorithms.base import Average
 from perada.core.checks import check_integer, installed
 from perada.core.seeding import generator
 from perada.core.states import State, clone, parameter_keys, set_state, to_device
 from perada.data.preprocessing import Preprocessing
-from perada.engine.engine import ensemble
 from perada.engine.fold import fold
 from perada.engine.fold_check import perturbed_states
 from perada.models.adapted import AdaptedModel
 from perada.models.backbones import IMAGE
 from perada.models.merging import check_merged, merge_adapter
 from perada.results.inference import Predictions, as_list, check_device, client_index, read_batch
+from perada.tasks import Task, make_task
+from perada.tasks.base import Average
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 class Ensemble(nn.Module):
     """Averages the ``logits`` or ``probabilities`` of several networks. The output are logits either way."""
 
-    def __init__(self, members: Sequence[nn.Module], average: Average, multilabel: bool) -> None:
+    def __init__(self, members: Sequence[nn.Module], average: Average, task: Task) -> None:
         super().__init__()
         self.members = nn.ModuleList(members)
         self.average = average
-        self.multilabel = multilabel
+        self.task = task
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (B, ...) to logits (B, K)."""
         member_logits = torch.stack([member(x) for member in self.members])
-        return ensemble(member_logits, self.average, self.multilabel)
+        return self.task.ensemble(member_logits, self.average)
 
 
 class Models:
@@ -175,7 +175,7 @@ class Models:
         members = [self._model(state) for state in self.states("global")]
         if len(members) == 1:
             return members[0]
-        return Ensemble(members, self.info["average"], self.info["multilabel"]).eval()
+        return Ensemble(members, self.info["average"], make_task(self.info["task"])).eval()
 
     def history(self) -> "DataFrame":
         """Return the rounds as a pandas frame, indexed by ``round`` from 0, with one column per metric.
@@ -227,14 +227,14 @@ class Models:
         """
         check_integer("batch_size", batch_size)
         preprocessing = self.preprocessing
-        multilabel = self.info["multilabel"]
+        task = make_task(self.info["task"])
         model = self.global_model() if client is None else self.personal(client)
         all_images = as_list(images)
         if not all_images:
             raise ValueError("there are no images; pass at least one")
         # The frozen layers of a folded model are faster.
         model = fold(model.to(check_device(device)), random_only=True).model.eval()
-        probabilities_of_batches = []
+        logits_of_batches = []
         readable_images = []
         with torch.inference_mode(), tqdm(total=len(all_images), disable=not progress, unit=" images") as bar:
             for start in range(0, len(all_images), batch_size):
@@ -243,13 +243,14 @@ class Models:
                 batch, batch_images = read_batch(preprocessing, batch_images, broken)
                 if batch is not None:
                     logits = model(batch.to(device)).float().cpu()
-                    probabilities_of_batches.append(logits.sigmoid() if multilabel else logits.softmax(-1))
+                    logits_of_batches.append(logits)
                 readable_images += batch_images
         if not readable_images:
             raise ValueError(f"none of the {len(all_images)} images can be read: {'; '.join((broken or {}).values())}")
         # Autograd rejects tensors of inference mode; a copy made outside of it is an ordinary tensor.
-        probabilities = torch.cat(probabilities_of_batches).clone()
-        labels = (probabilities > 0.5).long() if multilabel else probabilities.argmax(-1)
+        logits = torch.cat(logits_of_batches).clone()
+        probabilities = task.probabilities(logits)
+        labels = task.predicted(logits)
         paths = None
         if all(isinstance(image, str | Path) for image in readable_images):
             paths = tuple(str(image) for image in readable_images)

@@ -135,6 +135,7 @@ _REQUIRED_INFO = {
     "training",
     "train_backbone",
     "global_model",
+    "task",
 }
 
 
@@ -232,6 +233,11 @@ class RunFile:
         for number in numbers:
             check_integer("client", number, 0, le=self.num_clients - 1)
         check_list([info.get("adapter_of", ""), *(info.get("training") or {}).keys()], None, kind=str)
+        task = info.get("task") or {}
+        check_list([task.get("class_path", ""), task.get("default_metric", "")], 2, kind=str)
+        check_list([task.get("exclusive", True)], 1, kind=bool)
+        if not isinstance(task.get("init_args", {}), dict):
+            raise TypeError("the options of the task are not a mapping")
         missing = _REQUIRED_INFO - set(info)
         if missing:
             raise KeyError(f"info lacks {sorted(missing)}")

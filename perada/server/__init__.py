@@ -2,7 +2,7 @@
 """Server-side processing of the clients' updates: averaging and ensemble distillation, as functions of tensors."""
 
 from perada.server.aggregate import Aggregation, Mean, ServerRule, Updates, client_weights, mean
-from perada.server.distill import Distillation, DistillationRound, Distiller, distillation_loss
+from perada.server.distill import Distillation, DistillationRound, Distiller
 from perada.server.low_rank import SVD, LoRAFair
 from perada.server.robust import FLTrust, GeometricMedian, Krum, NormClipping
 from perada.server.rules import (
@@ -42,7 +42,6 @@ __all__ = [
     "TrimmedMean",
     "Updates",
     "client_weights",
-    "distillation_loss",
     "make_rule",
     "mean",
 ]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number
@@ -18,6 +17,7 @@ from perada.engine.engine import Engine
 from perada.engine.loss_scaling import KeptScales, LossScales, MaskedAdam, MaskedOptimizer, MaskedSGD
 from perada.server.aggregate import Updates, double
 from perada.server.sums import SecureSums
+from perada.tasks import Classification, Task
 
 ServerOptimizer = Literal["adam", "sgd"]
 STUDENT = slice(0, 1)
@@ -28,34 +28,6 @@ LEAST_AGREEMENT = 0.5
 """Share of public images on which the average and the ensemble must predict the same class, for the guard."""
 LEAST_GAIN = 0.02
 """Entropy in nats by which the ensemble must predict classes more evenly than the average, for the guard."""
-
-
-def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:
-    """Compute the Kullback-Leibler divergence of the student from the teacher, averaged over images: a scalar.
-
-    Logits are divided by the temperature, and the loss is multiplied by its square (Hinton et al., 2015), which keeps
-    the size of the gradients.
-
-    Args:
-        student: Logits (B, K) of the student.
-        teacher: Logits (B, K) of the teacher.
-        temperature: Temperature, which softens both distributions if it is above 1.
-        multilabel: Whether the K classes are independent labels. The divergences of their Bernoulli distributions are
-            then averaged.
-
-    >>> distillation_loss(torch.ones(2, 3), torch.zeros(2, 3)).item()
-    0.0
-    """
-    student = student / temperature
-    teacher = teacher / temperature
-    if not multilabel:
-        log_student = F.log_softmax(student, -1)
-        log_teacher = F.log_softmax(teacher, -1)
-        return F.kl_div(log_student, log_teacher, log_target=True, reduction="batchmean") * temperature**2
-    # KL(Bernoulli(p) || Bernoulli(q)) = cross-entropy(p, q) - entropy(p)
-    p = teacher.sigmoid()
-    cross_entropy = F.binary_cross_entropy_with_logits(student, p)
-    return (cross_entropy - F.binary_cross_entropy_with_logits(teacher, p)) * temperature**2
 
 
 def predicted_class_entropy(logits: Tensor) -> float:
@@ -415,7 +387,7 @@ class Distiller:
         parameters: Names of the tensors to train.
         data: The server's images.
         round: Inputs of the current round.
-        multilabel: Whether an image may have several labels.
+        task: What the models predict, which computes the loss of the distillation.
         ranks: The processes that share the work.
         scales: Loss scales in float16, which are kept between rounds.
         report: Report of this round.
@@ -426,7 +398,7 @@ class Distiller:
     parameters: tuple[str, ...]
     data: ServerData
     round: DistillationRound = field(default_factory=DistillationRound)
-    multilabel: bool = False
+    task: Task = field(default_factory=Classification)
     ranks: Ranks = field(default_factory=Ranks)
     scales: KeptScales = field(default_factory=lambda: KeptScales(None))
     report: DistillationReport = field(default_factory=DistillationReport)
@@ -677,7 +649,7 @@ class Distiller:
             for group in optimizer.param_groups:
                 group["lr"] = options.learning_rate(step)
             logits = self._student_logits(state, images, scales, streams.fork("step", step))
-            loss = distillation_loss(logits, targets, options.temperature, self.multilabel)
+            loss = self.task.distillation_loss(logits, targets, options.temperature)
             if total_rows is not None:
                 # With this factor, the ranks' gradients sum to the gradient of the mean over all rows.
                 loss = loss * (len(images) / total_rows)

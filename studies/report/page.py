@@ -167,7 +167,7 @@ def _first_metric(record: RunRecord) -> str:
     while metric and isinstance(metric, list | dict):
         metric = next(iter(metric))
     if metric == "auto":
-        return "auroc" if record.several_labels else "accuracy"
+        return str(record.task["default_metric"])
     return str(metric)
 
 

@@ -29,6 +29,7 @@ from perada.results.report import (
     title,
 )
 from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, published, read_run
+from perada.tasks import Classification
 
 Counts = list[list[int]]
 """A table of numbers of images."""
@@ -101,9 +102,15 @@ class RunRecord:
         return [str(number) for number in range(self.info.get("num_classes", 0))]
 
     @property
+    def task(self) -> dict[str, Any]:
+        """Record of the task (:meth:`.Task.record`): one class per image unless the run has another."""
+        record: dict[str, Any] = self.info.get("task") or Classification().record()
+        return record
+
+    @property
     def several_labels(self) -> bool:
         """Whether an image may have several labels."""
-        return bool(self.info.get("multilabel"))
+        return not self.task["exclusive"]
 
     @property
     def private(self) -> bool:

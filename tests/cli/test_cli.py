@@ -26,6 +26,7 @@ from perada.cli.main import COMMANDS, STUDIES
 from perada.cli.parser import spelt_out
 from perada.cli.runs import PeradaCLI
 from perada.lightning import FederatedClassifier
+from perada.tasks import Classification
 from tests.options import sections
 
 QUICKSTART = Path(perada.__file__).parent / "recipes" / "quickstart.yaml"
@@ -175,7 +176,7 @@ def test_fit_test_predict_and_export_agree(folder, capsys):
 def prepared(data):
     """Test batches as the trainer's, for a model of three channels."""
     module = perada.FederatedClassifier("test_resnet", pretrained=False)
-    module.build(10, False, 0)
+    module.build(10, Classification(), 0)
     data.configure_rounds(
         seed=3, clients_per_round=None, phases=[perada.data.Phase()], image=module.adapted.backbone.image
     )

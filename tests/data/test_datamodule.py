@@ -21,6 +21,7 @@ from perada.data import (
     Photographs,
 )
 from perada.data.batches.samples import make_store
+from perada.tasks import Classification, MultiLabel
 
 SIZES = (6, 9, 4)
 
@@ -126,7 +127,7 @@ def test_test_images_are_read_once_each_with_their_owner():
 def test_several_labels():
     train = [TensorDataset(torch.rand(5, 3, 4, 4), (torch.rand(5, 7) > 0.5).double()) for _ in range(2)]
     made = module(FederatedData(train, train))
-    assert (made.num_classes, made.multilabel) == (7, True)
+    assert (made.num_classes, made.task) == (7, MultiLabel())
     batch = next(iter(made.train_dataloader()))
     assert (batch.y.shape, batch.y.dtype, batch.x.shape) == ((2, 4, 7), torch.float32, (2, 4, 3, 4, 4))
     assert next(iter(made.val_dataloader())).y.shape == (5, 7)
@@ -136,7 +137,7 @@ def test_several_labels():
 
 def test_facts_about_the_data():
     made = module(FederatedData(tensors()))
-    assert (made.num_clients, made.num_classes, made.multilabel, made.train_sizes) == (3, 3, False, SIZES)
+    assert (made.num_clients, made.num_classes, made.task, made.train_sizes) == (3, 3, Classification(), SIZES)
     assert module(FederatedData(tensors(), num_classes=8)).num_classes == 8
     assert module(FederatedData(tensors()), num_classes=8).num_classes == 8
     assert made.partition_dict() == {

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.checked import check
+from perada.tasks import Classification, MultiLabel
 
 IMAGES = torch.zeros(6, 3, 8, 8, dtype=torch.uint8)
 
@@ -46,7 +47,7 @@ def test_classes_in_columns_are_classes(kind, dtype, shape, classes):
     labels = torch.arange(6) % classes
     dataset = KINDS[kind](labels.to(dtype).view(shape))
     checked = check(FederatedData([dataset, dataset], [dataset, dataset]))
-    assert (checked.num_classes, checked.multilabel) == (classes, False)
+    assert (checked.num_classes, checked.task) == (classes, Classification())
     for store in (checked.train, checked.test):
         assert store.client_labels()[1].tolist() == labels.tolist()
         assert store.take(torch.zeros(6, dtype=torch.int64), torch.arange(6))[1].tolist() == labels.tolist()
@@ -66,14 +67,14 @@ def test_vectors_of_whole_numbers_say_what_to_give(kind, labels):
 def test_one_hot_vectors_are_warned_of_and_several_labels_are_not(kind):
     one_hot = torch.eye(3).repeat(2, 1)
     with pytest.warns(UserWarning, match=r"each of the 12 training images has exactly one of 3 labels, .*argmax"):
-        assert check(FederatedData([KINDS[kind](one_hot)] * 2)).multilabel
+        assert check(FederatedData([KINDS[kind](one_hot)] * 2)).task == MultiLabel()
     several, soft, single = one_hot.clone(), one_hot.clone(), torch.tensor([[0.0], [1.0]]).repeat(3, 1)
     several[0, :2] = 1
     soft[0] = torch.tensor([0.5, 0.25, 0.25])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for labels in (several, soft, single):
-            assert check(FederatedData([KINDS[kind](labels)])).multilabel
+            assert check(FederatedData([KINDS[kind](labels)])).task == MultiLabel()
 
 
 @pytest.mark.every(4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from perada.data import ByDomain, CheXpert, Dirichlet, FederatedDataModule, ImageFolder, OfficeHome, OpenImage, Phase
+from perada.tasks import MultiLabel
 
 from .miniatures import DOMAINS, FINDINGS, NUMBER, write_chexpert, write_jpeg, write_office_home, write_open_image
 
@@ -171,7 +172,7 @@ def test_no_patient_of_chexpert_is_on_two_sides(chexpert):
     clients = np.concatenate(record["train"] + record["client_validation"])
     assert record["server_validation"]
     assert not set(columns[record["server_validation"]]) & set(columns[clients])
-    assert (made.multilabel, made.num_classes) == (True, 5)
+    assert (made.task, made.num_classes) == (MultiLabel(), 5)
 
 
 def damaged_table(folder, change):

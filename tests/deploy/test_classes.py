@@ -12,6 +12,7 @@ from perada.cli.deploy import make_client
 from perada.cli.deployed_recipes import _iterate_strings, server_recipe, site_recipe
 from perada.deploy.recipe import labels_digest
 from perada.deploy.site.file import read_site
+from perada.tasks import Classification
 
 from .parties import Parties
 from .test_hostile_sites import Lying, says
@@ -76,7 +77,7 @@ def test_the_server_counts_the_classes_that_a_recipe_names(tmp_path):
     given = server_recipe(str(path))  # the folder of its images is not there
     assert (given.num_classes, given.classes) == (3, tuple(CLASSES))
     client = make_client(path, read_site(tmp_path / "site.yaml"))
-    assert client.labels == labels_digest(3, False, CLASSES)
+    assert client.labels == labels_digest(3, Classification(), CLASSES)
 
 
 def test_who_joins_first_with_other_classes_does_not_keep_the_rest_out(tiny, tmp_path):

@@ -14,6 +14,7 @@ from perada.deploy.protocol import Request
 from perada.deploy.site.client import Client, single_client_data
 from perada.deploy.site.file import Limits, read_site
 from perada.deploy.transport import LocalTransport
+from perada.tasks import MultiLabel
 
 from .parties import Parties
 from .test_classes import CLASSES, naming
@@ -224,7 +225,7 @@ def test_a_table_is_read_as_the_recipes_is(tmp_path):
     for name, own in (("a", {}), ("b", {"path": "picture"})):
         site = written(tmp_path / f"site-{name}", recipe, {"table": str(tmp_path / f"{name}.csv")} | own).data
         site.setup()
-        assert site.multilabel and site.checked.train.datasets[0].dataset.size == 16
+        assert site.task == MultiLabel() and site.checked.train.datasets[0].dataset.size == 16
         sides.append(site.data.train[0].indices)
     assert sides[0] == sides[1]
 

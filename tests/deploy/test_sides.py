@@ -50,7 +50,7 @@ def built(path):
     given = read_site(path)
     recipe = site_recipe(next(iter(given.recipes)), given)
     recipe.data.setup()
-    recipe.build(recipe.data.num_classes, recipe.data.multilabel)
+    recipe.build(recipe.data.num_classes, recipe.data.task)
     return recipe
 
 

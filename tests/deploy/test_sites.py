@@ -21,6 +21,7 @@ from perada.deploy.state import SiteStore, read_state
 from perada.deploy.transport import Failure, LocalTransport
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.accounting import history_epsilon
+from perada.tasks import Classification
 
 from .parties import Parties
 
@@ -446,7 +447,7 @@ def test_the_digest_covers_frozen_weights_and_text(tiny, tmp_path):
     def digest(text=b"a recipe", add=None):
         recipe = Parties(tiny, tmp_path, net=tiny.net, module={"adapter": "head"}).recipe()
         recipe.text = text
-        recipe.build(3, False)
+        recipe.build(3, Classification())
         if add is not None:
             trained = {key for key, value in recipe.module.model.named_parameters() if value.requires_grad}
             frozen = [value for key, value in recipe.module.model.named_parameters() if key not in trained]

@@ -28,6 +28,7 @@ from perada.privacy.account import Account, QueryPlan
 from perada.privacy.dry_run_checks import plan_queries
 from perada.privacy.protection import Protection
 from perada.server import Distillation
+from perada.tasks import Classification
 from tests.methods import make_method
 
 from ..algorithms.problems import ADAPTER_OF, LORA, MERGING, network
@@ -78,7 +79,7 @@ class Simulation:
     def score(self) -> None:
         """Score all models on all test images."""
         evaluation = EvaluationPass(
-            self.federation, make_metrics("accuracy", False, CLASSES), range(self.federation.num_clients)
+            self.federation, make_metrics("accuracy", Classification(), CLASSES), range(self.federation.num_clients)
         )
         with torch.no_grad():
             for index, batch in enumerate(self.served.val_dataloader()):

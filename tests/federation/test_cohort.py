@@ -18,7 +18,9 @@ from perada.federation.cohort import Cohort, LocalTrainer
 from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import find_tensor_names
 from perada.server import Distillation
+from perada.tasks import Classification, MultiLabel
 from tests.chunks import in_chunks
+from tests.label_kinds import task_of
 
 STEPS, COUNTS, CLASSES = (5, 3, 3, 1), (6, 4, 6, 5), 3
 CLIENTS = tuple(range(10, 10 + len(STEPS)))
@@ -88,7 +90,7 @@ OPTIMIZERS = [
 @pytest.mark.every(10)
 def test_each_client_trains_as_if_alone(name, options, make, engine, chunk, clip, multilabel):
     model, clip_norm = network(), (0.3 if multilabel else 1.0) if clip else None
-    training = LocalTraining(name, rates(0.2), clip_norm=clip_norm, multilabel=multilabel, **options)
+    training = LocalTraining(name, rates(0.2), clip_norm=clip_norm, task=task_of(multilabel), **options)
     running = cohort(model, training, engine=engine, chunk=chunk, factor=0.5)
     for batch in in_chunks(batches(multilabel), chunk or len(CLIENTS)):
         running.step(batch)
@@ -251,8 +253,8 @@ def test_means_over_real_rows_of_values_of_any_shape():
 def test_losses_are_means_over_real_rows():
     logits, y = torch.randn(2, 4, 3), torch.randint(0, 3, (2, 4))
     labels = torch.randint(0, 2, (2, 4, 3)).float()
-    ragged = client_losses(logits, y, (4, 2), False)
+    ragged = client_losses(logits, y, (4, 2), Classification())
     torch.testing.assert_close(ragged[0], F.cross_entropy(logits[0], y[0]))
     torch.testing.assert_close(ragged[1], F.cross_entropy(logits[1, :2], y[1, :2]))
-    several = client_losses(logits, labels, (4, 3), True)
+    several = client_losses(logits, labels, (4, 3), MultiLabel())
     torch.testing.assert_close(several[1], F.binary_cross_entropy_with_logits(logits[1, :3], labels[1, :3]))

@@ -16,6 +16,7 @@ from perada.federation import Evaluation, Training, evaluation
 from perada.federation.evaluation import EvaluationPass, own_logits, sample_clients
 from perada.federation.metrics import make_metrics
 from perada.lightning import FederatedLoop
+from perada.tasks import Classification
 
 
 def unequal(tiny):
@@ -182,7 +183,7 @@ def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
 
     def counted(ranks):
         federation.ranks = ranks
-        evaluation = EvaluationPass(federation, make_metrics(metric, False, 3), everywhere)
+        evaluation = EvaluationPass(federation, make_metrics(metric, Classification(), 3), everywhere)
         for index, part in enumerate(batches):
             evaluation.step(part, index)
         return evaluation

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.federation.metrics import make_metrics, metric_names, spread
 from perada.federation.scores import Scores
+from tests.label_kinds import task_of
 from tests.options import sections
 
 CLASSES = 4
@@ -66,7 +67,7 @@ CHOICE = [F2 if name == "f2" else name for name in EXPECTED]
 
 def scored(choice, shares, labels, multilabel=False):
     """In batches, by a single model that gives these probabilities."""
-    scores = Scores(make_metrics(choice, multilabel, CLASSES), multilabel)
+    scores = Scores(make_metrics(choice, task_of(multilabel), CLASSES), task_of(multilabel))
     logits = shares.logit() if multilabel else shares.log()
     for rows in torch.arange(len(labels)).split(33):
         scores.update(logits[None, rows], labels[rows])
@@ -156,7 +157,7 @@ def test_unknown_metrics_are_refused_at_once(choice, message):
 )
 def test_metrics_that_the_data_do_not_allow(choice, multilabel, message):
     with pytest.raises(ValueError, match=message) as caught:
-        make_metrics(choice, multilabel, CLASSES)
+        make_metrics(choice, task_of(multilabel), CLASSES)
     assert "\n" not in str(caught.value)
 
 

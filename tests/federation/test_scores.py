@@ -10,6 +10,8 @@ from torchmetrics.functional.classification import multiclass_accuracy, multilab
 from perada.core.ranks import Ranks
 from perada.federation.metrics import make_metrics
 from perada.federation.scores import Scores
+from perada.tasks import MultiLabel, task_of_labels
+from tests.label_kinds import task_of
 
 MODELS, IMAGES, CLASSES = 3, 60, 4
 
@@ -28,7 +30,7 @@ def task(multilabel):
 def collected(metric, logits, y, owner, local=False):
     """All models on all images, or the first on those of each owner; in batches of unequal sizes."""
     models, groups = (1, MODELS) if local else (len(logits), 1)
-    scores = Scores(make_metrics(metric, y.dim() == 2, CLASSES), y.dim() == 2, models, groups)
+    scores = Scores(make_metrics(metric, task_of_labels(y), CLASSES), task_of_labels(y), models, groups)
     assert not scores
     for rows in torch.arange(len(y)).split(25):
         scores.update(logits[:models, rows], y[rows], owner[rows] if local else None)
@@ -112,7 +114,9 @@ def test_what_two_processes_count_adds_up(metric, multilabel):
     whole_local = collected(metric, owners_logits(logits, owner), y, owner, local=True)
 
     def merged(add, **options):
-        parts = [Scores(make_metrics(metric, multilabel, CLASSES), multilabel, **options) for _ in range(2)]
+        parts = [
+            Scores(make_metrics(metric, task_of(multilabel), CLASSES), task_of(multilabel), **options) for _ in range(2)
+        ]
         for rank, scores in enumerate(parts):
             add(scores, rank)
         parts[0].merge(Together(parts[1]))
@@ -159,7 +163,7 @@ def test_auroc_ranks_confident_predictions():
 def test_only_the_images_that_count_are_scored(metric, multilabel):
     logits, y, owner = task(multilabel)
     counted = owner != 1
-    scores = Scores(make_metrics(metric, multilabel, CLASSES), multilabel, models=1)
+    scores = Scores(make_metrics(metric, task_of(multilabel), CLASSES), task_of(multilabel), models=1)
     scores.update(logits[:1], y, models=[0], counted=counted)
     (found,) = scores.means().values()
     assert found.item() == pytest.approx(reference(metric, logits[0, counted], y[counted]), abs=1e-6)
@@ -169,7 +173,7 @@ def test_only_the_images_that_count_are_scored(metric, multilabel):
 def test_a_label_as_likely_as_not_is_not_predicted_as_in_torchmetrics():
     logits, y, _ = task(multilabel=True)
     logits = logits.round()  # many are 0
-    scores = Scores(make_metrics("accuracy", True, CLASSES), multilabel=True, models=MODELS)
+    scores = Scores(make_metrics("accuracy", MultiLabel(), CLASSES), MultiLabel(), models=MODELS)
     scores.update(logits, y)
     (found,) = scores.means().values()
     expected = [multilabel_accuracy(model.sigmoid(), y, num_labels=CLASSES, average="micro") for model in logits]

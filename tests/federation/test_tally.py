@@ -7,11 +7,12 @@ from torchmetrics.functional.classification import multiclass_calibration_error,
 
 from perada.core.ranks import Ranks
 from perada.federation.scores import BINS, Tally
+from perada.tasks import Classification, MultiLabel
 
 
 def test_counts_are_those_of_torchmetrics():
     logits, y, owner = 2 * torch.randn(200, 4), torch.randint(0, 4, (200,)), torch.randint(0, 3, (200,))
-    tally = Tally(multilabel=False)
+    tally = Tally(Classification())
     for rows in torch.arange(200).split(64):
         tally.update(logits[rows], y[rows], owner[rows])
     found = tally.record(Ranks())
@@ -31,7 +32,7 @@ def test_counts_are_those_of_torchmetrics():
 
 def test_only_what_is_counted_counts():
     logits, y, owner = torch.randn(9, 3), torch.arange(9) % 3, torch.arange(9) % 2
-    some, own = Tally(multilabel=False), Tally(multilabel=False)
+    some, own = Tally(Classification()), Tally(Classification())
     some.update(logits, y, owner, owner == 1)
     own.update(logits[1::2], y[1::2], owner[1::2])
     assert some.record(Ranks()) == own.record(Ranks())
@@ -39,7 +40,7 @@ def test_only_what_is_counted_counts():
 
 def test_each_label_is_a_prediction_of_its_own():
     logits, y = torch.randn(5, 3), torch.randint(0, 2, (5, 3)).float()
-    tally = Tally(multilabel=True)
+    tally = Tally(MultiLabel())
     tally.update(logits, y, torch.zeros(5, dtype=torch.int64))
     found = tally.record(Ranks())
     count, right, total = [0] * BINS, [0] * BINS, [0.0] * BINS
@@ -57,14 +58,14 @@ def test_each_label_is_a_prediction_of_its_own():
 
 
 def test_certainty_and_nan_have_a_bin():
-    tally = Tally(multilabel=False)
+    tally = Tally(Classification())
     tally.update(torch.tensor([[1000.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]), torch.tensor([0, 0]))
     assert tally.record(Ranks())["calibration"]["count"] == [1, *[0] * (BINS - 2), 1]
 
 
 def test_counts_and_confidences_do_not_stop_growing():
     """Beyond 2**24, where float32 counts no further."""
-    tally = Tally(multilabel=False)
+    tally = Tally(Classification())
     tally.update(torch.tensor([[3.0, 0.0]]), torch.tensor([0]), torch.tensor([0]))
     tally._bins *= 2**24
     tally.update(torch.tensor([[3.0, 0.0]] * 3), torch.tensor([0, 0, 1]), torch.tensor([0, 0, 0]))

@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from perada.algorithms import APFL
-from perada.federation.evaluation import predictive_entropy
-from perada.federation.scores import Tally
+from perada.federation.scores import Tally, probabilities
 from perada.privacy.client_level import clip_updates, noisy_updates
 from perada.privacy.gradients import PerSampleGrads
 from perada.server import aggregate
+from tests.label_kinds import task_of
 
 
 class NoDouble(TorchDispatchMode):
@@ -44,9 +44,10 @@ def test_the_stand_in_notices():
 
 @pytest.mark.parametrize("multilabel", [False, True])
 def test_evaluation(multilabel):
+    task = task_of(multilabel)
     with NoDouble():
-        assert predictive_entropy(there(4, 3), multilabel).dtype == torch.float32
-        tally = Tally(multilabel)
+        assert task.entropy(probabilities(there(4, 3), task)).dtype == torch.float32
+        tally = Tally(task)
         y = there(4, 3, dtype=torch.int64) if multilabel else there(4, dtype=torch.int64)
         tally.update(there(4, 3), y, there(4, dtype=torch.int64))
         assert tally._bins.dtype == torch.float32

@@ -20,6 +20,7 @@ from perada.federation import Evaluation, Training
 from perada.lightning import FederatedLoop
 from perada.lightning import module as lightning_module
 from perada.models.adapted import find_tensor_names
+from perada.tasks import Classification
 from tests.options import fields_among, sections
 
 
@@ -85,7 +86,7 @@ def test_head_and_adapter_are_drawn_from_the_seed_alone():
         torch.manual_seed(noise)
         before = torch.get_rng_state()
         module = FederatedClassifier("test_resnet", pretrained=False)
-        module.build(3, False, seed)
+        module.build(3, Classification(), seed)
         assert torch.equal(torch.get_rng_state(), before)
         return get_state(module.model)
 
@@ -97,15 +98,17 @@ def test_head_and_adapter_are_drawn_from_the_seed_alone():
 def test_another_number_of_classes_than_the_data_is_refused():
     module = FederatedClassifier("test_resnet", pretrained=False, num_classes=7)
     with pytest.raises(ValueError, match="num_classes=7 does not match the data, whose labels have 10 classes"):
-        module.build(10, False, 0)
+        module.build(10, Classification(), 0)
 
 
 def test_a_module_built_for_other_data_is_refused():
     module = FederatedClassifier("test_resnet", pretrained=False)
-    module.build(10, False, 0)
-    module.build(10, False, 0)
-    with pytest.raises(ValueError, match=r"built for \(10, False, 0\) .*, not for \(3, False, 0\)"):
-        module.build(3, False, 0)
+    module.build(10, Classification(), 0)
+    module.build(10, Classification(), 0)
+    with pytest.raises(
+        ValueError, match=r"built for \(10, Classification\(\), 0\) .*, not for \(3, Classification\(\), 0\)"
+    ):
+        module.build(3, Classification(), 0)
 
 
 def test_slot_sorts_names():

@@ -27,6 +27,7 @@ from perada.lightning import setup
 from perada.models.adapted import find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
 from perada.server import Distillation, Distiller
+from perada.tasks import MultiLabel
 from tests.chunks import in_chunks
 from tests.methods import make_method
 from tests.options import sections
@@ -154,7 +155,10 @@ def test_a_skipped_step_is_one_that_was_never_taken(algorithm, optimizer):
     """In double precision with images that overflow it, so that skipping is all that the scales add."""
     if algorithm == "apfl":
         algorithm = make_algorithm("apfl", lr_alpha=0.1)
-    model, training = network().double(), LocalTraining(optimizer[0], {"local": 0.05}, **optimizer[1], multilabel=True)
+    model, training = (
+        network().double(),
+        LocalTraining(optimizer[0], {"local": 0.05}, **optimizer[1], task=MultiLabel()),
+    )
     scaling = LossScaling(2.0**126, 2.0, 0.5, 1000)
     running, plain = cohort(model, training, algorithm, options=scaling), []
     for batch in batches(wild=1e280):

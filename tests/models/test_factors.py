@@ -6,11 +6,12 @@ import torch
 from peft import BdLoraConfig, KasaConfig, LoraConfig, MontecloraConfig, VeloraConfig
 
 from perada.lightning.module import FederatedClassifier
+from perada.tasks import Classification
 
 
 def slot_of(backbone, adapter="lora", **options):
     module = FederatedClassifier(backbone, adapter, options, False)
-    module.build(4, False, 0)
+    module.build(4, Classification(), 0)
     return module
 
 

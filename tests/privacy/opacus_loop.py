@@ -38,8 +38,8 @@ class NoisyGradients(SampleGradients):
 class OpacusGradients:
     """The reference: Opacus on the engine's single model, whose parameters are put back, one client after another."""
 
-    def __init__(self, options, engine, multilabel):
-        self.options, self.engine, self.multilabel = options, engine, multilabel
+    def __init__(self, options, engine, task):
+        self.options, self.engine, self.task = options, engine, task
         folded = engine.folded(random_only=True)
         self._context, self._model = folded.context, clone_outputs(folded.model)
 
@@ -86,7 +86,7 @@ class OpacusGradients:
                 if count:
                     with torch.enable_grad(), silence_hook_warnings():
                         logits = at_least_float32(model(self.engine.format(x[start : start + size])))
-                        losses = row_losses(logits.unsqueeze(0), y[None, start : start + size], self.multilabel)
+                        losses = row_losses(logits.unsqueeze(0), y[None, start : start + size], self.task)
                         losses.sum().backward()
                 for leaf in leaves:  # of what no image passed
                     if leaf.grad_sample is None:

@@ -18,6 +18,7 @@ from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 from perada.privacy import Privacy
 from perada.privacy.gradients import OuterProductGrads
+from perada.tasks import Classification
 
 from .opacus_loop import NoisyGradients, NoisyQuery, OpacusGradients
 
@@ -165,7 +166,7 @@ def test_folded_is_the_loop_over_images(kind, clipping):
         for gradient in image_gradients(net, asked, client)
     )
     bound = norms[len(norms) // 2]  # some are clipped, some are not
-    answer = NoisyGradients(Privacy(0.0, max_norm=bound, clipping=clipping), Engine(net), False)(asked)
+    answer = NoisyGradients(Privacy(0.0, max_norm=bound, clipping=clipping), Engine(net), Classification())(asked)
     assert_same(answer, by_hand(net, asked, clipping, bound))
 
 
@@ -177,7 +178,9 @@ def test_folded_equals_opacus(kind, clipping, noise):
     net = model(kind)
     before = {key: value.clone() for key, value in net.state_dict().items()}
     options = Privacy(0.0, max_norm=0.5, clipping=clipping)
-    answers = [make(options, Engine(net), False)(query(net, noise)) for make in (NoisyGradients, OpacusGradients)]
+    answers = [
+        make(options, Engine(net), Classification())(query(net, noise)) for make in (NoisyGradients, OpacusGradients)
+    ]
     assert_same(*answers)
     for key, value in net.state_dict().items():  # neither leaves a trace in the model
         assert torch.equal(value, before[key])
@@ -190,7 +193,7 @@ def test_folded_equals_opacus(kind, clipping, noise):
 def test_one_image_moves_the_sum_by_at_most_the_bound(kind, clipping):
     net = model(kind)
     bound = 0.05
-    gradients = NoisyGradients(Privacy(0.0, max_norm=bound, clipping=clipping), Engine(net), False)
+    gradients = NoisyGradients(Privacy(0.0, max_norm=bound, clipping=clipping), Engine(net), Classification())
     asked = query(net)
     without = replace(query(net), counts=(2, 0, 2))  # the first client without its last image
     size = asked.expected_batch[0]
@@ -203,7 +206,9 @@ def test_one_image_moves_the_sum_by_at_most_the_bound(kind, clipping):
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_an_image_that_breaks_is_left_out(engine, clipping):
     net = model("small")
-    gradients = NoisyGradients(Privacy(0.0, max_norm=0.5, clipping=clipping, engine=engine), Engine(net), False)
+    gradients = NoisyGradients(
+        Privacy(0.0, max_norm=0.5, clipping=clipping, engine=engine), Engine(net), Classification()
+    )
     asked = query(net)
     asked.x[0, 2] = torch.inf
     without = replace(query(net), counts=(2, 0, 2))
@@ -220,7 +225,7 @@ def test_only_what_is_asked_about_counts(engine, kind):
     net = model(kind)
     head = [key for key in parameter_keys(net) if key.startswith(("fc.", "head."))]
     asked = query(net, untrained=set(parameter_keys(net)) - set(head))
-    answer = NoisyGradients(Privacy(0.0, max_norm=0.3, engine=engine), Engine(net), False)(asked)
+    answer = NoisyGradients(Privacy(0.0, max_norm=0.3, engine=engine), Engine(net), Classification())(asked)
     assert set(answer) == set(head)
     assert_same(answer, by_hand(net, asked, "flat", 0.3))
 
@@ -231,9 +236,9 @@ def test_only_what_is_asked_about_counts(engine, kind):
 def test_the_physical_batch_changes_nothing(engine, size):
     net = model("test_vit/bottleneck")
     answers = [
-        NoisyGradients(Privacy(0.0, max_norm=0.3, physical_batch_size=limit, engine=engine), Engine(net), False)(
-            query(net, 0.5)
-        )
+        NoisyGradients(
+            Privacy(0.0, max_norm=0.3, physical_batch_size=limit, engine=engine), Engine(net), Classification()
+        )(query(net, 0.5))
         for limit in (None, size)
     ]
     assert_same(*answers)
@@ -243,17 +248,21 @@ def test_dropout_is_each_clients_own_in_both():
     net = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(3 * 32 * 32, CLASSES))
     net = insert_adapter(build_backbone(net, CLASSES), "full").model
     options = Privacy(0.0, max_norm=0.3)
-    assert_same(*(make(options, Engine(net), False)(query(net)) for make in (NoisyGradients, OpacusGradients)))
+    assert_same(
+        *(make(options, Engine(net), Classification())(query(net)) for make in (NoisyGradients, OpacusGradients))
+    )
     dry = insert_adapter(build_backbone(nn.Sequential(nn.Flatten(), nn.Identity(), net[2]), CLASSES), "full").model
     with pytest.raises(AssertionError):  # and it was there
-        assert_same(NoisyGradients(options, Engine(net), False)(query(net)), by_hand(dry, query(dry), "flat", 0.3))
+        assert_same(
+            NoisyGradients(options, Engine(net), Classification())(query(net)), by_hand(dry, query(dry), "flat", 0.3)
+        )
 
 
 @pytest.mark.parametrize("engine", ["folded", "opacus"])
 def test_in_half_precision_the_bound_still_holds(engine):
     net = model("test_vit/lora")
     bound = 0.05
-    gradients = NoisyGradients(Privacy(0.0, max_norm=bound, engine=engine), Engine(net), False)
+    gradients = NoisyGradients(Privacy(0.0, max_norm=bound, engine=engine), Engine(net), Classification())
     with torch.autocast("cpu", torch.bfloat16):
         answer = gradients(query(net))
     for client, count in enumerate(COUNTS):
@@ -282,7 +291,9 @@ def test_a_layer_used_in_two_ways_and_one_not_at_all(engine, clipping):
     torch.manual_seed(0)
     net = insert_adapter(build_backbone(Twice(), CLASSES), "full").model
     asked = query(net)
-    answer = NoisyGradients(Privacy(0.0, max_norm=0.2, clipping=clipping, engine=engine), Engine(net), False)(asked)
+    answer = NoisyGradients(
+        Privacy(0.0, max_norm=0.2, clipping=clipping, engine=engine), Engine(net), Classification()
+    )(asked)
     assert_same(answer, by_hand(net, asked, clipping, 0.2))
 
 
@@ -294,7 +305,9 @@ def test_convolutions_whose_activations_are_channels_last(engine, padding):
     net = nn.Sequential(*layers, nn.Conv2d(8, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
     net = insert_adapter(build_backbone(net, CLASSES), "full").model.to(memory_format=torch.channels_last)
     asked = query(net)
-    answer = NoisyGradients(Privacy(0.0, max_norm=0.2, engine=engine), Engine(net, channels_last=True), False)(asked)
+    answer = NoisyGradients(
+        Privacy(0.0, max_norm=0.2, engine=engine), Engine(net, channels_last=True), Classification()
+    )(asked)
     assert_same(answer, by_hand(net, asked, "flat", 0.2))
 
 
@@ -316,5 +329,5 @@ def test_opacus_registry_stays_as_it_is(engine):
 
     before = dict(GradSampleModule.GRAD_SAMPLERS)
     net = model("small")
-    NoisyGradients(Privacy(0.0, engine=engine), Engine(net), False)(query(net))
+    NoisyGradients(Privacy(0.0, engine=engine), Engine(net), Classification())(query(net))
     assert before == GradSampleModule.GRAD_SAMPLERS

@@ -14,6 +14,7 @@ from perada.core.states import expand, get_state
 from perada.engine import Engine
 from perada.privacy import Privacy
 from perada.privacy.model_checks import check_one_image
+from perada.tasks import Classification
 from tests.options import sections
 
 from ..algorithms.problems import QUIET
@@ -320,7 +321,7 @@ def test_the_model_itself_is_left_as_it_was():
     before = {key: value.clone() for key, value in network.state_dict().items()}
     states = {key: value.clone().requires_grad_() for key, value in expand(get_state(network), 2).items()}
     x, y = torch.randn(2, 5, 1, 6, 6), torch.arange(10).view(2, 5) % CLASSES
-    check_one_image(Privacy(1.0), engine, states, x, y, (5, 3), False)
+    check_one_image(Privacy(1.0), engine, states, x, y, (5, 3), Classification())
     assert network.between.p == 0.5
     assert {value.dtype for value in network.state_dict().values()} == {torch.float32}
     assert all(torch.equal(network.state_dict()[key], value) for key, value in before.items())

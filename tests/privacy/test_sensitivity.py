@@ -15,6 +15,7 @@ from perada.models.backbones import build_backbone
 from perada.privacy import Privacy
 from perada.privacy.clipping import clipping_factors
 from perada.privacy.gradients import OuterProductGrads, PerSampleGrads, Query, SampleGradients
+from perada.tasks import Classification
 
 CLASSES, POSITIONS, WIDTH, IMAGES = 4, 16, 64, 6
 BOUND = 0.7
@@ -81,7 +82,9 @@ def query(net, scale, seed, without=None, dtype=torch.float32):
 def test_one_image_changes_the_sum_by_its_bound_at_most(engine, clipping, dtype, kind, depth, scale):
     torch.manual_seed(0)
     net = insert_adapter(build_backbone(Cancelling(kind, depth).to(dtype), CLASSES), "full").model
-    gradients = SampleGradients(Privacy(0.0, max_norm=BOUND, clipping=clipping, engine=engine), Engine(net), False)
+    gradients = SampleGradients(
+        Privacy(0.0, max_norm=BOUND, clipping=clipping, engine=engine), Engine(net), Classification()
+    )
     for seed in range(3):
         everyone = gradients.sums(query(net, scale, seed, dtype=dtype))
         for without in (0, IMAGES - 1):
@@ -132,7 +135,7 @@ def test_parts_of_a_batch_add_up_in_double_precision():
     options = Privacy(0.0, max_norm=2.0**30, physical_batch_size=1)
     streams = Streams.derived(0, "dropout", clients=range(1))
     asked = Query(states, x, torch.zeros(1, 101, dtype=torch.long), (101,), streams)
-    [weight] = [v for v in SampleGradients(options, Engine(net), False).sums(asked).values() if v.dim() == 3]
+    [weight] = [v for v in SampleGradients(options, Engine(net), Classification()).sums(asked).values() if v.dim() == 3]
     assert torch.equal(weight[0, 1], torch.full((4,), 0.5 * (2.0**25 + 100)))
 
 

@@ -12,7 +12,9 @@ from torch.distributions import Bernoulli, Categorical, kl_divergence
 
 from perada.core.states import get_state, parameter_keys, stack
 from perada.engine import Engine
-from perada.server import Distillation, DistillationRound, Distiller, distillation_loss
+from perada.server import Distillation, DistillationRound, Distiller
+from perada.tasks import Classification, MultiLabel
+from tests.label_kinds import task_of
 
 
 def logits(seed, rows=6, classes=4):
@@ -24,7 +26,7 @@ def test_loss_is_the_divergence_of_the_student_from_the_teacher(temperature):
     student, teacher = logits(0), logits(1)
     p, q = Categorical(logits=teacher / temperature), Categorical(logits=student / temperature)
     expected = kl_divergence(p, q).mean() * temperature**2
-    torch.testing.assert_close(distillation_loss(student, teacher, temperature), expected)
+    torch.testing.assert_close(Classification().distillation_loss(student, teacher, temperature), expected)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
@@ -32,7 +34,7 @@ def test_multilabel_loss_is_the_mean_bernoulli_divergence(temperature):
     student, teacher = logits(0), logits(1)
     p, q = Bernoulli(logits=teacher / temperature), Bernoulli(logits=student / temperature)
     expected = kl_divergence(p, q).mean() * temperature**2
-    torch.testing.assert_close(distillation_loss(student, teacher, temperature, multilabel=True), expected)
+    torch.testing.assert_close(MultiLabel().distillation_loss(student, teacher, temperature), expected)
 
 
 @pytest.mark.parametrize("multilabel", [False, True])
@@ -42,7 +44,7 @@ def test_gradient_keeps_its_scale_at_any_temperature(multilabel):
     squash = torch.sigmoid if multilabel else lambda z: z.softmax(-1)
     count = student.numel() if multilabel else len(student)
     for t in (temperature, 1e5):
-        (gradient,) = torch.autograd.grad(distillation_loss(student, teacher, t, multilabel), student)
+        (gradient,) = torch.autograd.grad(task_of(multilabel).distillation_loss(student, teacher, t), student)
         torch.testing.assert_close(gradient, t * (squash(student / t) - squash(teacher / t)).detach() / count)
     difference = (student - teacher).detach()
     if multilabel:
@@ -54,8 +56,8 @@ def test_gradient_keeps_its_scale_at_any_temperature(multilabel):
 
 def test_loss_of_saturated_logits_is_finite():
     student, teacher = torch.tensor([[80.0, -80.0]]), torch.tensor([[-80.0, 80.0]])
-    assert distillation_loss(student, teacher).item() == pytest.approx(160)
-    assert distillation_loss(student, teacher, multilabel=True).item() == pytest.approx(80)
+    assert Classification().distillation_loss(student, teacher).item() == pytest.approx(160)
+    assert MultiLabel().distillation_loss(student, teacher).item() == pytest.approx(80)
 
 
 def network():
@@ -112,7 +114,9 @@ def test_run_equals_a_plain_loop(kind, mode, optimizer, schedule, multilabel, te
     initial = get_state(student)
     batches = [(torch.randn(6, 1, 5, 5, dtype=torch.float64), logits(step, 6, 3)) for step in range(4)]
     engine = Engine(copy.deepcopy(student), kind)
-    refined = Distiller(engine, options, parameter_keys(student), None, multilabel=multilabel).train(initial, batches)
+    refined = Distiller(engine, options, parameter_keys(student), None, task=task_of(multilabel)).train(
+        initial, batches
+    )
 
     plain = copy.deepcopy(student).train(mode == "train")
     made = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer](plain.parameters(), lr=0.05)

@@ -11,48 +11,51 @@ from torch import nn
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
 from perada.engine import Engine
-from perada.engine.engine import ensemble
-from perada.federation.evaluation import predictive_entropy
 from perada.server import Distillation, Distiller
+from perada.tasks import Classification, MultiLabel
 
 LOGITS = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def test_logits_are_averaged():
     expected = sum(LOGITS[k] for k in range(4)) / 4
-    torch.testing.assert_close(ensemble(LOGITS, "logits", False), expected)
-    torch.testing.assert_close(ensemble(LOGITS, "logits", True), expected)
+    torch.testing.assert_close(Classification().ensemble(LOGITS, "logits"), expected)
+    torch.testing.assert_close(MultiLabel().ensemble(LOGITS, "logits"), expected)
 
 
 def test_probabilities_are_averaged():
     softmax = torch.stack([row.exp() / row.exp().sum(-1, keepdim=True) for row in LOGITS]).mean(0)
-    torch.testing.assert_close(ensemble(LOGITS, "probabilities", False).softmax(-1), softmax)
+    torch.testing.assert_close(Classification().ensemble(LOGITS, "probabilities").softmax(-1), softmax)
     sigmoid = (1 / (1 + (-LOGITS).exp())).mean(0)
-    torch.testing.assert_close(ensemble(LOGITS, "probabilities", True).sigmoid(), sigmoid)
+    torch.testing.assert_close(MultiLabel().ensemble(LOGITS, "probabilities").sigmoid(), sigmoid)
 
 
 @pytest.mark.parametrize("average", ["logits", "probabilities"])
 def test_one_model_is_its_own_ensemble(average):
-    assert torch.equal(ensemble(LOGITS[:1], average, False), LOGITS[0])
+    assert torch.equal(Classification().ensemble(LOGITS[:1], average), LOGITS[0])
 
 
 def test_probabilities_near_zero_are_averaged_without_overflow():
     far = torch.tensor([[0.0, -2000.0], [0.0, -1000.0]])
-    assert ensemble(far, "probabilities", False).softmax(-1).tolist() == [1.0, 0.0]
-    assert ensemble(far, "probabilities", True).isfinite().all()
+    assert Classification().ensemble(far, "probabilities").softmax(-1).tolist() == [1.0, 0.0]
+    assert MultiLabel().ensemble(far, "probabilities").isfinite().all()
+
+
+def entropy_of(logits, task):
+    return task.entropy(task.probabilities(logits))
 
 
 def test_entropy_equals_scipys():
     p = LOGITS[0].softmax(-1)
-    torch.testing.assert_close(predictive_entropy(LOGITS[0], False), torch.as_tensor(entropy(p.numpy(), axis=-1)))
+    torch.testing.assert_close(entropy_of(LOGITS[0], Classification()), torch.as_tensor(entropy(p.numpy(), axis=-1)))
     q = LOGITS[0].sigmoid().numpy()
     labels = [entropy([value, 1 - value]) for value in q.flatten()]
     expected = torch.tensor(labels, dtype=torch.float64).view(5, 3).mean(-1)
-    torch.testing.assert_close(predictive_entropy(LOGITS[0], True), expected)
+    torch.testing.assert_close(entropy_of(LOGITS[0], MultiLabel()), expected)
 
 
 def test_entropy_of_a_certain_prediction_is_zero():
-    assert predictive_entropy(torch.tensor([[1e4, -1e4]]), False).tolist() == [0.0]
+    assert entropy_of(torch.tensor([[1e4, -1e4]]), Classification()).tolist() == [0.0]
 
 
 def test_a_model_is_not_distilled_into_itself():

@@ -17,6 +17,7 @@ from perada.studies.report.facts import expected_calibration_error, paired_diffe
 from perada.studies.report.page import as_csv, write_page
 from perada.studies.report.records import RunRecord, read_records
 from perada.studies.report.several import comparison, groups_of
+from perada.tasks import MultiLabel
 from tests.options import sections
 
 SCRIPT = "<script>alert(1)</script>"
@@ -172,7 +173,12 @@ def test_the_partition_and_the_mistakes_are_those_of_the_run(page, runs, tiny):
 
 
 def test_images_with_several_labels_are_counted_once(tmp_path):
-    info = {"multilabel": True, "num_classes": 2, "classes": ["edema", "mass"], "clients": ["north", "south"]}
+    info = {
+        "task": MultiLabel().record(),
+        "num_classes": 2,
+        "classes": ["edema", "mass"],
+        "clients": ["north", "south"],
+    }
     info |= {"algorithm": "Ditto", "backbone": "test_resnet", "training": {"metric": "auto"}}
     record = RunRecord("run", tmp_path, info, [{"round": 0, "train/local_loss": 0.5, "params/trained": 59780}])
     record.partition, record.train_sizes = {"train": [[3, 2], [1, 4]]}, [4, 5]

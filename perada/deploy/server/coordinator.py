@@ -111,7 +111,7 @@ class Coordinator:
         self.transport = transport
         self.folder = folder
         self.terms = terms
-        recipe.build(recipe.num_classes, recipe.multilabel)
+        recipe.build(recipe.num_classes, recipe.task)
         module = recipe.module
         self.settings = recipe.settings()
         self.sample = terms.sample or self.settings.clients_per_round
@@ -136,7 +136,7 @@ class Coordinator:
         recipe = self.recipe
         progress = RunProgress(secrets.token_hex(16), recipe.digest, recipe.rounds)
         if recipe.classes is not None:
-            progress.labels = labels_digest(recipe.num_classes, recipe.multilabel, recipe.classes)
+            progress.labels = labels_digest(recipe.num_classes, recipe.task, recipe.classes)
         return progress
 
     def _resume(self) -> RunProgress:

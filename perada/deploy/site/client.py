@@ -26,7 +26,7 @@ from perada.deploy.site.file import Limits
 from perada.deploy.site.level import SitePrivacy
 from perada.deploy.state import IMAGES_LEDGER, RunState, SummingState
 from perada.deploy.sums.vector import Uint64Vector
-from perada.engine.engine import compare, ensemble
+from perada.engine.engine import compare
 from perada.federation.cohort import ClientResults, Cohort, LocalTrainer
 from perada.federation.scores import Scores
 from perada.federation.settings import Settings
@@ -85,7 +85,7 @@ class Client:
         self.data.setup()
         self._check_limits()
         self._check_site_deltas()
-        recipe.build(self.data.num_classes, self.data.multilabel)
+        recipe.build(self.data.num_classes, self.data.task)
         # What needs the server's images or other clients is done by the server.
         self.settings: Settings = recipe.settings(
             distillation=Distillation(steps=0),
@@ -205,7 +205,7 @@ class Client:
     @property
     def labels(self) -> str:
         """Digest of the classes in their order: sites of one federation have the same."""
-        return labels_digest(self.data.num_classes, self.data.multilabel, self.data.classes)
+        return labels_digest(self.data.num_classes, self.data.task, self.data.classes)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -422,12 +422,12 @@ class Client:
         if algorithm.global_model:
             server_states = {"members": to_device(members, self.recipe.device)} if members else {}
             models["global"] = algorithm.members(shared, server_states)
-        scores = {name: Scores(module.metrics, module.multilabel) for name in models}
+        scores = {name: Scores(module.metrics, module.task) for name in models}
         with torch.no_grad(), self.recipe.context():
             for x, y in self.test_batches(request.client):
                 for name, states in models.items():
                     member_logits = module.engine.shared_logits(states, x)
-                    logits = ensemble(member_logits, algorithm.average, module.multilabel)
+                    logits = module.task.ensemble(member_logits, algorithm.average)
                     scores[name].update(logits.unsqueeze(0), y)
         return scores
 
@@ -472,7 +472,7 @@ class Client:
             # The last batch is filled with images that were compared already.
             num_new = self.size - batch.step * batch.counts[0]
             batches.append(batch._replace(counts=(min(batch.counts[0], num_new),)))
-        losses = compare(self.module.engine, algorithm.members(shared, {}), batches, 1, self.module.multilabel)
+        losses = compare(self.module.engine, algorithm.members(shared, {}), batches, 1, self.module.task)
         return self._sent(algorithm, request, shared, losses)
 
     def _sent(self, algorithm: Algorithm, request: Request, shared: State, losses: Tensor | None = None) -> State:

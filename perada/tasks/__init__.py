@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients learn: how predictions are compared with targets, and what is computed from them. One file per task."""
+
+from torch import Tensor
+
+from perada.tasks.base import Task, make_task
+from perada.tasks.classification import Classification
+from perada.tasks.multi_label import MultiLabel
+
+__all__ = ["DEFAULT_TASK", "Classification", "MultiLabel", "Task", "make_task", "task_of_labels"]
+
+DEFAULT_TASK = Classification()
+"""Task of functions that are called without data, such as dry runs."""
+
+
+def task_of_labels(labels: Tensor) -> Task:
+    """Return the default task for labels: classes (N,) or vectors (N, K) of several labels per image.
+
+    >>> import torch
+    >>> task_of_labels(torch.tensor([0, 2]))
+    Classification()
+    >>> task_of_labels(torch.tensor([[0.0, 1.0]]))
+    MultiLabel()
+    """
+    if labels.ndim == 2:
+        return MultiLabel()
+    return Classification()

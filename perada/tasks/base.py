@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of a task: everything that training, distillation, evaluation and reports must know of labels."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+Average = Literal["logits", "probabilities"]
+"""Which outputs of several models are averaged."""
+
+
+class Task(ABC):
+    """What the network predicts for an image, and how predictions are compared with targets.
+
+    A task has no state. Its options are the fields of a frozen dataclass, so tasks with the same options are equal.
+    Letters of shapes: N images, K classes, M models.
+    """
+
+    exclusive: ClassVar[bool]
+    """Whether an image has exactly one of the classes, so that predictions can be counted by class."""
+    default_metric: ClassVar[str]
+    """Metric of the scores unless the option ``metric`` selects others."""
+    metric_prefix: ClassVar[str]
+    """Prefix of the torchmetrics classes for this task, such as ``Multiclass``."""
+    metric_size_option: ClassVar[str]
+    """Option of these classes for the number of classes K."""
+    labels_per_image: ClassVar[str]
+    """How messages describe an image's labels, such as ``one class``."""
+
+    @abstractmethod
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Compute the loss of each image by itself.
+
+        Images must not be mixed: means over real rows, weights of clients and the per-image gradients of differential
+        privacy rest on it.
+
+        Args:
+            logits: Logits (N, K).
+            targets: Targets (N, ...).
+
+        Returns:
+            Losses (N,).
+        """
+
+    @abstractmethod
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Compute the predicted probabilities from logits, both (..., K), in the dtype of the logits."""
+
+    @abstractmethod
+    def predicted(self, logits: Tensor) -> Tensor:
+        """Return predictions in the form of targets, from logits (..., K) or from probabilities that rank like them."""
+
+    @abstractmethod
+    def entropy(self, probabilities: Tensor) -> Tensor:
+        """Compute the entropy (N,) of predictions, in nats, from probabilities (N, K)."""
+
+    def ensemble(self, logits: Tensor, average: Average) -> Tensor:
+        """Average the outputs of M models.
+
+        Args:
+            logits: Their logits (M, ..., K).
+            average: Which outputs are averaged: ``logits`` or ``probabilities``.
+
+        Returns:
+            Logits (..., K) of the ensemble.
+        """
+        if len(logits) == 1:
+            return logits[0]
+        if average == "logits":
+            return logits.mean(0)
+        return self.logits_of_mean_probabilities(logits)
+
+    @abstractmethod
+    def logits_of_mean_probabilities(self, logits: Tensor) -> Tensor:
+        """Return logits (..., K) that predict the mean of the probabilities that M models predict, from (M, ..., K)."""
+
+    @abstractmethod
+    def distillation_loss(self, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+        """Compute the Kullback-Leibler divergence of the student from the teacher, averaged over images: a scalar.
+
+        Logits are divided by the temperature, and the loss is multiplied by its square (Hinton et al., 2015), which
+        keeps the size of the gradients.
+
+        Args:
+            student: Logits (N, K) of the student.
+            teacher: Logits (N, K) of the teacher.
+            temperature: Temperature, which softens both distributions if it is above 1.
+        """
+
+    @abstractmethod
+    def confidence(self, logits: Tensor) -> Tensor:
+        """Return the probability that the model gives to each of its own predictions, from logits (N, K).
+
+        Returns:
+            Probabilities of the shape of :meth:`predicted`.
+        """
+
+    @abstractmethod
+    def errors(self, probabilities: Tensor, targets: Tensor) -> Tensor:
+        """Return one minus the probability of each target.
+
+        Args:
+            probabilities: Probabilities (N, K).
+            targets: Targets (N, ...).
+
+        Returns:
+            Errors between 0 and 1, of the shape of the targets.
+        """
+
+    @abstractmethod
+    def presence(self, targets: Tensor, classes: int) -> Tensor:
+        """Return targets (N, ...) as an indicator (N, K) of the classes that each image has."""
+
+    @abstractmethod
+    def class_counts(self, targets: Tensor, classes: int) -> Tensor:
+        """Count the images (K,) that have each class, in targets (N, ...)."""
+
+    @abstractmethod
+    def blank_targets(self, shape: Sequence[int], classes: int, device: torch.device) -> Tensor:
+        """Return valid targets for images of leading shape ``shape``, for dry runs without data."""
+
+    @abstractmethod
+    def largest_label(self, classes: int) -> int:
+        """Return the largest number that a label, or an entry of a vector of labels, may be."""
+
+    @abstractmethod
+    def count_classes(self, targets: Tensor) -> int:
+        """Return the number of classes that targets (N, ...) show."""
+
+    @abstractmethod
+    def fits(self, targets: Tensor, classes: int) -> bool:
+        """Return whether targets (N, ...) have the shape that this task needs with K classes."""
+
+    @abstractmethod
+    def describe_targets(self, classes: int) -> str:
+        """Describe valid targets for messages, such as ``10 classes``."""
+
+    @abstractmethod
+    def renumber(self, targets: Tensor, class_numbers: Sequence[int], classes: int) -> Tensor:
+        """Convert targets of a client that knows some of the classes to the numbers of the run.
+
+        Args:
+            targets: Targets (N, ...) of the client.
+            class_numbers: The run's number of each of the client's classes.
+            classes: The run's number of classes K.
+        """
+
+    def record(self) -> dict[str, Any]:
+        """Return name and options as JSON, from which :func:`make_task` creates the task.
+
+        Also part of it is what reports need, which are written even where the class of a custom task is not imported.
+        """
+        options: dict[str, Any] = {}
+        if is_dataclass(self):
+            options = asdict(self)
+        return {
+            "class_path": type(self).__name__,
+            "init_args": options,
+            "exclusive": self.exclusive,
+            "default_metric": self.default_metric,
+        }
+
+
+def make_task(record: Mapping[str, Any]) -> Task:
+    """Create the task of a record.
+
+    Only classes that are defined already are created, so that a file cannot make perada import code.
+
+    Args:
+        record: What :meth:`Task.record` returned.
+
+    Raises:
+        ValueError: If there is no task of this name, or it rejects the options.
+
+    >>> make_task({"class_path": "MultiLabel", "init_args": {}})
+    MultiLabel()
+    """
+    name = record["class_path"]
+    task_classes = _concrete_tasks(Task)
+    if name not in task_classes:
+        known = ", ".join(sorted(task_classes))
+        raise ValueError(
+            f"the task {name!r} is not defined; import the module that defines it first (defined are {known})"
+        )
+    return task_classes[name](**record["init_args"])
+
+
+def _concrete_tasks(parent: type) -> dict[str, type[Task]]:
+    """Return the concrete classes below ``parent`` by name."""
+    classes: dict[str, type[Task]] = {}
+    children: Sequence[type[Task]] = parent.__subclasses__()
+    for child in children:
+        if not inspect.isabstract(child):
+            classes[child.__name__] = child
+        classes |= _concrete_tasks(child)
+    return classes
