@@ -289,7 +289,7 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
         print("\n\n".join(blocks))
         return
     from perada.studies.report.page import check_page, write_page
-    from perada.studies.report.records import read_records
+    from perada.studies.report.records import SCORES_LEFT_OUT, lack_scores, read_records
     from perada.studies.report.watch import check_watched, watch, write_waiting_page
 
     check_page(output)
@@ -304,8 +304,8 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
         watch(options.runs, output, options.scores)
         return
     records = [record for path in options.runs for record in read_records(path)]
-    if options.scores is None and any(record.private for record in records):
-        print("Scores, losses and diagnostics of private runs are left out; --scores=true includes them.")
+    if lack_scores(records, options.scores):
+        print(SCORES_LEFT_OUT)
     # Drawing takes seconds, and the path is known before.
     print(f"Page: {page}", flush=True)
     write_page(output, records, options.scores)

@@ -37,8 +37,54 @@ TITLES = {
     "global/best_mode": "best mode",
     "global/worst_mode": "worst mode",
     ENTROPY: "entropy of the modes",
+    "train/skipped_steps": "skipped local steps",
+    "server/skipped_steps": "skipped distillation steps",
+    "server/distilled": "distilled models",
+    "params/trained": "parameters trained",
+    "params/sent": "parameters sent",
+    "comm/up_mb": "MB to the server",
+    "comm/down_mb": "MB to clients",
+    "clients/drawn": "clients selected",
+    "clients/failed": "clients failed",
+    "deploy/selected": "sites selected",
+    "deploy/answered": "sites answered",
+    "deploy/seconds": "seconds",
+    "privacy/server_epsilon_std": "ε server, std",
+    "privacy/server_epsilon_max": "ε server (max)",
+    "privacy/release_epsilon_std": "ε release, std",
+    "privacy/release_epsilon_max": "ε release (max)",
+    "privacy/epsilon_mean": "ε",
+    "privacy/epsilon_max": "ε (max)",
+    "privacy/client_norm": "clipping norm of client updates",
+    "privacy/test_mode": "test mode",
+    "theory/averaged_distance": "distance of the average to the local models",
+    "theory/distilled_distance": "distance of the distilled model to the local models",
+    "theory/personal_distance": "distance of the personal models to the global model",
+    "theory/ensemble_accuracy": "accuracy of the local models' ensemble",
+    "theory/ensemble_error": "error of the local models' ensemble",
+    "theory/global_gradient": "squared gradient norm, global",
+    "theory/personal_gradient": "squared gradient norm, personal",
+    "updates/norm_median": "median update norm",
+    "updates/norm_max": "largest update norm",
+    "updates/norm_max_client": "client of the largest update norm",
+    "updates/cosine_min": "smallest cosine to the mean update",
+    "updates/cosine_min_client": "client of the smallest cosine",
+    "updates/lora_error": "error of averaged LoRA",
+    "updates/lora_residual": "residual of averaged LoRA factors",
 }
-"""Titles of scores in tables for people; files keep the names of the metrics."""
+"""Titles of metrics in tables for people; files keep the names of the metrics."""
+SCORE_TITLES = {
+    "auroc": "AUROC",
+    "f1_macro": "macro F1",
+    "f1_weighted": "weighted F1",
+    "f1_per_class": "F1 per class",
+    "precision_macro": "macro precision",
+    "recall_macro": "macro recall",
+    "ece": "ECE",
+    "mcc": "MCC",
+    "kappa": "Cohen's κ",
+}
+"""Titles of the metrics that models are scored by; others have their names, with spaces."""
 _STATISTICS = {
     "std": "std",
     "worst": "worst client",
@@ -53,33 +99,48 @@ SHIFTS_FILE = "shifts.json"
 
 
 def title(name: str) -> str:
-    """Return the title of a metric in tables; its name if it has no title.
+    """Return the title of a metric in tables: words, also for a metric that perada does not know.
 
-    >>> title("personal/local_test"), title("personal/local_test_ece"), title("global/global_test_ece")
-    ('own images', 'own images, ece', 'global model, ece')
+    >>> title("personal/local_test"), title("personal/local_test_ece"), title("global/global_test_f1_macro")
+    ('own images', 'own images, ECE', 'global model, macro F1')
     >>> title("personal/global_test_worst"), title("personal/fog"), title("train/local_loss")
     ("all clients' images, worst client", 'fog, personal models', 'training loss, local')
-    >>> title("personal/local_test_f1_weighted"), title("theory/personal_distance_std")
-    ('own images, f1_weighted', 'theory/personal_distance_std')
+    >>> title("personal/local_test_f1_weighted"), title("theory/personal_gradient_std"), title("my_own/metric_b")
+    ('own images, weighted F1', 'squared gradient norm, personal, std', 'my own: metric b')
     """
     words = TITLES | EPSILONS
     if name in words:
         return words[name]
-    if name.startswith(("personal/", "global/")) and is_spread(name):
+    if name.startswith(("personal/", "global/", "theory/")) and is_spread(name):
         mean, _, ending = name.rpartition("_")
         return f"{title(mean)}, {_STATISTICS[ending]}"
     for score in SCORES:
         if name.startswith(f"{score}_"):
-            return f"{TITLES[score]}, {name.removeprefix(f'{score}_')}"
+            return f"{TITLES[score]}, {score_title(name.removeprefix(f'{score}_'))}"
     group, _, metric = name.partition("/")
     if group == "train" and metric.endswith("_loss"):
-        return f"training loss, {metric.removesuffix('_loss')}"
-    # Other scores are on a shifted test set.
+        return f"training loss, {_spaced(metric.removesuffix('_loss'))}"
+    # Other scores are on a shifted test set, whose name users choose.
     if group == "personal" and metric:
         return f"{metric}, personal models"
     if group == "global" and metric:
         return f"{metric}, global model"
-    return name
+    if metric:
+        return f"{_spaced(group)}: {_spaced(metric)}"
+    return _spaced(name)
+
+
+def score_title(metric: str) -> str:
+    """Return the title of a metric that models are scored by.
+
+    >>> score_title("balanced_accuracy"), score_title("auroc")
+    ('balanced accuracy', 'AUROC')
+    """
+    return SCORE_TITLES.get(metric) or _spaced(metric)
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def scores_beside(means: Iterable[Mapping[str, float]], test_images: Iterable[int]) -> list[str]:

@@ -15,6 +15,7 @@ from perada.studies.report.facts import (
     empty_confusion,
     expected_calibration_error,
     mistakes,
+    model_title,
 )
 from perada.studies.report.plotting import (
     GREY,
@@ -167,8 +168,8 @@ def calibration(record: RunRecord, name: str) -> RenderedFigure | None:
                     right.append(100 * bins["right"][bin_number] / count)
                     marker_areas.append(4 + 60 * count / largest_bin)
             error = f"{100 * expected_calibration_error(bins):.1f} %"
-            errors.append(f"{model} {error}")
-            draw_line(axes, index, confidences, right, f"{short_label(model)}, ECE {error}", marker_size=4)
+            errors.append(f"{model_title(model)} {error}")
+            draw_line(axes, index, confidences, right, f"{model_title(model)}, ECE {error}", marker_size=4)
             axes.scatter(confidences, right, s=marker_areas, color=colour_of(index), alpha=0.35, linewidths=0)
         axes.set(xlabel="confidence in %", ylabel="right in %", xlim=(0, 102), ylim=(0, 102))
         add_legend(figure)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, quantiles, stdev
 
+from perada.core.text import printable
 from perada.studies.report.records import Counts, RunRecord
 
 
@@ -30,6 +31,17 @@ def expected_calibration_error(bins: Mapping[str, Sequence[float]]) -> float:
     for count, right, confidence in zip(bins["count"], bins["right"], bins["confidence"], strict=True):
         weighted_gaps.append(abs(right - count * confidence))
     return sum(weighted_gaps) / total
+
+
+def model_title(model: str) -> str:
+    """Return words for the models of a file's entry, ``personal`` or ``global``.
+
+    >>> model_title("personal"), model_title("global")
+    ('personal models', 'global model')
+    """
+    if model == "global":
+        return "global model"
+    return f"{printable(model)} models"
 
 
 def confusion_tables(record: RunRecord, model: str) -> dict[int, Counts]:

@@ -5,8 +5,9 @@ Each function takes the run and the name of the figure, and returns None if the 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from perada.results.report import SCORES
 from perada.studies.report.facts import deciles, mean_of_scores, megabytes_sent
@@ -27,6 +28,9 @@ from perada.studies.report.plotting import (
     write_in_cells,
 )
 from perada.studies.report.records import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 OWN_SCORE, _, GLOBAL_SCORE = SCORES
 MAX_NAMED_POINTS = 12
@@ -108,7 +112,8 @@ def losses(record: RunRecord, name: str) -> RenderedFigure | None:
             for row in record.rounds:
                 if key in row:
                     curve.add(row["round"] + 1, row[key])
-            draw_line(axes, index, curve.x, curve.y, short_label(key.removeprefix("train/"), 40))
+            role = key.removeprefix("train/").removesuffix("_loss").replace("_", " ")
+            draw_line(axes, index, curve.x, curve.y, short_label(f"{role} models", 40))
         axes.set(ylabel="mean training loss")
         label_round_axis(axes, "round")
         add_legend(figure)
@@ -187,8 +192,7 @@ def personal_and_global(record: RunRecord, name: str) -> RenderedFigure | None:
         marker_size = 5 if num_clients <= 200 else 2
         axes.plot(points.x, points.y, "o", color=COLOURS[0], alpha=0.7, markersize=marker_size)
         if num_clients <= MAX_NAMED_POINTS:
-            for label, x, y in zip(names, points.x, points.y, strict=True):
-                axes.annotate(label, (x, y), (4, 4), textcoords="offset points", fontsize=7)
+            _name_points(axes, points, names)
         axes.set(xlabel="global model in %", ylabel="client's own model in %")
         return render(
             figure,
@@ -196,6 +200,24 @@ def personal_and_global(record: RunRecord, name: str) -> RenderedFigure | None:
             f"Clients' models that beat the global one on the clients' own images: {num_better} of {num_clients}; "
             f"beaten by it: {num_worse}.",
         )
+
+
+def _name_points(axes: "Axes", points: Curve, names: Sequence[str]) -> None:
+    """Write the names of clients beside their points; clients with the same point share a label."""
+    names_at: dict[tuple[float, float], list[str]] = {}
+    for name, x, y in zip(names, points.x, points.y, strict=True):
+        names_at.setdefault((round(x, 1), round(y, 1)), []).append(name)
+    middle = (min(points.x) + max(points.x)) / 2
+    for (x, y), names_of_point in names_at.items():
+        # Towards the middle, where there is room.
+        if x > middle:
+            offset = (-5, 4)
+            alignment = "right"
+        else:
+            offset = (5, 4)
+            alignment = "left"
+        label = short_label(", ".join(names_of_point), 44)
+        axes.annotate(label, (x, y), offset, textcoords="offset points", ha=alignment, fontsize=7)
 
 
 def communication(record: RunRecord, name: str) -> RenderedFigure | None:
@@ -294,8 +316,8 @@ def epsilon(record: RunRecord, name: str) -> RenderedFigure | None:
     with report_style():
         figure, axes = new_axes()
         for index, (key, curve) in enumerate(figure_curves.items()):
-            title = key.removeprefix("privacy/").replace("_epsilon_", " ledger, ").replace("max", "largest")
-            draw_line(axes, index, curve.x, curve.y, short_label(title, 40))
+            label = key.removeprefix("privacy/").replace("_epsilon_", " ledger, ").replace("max", "largest")
+            draw_line(axes, index, curve.x, curve.y, short_label(label.replace("_", " "), 40))
         axes.set(ylabel="ε", ylim=(0, None))
         label_round_axis(axes, "rounds done")
         add_legend(figure)

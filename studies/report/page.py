@@ -12,7 +12,7 @@ from pathlib import Path
 
 from perada.core.files import write_atomic, writing
 from perada.core.text import cell_text, printable
-from perada.results.report import SCORES, percent, scores_beside, title
+from perada.results.report import SCORES, percent, score_title, scores_beside, title
 from perada.results.run_file import RUN_FILE
 from perada.studies.drawing import check_drawing
 from perada.studies.report.figures import OWN_SCORE
@@ -160,15 +160,15 @@ def _subtitle(record: RunRecord) -> str:
 
 
 def _first_metric(record: RunRecord) -> str:
-    """Return the name of the scores' metric, the first of several."""
+    """Return the title of the scores' metric, the first of several."""
     training = record.info.get("training") or {}
     metric = training.get("metric") or "auto"
     # A list of metrics, or a dictionary of a metric's name and its options, or a list of these.
     while metric and isinstance(metric, list | dict):
         metric = next(iter(metric))
     if metric == "auto":
-        return str(record.task["default_metric"])
-    return str(metric)
+        metric = record.task["default_metric"]
+    return score_title(str(metric))
 
 
 def counted(number: int, word: str, plural: str = "s") -> str:

@@ -29,10 +29,14 @@ from perada.results.report import (
     title,
 )
 from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, published, read_run
-from perada.tasks import Classification
 
 Counts = list[list[int]]
 """A table of numbers of images."""
+CLASSIFICATION = {"exclusive": True, "default_metric": "accuracy"}
+"""What a page needs of the record of :class:`.Classification`, whose module would import torch."""
+
+
+SCORES_LEFT_OUT = "Scores, losses and diagnostics of private runs are left out; --scores=true includes them."
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,8 @@ class RunRecord:
     @property
     def task(self) -> dict[str, Any]:
         """Record of the task (:meth:`.Task.record`): one class per image unless the run has another."""
-        record: dict[str, Any] = self.info.get("task") or Classification().record()
-        return record
+        record: dict[str, Any] | None = self.info.get("task")
+        return record or CLASSIFICATION
 
     @property
     def several_labels(self) -> bool:
@@ -151,6 +155,11 @@ class RunRecord:
             if name in row:
                 return row[name]
         return math.nan
+
+
+def lack_scores(records: Sequence[RunRecord], scores: bool | None) -> bool:
+    """Return whether a page leaves out scores because a run is private and ``--scores`` is not set."""
+    return scores is None and any(record.private for record in records)
 
 
 def read_records(path: Path) -> list[RunRecord]:

@@ -16,6 +16,7 @@ from perada.studies.report.facts import (
     expected_calibration_error,
     megabytes_sent,
     mistakes,
+    model_title,
 )
 from perada.studies.report.figures import GLOBAL_SCORE, OWN_SCORE
 from perada.studies.report.plotting import RenderedFigure
@@ -24,6 +25,8 @@ from perada.studies.report.records import Counts, RunRecord
 Cell = str | int | float
 MAX_ROWS = 200
 """Largest number of rows of a table in the page; the table's file has all rows."""
+MAX_SETTING_DEPTH = 5
+"""Largest depth of settings in settings that have rows of their own, so that a broken file cannot exhaust the stack."""
 SPREAD = "± "
 """Beginning of the header of a column with the standard deviations of the column before it."""
 BEFORE = "before: "
@@ -70,6 +73,13 @@ class Table:
         """Return the name of a column in the file where the page has another; otherwise an empty text."""
         name = self.header[column]
         return "" if self.title_of(column) == name else name
+
+    def row_tooltip_of(self, row: Sequence[Cell]) -> str:
+        """Return the name of a row in the file where the page has another; otherwise an empty text."""
+        name = row[0]
+        if self.metrics != "rows" or not isinstance(name, str) or title(name) == name:
+            return ""
+        return name
 
     def is_text(self, column: int) -> bool:
         """Return whether a column holds texts."""
@@ -328,7 +338,7 @@ def _calibration(record: RunRecord, prefix: str) -> Section:
     rows: list[list[Cell]] = []
     errors = []
     for model, bins in record.calibration.items():
-        errors.append(f"{model} {100 * expected_calibration_error(bins):.2f} %")
+        errors.append(f"{model_title(model)} {100 * expected_calibration_error(bins):.2f} %")
         for count, right, confidence in zip(bins["count"], bins["right"], bins["confidence"], strict=True):
             if count:
                 rows.append([model, int(count), confidence, right / count])
@@ -426,7 +436,8 @@ def _privacy(record: RunRecord, prefix: str) -> Section:
     privacy = record.info.get("privacy")
     rendered = _draw(record, prefix, [figures.epsilon])
     if not privacy:
-        return Section(key="privacy", title="Privacy", intro="", figures=rendered)
+        intro = _LEFT_OUT if record.without_scores else ""
+        return Section(key="privacy", title="Privacy", intro=intro, figures=rendered)
 
     # Only here, since both modules import torch and timm, which takes longer than drawing the page.
     from perada.results.cards import check_record, privacy_lines
@@ -464,7 +475,7 @@ def _settings(record: RunRecord, prefix: str) -> Section:
     rows: list[list[Cell]] = []
     for name, value in record.info.items():
         if name not in ("classes", "clients", "privacy"):  # other sections have them
-            rows.append([name, str(value)])
+            rows += _setting_rows(name, value)
     table = Table(name=f"{prefix}run", caption="The run", header=["setting", "value"], rows=rows)
     parts = []
     if record.command:
@@ -481,6 +492,16 @@ def _settings(record: RunRecord, prefix: str) -> Section:
         tables=_tables_with_rows(table),
         text="\n\n".join(parts),
     )
+
+
+def _setting_rows(name: str, value: object, depth: int = 0) -> list[list[Cell]]:
+    """Return a row for each setting in a value, with the names of nested ones after a dot, as options are typed."""
+    if not isinstance(value, dict) or depth == MAX_SETTING_DEPTH:
+        return [[name, str(value)]]
+    rows: list[list[Cell]] = []
+    for key, nested_value in value.items():
+        rows += _setting_rows(f"{name}.{key}", nested_value, depth + 1)
+    return rows
 
 
 def _file_name_part(name: str) -> str:

@@ -14,6 +14,7 @@ from perada.studies.report.facts import PairedDifference, paired_difference
 from perada.studies.report.figures import OWN_SCORE, TITLES
 from perada.studies.report.plotting import (
     GREY,
+    MAX_NAMED_CLIENTS,
     RenderedFigure,
     add_legend,
     colour_of,
@@ -259,9 +260,16 @@ def _file_name(score: str) -> str:
 
 @dataclass(frozen=True)
 class Contrast:
-    """The clients' scores in one group against those in the first group."""
+    """The clients' scores in one group against those in the first group.
+
+    Attributes:
+        name: Name of the group.
+        by_client: Difference of each client's score (M,); NaN for a client that lacks one of the two scores.
+        difference: The differences that are not NaN, with their mean.
+    """
 
     name: str
+    by_client: list[float]
     difference: PairedDifference
 
 
@@ -273,7 +281,8 @@ def _paired_differences(groups: Sequence[Group]) -> list[Section]:
     for group in others:
         scores = group.client_scores(OWN_SCORE)
         if base_scores and scores and _have_same_clients(baseline, group):
-            contrasts.append(Contrast(group.name, paired_difference(scores, base_scores)))
+            by_client = [score - base for score, base in zip(scores, base_scores, strict=True)]
+            contrasts.append(Contrast(group.name, by_client, paired_difference(scores, base_scores)))
     if not contrasts:
         return []
 
@@ -298,7 +307,7 @@ def _paired_differences(groups: Sequence[Group]) -> list[Section]:
         intro="The score of each client's personal model on the client's own images, averaged over seeds, minus the "
         f"client's score in {baseline.name}. The standard error is that of the mean over clients; it does not include "
         "the variation of runs over seeds.",
-        figures=[_draw_differences(contrasts, baseline.name)],
+        figures=[_draw_differences(contrasts, baseline.name, baseline.runs[0].client_names)],
         tables=[table],
         opened=True,
     )
@@ -316,30 +325,54 @@ def _have_same_clients(group: Group, other: Group) -> bool:
     return True
 
 
-def _draw_differences(contrasts: Sequence[Contrast], baseline: str) -> RenderedFigure:
-    """Draw the clients' differences to the first group as ticks, with their mean and its standard error above."""
+def _draw_differences(contrasts: Sequence[Contrast], baseline: str, client_names: Sequence[str]) -> RenderedFigure:
+    """Draw a row for each client with its differences to the first group, and above them their means.
+
+    Clients are sorted by their difference in the first contrast; an error bar is the standard error of a mean.
+    """
+    clients = sorted(range(len(client_names)), key=lambda client: _nan_last(contrasts[0].by_client[client]))
+    num_clients = len(clients)
+    mean_rows = [num_clients + index for index in range(len(contrasts))]
+    ticks = list(mean_rows)
+    tick_names = ["mean"] * len(contrasts)
+    # With many clients the figure keeps its height: the markers shrink, and the names are left out.
+    has_names = num_clients <= MAX_NAMED_CLIENTS
+    if has_names:
+        ticks = [*range(num_clients), *mean_rows]
+        tick_names = [*(short_label(client_names[client]) for client in clients), *tick_names]
+        height = min(max(1.2 + 0.19 * len(ticks), 2.6), 10)
+        marker_size = 4
+    else:
+        height = min(3.4 + 0.19 * len(contrasts), 10)
+        marker_size = 2
     with report_style():
-        figure, axes = new_axes(4.5, min(1.4 + 0.5 * len(contrasts), 8))
+        figure, axes = new_axes(4.5, height)
         axes.axvline(0, color=GREY, linewidth=1)
         for index, contrast in enumerate(contrasts):
             colour = colour_of(index + 1)  # the first colour is that of the first group
-            points = [100 * difference for difference in contrast.difference.differences]
-            axes.plot(points, [index] * len(points), "|", color=colour, markersize=9, alpha=0.6)
-            in_points = paired_difference(points, [0.0] * len(points))
-            error = 0 if math.isnan(in_points.standard_error) else in_points.standard_error
-            axes.errorbar(in_points.mean, index + 0.25, xerr=error, fmt="o", color=colour, capsize=3)
-            axes.annotate(
-                short_label(contrast.name, 40),
-                (in_points.mean, index + 0.25),
-                (0, 5),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
+            marker = marker_of(index + 1)
+            points = [100 * contrast.by_client[client] for client in clients]
+            label = short_label(contrast.name, 40)
+            axes.plot(points, range(num_clients), marker, color=colour, markersize=marker_size, alpha=0.7, label=label)
+            error = contrast.difference.standard_error
+            axes.errorbar(
+                100 * contrast.difference.mean,
+                mean_rows[index],
+                xerr=0 if math.isnan(error) else 100 * error,
+                fmt=marker,
+                color=colour,
+                capsize=3,
             )
-        axes.set(
-            ylim=(-0.5, len(contrasts) - 0.2),
-            yticks=[],
-            xlabel=f"difference to {short_label(baseline, 40)} in % points",
-        )
-        alt = f"Differences to {baseline} by client, and their mean with its standard error."
+        axes.axhline(num_clients - 0.5, color=GREY, linewidth=0.5)
+        axes.set(xlabel=f"difference to {short_label(baseline, 40)} in % points")
+        axes.set_yticks(ticks, tick_names)
+        if not has_names:
+            axes.set_ylabel("clients, sorted")
+        add_legend(figure)
+        alt = f"Differences to {baseline} by client, and above them their mean with its standard error."
         return render(figure, "paired", alt)
+
+
+def _nan_last(value: float) -> float:
+    """Return a sort key that places NaN after all numbers."""
+    return math.inf if math.isnan(value) else value

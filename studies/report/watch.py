@@ -13,10 +13,11 @@ from typing import Any
 import yaml
 
 from perada.core.files import write_atomic
+from perada.deploy.server import SERVER_STATE
 from perada.results.report import SHIFTS_FILE
 from perada.results.run_file import RUN_FILE
 from perada.studies.report.page import write_page
-from perada.studies.report.records import RunRecord, read_records
+from perada.studies.report.records import SCORES_LEFT_OUT, RunRecord, lack_scores, read_records
 
 METRICS_FILE = "metrics.csv"
 WATCHED_FILES = (RUN_FILE, METRICS_FILE, SHIFTS_FILE)
@@ -73,6 +74,7 @@ def watch(folders: Sequence[Path], output: Path, scores: bool | None = None, *, 
     drawn_states: list[FileState | None] | None = None
     rejected_states: list[FileState | None] | None = None
     looks_without_change = 0
+    has_drawn = False
     try:
         while True:
             states = file_states(folders)
@@ -92,9 +94,12 @@ def watch(folders: Sequence[Path], output: Path, scores: bool | None = None, *, 
                         raise
                     rejected_states = states
                 else:
+                    if not has_drawn and lack_scores(records, scores):
+                        print(SCORES_LEFT_OUT, flush=True)
+                    has_drawn = True
                     write_page(output, records, scores, refresh=refresh)
                     drawn_states = states
-            if records and looks_without_change >= SETTLING_LOOKS and all(map(has_all_rounds, records)):
+            if records and looks_without_change >= SETTLING_LOOKS and all(map(is_finished, records)):
                 print("The run is finished.", flush=True)
                 break
             time.sleep(interval)
@@ -122,8 +127,22 @@ def _has_rounds_file(folder: Path) -> bool:
     return (folder / METRICS_FILE).is_file() or (folder / RUN_FILE).is_file()
 
 
+def is_finished(record: RunRecord) -> bool:
+    """Return whether a run, or a deployed run in the folder of its server, has finished."""
+    if not (record.folder / SERVER_STATE).is_file():
+        return has_all_rounds(record)
+    # Here, since it imports torch, which other runs do without.
+    from perada.deploy.server.progress import is_over, read_progress
+
+    progress, _ = read_progress(record.folder)
+    return is_over(progress)
+
+
 def has_all_rounds(record: RunRecord) -> bool:
-    """Return whether a run has as many rounds as its ``config.yaml`` sets; False if that sets no number."""
+    """Return whether a run of this machine has as many rounds as its ``config.yaml`` sets.
+
+    False if that sets no number.
+    """
     config: Any = yaml.safe_load(record.config) if record.config else None
     trainer = config.get("trainer") if isinstance(config, dict) else None
     max_epochs = trainer.get("max_epochs") if isinstance(trainer, dict) else None

@@ -70,8 +70,8 @@ def test_the_weighted_f1_is_a_score_and_no_weighted_mean(tmp_path):
         "personal/fog_std",
     ]
     (tmp_path / "metrics.csv").write_text(f"{','.join(header)}\n0,0.5,0.25,0.1\n")
-    assert cells(run_report(tmp_path)) == [["round", "own images, f1_weighted"], ["1", "50.00"]]
-    assert title(header[2]) == "own images, f1_weighted, weighted by images"
+    assert cells(run_report(tmp_path)) == [["round", "own images, weighted F1"], ["1", "50.00"]]
+    assert title(header[2]) == "own images, weighted F1, weighted by images"
 
 
 def test_table_is_markdown():

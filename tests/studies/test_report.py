@@ -4,7 +4,9 @@
 import csv
 import json
 import math
+import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -13,11 +15,14 @@ from scipy.stats import sem, ttest_rel
 
 import perada
 from perada.cli import main
+from perada.core.text import printable
+from perada.results.report import TITLES
+from perada.studies.report import figures
 from perada.studies.report.facts import expected_calibration_error, paired_difference
 from perada.studies.report.page import as_csv, write_page
-from perada.studies.report.records import RunRecord, read_records
+from perada.studies.report.records import CLASSIFICATION, RunRecord, read_records
 from perada.studies.report.several import comparison, groups_of
-from perada.tasks import MultiLabel
+from perada.tasks import Classification, MultiLabel
 from tests.options import sections
 
 SCRIPT = "<script>alert(1)</script>"
@@ -183,7 +188,7 @@ def test_images_with_several_labels_are_counted_once(tmp_path):
     record = RunRecord("run", tmp_path, info, [{"round": 0, "train/local_loss": 0.5, "params/trained": 59780}])
     record.partition, record.train_sizes = {"train": [[3, 2], [1, 4]]}, [4, 5]
     text = write_page(tmp_path / "page", [record]).read_text(encoding="utf-8")
-    assert "Ditto on test_resnet, 2 clients, 2 classes, 1 round. Scores are auroc, in %." in text
+    assert "Ditto on test_resnet, 2 clients, 2 classes, 1 round. Scores are AUROC, in %." in text
     assert "a client has 4 to 5 images." in text
     assert "59,780" in text
     assert [row["all labels"] for row in rows(tmp_path / "page" / "partition_train.csv")] == ["5", "5"]
@@ -203,6 +208,64 @@ def test_a_paired_difference_is_that_of_scipy():
     assert len(difference.differences) == 30
     assert difference.standard_error == pytest.approx(sem(one - other))
     assert difference.mean / difference.standard_error == pytest.approx(ttest_rel(one, other).statistic)
+
+
+def svg_texts(figure):
+    """The texts in a figure, which the SVG has as text."""
+    return [element.text for element in ElementTree.fromstring(figure.svg).iter() if element.tag.endswith("text")]
+
+
+def test_points_have_the_names_of_their_clients(tmp_path):
+    names = ["north", "south", "east"]
+    record = RunRecord("run", tmp_path, {"num_classes": 2, "clients": names})
+    record.clients = {"personal/local_test": [0.5, 0.5, 0.75]}
+    record.global_local = [0.25, 0.25, 1.0]
+    texts = svg_texts(figures.personal_and_global(record, "figure"))
+    assert {"north, south", "east"} <= set(texts)  # the first two are the same point
+    assert set(names) <= set(svg_texts(figures.before_and_after(record, "figure")))
+
+
+def test_paired_differences_name_their_clients(runs):
+    _, differences = comparison([record for folder in runs[0] for record in read_records(folder)])
+    (figure,) = differences.figures
+    texts = svg_texts(figure)
+    (row,) = differences.tables[0].rows
+    scores = [np.array(run.metrics["clients"]["personal/local_test"]) for run in runs[1]]
+    order = np.argsort(scores[2] - (scores[0] + scores[1]) / 2, kind="stable")
+    expected = [printable(NAMES[1:][client]) for client in order]
+    assert [text for text in texts if text in expected] == expected
+    assert row[0] == "FedAvg" and "FedAvg" in texts and "mean" in texts
+
+
+RAW_NAME = re.compile(r"\b(personal|global|train|comm|params|privacy|theory|updates|clients|deploy|server)/\w+")
+
+
+def test_raw_names_of_metrics_are_tooltips_only(page, tmp_path):
+    names = [name for name in TITLES if "/" in name]
+    names += ["personal/local_test_f1_per_class_p10", "train/own_loss", "privacy/release_epsilon_std", "theory/new_std"]
+    rounds = [dict.fromkeys(names, 0.5) | {"round": number} for number in range(2)]
+    every = write_page(tmp_path, [RunRecord("run", tmp_path, rounds=rounds)], scores=True)
+    for path in (page / "index.html", every):
+        contents = Page(path)
+        assert [text for text in contents.text if RAW_NAME.search(text)] == []
+        assert not any(RAW_NAME.search(attributes.get("aria-label") or "") for _, attributes in contents.tags)
+    tooltips = [attributes["title"] for tag, attributes in Page(every).tags if tag == "th" and "title" in attributes]
+    assert set(names) <= set(tooltips)
+
+
+def test_nested_settings_have_rows_of_their_own(page, runs):
+    training = runs[1][0].info["training"]
+    settings = {row["setting"]: row["value"] for row in rows(page / "run.csv")}
+    assert settings["training.optimizer"] == training["optimizer"]
+    assert settings["training.algorithm.class"] == "PerAda"
+    assert "{" not in "".join(
+        value for name, value in settings.items() if "images" not in name and "phases" not in name
+    )
+
+
+def test_the_default_task_of_a_record_is_classification():
+    record = Classification().record()
+    assert {name: record[name] for name in CLASSIFICATION} == CLASSIFICATION
 
 
 def test_runs_that_differ_in_the_seed_are_one_row(runs):

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """`perada report --watch` on a folder that grows, as a run's does."""
 
+import csv
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from perada.cli import main
+from perada.deploy.transport import LocalTransport
 from perada.studies.report import watch as watching
 from perada.studies.report.records import RunRecord
+from tests.deploy.parties import Parties
 
 HEADER = "epoch,personal/local_test,step\n"
 RELOADS = 'http-equiv="refresh"'
@@ -100,6 +104,52 @@ def test_the_path_is_printed_before_the_page_is_drawn_and_opened(tmp_path, capsy
     path = tmp_path / "report" / "index.html"
     assert steps == [f"Page: {path}\n", path.as_uri()]
     assert "No browser could be started" in capsys.readouterr().out  # append returns None
+
+
+def test_a_deployed_run_is_followed_to_its_last_score(tiny, tmp_path, monkeypatch, capsys):
+    """The server is not slowed down: a look is taken each time that it has written its files, in the same thread."""
+    monkeypatch.setattr(watching, "SETTLING_LOOKS", 1)
+    parties = Parties(tiny, tmp_path, "fedavg", rounds=3)
+    coordinator = parties.coordinator(LocalTransport(parties.workers()))
+    page = tmp_path / "page" / "index.html"
+    rows_at_look = []
+    saves = threading.Semaphore(0)
+    looks = threading.Semaphore(0)
+
+    def look(seconds):
+        if (tmp_path / "page" / "rounds.csv").exists():
+            lines = (tmp_path / "page" / "rounds.csv").read_text().splitlines()
+            rows_at_look.append([line.split(",")[0] for line in lines[1:]])
+            assert RELOADS in page.read_text()
+        looks.release()
+        assert saves.acquire(timeout=60)
+
+    def save(write=coordinator._save):
+        write()
+        assert looks.acquire(timeout=60)
+        saves.release()
+
+    monkeypatch.setattr(watching, "time", SimpleNamespace(sleep=look))
+    monkeypatch.setattr(coordinator, "_save", save)
+    follower = threading.Thread(
+        target=watching.watch, args=([tmp_path / "server"], tmp_path / "page"), kwargs={"interval": 2.0}, daemon=True
+    )
+    follower.start()
+    coordinator.run()
+    for _ in range(3):  # looks without a change, the last of which ends it
+        saves.release()
+    follower.join(60)
+    coordinator.close()
+    assert not follower.is_alive()
+    assert {tuple(rows) for rows in rows_at_look} == {("1",), ("1", "2"), ("1", "2", "3")}
+    assert rows_at_look == sorted(rows_at_look, key=len)
+    with (tmp_path / "server" / "metrics.csv").open() as file:
+        last = list(csv.DictReader(file))[-1]
+    with (tmp_path / "page" / "rounds.csv").open() as file:
+        drawn = list(csv.DictReader(file))[-1]
+    assert float(drawn["personal/local_test"]) == pytest.approx(float(last["personal/local_test"]), rel=1e-5)
+    assert RELOADS not in page.read_text()
+    assert capsys.readouterr().out.endswith("The run is finished.\n")
 
 
 def test_without_a_number_of_rounds_a_run_is_never_finished(tmp_path):

@@ -31,8 +31,8 @@ from perada.deploy.protocol import (
 )
 from perada.deploy.recipe import ServerRecipe, labels_digest
 from perada.deploy.scores import mean_scores, scores_of_sums
+from perada.deploy.server import SERVER_STATE
 from perada.deploy.server.progress import (
-    SERVER_STATE,
     RoundRecord,
     RunProgress,
     participation_of,

@@ -10,12 +10,11 @@ from typing import Any
 
 from perada.core.files import write_atomic
 from perada.core.states import State, laid_out, strides_of
+from perada.deploy.server import SERVER_STATE
 from perada.deploy.state import read_nested, write_nested
 from perada.deploy.sums.progress import SumState
 from perada.federation.participation import Participation
 
-SERVER_STATE = "server.safetensors"
-"""Name of the file with the states and the progress."""
 SERVER_FORMAT = 4
 METRICS = "metrics.csv"
 SUM_STATE = "sum.safetensors"
@@ -136,6 +135,11 @@ class RunProgress:
     moves: list[float] = field(default_factory=list)
     spoiled: int = 0
     sent_digests: dict[str, str] = field(default_factory=dict)
+
+
+def is_over(progress: RunProgress) -> bool:
+    """Return whether a run has trained all rounds, fine-tuned if its recipe does, and scored the models of its end."""
+    return progress.scored == progress.done >= progress.rounds
 
 
 def participation_of(progress: RunProgress, sites_per_round: int | None) -> Participation:
