@@ -992,7 +992,8 @@ def test_diagnostics_are_kept_of_every_round(recipe, read, capsys):
     (history,) = [record["history"] for record in read() if record["stage"] == "run"]
     assert [row["round"] for row in history] == [1, 2]
     assert "global/global_test" not in history[0] and "global/global_test" in history[1]
-    table = lines.index(next(line for line in lines if line.startswith("| accuracy of the local models' ensemble after round")))
+    heading = "| accuracy of the local models' ensemble after round"
+    table = lines.index(next(line for line in lines if line.startswith(heading)))
     shown = [float(cell) for cell in lines[table + 2].split("|")[2:-1]]
     assert shown == [float(f"{row['theory/ensemble_accuracy']:.4g}") for row in history]
 
