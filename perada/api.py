@@ -37,6 +37,7 @@ from perada.results.restore import plain_data
 from perada.results.run import Run
 from perada.server import Distillation, SecureSums, ServerRule, make_rule
 from perada.server.aggregate import Weighting
+from perada.tasks import Task
 
 __all__ = ["argument_texts", "finetune", "make_trainer"]
 SECTIONS: dict[str, type] = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
@@ -62,6 +63,7 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
     adapter_options: dict[str, Any] | None = None,
     pretrained: bool | str = True,
     num_classes: int | None = None,
+    task: Task | None = None,
     image_size: int | None = None,
     train_backbone: bool = False,
     algorithm: str | Algorithm = "perada",
@@ -104,6 +106,8 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
         adapter_options: Options of the named adapter, for example ``{"r": 8}``.
         pretrained: Load weights from the Hub, or from this local file or folder; otherwise they are random.
         num_classes: Number of classes; by default that of the data.
+        task: What is learnt from the labels, with its options, such as ``Classification(label_smoothing=0.1)``
+            (docs/tasks.md); by default chosen from the labels. A datamodule has its own.
         image_size: Side of the images in pixels: uint8 images are resized to it, ViTs built for it. A datamodule has
             its own.
         train_backbone: Train the backbone's parameters in addition to the adapter's.
@@ -159,9 +163,9 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
     # The type that the caller passed, before a datamodule is made of it.
     data_type = type(data).__name__
     if isinstance(data, FederatedData):
-        data = _make_datamodule(data, backbone, batch_size, image_size, num_classes)
+        data = _make_datamodule(data, backbone, batch_size, image_size, num_classes, task)
     else:
-        _check_datamodule(data, batch_size, image_size)
+        _check_datamodule(data, batch_size, image_size, task)
     chosen_algorithm = _algorithm(algorithm, algorithm_options)
     model_options: dict[str, Any] = {
         "backbone": backbone,
@@ -232,7 +236,7 @@ def to_yaml_value(value: object) -> YamlValue:
         return {str(key): to_yaml_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_yaml_value(item) for item in value]
-    if isinstance(value, Algorithm | ServerRule):
+    if isinstance(value, Algorithm | ServerRule | Task):
         parameters = inspect.signature(type(value)).parameters
         init_args = {name: to_yaml_value(getattr(value, name)) for name in parameters if hasattr(value, name)}
         return {"class_path": class_path_of(type(value)), "init_args": init_args}
@@ -298,6 +302,7 @@ def _make_datamodule(
     batch_size: int | Literal["full"] | None,
     image_size: int | None,
     num_classes: int | None,
+    task: Task | None,
 ) -> FederatedDataModule:
     """Return a datamodule that serves these data.
 
@@ -310,15 +315,18 @@ def _make_datamodule(
             num_classes = linear_layers[-1].out_features
     if batch_size is None:
         batch_size = 64
-    return FederatedDataModule(data, batch_size=batch_size, image_size=image_size, num_classes=num_classes)
+    return FederatedDataModule(data, batch_size=batch_size, image_size=image_size, num_classes=num_classes, task=task)
 
 
-def _check_datamodule(data: object, batch_size: int | Literal["full"] | None, image_size: int | None) -> None:
+def _check_datamodule(
+    data: object, batch_size: int | Literal["full"] | None, image_size: int | None, task: Task | None
+) -> None:
     """Raise if the data are not a data module, or an argument contradicts the data module's options."""
     if not isinstance(data, FederatedDataModule):
         raise TypeError(f"data must be a FederatedData or a FederatedDataModule, got {type(data).__name__}")
-    for name, value in {"batch_size": batch_size, "image_size": image_size}.items():
-        datamodule_value = getattr(data, name)
+    datamodule_values = {"batch_size": data.batch_size, "image_size": data.image_size, "task": data.chosen_task}
+    for name, value in {"batch_size": batch_size, "image_size": image_size, "task": task}.items():
+        datamodule_value = datamodule_values[name]
         if value is not None and value != datamodule_value:
             raise OptionError(
                 f"{name}={value!r} cannot be combined with a data module, which has {datamodule_value!r}; set it there",

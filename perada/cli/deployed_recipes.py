@@ -233,7 +233,7 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
         cli.datamodule,
         public=_public_images(cli.datamodule),
         num_classes=num_classes,
-        task=getattr(dataset, "task", Classification()),
+        task=cli.datamodule.chosen_task or getattr(dataset, "task", None) or Classification(),
         classes=class_names,
         loggers=[] if folder is None else _build_loggers(content, folder),
     )

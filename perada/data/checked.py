@@ -176,6 +176,7 @@ def check(
     num_classes: int | None = None,
     image_size: int | None = None,
     resolve: Resolve = resolve_subset,
+    task: Task | None = None,
 ) -> Checked:
     """Open and check the data.
 
@@ -187,6 +188,7 @@ def check(
         num_classes: Number of classes K; None for that of the data, or else for what the labels show.
         image_size: Height and width to resize uint8 images to; None keeps them.
         resolve: Finds the dataset behind a Subset.
+        task: What is learnt from the labels; None to choose it from the labels.
 
     Raises:
         ValueError: If there are no clients, a client has no samples, shapes differ, a label is out of range, the
@@ -229,7 +231,16 @@ def check(
         nonempty += [(client, labels) for client, labels in enumerate(labels_of_clients) if labels.size(0)]
     check_label_formats(nonempty)
     _, first_labels = nonempty[0]
-    task = task_of_labels(first_labels)
+    default_task = task_of_labels(first_labels)
+    if task is None:
+        task = default_task
+    elif task.exclusive != default_task.exclusive:
+        raise OptionError(
+            f"task={task} needs {task.labels_per_image} per image, but the labels are {default_task.labels_per_image} "
+            "per image; choose the other task, or leave it out",
+            name="task",
+            value=task,
+        )
     # The number of classes that names of Hugging Face's datasets give is known, that of words is not.
     infers_classes = not is_declared and (classes is None or words is not None)
     num_classes = _check_classes(labels_of_parts, classes, num_classes, task, infers_classes)

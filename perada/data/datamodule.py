@@ -78,6 +78,8 @@ class FederatedDataModule(pl.LightningDataModule):
         augment_public: Augment the public images of distillation in the same way, anew in each step. Teachers and
             student see the same images.
         num_classes: Number of classes; null for that of the dataset.
+        task: What is learnt from the labels (docs/tasks.md), with its options: :class:`.Classification` or
+            :class:`.MultiLabel`. By default chosen from the labels: one class, or several labels per image.
         device_cache_mb: Keep sets of tensors up to this size on the accelerator, and cached features of their images.
         shifts: Shifted test sets by name: :class:`.Corruptions`, :class:`.LabelShift`, an image set with the same
             classes, whose test split is used, or short forms (docs/shifts.md). Not with ``evaluate_on: validation``.
@@ -121,6 +123,7 @@ class FederatedDataModule(pl.LightningDataModule):
         flip: bool = False,
         augment_public: bool = False,
         num_classes: int | None = None,
+        task: Task | None = None,
         device_cache_mb: int = 2000,
         shifts: dict[str, Shift | ImageSet | list[str] | str] | None = None,
         shifts_when: ShiftsWhen = "end",
@@ -131,6 +134,7 @@ class FederatedDataModule(pl.LightningDataModule):
         check_type("dataset", dataset, ImageSet, "Digits()")
         check_type("partition", partition, Partition, "Dirichlet(20, 0.1)")
         check_type("public", public, ImageSet, "Photographs()")
+        check_type("task", task, Task, "Classification()")
         check_type("shifts", shifts, Mapping, "{'noise': 'gaussian_noise'}")
         check_integer("seed", seed, 0, le=None)
         check_number("client_validation", client_validation, ge=0, lt=1, hint="it is a share of the training images")
@@ -182,6 +186,8 @@ class FederatedDataModule(pl.LightningDataModule):
         self.on_broken = on_broken
         self.shifts_when = shifts_when
         self._num_classes = num_classes
+        self.chosen_task = task
+        """The option ``task``; None where the task is chosen from the labels."""
         self._check_options(crop_padding, flip, augment_public)
         self.shifts = as_shifts(shifts or {})
         self.conditions: list[Condition] = []
@@ -250,7 +256,7 @@ class FederatedDataModule(pl.LightningDataModule):
             # The record has all parts of the division, also the test images that are not used.
             self._record = self._partition_record(replace(data, test=divided.test), held_out, resolve)
             data = replace(data, test=held_out)
-        checked = check(data, self._num_classes, self.image_size, resolve)
+        checked = check(data, self._num_classes, self.image_size, resolve, self.chosen_task)
         if evaluates_test:
             checked.held_out = held_out
             self.conditions = conditions(self.shifts, checked, self.image_size)

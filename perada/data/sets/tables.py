@@ -24,6 +24,7 @@ from perada.data.batches.transforms import MissingImageError, read_image, resize
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, explain_read_errors, number_labels
 from perada.data.sets.manifest import SPLITS, ListedImages, Listing
+from perada.tasks import Classification, MultiLabel, Task
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -74,6 +75,13 @@ class ImageTable(ListedImages):
         self.separator = separator
         self.encoding = encoding
         self.source_name = table
+
+    @property
+    def task(self) -> Task:
+        """What is learnt from the labels, which is known without reading the table."""
+        if self.separator is not None or not isinstance(self.label, str):
+            return MultiLabel()
+        return Classification()
 
     @cached_property
     def listing(self) -> Listing:
