@@ -244,6 +244,7 @@ def check(
     # The number of classes that names of Hugging Face's datasets give is known, that of words is not.
     infers_classes = not is_declared and (classes is None or words is not None)
     num_classes = _check_classes(labels_of_parts, classes, num_classes, task, infers_classes)
+    task = _fitted_task(task, labels_of_parts, num_classes, sum(stores["training"].sizes))
     for store in stores.values():
         if isinstance(store, MapStore) and task.exclusive:
             store.classes = store.classes or range(num_classes)
@@ -315,9 +316,40 @@ def _check_classes(
             "leave num_classes out"
         )
     for part, labels in merged_labels.items():
-        if len(_out_of_range(labels, num_classes, task)):
+        if len(task.out_of_range(labels, num_classes)):
             _raise_for_owner(part, labels_of_parts[part], num_classes, task)
     return num_classes
+
+
+def _fitted_task(
+    task: Task, labels_of_parts: Mapping[str, list[Tensor]], num_classes: int, training_images: int
+) -> Task:
+    """Check the task's options and the unknown labels, and compute the options that depend on the training labels.
+
+    Of large data whose labels are not declared, only some labels are known before training.
+
+    Raises:
+        ValueError: If an option does not match the number of classes, no training label is known, or the server's
+            labelled images have unknown labels.
+    """
+    task.check_classes(num_classes)
+    server_labels = labels_of_parts.get("validation", [])
+    if not all(bool(task.known(labels).all()) for labels in server_labels):
+        raise ValueError(
+            "the server's validation images have unknown labels (NaN or -1), and each of them is needed; fill them in, "
+            "or take these images out"
+        )
+    training_labels = torch.cat([labels for labels in labels_of_parts["training"] if labels.size(0)])
+    if len(training_labels) < training_images:
+        if task.uses_all_targets:
+            raise ValueError(
+                f"task={task}: weights cannot be balanced, since the labels of the {training_images} training images "
+                "are not known before training; give numbers, or data that declare their labels (targets=)"
+            )
+        return task
+    if not bool(task.known(training_labels).any()):
+        raise ValueError("all training labels are unknown (NaN or -1), so nothing can be learned; add known labels")
+    return task.fitted_to(training_labels, num_classes)
 
 
 def _raise_for_owner(part: str, labels_of_clients: Sequence[Tensor], num_classes: int, task: Task) -> None:
@@ -564,16 +596,10 @@ def _number_labels(store: Store, labels_of_clients: list[Labels], class_numbers:
 
 def check_labels(prefix: str, labels: Tensor, num_classes: int, task: Task) -> None:
     """Raise a ValueError that begins with ``prefix`` for classes outside 0..K-1, or vectors outside [0, 1]."""
-    out_of_range = _out_of_range(labels, num_classes, task)
+    out_of_range = task.out_of_range(labels, num_classes)
     if len(out_of_range):
         largest = task.largest_label(num_classes)
         remedy = "correct the label"
         if task.exclusive:
             remedy += f" or num_classes (now {num_classes})"
         raise ValueError(f"{prefix} {out_of_range[0].item()}, outside 0..{largest}: {remedy}")
-
-
-def _out_of_range(labels: Tensor, num_classes: int, task: Task) -> Tensor:
-    """Return those of the labels (N,), or of the entries of vectors (N, K), that are no class, or outside [0, 1]."""
-    largest = task.largest_label(num_classes)
-    return labels[~((labels >= 0) & (labels <= largest))]

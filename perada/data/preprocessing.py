@@ -425,8 +425,7 @@ def _read_samples(
     images = torch.stack([preprocessing.stored(image) for image, _ in samples])
     labels = torch.stack([as_labels(label, of_one_image=True) for _, label in samples])
     known_classes = len(class_numbers)
-    largest = task.largest_label(known_classes)
-    if not task.fits(labels, known_classes) or labels.min() < 0 or labels.max() > largest:
+    if not task.fits(labels, known_classes) or len(task.out_of_range(labels, known_classes)):
         expected = task.describe_targets(num_classes)
         raise ValueError(
             f"the labels of the images, {labels.dtype} {tuple(labels.shape)} from {labels.min()} to {labels.max()}, do "

@@ -37,6 +37,7 @@ UNSUPPORTED = {
     "precision='16-mixed'": "the loss scale is shared by all clients; use 'bf16-mixed'",
     "max_failures": "--min-sites sets how many sites must answer; leave it out",
     "diagnostics": "they need data from all clients in one place; leave them out",
+    "balanced weights of the task": "the labels of a site never leave it; give the weights as numbers",
     "shifts": "they are drawn from the test images of all clients; leave them out",
 }
 """Options that cannot be used in a deployment, and why."""
@@ -76,12 +77,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         trainer = self.trainer
+        task = self.data.chosen_task
         self.module.trainer = trainer
         check_trainer(trainer)
         is_used = {
             "precision='16-mixed'": getattr(trainer.precision_plugin, "scaler", None) is not None,
             "max_failures": self.loop.max_failures is not None,
             "diagnostics": bool(self.loop.evaluation.diagnostics),
+            "balanced weights of the task": task is not None and task.uses_all_targets,
             "shifts": bool(self.data.shifts),
         }
         for option, reason in UNSUPPORTED.items():

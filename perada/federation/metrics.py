@@ -298,6 +298,10 @@ def _make_metric(entry: _Entry, task: Task, classes: int) -> Metric:
     return Metric(name, compute, metric_class.higher_is_better is False)
 
 
+UNKNOWN_LABEL = -1
+"""Value by which metrics of torchmetrics recognise an unknown label."""
+
+
 def _compute(
     metric_class: Callable[..., torchmetrics.Metric],
     options: dict[str, Any],
@@ -307,11 +311,14 @@ def _compute(
     labels: Tensor,
 ) -> Tensor:
     """Compute a metric of torchmetrics, with NaN for classes that do not occur."""
+    known = task.known(labels)
+    if not known.all():
+        options = options | {"ignore_index": UNKNOWN_LABEL}
     metric = metric_class(**options)
     with warnings.catch_warnings():
         # A class without samples is expected, and gets NaN below.
         warnings.filterwarnings("ignore", "No (positive|negative) samples", UserWarning)
-        metric.update(predictions, labels.long())
+        metric.update(predictions, labels.where(known, UNKNOWN_LABEL).long())
         value: Tensor = metric.compute()
     if not value.dim():
         return value

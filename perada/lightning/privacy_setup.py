@@ -87,6 +87,11 @@ def _check_options(context: RunContext) -> None:
             "evaluate_on='validation' scores models on held-out private images for choosing settings, which no ledger "
             "counts; set evaluate_on='test', and choose settings on public data"
         )
+    if data.chosen_task is not None and data.chosen_task.uses_all_targets:
+        raise _privacy_error(
+            f"task={data.chosen_task} would compute weights from the clients' labels without noise, which no ledger "
+            "counts; give the weights as numbers"
+        )
     if is_sample_level and settings.weighting == "samples":
         raise _privacy_error(
             "weighting='samples' reveals the clients' numbers of images without noise; choose weighting='uniform'"

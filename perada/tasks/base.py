@@ -124,6 +124,35 @@ class Task(ABC):
     def blank_targets(self, shape: Sequence[int], classes: int, device: torch.device) -> Tensor:
         """Return valid targets for images of leading shape ``shape``, for dry runs without data."""
 
+    @property
+    def uses_all_targets(self) -> bool:
+        """Whether an option is computed from the training targets of all clients (:meth:`fitted_to`)."""
+        return False
+
+    def fitted_to(self, targets: Tensor, classes: int) -> "Task":
+        """Return the task with numbers in place of options that depend on all clients' training targets.
+
+        Args:
+            targets: Training targets (N, ...) of all clients.
+            classes: Number of classes K.
+
+        Raises:
+            ValueError: If the targets do not determine them.
+        """
+        return self
+
+    def check_classes(self, classes: int) -> None:  # noqa: B027  # a task may have no such option
+        """Raise an OptionError if an option does not match the number of classes K."""
+
+    def known(self, targets: Tensor) -> Tensor:
+        """Return a mask, of the shape of the targets, that is false for unknown labels."""
+        return torch.ones_like(targets, dtype=torch.bool)
+
+    def out_of_range(self, targets: Tensor, classes: int) -> Tensor:
+        """Return those of the known targets, or of their entries, that are not between 0 and the largest label."""
+        values = targets[self.known(targets)]
+        return values[~((values >= 0) & (values <= self.largest_label(classes)))]
+
     @abstractmethod
     def largest_label(self, classes: int) -> int:
         """Return the largest number that a label, or an entry of a vector of labels, may be."""

@@ -2,19 +2,36 @@
 """One class per image."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from perada.core.checks import OptionError, check_number
 from perada.tasks.base import Task
+from perada.tasks.weights import BALANCED, check_all_occur, check_length, checked_weights, weights_on
 
 
 @dataclass(frozen=True)
 class Classification(Task):
-    """One class per image: softmax probabilities, and the cross-entropy loss. Targets are classes (N,)."""
+    """One class per image: softmax probabilities, and the cross-entropy loss. Targets are classes (N,).
+
+    Options change the loss of training only. Scores and distillation are those of the plain task.
+
+    Args:
+        label_smoothing: Share ε of the target's probability that is spread evenly over all classes (Szegedy et al.,
+            CVPR 2016).
+        class_weights: Factor of the loss for each class, K numbers, as in :func:`torch.nn.functional.cross_entropy`;
+            ``balanced`` for N / (K n_k), where n_k of all clients' N training images have class k. The counts leave the
+            clients, so ``balanced`` is not allowed with differential privacy or in a deployment.
+        focal_gamma: Exponent γ of the focal loss −(1 − p)^γ log p of the true class's probability p (Lin et al., ICCV
+            2017), which gives confident predictions less weight; 0 for the cross-entropy.
+
+    Raises:
+        OptionError: If an option is out of range.
+    """
 
     exclusive: ClassVar[bool] = True
     default_metric: ClassVar[str] = "accuracy"
@@ -22,13 +39,65 @@ class Classification(Task):
     metric_size_option: ClassVar[str] = "num_classes"
     labels_per_image: ClassVar[str] = "one class"
 
+    label_smoothing: float = 0.0
+    class_weights: Sequence[float] | Literal["balanced"] | None = None
+    focal_gamma: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("label_smoothing", self.label_smoothing, ge=0, lt=1)
+        check_number("focal_gamma", self.focal_gamma, ge=0)
+        weights = checked_weights("class_weights", self.class_weights)
+        # A tuple, since tasks with the same options must be equal.
+        object.__setattr__(self, "class_weights", weights)
+        if self.label_smoothing and self.focal_gamma:
+            raise OptionError(
+                f"label_smoothing={self.label_smoothing} cannot be combined with focal_gamma={self.focal_gamma}: the "
+                "focal loss is defined for one true class; set one of the two",
+                name="label_smoothing",
+                value=self.label_smoothing,
+            )
+
+    @property
+    def uses_all_targets(self) -> bool:
+        """Whether the weights are computed from all clients' counts."""
+        return self.class_weights == BALANCED
+
+    def fitted_to(self, targets: Tensor, classes: int) -> Task:
+        """Return the task with the weights N / (K n_k) in place of ``balanced``.
+
+        >>> targets = torch.tensor([0, 0, 0, 1])
+        >>> Classification(class_weights="balanced").fitted_to(targets, 2).class_weights
+        (0.6666666666666666, 2.0)
+        """
+        if not self.uses_all_targets:
+            return self
+        counts = self.class_counts(targets, classes)
+        check_all_occur("class_weights", counts)
+        weights = len(targets) / (classes * counts.double())
+        return replace(self, class_weights=tuple(weights.tolist()))
+
+    def check_classes(self, classes: int) -> None:
+        """Raise an OptionError if there is not one weight for each class."""
+        check_length("class_weights", self.class_weights, classes)
+
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Compute the cross-entropy (N,) of each image.
+        """Compute the loss (N,) of each image: the cross-entropy unless an option changes it.
 
         >>> Classification().loss(torch.zeros(2, 4), torch.tensor([0, 3])).exp().tolist()
         [4.0, 4.0]
         """
-        return F.cross_entropy(logits, targets, reduction="none")
+        weights = weights_on(self.class_weights, logits)
+        if not self.focal_gamma:
+            return F.cross_entropy(
+                logits, targets, weight=weights, reduction="none", label_smoothing=self.label_smoothing
+            )
+        cross_entropies = F.cross_entropy(logits, targets, reduction="none")
+        # Not below eps: for γ < 1 the power has an infinite gradient at 0.
+        errors = (1 - (-cross_entropies).exp()).clamp(min=torch.finfo(logits.dtype).eps)
+        losses = errors**self.focal_gamma * cross_entropies
+        if weights is None:
+            return losses
+        return losses * weights[targets]
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Compute the softmax."""

@@ -2,21 +2,36 @@
 """Several labels per image."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from perada.tasks.base import Task
+from perada.tasks.weights import BALANCED, check_all_occur, check_length, checked_weights, weights_on
+
+UNKNOWN = -1
+"""An unknown label, which may also be NaN; CheXpert has both."""
 
 
 @dataclass(frozen=True)
 class MultiLabel(Task):
     """Several labels per image, each present or absent: sigmoid probabilities, and the binary cross-entropy.
 
-    Targets are vectors (N, K) of 0 and 1. Losses, entropies and divergences are means over the K labels.
+    Targets are vectors (N, K) of 0 and 1. An unknown label is NaN or -1. It is left out of the loss, which is the mean
+    over the known labels of an image, and of the scores. An image without any known label has a loss of 0. Entropies
+    and divergences are means over the K labels.
+
+    Args:
+        positive_weights: Factor of the loss of each label where it is present, K numbers, as ``pos_weight`` of
+            :class:`torch.nn.BCEWithLogitsLoss`; ``balanced`` for the number of images without the label divided by
+            those with it, among all clients' training images. The counts leave the clients, so ``balanced`` is not
+            allowed with differential privacy or in a deployment.
+
+    Raises:
+        OptionError: If an option is out of range.
     """
 
     exclusive: ClassVar[bool] = False
@@ -25,14 +40,55 @@ class MultiLabel(Task):
     metric_size_option: ClassVar[str] = "num_labels"
     labels_per_image: ClassVar[str] = "several labels"
 
+    positive_weights: Sequence[float] | Literal["balanced"] | None = None
+
+    def __post_init__(self) -> None:
+        weights = checked_weights("positive_weights", self.positive_weights)
+        # A tuple, since tasks with the same options must be equal.
+        object.__setattr__(self, "positive_weights", weights)
+
+    @property
+    def uses_all_targets(self) -> bool:
+        """Whether the weights are computed from all clients' counts."""
+        return self.positive_weights == BALANCED
+
+    def fitted_to(self, targets: Tensor, classes: int) -> Task:
+        """Return the task with absent / present images of each label in place of ``balanced``.
+
+        >>> targets = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, -1.0]])
+        >>> MultiLabel(positive_weights="balanced").fitted_to(targets, 2).positive_weights
+        (3.0, 0.5)
+        """
+        if not self.uses_all_targets:
+            return self
+        present = self.class_counts(targets, classes)
+        absent = self.known(targets).sum(0) - present
+        check_all_occur("positive_weights", torch.minimum(present, absent))
+        weights = absent.double() / present
+        return replace(self, positive_weights=tuple(weights.tolist()))
+
+    def check_classes(self, classes: int) -> None:
+        """Raise an OptionError if there is not one weight for each label."""
+        check_length("positive_weights", self.positive_weights, classes)
+
+    def known(self, targets: Tensor) -> Tensor:
+        """Return a mask (N, K) that is false where a label is NaN or -1."""
+        return ~targets.isnan() & (targets != UNKNOWN)
+
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Compute the binary cross-entropy (N,) of each image, averaged over its labels.
+        """Compute the binary cross-entropy (N,) of each image, averaged over its known labels.
 
         >>> MultiLabel().loss(torch.zeros(1, 3), torch.tensor([[0.0, 1.0, 1.0]])).exp().tolist()
         [2.0]
         """
-        losses_of_labels = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none")
-        return losses_of_labels.mean(-1)
+        known = self.known(targets)
+        # Also before the loss: the gradient with respect to a target of NaN would be NaN, and not 0.
+        targets = targets.where(known, 0).to(logits)
+        losses_of_labels = F.binary_cross_entropy_with_logits(
+            logits, targets, reduction="none", pos_weight=weights_on(self.positive_weights, logits)
+        )
+        sums = losses_of_labels.where(known, 0).sum(-1)
+        return sums / known.sum(-1).clamp(min=1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Compute the sigmoid."""
@@ -71,8 +127,8 @@ class MultiLabel(Task):
         return torch.maximum(present, 1 - present)
 
     def errors(self, probabilities: Tensor, targets: Tensor) -> Tensor:
-        """Return the distance (N, K) of each probability from the label."""
-        return (probabilities - targets).abs()
+        """Return the distance (N, K) of each probability from the label, 0 where the label is unknown."""
+        return (probabilities - targets).abs().where(self.known(targets), 0)
 
     def presence(self, targets: Tensor, classes: int) -> Tensor:
         """Return the targets, which are indicators."""
@@ -80,7 +136,7 @@ class MultiLabel(Task):
 
     def class_counts(self, targets: Tensor, classes: int) -> Tensor:
         """Count the images that have each label."""
-        return targets.long().sum(0)
+        return (targets >= 1).sum(0)
 
     def blank_targets(self, shape: Sequence[int], classes: int, device: torch.device) -> Tensor:
         """Return vectors without a label."""

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of classes in a loss."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from perada.core.checks import check_number, invalid_option
+from perada.core.states import to_device_async
+
+BALANCED = "balanced"
+"""Weights that follow from the frequencies of classes."""
+Weights = Sequence[float] | Literal["balanced"] | None
+
+
+def checked_weights(name: str, weights: Weights) -> tuple[float, ...] | Literal["balanced"] | None:
+    """Return the value of an option as a tuple of numbers, ``balanced`` or None.
+
+    Raises:
+        OptionError: If it is none of these, or a weight is not a number > 0.
+    """
+    if weights is None or weights == BALANCED:
+        return weights
+    if isinstance(weights, str) or not isinstance(weights, Sequence) or not weights:
+        raise invalid_option(name, weights, "a list of numbers, one for each class, or 'balanced'")
+    for weight in weights:
+        check_number(name, weight, gt=0, hint="it is a list of factors of the loss")
+    return tuple(float(weight) for weight in weights)
+
+
+def check_length(name: str, weights: Weights, classes: int) -> None:
+    """Raise an OptionError if there are weights, and not one for each of K classes."""
+    if weights is not None and weights != BALANCED and len(weights) != classes:
+        raise invalid_option(name, weights, f"a list of {classes} numbers, one for each class")
+
+
+def check_all_occur(name: str, counts: Tensor) -> None:
+    """Raise an OptionError if a class does not occur in the counts (K,), so no weight follows from its frequency."""
+    missing = (counts == 0).nonzero().flatten().tolist()
+    if missing:
+        numbers = ", ".join(map(str, missing))
+        raise invalid_option(
+            name, BALANCED, "a list of numbers", hint=f"no client has a training image that determines class {numbers}"
+        )
+
+
+def weights_on(weights: Weights, logits: Tensor) -> Tensor | None:
+    """Return weights (K,) in the dtype and on the device of logits; None if there are none.
+
+    Raises:
+        RuntimeError: If the weights are ``balanced``, and the task was not fitted to the targets.
+    """
+    if weights is None:
+        return None
+    if isinstance(weights, str):
+        raise RuntimeError("balanced weights are not known before Task.fitted_to was called with the training targets")
+    return to_device_async(torch.tensor(weights, dtype=logits.dtype), logits.device)
