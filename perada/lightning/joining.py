@@ -22,7 +22,7 @@ from perada.lightning.run_record import LOCAL_SCORE, RECORDED_OPTIONS
 from perada.lightning.trainers import make_trainer
 from perada.privacy import Privacy
 from perada.results.run import Run
-from perada.tasks import make_task
+from perada.tasks.base import make_task
 
 
 def personalize(  # noqa: PLR0913  # each argument is an option of `perada clients add`

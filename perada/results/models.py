@@ -20,8 +20,8 @@ from perada.models.adapted import AdaptedModel
 from perada.models.backbones import IMAGE
 from perada.models.merging import check_merged, merge_adapter
 from perada.results.inference import Predictions, as_list, check_device, client_index, read_batch
-from perada.tasks import Task, make_task
-from perada.tasks.base import Average
+from perada.tasks import Task
+from perada.tasks.base import Average, make_task
 
 if TYPE_CHECKING:
     from pandas import DataFrame

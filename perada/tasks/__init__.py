@@ -3,11 +3,11 @@
 
 from torch import Tensor
 
-from perada.tasks.base import Task, make_task
+from perada.tasks.base import Task
 from perada.tasks.classification import Classification
 from perada.tasks.multi_label import MultiLabel
 
-__all__ = ["DEFAULT_TASK", "Classification", "MultiLabel", "Task", "make_task", "task_of_labels"]
+__all__ = ["Classification", "MultiLabel", "Task"]
 
 DEFAULT_TASK = Classification()
 """Task of functions that are called without data, such as dry runs."""

@@ -4,7 +4,7 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -178,6 +178,16 @@ class Task(ABC):
             class_numbers: The run's number of each of the client's classes.
             classes: The run's number of classes K.
         """
+
+    def __repr__(self) -> str:
+        """Return the class and the options that were set."""
+        options = []
+        if is_dataclass(self):
+            for field in fields(self):
+                value = getattr(self, field.name)
+                if value != field.default:
+                    options.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(options)})"
 
     def record(self) -> dict[str, Any]:
         """Return name and options as JSON, from which :func:`make_task` creates the task.

@@ -14,7 +14,7 @@ from perada.tasks.base import Task
 from perada.tasks.weights import BALANCED, check_all_occur, check_length, checked_weights, weights_on
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Classification(Task):
     """One class per image: softmax probabilities, and the cross-entropy loss. Targets are classes (N,).
 

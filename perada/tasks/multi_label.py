@@ -16,7 +16,7 @@ UNKNOWN = -1
 """An unknown label, which may also be NaN; CheXpert has both."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MultiLabel(Task):
     """Several labels per image, each present or absent: sigmoid probabilities, and the binary cross-entropy.
 

@@ -10,7 +10,8 @@ from scipy.special import rel_entr
 from scipy.stats import entropy
 from sklearn.metrics import log_loss
 
-from perada.tasks import Classification, MultiLabel, Task, make_task, task_of_labels
+from perada.tasks import Classification, MultiLabel, Task, task_of_labels
+from perada.tasks.base import make_task
 
 CLASSES = 4
 RANDOM = torch.Generator().manual_seed(3)
