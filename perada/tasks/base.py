@@ -181,7 +181,7 @@ class Task(ABC):
 
     def __repr__(self) -> str:
         """Return the class and the options that were set."""
-        options = []
+        options: list[str] = []
         if is_dataclass(self):
             for field in fields(self):
                 value = getattr(self, field.name)
