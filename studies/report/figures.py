@@ -161,6 +161,8 @@ def before_and_after(record: RunRecord, name: str) -> RenderedFigure | None:
         worst = f"{scores_after[0]:.1f} % (client {names[0]})"
         best = f"{scores_after[-1]:.1f} % (client {names[-1]})"
         alt = f"Each client's score on its own images, sorted. From {worst} to {best}."
+        if scores_after[0] == scores_after[-1]:
+            alt = f"Each client's score on its own images. All clients have {scores_after[0]:.1f} %."
         if before:
             num_better = sum(after[client] > before[client] for client in clients)
             alt += f" Better than before: {num_better} of {len(clients)}."
@@ -257,6 +259,7 @@ def shifts(record: RunRecord, name: str) -> RenderedFigure | None:
         set_tick_names(axes.xaxis, grid.column_names)
         set_tick_names(axes.yaxis, grid.row_names)
         axes.tick_params(axis="x", rotation=90)
+        axes.set_xlabel("model and severity")
         figure.colorbar(image, label="score in %")
         return render(figure, name, "Scores by kind of corruption and severity.", wide=num_columns > 8)
 
