@@ -142,7 +142,7 @@ def confusion_by_client(record: RunRecord, name: str) -> RenderedFigure | None:
         for axes, client in zip(plots, clients, strict=False):
             _draw_confusion(axes, tables[client], has_numbers=num_classes <= 5)
             axes.set(xticks=[], yticks=[])
-            axes.set_title(f"{short_label(record.client_names[client], 14)}: {100 * accuracy[client]:.0f} %")
+            axes.set_title(f"{short_label(record.client_names[client], 20)}: {100 * accuracy[client]:.0f} %")
         figure.supxlabel("predicted class", fontsize=9)
         figure.supylabel("class", fontsize=9)
         alt = f"Confusions of the {len(clients)} clients with the least accurate models; the table lists all clients."

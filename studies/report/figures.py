@@ -19,6 +19,7 @@ from perada.studies.report.plotting import (
     add_legend,
     draw_line,
     fading_colormap,
+    label_points,
     label_round_axis,
     new_axes,
     render,
@@ -180,7 +181,7 @@ def personal_and_global(record: RunRecord, name: str) -> RenderedFigure | None:
     for client, (personal, shared) in enumerate(scores_of_clients):
         if math.isnan(personal + shared):
             continue
-        names.append(short_label(record.client_names[client], 14))
+        names.append(short_label(record.client_names[client], 20))
         points.add(100 * shared, 100 * personal)
         num_better += personal > shared
         num_worse += personal < shared
@@ -209,17 +210,8 @@ def _name_points(axes: "Axes", points: Curve, names: Sequence[str]) -> None:
     names_at: dict[tuple[float, float], list[str]] = {}
     for name, x, y in zip(names, points.x, points.y, strict=True):
         names_at.setdefault((round(x, 1), round(y, 1)), []).append(name)
-    middle = (min(points.x) + max(points.x)) / 2
-    for (x, y), names_of_point in names_at.items():
-        # Towards the middle, where there is room.
-        if x > middle:
-            offset = (-5, 4)
-            alignment = "right"
-        else:
-            offset = (5, 4)
-            alignment = "left"
-        label = short_label(", ".join(names_of_point), 44)
-        axes.annotate(label, (x, y), offset, textcoords="offset points", ha=alignment, fontsize=7)
+    labels = [short_label(", ".join(names_of_point), 44) for names_of_point in names_at.values()]
+    label_points(axes, list(names_at), labels)
 
 
 def communication(record: RunRecord, name: str) -> RenderedFigure | None:

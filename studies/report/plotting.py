@@ -197,6 +197,103 @@ def add_legend(figure: "Figure") -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Box:
+    """A rectangle in a plot, in points (1/72 inch)."""
+
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+    def overlap(self, other: "_Box") -> float:
+        """Return the area that two boxes share."""
+        width = min(self.right, other.right) - max(self.left, other.left)
+        height = min(self.top, other.top) - max(self.bottom, other.bottom)
+        return max(width, 0.0) * max(height, 0.0)
+
+
+LABEL_SIZE = 7
+"""Size of the labels of points, in points."""
+LABEL_GAP = 4
+"""Distance between a point and its label, in points."""
+
+
+@dataclass(frozen=True)
+class _LabelSide:
+    """A place of a label beside its point.
+
+    Attributes:
+        offset: From the point to the label's anchor, in points.
+        alignment: Horizontal alignment of the label at its anchor.
+        shift: Left edge of the label relative to its anchor, in widths of the label.
+    """
+
+    offset: tuple[float, float]
+    alignment: str
+    shift: float
+
+
+LABEL_SIDES = (
+    _LabelSide((LABEL_GAP, 0), "left", 0),
+    _LabelSide((-LABEL_GAP, 0), "right", -1),
+    _LabelSide((0, LABEL_SIZE), "center", -0.5),
+    _LabelSide((0, -LABEL_SIZE), "center", -0.5),
+    _LabelSide((LABEL_GAP, LABEL_SIZE), "left", 0),
+    _LabelSide((LABEL_GAP, -LABEL_SIZE), "left", 0),
+    _LabelSide((-LABEL_GAP, LABEL_SIZE), "right", -1),
+    _LabelSide((-LABEL_GAP, -LABEL_SIZE), "right", -1),
+)
+"""Places of a label, the preferred ones first."""
+
+
+def label_points(axes: "Axes", points: Sequence[tuple[float, float]], labels: Sequence[str]) -> None:
+    """Write labels beside points, each on the side where it covers least of the other labels, the points and the edges.
+
+    Sizes are estimated, since the layout is computed only when the figure is finished.
+    """
+    box = axes.get_window_extent()
+    points_per_pixel = 72 / axes.figure.dpi
+    plot_width = box.width * points_per_pixel
+    plot_height = box.height * points_per_pixel
+    left, right = axes.get_xlim()
+    bottom, top = axes.get_ylim()
+    anchors = []
+    for x, y in points:
+        anchors.append(((x - left) / (right - left) * plot_width, (y - bottom) / (top - bottom) * plot_height))
+    occupied = []
+    for anchor_x, anchor_y in anchors:
+        radius = LABEL_GAP - 1
+        occupied.append(_Box(anchor_x - radius, anchor_y - radius, anchor_x + radius, anchor_y + radius))
+    # What lies beyond the edges is as bad as what covers a label.
+    far = 10 * (plot_width + plot_height)
+    occupied += [_Box(-far, -far, 0, far), _Box(plot_width, -far, far, far)]
+    occupied += [_Box(-far, -far, far, 0), _Box(-far, plot_height, far, far)]
+
+    for point, anchor, label in zip(points, anchors, labels, strict=True):
+        anchor_x, anchor_y = anchor
+        width = 0.6 * LABEL_SIZE * len(label)
+        overlaps = []
+        boxes = []
+        for side in LABEL_SIDES:
+            text_left = anchor_x + side.offset[0] + side.shift * width
+            middle = anchor_y + side.offset[1]
+            candidate = _Box(text_left, middle - LABEL_SIZE / 2, text_left + width, middle + LABEL_SIZE / 2)
+            overlaps.append(sum(candidate.overlap(other) for other in occupied))
+            boxes.append(candidate)
+        best = overlaps.index(min(overlaps))
+        occupied.append(boxes[best])
+        axes.annotate(
+            label,
+            point,
+            LABEL_SIDES[best].offset,
+            textcoords="offset points",
+            ha=LABEL_SIDES[best].alignment,
+            va="center",
+            fontsize=LABEL_SIZE,
+        )
+
+
 def write_in_cells(axes: "Axes", rows: Sequence[Sequence[float]], text_of: Callable[[float], str]) -> None:
     """Write a text into each cell of a heat map.
 

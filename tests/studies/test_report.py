@@ -20,6 +20,7 @@ from perada.results.report import TITLES
 from perada.studies.report import figures
 from perada.studies.report.facts import expected_calibration_error, paired_difference
 from perada.studies.report.page import as_csv, write_page
+from perada.studies.report.plotting import label_points, new_axes, report_style
 from perada.studies.report.records import CLASSIFICATION, RunRecord, read_records
 from perada.studies.report.several import comparison, groups_of
 from perada.tasks import Classification, MultiLabel
@@ -223,6 +224,48 @@ def test_points_have_the_names_of_their_clients(tmp_path):
     texts = svg_texts(figures.personal_and_global(record, "figure"))
     assert {"north, south", "east"} <= set(texts)  # the first two are the same point
     assert set(names) <= set(svg_texts(figures.before_and_after(record, "figure")))
+
+
+def test_labels_of_close_points_do_not_overlap():
+    points = [
+        (26, 74),
+        (44, 79),
+        (48, 81),
+        (58, 89),
+        (66, 89),
+        (68, 93),
+        (70, 87),
+        (76, 86),
+        (82, 93),
+        (87, 87),
+        (88, 88),
+    ]
+    labels = [
+        "noisy",
+        "mirrored",
+        "sheared",
+        "negative",
+        "small",
+        "faint",
+        "blurred",
+        "turned",
+        "lit",
+        "thick",
+        "plain",
+    ]
+    with report_style():
+        drawn, axes = new_axes()
+        axes.plot(*zip(*points, strict=True), "o", markersize=5)
+        label_points(axes, points, labels)
+        drawn.draw_without_rendering()
+        boxes = [text.get_window_extent() for text in axes.texts]
+        centres = axes.transData.transform(points)
+    assert [text.get_text() for text in axes.texts] == labels
+    for number, (box, centre) in enumerate(zip(boxes, centres, strict=True)):
+        assert not any(box.overlaps(other) for other in boxes[number + 1 :])
+        gap_x = max(box.x0 - centre[0], centre[0] - box.x1, 0)
+        gap_y = max(box.y0 - centre[1], centre[1] - box.y1, 0)
+        assert math.hypot(gap_x, gap_y) < 12  # pixels, of 100 in an inch: it stands beside its point
 
 
 def test_paired_differences_name_their_clients(runs):
