@@ -68,7 +68,7 @@ def parts_of(campaign: Campaign, folder: Path, seed: int, draws: int, quick: boo
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run the campaign, and print the table. The exit status is 1 if a fault fell."""
+    """Run the campaign, and print the table. The exit status is 1 if a fault failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks faults", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="A few faults of each kind, in some minutes.")
     parser.add_argument("--seed", default="0", help="What is tried follows from it; `today` is another one each day.")
@@ -97,7 +97,7 @@ def main(words: list[str] | None = None) -> None:
             parts[part]()
     print(report(campaign.outcomes))
     print(f"seed {seed}, commit {commit}, {time.monotonic() - started_at:.0f} s")
-    sys.exit(any(outcomes.fallen for outcomes in campaign.outcomes))
+    sys.exit(any(outcomes.failures for outcomes in campaign.outcomes))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks.faults.configurations import limited
-from benchmarks.faults.outcomes import Campaign, Verdict
+from benchmarks.faults.outcomes import REPORTED, SURVIVED, Campaign, Verdict
 from perada.cli import entry_point
 
 BASE = (
@@ -64,14 +64,14 @@ def _outcome_of(words: list[str], names: list[str], seconds: int) -> str:
                     entry_point()
         except SystemExit as end:
             if not end.code:
-                return "held"
+                return SURVIVED
             message = str(end.code)
         except TimeoutError:
             return f"took more than {seconds} s"
         except Exception as error:  # any other is a bug
             return f"raw {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         else:
-            return "held"
+            return SURVIVED
         finally:
             os.chdir(working_directory)
     if "\n" in message.strip():
@@ -82,5 +82,5 @@ def _outcome_of(words: list[str], names: list[str], seconds: int) -> str:
         parts += [name, *name.split(".")]
     plain_message = message.replace("_", " ")
     if any(part and part.replace("_", " ") in plain_message for part in parts):
-        return "named"
+        return REPORTED
     return f"names nothing: {message[:200]}"

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from benchmarks.faults.outcomes import Campaign, Verdict
+from benchmarks.faults.outcomes import REPORTED, SURVIVED, Campaign, Verdict
 from perada.algorithms import ALGORITHMS
 from perada.data import Digits, Dirichlet, DominantClass, FederatedData, FederatedDataModule, Shards
 from perada.data.partitions import IID
@@ -141,7 +141,7 @@ def outcome_of(call: Call, seconds: int = SECONDS) -> str:
     broken = [name for name, value in last_round.items() if math.isnan(value) and not name.endswith("_std")]
     if broken and not any(word in warnings_text for word in ("NaN", "test image", "AUROC", "score")):
         return f"{broken[0]} is NaN without a word"
-    return "held"
+    return SURVIVED
 
 
 def _outcome_of_refusal(message: str, options: dict[str, Any]) -> str:
@@ -153,7 +153,7 @@ def _outcome_of_refusal(message: str, options: dict[str, Any]) -> str:
         return f"names no option: {message[:200]}"
     if not any(mark in message for mark in (";", ":", ",")):
         return f"no remedy: {message[:200]}"
-    return "named"
+    return REPORTED
 
 
 def _names_in(options: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 import perada
 from benchmarks.faults.job import Job, network
-from benchmarks.faults.outcomes import Campaign, Verdict
+from benchmarks.faults.outcomes import HARMLESS, REPORTED, Campaign, Verdict
 from perada.core.digests import sealed
 from perada.data import FromFile
 from perada.data.partitions import Split
@@ -125,12 +125,12 @@ def _read_damaged(path: Path, root: Path, read: Read, expected: object) -> str:
             result = _comparable(read(root))
         except (ValueError, OSError) as error:
             message = str(error)
-            return "named" if names_file(message) and "\n" not in message else f"names no file: {message[:200]}"
+            return REPORTED if names_file(message) and "\n" not in message else f"names no file: {message[:200]}"
         except Exception as error:  # any other is a bug
             return f"raw {type(error).__name__}: {str(error)[:200]}"
     if any(names_file(str(warning.message)) for warning in caught_warnings):
-        return "named"
-    return "harmless" if result == expected else "read without a word"
+        return REPORTED
+    return HARMLESS if result == expected else "read without a word"
 
 
 def _resume(root: Path) -> perada.Run:

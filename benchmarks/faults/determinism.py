@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.faults.interruptions import PARALLEL
 from benchmarks.faults.job import PRIVATE, Job
-from benchmarks.faults.outcomes import Campaign, Verdict
+from benchmarks.faults.outcomes import SURVIVED, Campaign, Verdict
 from benchmarks.faults.processes import Hang, JobFailed, References, content, equal, start
 from perada.algorithms.registry import methods
 from perada.core.states import State
@@ -84,10 +84,10 @@ def _compare(way: str, number: int, seed: int, references: References, root: Pat
     finally:
         shutil.rmtree(folder.parent, ignore_errors=True)
     if not is_double:
-        return Verdict("held" if equal(result, expected) else "ended otherwise", description)
+        return Verdict(SURVIVED if equal(result, expected) else "ended otherwise", description)
     distance = _largest_distance(result.states, expected.states)
     if distance <= TOLERANCE and result.scores == expected.scores:
-        return Verdict("held", description)
+        return Verdict(SURVIVED, description)
     return Verdict(f"states are {distance:.1g} apart", description)
 
 

@@ -24,7 +24,7 @@ import perada
 from benchmarks.faults.configurations import limited
 from benchmarks.faults.damage import FILES, Read, divide, example
 from benchmarks.faults.job import Job, network
-from benchmarks.faults.outcomes import Campaign, Verdict
+from benchmarks.faults.outcomes import HARMLESS, REPORTED, Campaign, Verdict
 from perada.cli.main import _format_tables
 from perada.core.digests import KEY, sealed, write_sums
 from perada.lightning.checkpoint import AtomicCheckpointIO
@@ -190,11 +190,11 @@ def _use(attack: Attack, folder: Path) -> str:
             return f"took more than {MAX_SECONDS} s"
         except (ValueError, OSError) as error:
             message = str(error)
-            return "named" if "\n" not in message else f"several lines: {message[:150]!r}"
+            return REPORTED if "\n" not in message else f"several lines: {message[:150]!r}"
         except Exception as error:  # any other is a bug
             return f"raw {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     # Uses return text for what went wrong; what others return, such as a partition, does not matter.
-    return result if isinstance(result, str) else "harmless"
+    return result if isinstance(result, str) else HARMLESS
 
 
 def _values(outside: Path, depth: int = 500) -> tuple[Any, ...]:

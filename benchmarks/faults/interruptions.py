@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.faults.job import PRIVATE, Job
-from benchmarks.faults.outcomes import Campaign, Verdict
+from benchmarks.faults.outcomes import REPORTED, SURVIVED, Campaign, Verdict
 from benchmarks.faults.processes import (
     MEMORY,
     Fault,
@@ -177,10 +177,10 @@ def _interrupt_and_resume(job: Job, fault: Fault, folder: Path, temporary: Path,
 
     resumed = start(job, folder, temporary)
     if fault.kind == "deleted" and str(folder) in resumed.error and "\n" not in resumed.error:
-        return "named"  # files were deleted while a checkpoint was written, and are missed
+        return REPORTED  # files were deleted while a checkpoint was written, and are missed
     if not resumed.done or any(resumed.statuses):
         return f"was not resumed: {resumed.statuses} {resumed.error[-300:]!r}"
     useless_files = left_behind(folder, temporary)
     if useless_files:
         return f"left {useless_files}"
-    return "held" if equal(content(folder, job), expected) else "ended otherwise"
+    return SURVIVED if equal(content(folder, job), expected) else "ended otherwise"

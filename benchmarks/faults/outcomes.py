@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came of each fault that was tried, recorded in a file, and the table of all."""
+"""The outcome of each fault that was tried, recorded in a file, and a table of them."""
 
 import json
 from collections import Counter
@@ -11,15 +11,23 @@ from typing import Any, NamedTuple
 
 from perada.results.report import table
 
-SURVIVED = ("held", "named", "harmless")
-"""Outcomes that are as they should be: the run was not affected, an error named the fault, or the fault did nothing."""
+SURVIVED = "survived"
+"""The run ended as if the fault had not happened."""
+REPORTED = "reported"
+"""An error or a warning named the fault."""
+HARMLESS = "harmless"
+"""The fault changed nothing that is read."""
+FAILED = "failed"
+"""Any other outcome, in the table. The verdict itself describes what went wrong."""
+ACCEPTED = (SURVIVED, REPORTED, HARMLESS)
+"""Outcomes that pass."""
 
 
 class Verdict(NamedTuple):
     """What came of a fault.
 
     Attributes:
-        outcome: One of :data:`SURVIVED`, or what went wrong.
+        outcome: One of :data:`ACCEPTED`, or a description of what went wrong.
         description: The fault, for a list of those that went wrong.
     """
 
@@ -33,25 +41,25 @@ class Outcomes:
 
     Attributes:
         kind: The kind.
-        counts: Number of faults by outcome; ``fell`` for those that are not in :data:`SURVIVED`.
-        fallen: A line for each fault that fell.
+        counts: Number of faults by outcome; those not in :data:`ACCEPTED` count as :data:`FAILED`.
+        failures: A line for each fault that failed.
     """
 
     kind: str
     counts: Counter[str] = field(default_factory=Counter)
-    fallen: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     def add(self, verdict: Verdict) -> None:
         """Count a fault."""
-        if verdict.outcome in SURVIVED:
+        if verdict.outcome in ACCEPTED:
             self.counts[verdict.outcome] += 1
         else:
-            self.counts["fell"] += 1
-            self.fallen.append(f"{self.kind}: {verdict.description}: {verdict.outcome}")
+            self.counts[FAILED] += 1
+            self.failures.append(f"{self.kind}: {verdict.description}: {verdict.outcome}")
 
     def row(self) -> dict[str, object]:
         """Return the kind's row of the table."""
-        counts = {name: self.counts[name] for name in (*SURVIVED, "fell")}
+        counts = {name: self.counts[name] for name in (*ACCEPTED, FAILED)}
         return {"fault": self.kind, "tried": sum(self.counts.values()), **counts}
 
 
@@ -136,11 +144,11 @@ class Campaign:
 
 
 def report(all_outcomes: list[Outcomes]) -> str:
-    """Return a table of all kinds, and the faults that fell."""
+    """Return a table of all kinds, followed by the faults that failed."""
     header = list(all_outcomes[0].row())
     rows = []
-    fallen = []
+    failures = []
     for outcomes in all_outcomes:
         rows.append([str(value) for value in outcomes.row().values()])
-        fallen += outcomes.fallen
-    return "\n".join([table(header, rows), *fallen])
+        failures += outcomes.failures
+    return "\n".join([table(header, rows), *failures])

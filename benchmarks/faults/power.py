@@ -19,7 +19,7 @@ import torch
 
 import perada
 from benchmarks.faults.job import Job, network
-from benchmarks.faults.outcomes import Campaign, Verdict
+from benchmarks.faults.outcomes import SURVIVED, Campaign, Verdict
 from perada.core.digests import digest_of
 from perada.federation.store import locate
 from perada.lightning.checkpoint import AtomicCheckpointIO
@@ -194,7 +194,7 @@ def power(campaign: Campaign, folder: Path) -> None:
     subjects = [
         Subject("Run.save over a run", saved, lambda: second.save(saved), is_one_of_both),
         Subject("rounds with checkpoints and client files", folder / "run", train, _is_resumable),
-        Subject("checkpoints alone", folder / "alone", save_checkpoints, _is_resumable),
+        Subject("checkpoints only", folder / "alone", save_checkpoints, _is_resumable),
     ]
     for subject in subjects:
         kind = f"power failure: {subject.name}"
@@ -211,7 +211,7 @@ def power(campaign: Campaign, folder: Path) -> None:
 def _outcome_of(copy: Path, is_intact: Callable[[Path], bool]) -> str:
     """Read what a crash left, and return the outcome."""
     try:
-        return "held" if is_intact(copy) else "reads as neither"
+        return SURVIVED if is_intact(copy) else "reads as neither"
     except Exception as error:  # whatever a broken file raises
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
