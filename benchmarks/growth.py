@@ -80,7 +80,7 @@ def _train(clients: int, rounds: int, folder: str, recorder: pl.Callback, **opti
     starts = torch.randint(0, IMAGES - IMAGES_OF_CLIENT, (clients,)).tolist()
     parts = [Subset(images, range(start, start + IMAGES_OF_CLIENT)) for start in starts]
     return perada.finetune(
-        nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3)),
+        _network(),
         FederatedData(parts),
         adapter="full",
         algorithm="ditto",
@@ -96,6 +96,10 @@ def _train(clients: int, rounds: int, folder: str, recorder: pl.Callback, **opti
     )
 
 
+def _network() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+
+
 def _rounds(rounds: tuple[int, ...]) -> list[dict[str, Any]]:
     """Train one round more than the last of ``rounds``."""
     with tempfile.TemporaryDirectory() as folder:
@@ -105,11 +109,20 @@ def _rounds(rounds: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def _clients(clients: int) -> dict[str, Any]:
-    """Train two rounds in which each client may take part, and write a checkpoint and the run."""
+    """Train two rounds in which each client may take part, write a checkpoint and the run, and load one client."""
     with tempfile.TemporaryDirectory() as folder:
         recorder = _GrowthRecorder((1,), Path(folder))
         run = _train(clients, 2, folder, recorder, evaluation={"global_test_clients": 0})
+        row = recorder.rows[0] | {"clients": clients}
+        for name, write in (("Run.save", run.save), ("Run.export", run.export)):
+            target = Path(folder) / name
+            started_at = time.perf_counter()
+            write(target)
+            row[f"{name}, s"] = round(time.perf_counter() - started_at, 1)
+            files = [path for path in target.rglob("*") if path.is_file()]
+            row[f"files of {name}"] = len(files)
+            row[f"MB of {name}"] = round(sum(path.stat().st_blocks * 512 for path in files) / 1e6, 1)
         started_at = time.perf_counter()
-        run.save(Path(folder) / "saved")
-        seconds = time.perf_counter() - started_at
-        return recorder.rows[0] | {"clients": clients, "Run.save, s": round(seconds, 1)}
+        perada.Run.load(Path(folder) / "Run.save", backbone=_network()).personal(clients - 1)
+        row["Run.load and one client, s"] = round(time.perf_counter() - started_at, 2)
+        return row

@@ -27,13 +27,18 @@ def files(folder: Path) -> dict[str, Parts]:
         "test_resnet", data, pretrained=False, rounds=1, local_steps=1, distillation={"steps": 1}, batch_size=4,
         image_size=32, enable_progress_bar=False, accelerator="cpu", default_root_dir=str(folder),
     )  # fmt: skip
-    fit, saved = folder / "lightning_logs" / "version_0", run.save(folder / "saved")
+    fit, saved, exported = (
+        folder / "lightning_logs" / "version_0",
+        run.save(folder / "saved"),
+        run.export(folder / "exported"),
+    )
     content = read(fit / "run.json")
     kept = torch.load(fit / "checkpoints" / "last.ckpt", weights_only=True)[CHECKPOINT_KEY]
     return {
         "folder of a fit": listed(fit),
-        "folder of Run.save": {
-            name.replace("client_0", "client_N"): "" for name in listed(saved) if "client_1" not in name
+        "folder of Run.save": listed(saved),
+        "folder of Run.export": {
+            name.replace("client_0", "client_N"): "" for name in listed(exported) if "client_1" not in name
         },
         "run.json": keys(content, f"format {content['format']}"),
         "run.json: info": keys(content["info"]),

@@ -40,7 +40,8 @@ those who work on perada.
 """
 RUNS = {
     "folder of a fit": "Files of `perada fit` and `perada.finetune`",
-    "folder of Run.save": "Files of `Run.save` and `perada export`; each folder in it is one of PEFT's",
+    "folder of Run.save": "Files of `Run.save`; `run.json` lists the client of each row of `personal.safetensors`",
+    "folder of Run.export": "Files of `Run.export` and `perada export`; each folder in it is one of PEFT's",
 }
 
 

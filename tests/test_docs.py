@@ -244,7 +244,7 @@ def test_the_readmes_blocks_run(reader):
     assert isinstance(run, perada.Run)
     assert run.num_clients == 12
     assert names["model"](torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-    assert (reader.folder / "my_run" / "client_11" / "adapter_model.safetensors").is_file()
+    assert (reader.folder / "my_run" / "personal.safetensors").is_file()
     measured = {name for row in run.metrics["rounds"] for name in row if "/" in name}
     assert "personal/local_test_std" in measured
     assert measured <= metrics_of_the_glossary()

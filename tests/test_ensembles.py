@@ -183,7 +183,7 @@ def test_a_client_takes_and_keeps_the_mode_with_the_least_loss_on_its_images(eng
 def test_a_run_with_several_global_models_is_saved_and_loaded(tmp_path):
     adapter = LoraConfig(r=2, target_modules=["conv"], modules_to_save=["norm"])
     run = finetune(FedEnsemble(PerAda(), modes=2), adapter=adapter)
-    run.save(tmp_path)
+    run.export(tmp_path)
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {
         "global_0",
         "global_1",
@@ -203,7 +203,7 @@ def test_a_run_with_several_global_models_is_saved_and_loaded(tmp_path):
 def test_clients_that_share_an_ensemble_have_no_folders(tmp_path):
     run = finetune(FedBE(samples=1, distill=False))
     assert len(run.states("global")) == 1 + 3 + 1
-    run.save(tmp_path)
+    run.export(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [f"global_{k}" for k in range(5)]
     back = perada.Run.load(tmp_path, backbone=network())
     x, _ = images()
@@ -255,7 +255,7 @@ def test_a_checkpoint_of_another_server_is_refused(tmp_path, monkeypatch, before
 def test_methods_without_a_global_model_do_not_give_one(name, tmp_path):
     run = finetune(name, rounds=1)
     assert "global/global_test" not in run.metrics["rounds"][-1]
-    run.save(tmp_path)
+    run.export(tmp_path)
     for one in (run, perada.Run.load(tmp_path, backbone=network())):
         with pytest.raises(ValueError, match=r"has no global model: .*; use personal\(client\)"):
             one.global_model()

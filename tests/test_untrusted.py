@@ -238,8 +238,13 @@ def test_a_run_that_says_it_has_a_billion_global_models_is_refused_at_once(tiny,
     with pytest.raises(ValueError, match=r"run\.json' is broken .*global_models must be .*, got 1000000000000000"):
         perada.Run.load(folder, backbone=tiny.net())
     (folder / "run.json").write_text(json.dumps(content | {"global_models": 10**7}))
-    with pytest.raises(FileNotFoundError, match="global_0' is not an adapter folder"):
+    with pytest.raises(ValueError, match=r"run\.json' is broken: .* lists no file with global state 1;"):
         perada.Run.load(folder, backbone=tiny.net())
+    exported = undigested(fit(tiny, tmp_path, rounds=0, logger=False).export(tmp_path / "exported"))
+    content = json.loads((exported / "run.json").read_text())
+    (exported / "run.json").write_text(json.dumps(content | {"global_models": 10**7}))
+    with pytest.raises(FileNotFoundError, match="global_0' is not an adapter folder"):
+        perada.Run.load(exported, backbone=tiny.net())
 
 
 @pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed:UserWarning")
@@ -247,16 +252,18 @@ def test_what_is_saved_again_shows_nothing_that_was_read(tiny, tmp_path):
     """A name that PEFT keeps of the base model goes into the card's header, which is data."""
     run = fit(tiny, tmp_path, rounds=0, logger=False)
     run.info["privacy"] = private(5)
-    folder = undigested(run.save(tmp_path / "run"))
+    folder = undigested(run.export(tmp_path / "run"))
     for path in folder.rglob("adapter_config.json"):
         config = json.loads(path.read_text())
         path.write_text(json.dumps(config | {"base_model_name_or_path": SCRIPT, "revision": SCRIPT}))
     content = json.loads((folder / "run.json").read_text())
     content["info"] |= {"algorithm": SCRIPT, "seed": SCRIPT, "more": SCRIPT}
     (folder / "run.json").write_text(json.dumps(content))
-    again = perada.Run.load(folder, backbone=tiny.net()).save(tmp_path / "again")
-    cards = [path.read_text() for path in again.rglob("README.md")]
-    assert len(cards) == 6
+    loaded = perada.Run.load(folder, backbone=tiny.net())
+    loaded.save(tmp_path / "saved")
+    again = loaded.export(tmp_path / "again")
+    cards = [path.read_text() for path in (*again.rglob("README.md"), tmp_path / "saved" / "README.md")]
+    assert len(cards) == 7
     assert not any("<script" in card for card in cards)
 
 

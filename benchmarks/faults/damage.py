@@ -39,7 +39,9 @@ CUT_OFF = "cut off"
 
 def example(run: Path) -> Path:
     """Make a folder with the files of a run and of a comparison, and return it."""
-    TRAINED.train(run).save(run / "saved")
+    trained = TRAINED.train(run)
+    trained.save(run / "saved")
+    trained.export(run / "exported")
     comparison = Results(run / FILES["results of compare"])
     comparison.records = [{"stage": "run", "args": [], "recipe": "r", "label": "a", "seed": 0, "global": 0.25}] * 2
     comparison.arrange([])
@@ -74,11 +76,13 @@ def damage(campaign: Campaign, folder: Path, seed: int, bits: int, cuts: int) ->
     """
     run = example(folder / "run")
     clients = sorted((run / VERSION / "clients").glob("*.safetensors"))
-    adapter_files = sorted(path for path in (run / "saved").rglob("*") if path.is_file())
+    saved_files = sorted(path for path in (run / "saved").rglob("*") if path.is_file())
+    adapter_files = sorted(path for path in (run / "exported").rglob("*") if path.is_file())
     targets = [
         Target("checkpoint", [run / FILES["checkpoint"]], _resume),
         Target("client files", clients, _resume),
-        Target("adapter folders", adapter_files, _load),
+        Target("saved run", saved_files, _load),
+        Target("adapter folders", adapter_files, _load_exported),
         Target("partition.json", [run / FILES["partition.json"]], divide),
         Target("run.json of a fit", [run / FILES["run.json of a fit"]], lambda root: read_records(root / VERSION)),
         Target("results of compare", [run / FILES["results of compare"]], _read_results),
@@ -141,6 +145,10 @@ def _resume(root: Path) -> perada.Run:
 
 def _load(root: Path) -> perada.Run:
     return perada.Run.load(root / "saved", backbone=network())
+
+
+def _load_exported(root: Path) -> perada.Run:
+    return perada.Run.load(root / "exported", backbone=network())
 
 
 def _read_results(root: Path) -> list[dict[str, Any]]:

@@ -91,7 +91,7 @@ def hostile(campaign: Campaign, folder: Path, seed: int, draws: int) -> None:
         ("run.json of a fit", FILES["run.json of a fit"], _report),
         ("partition.json", FILES["partition.json"], divide),
         ("results of compare", FILES["results of compare"], _report_comparison),
-        ("adapter_config.json", Path("saved/global/adapter_config.json"), _load),
+        ("adapter_config.json", Path("exported/global/adapter_config.json"), _load_exported),
         ("checkpoints", FILES["checkpoint"], _resume),
     ):
         change_value = partial(_change_value, file=file, outside=outside)
@@ -288,7 +288,15 @@ def _put_link(random_source: random.Random, root: Path, outside: Path) -> str:
 
 
 def _load(root: Path) -> None:
-    run = perada.Run.load(root / "saved", backbone=network())
+    _read(root / "saved")
+
+
+def _load_exported(root: Path) -> None:
+    _read(root / "exported")
+
+
+def _read(folder: Path) -> None:
+    run = perada.Run.load(folder, backbone=network())
     run.states("personal")
     run.personal(0)
 

@@ -238,7 +238,7 @@ def content(folder: Path, job: Job) -> Content:
         # begun twice is accounted for twice.
         rounds.append({name: f"{value:.6g}" for name, value in row.items() if not name.startswith("privacy/")})
     states = list(saved.states("global"))
-    if (folder / "saved" / "client_0").is_dir():
+    if saved.personalized:
         states += saved.states("personal")
     return Content(states, saved.metrics["clients"], rounds)
 

@@ -156,7 +156,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     else:
         run = _run_of_server(options.where, options.recipe)
     check_none_lost(options.output, run.info)
-    print_saved(run, run.save(options.output))
+    print_saved(run, run.export(options.output))
 
 
 def _run_of_site(site_file: SiteFile, recipe: str | None, run: str | None) -> Run:

@@ -24,7 +24,7 @@ from perada.results.clients import check_none_lost, forget, joined_clients
 from perada.results.formats import FILES, export_model
 from perada.results.inference import find_images
 from perada.results.run import Run
-from perada.results.run_file import holds_adapters
+from perada.results.run_file import layout_of
 
 RUN_HELP = "Folder written by `perada fit`, `perada export` or Run.save, or a checkpoint in one."
 _DATA_HELP = (
@@ -119,13 +119,13 @@ def push(parser: ArgumentParser, words: list[str]) -> None:
 
 def export(parser: ArgumentParser, words: list[str]) -> None:
     """Write a finished run's adapters as PEFT folders, or one of its models in another format."""
-    parser.add_argument("run", type=Path, help="Run folder, for example lightning_logs/version_0.")
+    parser.add_argument("run", type=Path, help=RUN_HELP)
     parser.add_argument("--output", type=Path, required=True, help="Folder for client_0, client_1, … and global.")
     parser.add_argument(
         "--format",
         type=Literal["peft", "onnx", "safetensors", "torch-export"],
         default="peft",
-        help="Format of the files. All but peft write a single model, and also accept a saved run.",
+        help="Format of the files. All but peft write a single model.",
     )
     parser.add_argument("--client", help="Name or number of the client whose model to write.")
     parser.add_argument("--scores", type=bool, default=None, help=_SCORES_HELP)
@@ -136,14 +136,14 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         note = export_model(open_run(options.run), options.client, options.format, options.output)
         print(f"Wrote {options.output / FILES[options.format]}. {note}")
         return
-    if holds_adapters(options.run):
+    if layout_of(options.run) == "adapters":
         raise ValueError(
             f"{str(options.run)!r} already has its adapters as PEFT folders; use --format=onnx, safetensors or "
             "torch-export to write one of its models"
         )
     run = open_run(options.run)
     check_none_lost(options.output, run.info)
-    print_saved(run, run.save(options.output, client=options.client, scores=options.scores))
+    print_saved(run, run.export(options.output, client=options.client, scores=options.scores))
 
 
 def print_saved(run: Run, folder: Path) -> None:
@@ -165,7 +165,7 @@ def open_run(path: Path) -> Run:
         ValueError: If it cannot be read.
     """
     algorithm = None
-    if not holds_adapters(path):
+    if layout_of(path) == "checkpoints":
         config = _find_config(path)
         if config is not None:
             algorithm = _build_user_algorithm(config)
@@ -222,7 +222,7 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
     options = parser.parse_args(words)
     path = options.run
     output = options.output
-    if output is None and not holds_adapters(path) and path.is_dir():
+    if output is None and layout_of(path) == "checkpoints" and path.is_dir():
         raise ValueError(f"{str(path)!r} is a run folder of `perada fit`, which is never changed; set --output FOLDER")
     if output is not None and output.is_file():
         raise NotADirectoryError(f"--output={output} is a file; choose a folder")
@@ -237,7 +237,7 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
     training = {name: options[name] for name in training_names}
     joined = personalize(run, division.share_out(), options.client, **training, progress=sys.stderr.isatty())
     client = joined.num_clients - 1
-    folder = joined.add_client(path, client) if output is None else joined.save(output)
+    folder = joined.add_client(path, client) if output is None else joined.export(output)
     sample_level = (joined.info.get("privacy") or {}).get("sample")
     record = joined.info["joined"][-1]
     print(render_template("joined", record=record, client=client, sample_level=sample_level, folder=folder))

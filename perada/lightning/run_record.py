@@ -89,7 +89,7 @@ def write_run_file(context: RunContext, history: History, client_scores: ClientS
         context.data.num_clients,
         run_info(context),
         run_metrics(context, history, client_scores),
-        in_checkpoints=True,
+        layout="checkpoints",
         train_sizes=list(context.data.train_sizes),
         # The command line may contain the seed, which is secret in the test mode of privacy.
         command=[] if context.settings.test_mode else command,

@@ -113,6 +113,21 @@ class Cards:
             client: The adapter's client; None for the global adapter.
             backbone: Path of the backbone's weights relative to the card; None if they can be downloaded.
         """
+        self._write(path, self._text(client, backbone))
+
+    def write_run(self, path: Path) -> None:
+        """Write the card of a run with the states of all clients; see :meth:`write`."""
+        text = render_template(
+            "run",
+            scores=_scores(self.run.metrics, None) if self.scores else None,
+            num_clients=self.run.num_clients,
+            privacy=privacy_lines(self.run.info.get("privacy"), self._images_of_joined),
+            **self._facts,
+        )
+        self._write(path, text)
+
+    def _write(self, path: Path, written_text: str) -> None:
+        """Write a card, or replace the header's fields and the part that perada wrote in an existing one."""
         text = "---\nlibrary_name: peft\n---\n"
         if path.is_file():
             text = path.read_text(encoding="utf-8")
@@ -121,7 +136,7 @@ class Cards:
             hub_name = self.base
         with_header = _set_header(text, self.license, hub_name)
         other_parts = "\n\n".join(filter(None, _WRITTEN_PART.split(with_header))).rstrip()
-        written_part = f"{_CARD_START}\n{self._text(client, backbone)}\n{_CARD_END}\n"
+        written_part = f"{_CARD_START}\n{written_text}\n{_CARD_END}\n"
         path.write_text(f"{other_parts}\n\n{written_part}", encoding="utf-8")
 
     def _text(self, client: int | None, backbone: str | None) -> str:

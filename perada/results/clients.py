@@ -7,11 +7,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from perada.core.files import sync
 from perada.results.cards import joined_record
 from perada.results.inference import client_index
 from perada.results.models import Models
 from perada.results.report import LAST_ROUND
-from perada.results.run_file import RUN_FILE, finish, read_run, write_run
+from perada.results.run_file import (
+    PERSONAL,
+    RUN_FILE,
+    RunFile,
+    StateIndex,
+    finish,
+    kind_of,
+    read_run,
+    write_run,
+)
+from perada.results.state_files import StateFiles, delete_unlisted, write_states
 
 EditList = Callable[[str, list[Any], Any], list[Any]]
 """Returns a changed list, given the name of the metric, the list with one entry per client, and an empty entry."""
@@ -125,11 +136,12 @@ def with_joined(run: Models, single: Models, record: dict[str, Any]) -> tuple[di
 
 
 def forget(folder: Path, client: int | str) -> int:
-    """Remove a client's adapter, name and scores from a folder that ``Run.save`` wrote. Others keep their numbers.
+    """Remove a client's adapter, name and scores from a folder that ``Run.save`` or ``Run.export`` wrote.
 
-    ``run.json`` is replaced first, atomically, and then the client's folder is deleted. If this is interrupted, the run
-    can be read, and the call can be repeated to delete the remaining files. The ε of a private run are kept, since they
-    state what the global adapter reveals. The client's number of images is not kept.
+    Others keep their numbers. First the file with the client's state is written again without it, under a new name.
+    Then ``run.json`` is replaced, atomically, and the client's former file or folder is deleted. If this is
+    interrupted, the run can be read, and the call can be repeated to delete the remaining files. The ε of a private run
+    are kept, since they state what the global adapter reveals. The client's number of images is not kept.
 
     Returns:
         The client's number.
@@ -147,7 +159,7 @@ def forget(folder: Path, client: int | str) -> int:
             "export the run to a different folder (perada export), remove the client there, and delete the run folder"
         )
     info = saved.info
-    interrupted = _delete_forgotten(folder, info)
+    interrupted = _delete_forgotten(folder, saved)
     try:
         number = client_index(client, info.get("clients"), saved.num_clients)
     except ValueError:
@@ -158,7 +170,8 @@ def forget(folder: Path, client: int | str) -> int:
     if info.get("clients"):
         info["clients"][number] = f"(forgotten {number})"
     info["joined"] = [record for record in info.get("joined", []) if record["client"] != number]
-    info["forgotten"] = sorted({*info.get("forgotten", []), number})
+    # The last one is the client of an interrupted call.
+    info["forgotten"] = [*(other for other in info.get("forgotten", []) if other != number), number]
     # A rate reveals the number of images.
     images = (info.get("training") or {}).get("images")
     sample_rates = (info.get("privacy") or {}).get("sample", {}).get("sample_rates")
@@ -169,15 +182,40 @@ def forget(folder: Path, client: int | str) -> int:
     client_folder = folder / f"client_{number}"
     prefix = f"{client_folder.name}/"
     saved.files = {name: digest for name, digest in saved.files.items() if not name.startswith(prefix)}
+    saved.states = _write_without(folder, saved.states, number)
     write_run(folder, saved)
-    shutil.rmtree(client_folder, ignore_errors=not client_folder.exists())
+    if saved.layout == "states":
+        delete_unlisted(folder, saved.states)
+    else:
+        shutil.rmtree(client_folder, ignore_errors=not client_folder.exists())
     return number
 
 
-def _delete_forgotten(folder: Path, info: Mapping[str, Any]) -> list[int]:
-    """Delete the folders that an interrupted :func:`forget` left, and return the numbers of their clients."""
+def _write_without(folder: Path, states: StateIndex, client: int) -> StateIndex:
+    """Write the file with a client's state again, without it and under another name, and return the new index."""
+    index: StateIndex = {}
+    for name, part in states.items():
+        if kind_of(name) != PERSONAL or client not in part.rows:
+            index[name] = part
+            continue
+        rows = [number for number in part.rows if number != client]
+        read_state = StateFiles(folder, PERSONAL, {name: part})
+        # The names of all files in the folder: one that an interrupted call left is not overwritten, but deleted.
+        taken = {*states, *(path.name for path in folder.glob("*.safetensors"))}
+        written = write_states(folder, PERSONAL, rows, read_state, taken)
+        sync([*(folder / new_name for new_name in written), folder])
+        index |= written
+    return index
+
+
+def _delete_forgotten(folder: Path, saved: RunFile) -> list[int]:
+    """Delete the files that an interrupted :func:`forget` left, and return the numbers of their clients."""
+    forgotten: list[int] = list(saved.info.get("forgotten", []))
+    if saved.layout == "states":
+        deleted_files = delete_unlisted(folder, saved.states)
+        return forgotten if deleted_files else []
     deleted = []
-    for number in info.get("forgotten", []):
+    for number in forgotten:
         client_folder = folder / f"client_{number}"
         if client_folder.is_dir():
             shutil.rmtree(client_folder)

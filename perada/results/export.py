@@ -56,8 +56,13 @@ class PeftFolders:
             if tensor.data_ptr() in key_by_address:
                 self._keys[name] = key_by_address[tensor.data_ptr()]
 
+    @property
+    def fixed(self) -> State:
+        """The tensors that PEFT saves but no state has, such as random projections; they are those of the model."""
+        return {name: tensor for name, tensor in self._tensors.items() if name not in self._keys}
+
     @cached_property
-    def _config(self) -> str:
+    def config(self) -> str:
         """The configuration file that PEFT writes."""
         self._adapted.peft_model.peft_config["default"].base_model_name_or_path = self._base
         with Scratch() as folder:
@@ -126,7 +131,7 @@ class PeftFolders:
         tensors = dict(self._tensors)
         for name, key in self._keys.items():
             tensors[name] = state[key]
-        config = self._config
+        config = self.config
         if rank is not None:
             tensors = self._truncate(tensors, rank)
             config = json.dumps(json.loads(config) | self._truncated_options(rank), indent=2, sort_keys=True)
@@ -260,6 +265,18 @@ def read_config(folder: Path) -> PeftConfig:
                 f"{str(folder)!r} is not an adapter folder: it has no {name}; pass one saved by perada"
             )
     check_sums(folder, (CONFIG_FILE, WEIGHTS_FILE), free=(CARD_FILE,))
+    return parse_config(folder)
+
+
+def parse_config(folder: Path) -> PeftConfig:
+    """Read the file ``adapter_config.json`` in a folder.
+
+    Raises:
+        FileNotFoundError: If it is missing.
+        ValueError: If it cannot be read.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        raise FileNotFoundError(f"{str(folder)!r} has no {CONFIG_FILE}; copy the entire folder")
     try:
         config: PeftConfig = PeftConfig.from_pretrained(str(folder))
         # PEFT copies it when it inserts the adapter, which fails for deeply nested lists in a malicious file.

@@ -114,6 +114,8 @@ class Models:
         if role == "global":
             self._check_global()
             return [_copied(state) for state in self._global]
+        if role == "personal" and self._personal is not None:
+            return [_copied(self._personal(client)) for client in self._remaining]
         return [self.state(role, client) for client in self._remaining]
 
     def _check_global(self) -> None:

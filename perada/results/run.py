@@ -12,7 +12,7 @@ from torch import nn
 from perada.algorithms import Algorithm
 from perada.core.digests import digest_of, write_sums
 from perada.core.ranks import this_rank
-from perada.core.states import State
+from perada.core.states import State, get_state
 from perada.data.preprocessing import Preprocessing
 from perada.results.cards import UNKNOWN, Cards, check_record, is_test_mode, protection
 from perada.results.clients import with_joined
@@ -25,6 +25,7 @@ from perada.results.export import (
     PeftFolders,
     base_name,
     needs_backbone_file,
+    parse_config,
     push,
     read_config,
     save_backbone,
@@ -34,17 +35,23 @@ from perada.results.models import Models
 from perada.results.report import TEST_MODE
 from perada.results.restore import rebuilt, restored
 from perada.results.run_file import (
+    FIXED,
+    GLOBAL,
+    PERSONAL,
     RUN_FILE,
+    Layout,
     RunFile,
+    StateIndex,
     check_files,
     finish,
-    holds_adapters,
+    layout_of,
     naming,
     published,
     read_run,
     together,
     write_run,
 )
+from perada.results.state_files import StateFiles, delete_unlisted, write_states
 
 
 class Run(Models):
@@ -78,6 +85,50 @@ class Run(Models):
         self,
         folder: str | Path,
         *,
+        license: str = UNKNOWN,
+        scores: bool | None = None,
+    ) -> Path:
+        """Write everything that :meth:`load` needs, in a few files for any number of clients.
+
+        The states of the clients are the rows of ``personal.safetensors`` (several files, ``personal_2.safetensors``
+        and so on, beyond 2 GB), those of the global models the rows of ``global.safetensors``; ``run.json`` lists the
+        client of each row. The frozen backbone is written only if its weights cannot be downloaded (random, from a
+        file, or your own network), under its names without adapters. ``README.md`` describes the run. For folders that
+        PEFT reads, see :meth:`export`. With several processes only rank 0 writes.
+
+        Args:
+            folder: The folder.
+            license: Licence of the adapters in the Hub's notation, such as ``mit``.
+            scores: Whether scores, losses and diagnostics are written to ``README.md`` and ``run.json``. By default not
+                for a private run: they depend on the clients' images, and ε does not cover them.
+
+        Raises:
+            ValueError: If the folder has a run that :meth:`export` wrote.
+        """
+        folder = Path(folder)
+        if this_rank():
+            return folder
+        self._warn_of_test_mode(folder)
+        _check_layout(folder, "states")
+        with together(folder) as stage:
+            digests = self._write_shared_files(stage)
+            states = write_states(stage, GLOBAL, range(len(self._global)), self._global.__getitem__)
+            fixed = PeftFolders(self._adapted).fixed
+            if fixed:
+                states |= write_states(stage, FIXED, [0], lambda _: fixed)
+            if self._personal is not None:
+                own_clients = self.own_clients()
+                clients = [client for client in self._remaining if client in own_clients]
+                states |= write_states(stage, PERSONAL, clients, self._personal)
+            self._write_card(stage, folder, license, self._with_scores(scores))
+            self._write_run_file(stage, digests, self._with_scores(scores), states)
+        delete_unlisted(folder, states)
+        return folder
+
+    def export(
+        self,
+        folder: str | Path,
+        *,
         client: int | str | None = None,
         license: str = UNKNOWN,
         scores: bool | None = None,
@@ -94,12 +145,16 @@ class Run(Models):
             license: Licence of the adapters in the Hub's notation, such as ``mit``.
             scores: Whether scores, losses and diagnostics are written to the cards and to ``run.json``. By default not
                 for a private run: they depend on the clients' images, and ε does not cover them.
+
+        Raises:
+            ValueError: If the folder has a run that :meth:`save` wrote.
         """
         folder = Path(folder)
         number = None if client is None else self.number(client)
         if this_rank():
             return folder
         self._warn_of_test_mode(folder)
+        _check_layout(folder, "adapters")
         with_scores = self._with_scores(scores)
         with together(folder) as stage:
             if number is not None:
@@ -110,20 +165,31 @@ class Run(Models):
         return folder
 
     def add_client(self, folder: str | Path, client: int | str, *, scores: bool | None = None) -> Path:
-        """Write a client that joined into the folder of its run. Apart from its own folder, only run.json changes.
+        """Write a client that joined into the folder of its run.
+
+        Apart from the client's own file or folder, only ``run.json`` and the run's ``README.md`` change.
 
         Args:
-            folder: The run's folder.
+            folder: The folder, written by :meth:`save` or :meth:`export`.
             client: Number or name of the client.
             scores: See :meth:`save`.
         """
         folder = Path(folder)
         number = self.number(client)
         with_scores = self._with_scores(scores)
-        if not this_rank():
-            with together(folder) as stage:
+        if this_rank():
+            return folder
+        with together(folder) as stage:
+            saved = read_run(folder)
+            if saved.layout == "states":
+                new_rows = write_states(
+                    stage, PERSONAL, [number], lambda client: self.state("personal", client), saved.states
+                )
+                self._write_card(stage, folder, UNKNOWN, with_scores)
+                self._write_run_file(stage, saved.files, with_scores, saved.states | new_rows)
+            else:
                 digests = self._write_adapters(stage, folder, [(f"client_{number}", number)], scores=with_scores)
-                self._write_run_file(stage, read_run(folder).files | digests, with_scores)
+                self._write_run_file(stage, saved.files | digests, with_scores)
         return folder
 
     def _with_scores(self, scores: bool | None) -> bool:
@@ -140,6 +206,34 @@ class Run(Models):
         if self._personal is not None or len(self._global) == 1:
             for client in self._remaining:
                 yield f"client_{client}", client
+
+    def _write_shared_files(self, stage: Path) -> dict[str, str]:
+        """Write the adapter's configuration, and the backbone if its weights are not available elsewhere.
+
+        Returns:
+            The digests of the files by name.
+        """
+        base = base_name(self._adapted, self.info["pretrained"])
+        config = PeftFolders(self._adapted, base).config
+        (stage / CONFIG_FILE).write_text(config, encoding="utf-8")
+        names = [CONFIG_FILE]
+        if needs_backbone_file(self.info):
+            save_backbone(self._adapted, stage)
+            names.append(BACKBONE_FILE)
+        return {name: digest_of(stage / name) for name in names}
+
+    def _write_card(self, stage: Path, existing: Path, license: str, scores: bool) -> None:
+        """Write the card of the run.
+
+        Args:
+            stage: Folder to write to.
+            existing: Folder with a former card, in which users may have written: their text is kept.
+            license: See :meth:`save`.
+            scores: Whether the card has scores.
+        """
+        _copy_card(existing / CARD_FILE, stage / CARD_FILE)
+        cards = Cards(self, base_name(self._adapted, self.info["pretrained"]), scores, license)
+        cards.write_run(stage / CARD_FILE)
 
     def _write_adapters(
         self,
@@ -182,11 +276,7 @@ class Run(Models):
             state = self._global[index] if client is None else self.state("personal", client)
             folder = stage / name
             folder.mkdir(exist_ok=True)
-            former_card = existing / name / CARD_FILE
-            # A link could lead to a file that is not meant to be shared.
-            is_link = former_card.is_symlink() or former_card.parent.is_symlink()
-            if former_card.is_file() and not is_link:
-                shutil.copyfile(former_card, folder / CARD_FILE)
+            _copy_card(existing / name / CARD_FILE, folder / CARD_FILE)
             backbone_path = None
             if adapted.beside or (has_backbone_file and not name):
                 backbone_path = BACKBONE_FILE
@@ -204,7 +294,17 @@ class Run(Models):
         if is_test_mode(self.info.get("privacy")):
             warnings.warn(f"{str(target)!r}: {TEST_MODE}", stacklevel=3)
 
-    def _write_run_file(self, folder: Path, digests: dict[str, str], scores: bool) -> None:
+    def _write_run_file(
+        self, folder: Path, digests: dict[str, str], scores: bool, states: StateIndex | None = None
+    ) -> None:
+        """Write ``run.json``.
+
+        Args:
+            folder: Folder to write to.
+            digests: Digests of the other files.
+            scores: Whether it has scores.
+            states: Rows of the files of states; None if the folder has PEFT folders.
+        """
         info = self.info
         metrics = self.metrics
         if not scores:
@@ -216,6 +316,8 @@ class Run(Models):
             global_models=len(self._global),
             shared=self._personal is None or "adapter_of" in self.info,
             files=digests,
+            layout="adapters" if states is None else "states",
+            states=states or {},
         )
         write_run(folder, content)
 
@@ -295,9 +397,10 @@ class Run(Models):
     def load(
         cls, folder: str | Path, *, algorithm: Algorithm | None = None, backbone: nn.Module | None = None
     ) -> "Run":
-        """Load a run that :meth:`save` wrote, the folder of a fit, or one of its checkpoints.
+        """Load a run that :meth:`save` or :meth:`export` wrote, the folder of a fit, or one of its checkpoints.
 
-        From the folder of a fit the newest intact checkpoint is loaded. The folder is not changed.
+        From the folder of a fit the newest intact checkpoint is loaded. The folder is not changed. Of a run that
+        :meth:`save` wrote, a client's state is read and checked when it is first needed, so keep the folder.
 
         Args:
             folder: The run's folder, such as ``lightning_logs/version_0``, or a checkpoint file.
@@ -305,12 +408,13 @@ class Run(Models):
             backbone: The network, if the run was made with your own.
 
         Raises:
-            FileNotFoundError: If there is no run in ``folder``, or an adapter is missing.
-            ValueError: If an adapter is broken or belongs to another run, or the backbone is missing.
+            FileNotFoundError: If there is no run in ``folder``, or a file of it is missing.
+            ValueError: If a file is broken or belongs to another run, or the backbone is missing.
         """
         folder = Path(folder)
         finish(folder)
-        if not holds_adapters(folder):
+        layout = layout_of(folder)
+        if layout == "checkpoints":
             restored_run = restored(folder, algorithm, backbone)
             return cls(
                 restored_run.adapted,
@@ -321,12 +425,53 @@ class Run(Models):
                 restored_run.info,
             )
         saved = read_run(folder)
-        info = saved.info
         with naming(folder / RUN_FILE):
-            check_record(info.get("privacy") or {}, saved.num_clients)
-            Preprocessing.from_record(info["preprocessing"])
+            check_record(saved.info.get("privacy") or {}, saved.num_clients)
+            Preprocessing.from_record(saved.info["preprocessing"])
         check_files(folder, saved.files)
+        if layout == "states":
+            return cls._load_states(folder, saved, backbone)
+        return cls._load_adapters(folder, saved, backbone)
 
+    @classmethod
+    def _load_states(cls, folder: Path, saved: RunFile, backbone: nn.Module | None) -> "Run":
+        """Load a run that :meth:`save` wrote."""
+        info = saved.info
+        adapted = rebuilt(folder, info, backbone, parse_config(folder))
+        like = get_state(adapted.model)
+        global_files = StateFiles(folder, GLOBAL, saved.states, like)
+        personal_files = StateFiles(folder, PERSONAL, saved.states, like)
+        fixed = PeftFolders(adapted).fixed
+        fixed_files = StateFiles(folder, FIXED, saved.states, fixed)
+        absent = {*info.get("forgotten", ()), *info.get("elsewhere", ())}
+        clients_with_rows = set(personal_files.numbers)
+        shared = saved.shared
+        global_files.require(range(saved.global_models))
+        global_states = [global_files(index) for index in range(saved.global_models)]
+        if not shared:
+            own_clients = info.get("own_adapters", range(saved.num_clients))
+            personal_files.require(client for client in own_clients if client not in absent)
+        if fixed:
+            fixed_files.require([0])
+            for name, value in fixed_files(0).items():
+                fixed[name].copy_(value)
+        if "adapter_of" in info:
+            return cls(adapted, global_states, lambda _: global_states[0], saved.num_clients, saved.metrics, info)
+        if shared:
+            return cls(adapted, global_states, None, saved.num_clients, saved.metrics, info)
+
+        def personal_state(client: int) -> State:
+            if client in clients_with_rows:
+                return personal_files(client)
+            # Clients that share the global adapter beside some that joined.
+            return global_states[0]
+
+        return cls(adapted, global_states, personal_state, saved.num_clients, saved.metrics, info)
+
+    @classmethod
+    def _load_adapters(cls, folder: Path, saved: RunFile, backbone: nn.Module | None) -> "Run":
+        """Load a run that :meth:`export` wrote, or an adapter from the Hub."""
+        info = saved.info
         # A single adapter, as on the Hub, is in the folder itself.
         is_single = saved.global_models == 1 and not (folder / "global").is_dir() and (folder / CONFIG_FILE).is_file()
         first_folder = folder if is_single else folder / next(_global_folders(saved.global_models))
@@ -349,6 +494,33 @@ class Run(Models):
                 rank = _lora_rank(info, client)
                 personal_states[client] = peft_folders.load(folder / f"client_{client}", config, rank)
         return cls(adapted, global_states, personal_states.__getitem__, saved.num_clients, saved.metrics, info)
+
+
+def _check_layout(folder: Path, layout: Layout) -> None:
+    """Raise if a folder to write has a run in the other layout, some of whose files would remain.
+
+    Raises:
+        ValueError: If it has such a run.
+    """
+    try:
+        former_layout = layout_of(folder)
+    except ValueError:
+        # A broken run may be replaced.
+        return
+    if former_layout not in ("checkpoints", layout):
+        writer = "Run.save" if former_layout == "states" else "Run.export"
+        raise ValueError(
+            f"{str(folder)!r} contains a run that {writer} wrote, in other files than these; choose a different "
+            "folder, or delete it"
+        )
+
+
+def _copy_card(former_card: Path, card: Path) -> None:
+    """Copy a former card, in which users may have written."""
+    # A link could lead to a file that is not meant to be shared.
+    is_link = former_card.is_symlink() or former_card.parent.is_symlink()
+    if former_card.is_file() and not is_link:
+        shutil.copyfile(former_card, card)
 
 
 def _global_folders(num_models: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Any
+from typing import Any, Literal, get_args
 
 from perada.core.checks import OptionError, check_integer
 from perada.core.digests import SUMS_FILE, WrongFormat, check_format, check_sealed, digest_of, sealed
@@ -121,10 +121,25 @@ def _move(folder: Path) -> None:
 
 
 RUN_FILE = "run.json"
-FORMAT = 1
+FORMAT = 2
 _READ_FILES = re.compile(r"run\.json|(adapter_config|config)\.json|\w+\.safetensors|SHA256SUMS|(client|global)(_\d+)?")
 """Names of files and subfolders that perada reads in a folder."""
-_TENSORS_FILE = re.compile(r"(\w+/)?\w+\.safetensors")
+_TENSORS_FILE = re.compile(r"(\w+/)?\w+\.safetensors|adapter_config\.json")
+GLOBAL = "global"
+"""Kind of the states of the global models; their rows are numbered from 0."""
+PERSONAL = "personal"
+"""Kind of the states of the clients."""
+FIXED = "fixed"
+"""Kind of the adapter's tensors that are not trained, such as random projections, in one row."""
+STATE_FILE = re.compile(rf"({GLOBAL}|{PERSONAL}|{FIXED})(_\d+)?\.safetensors")
+"""Names of the files of states: ``personal.safetensors``, and ``personal_2.safetensors`` etc. if there are several."""
+_DIGEST = re.compile("[0-9a-f]{64}")
+Layout = Literal["checkpoints", "states", "adapters"]
+"""Where a run's states are.
+
+They are in the checkpoints of a fit, in the files of states that ``Run.save`` writes, or in the PEFT folders that
+``Run.export`` writes.
+"""
 _MAX_COUNT = 10**7
 """Largest number of clients, classes or models of a run, so that a broken file does not fill the memory."""
 _REQUIRED_INFO = {
@@ -173,6 +188,32 @@ def _data_independent_prefixes(row: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(prefix for prefix in DATA_INDEPENDENT_METRICS if prefix not in ("params/", "comm/"))
 
 
+@dataclass(frozen=True)
+class StateRows:
+    """The rows of one file of states.
+
+    Attributes:
+        rows: Number of the client, or of the global model, of each row.
+        sha256: Digest of each row; empty to skip the check.
+    """
+
+    rows: list[int]
+    sha256: list[str] = field(default_factory=list)
+
+
+StateIndex = dict[str, StateRows]
+"""Rows of all files of states by their names."""
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of the states in a file.
+
+    >>> kind_of("personal_2.safetensors")
+    'personal'
+    """
+    return name.removesuffix(".safetensors").partition("_")[0]
+
+
 @dataclass
 class RunFile:
     """The content of ``run.json``.
@@ -183,10 +224,11 @@ class RunFile:
         metrics: See :class:`perada.Run`.
         global_models: Number of states that the global model averages.
         shared: Whether clients have no personal states.
-        in_checkpoints: Whether the states are in the folder's checkpoints, as in the folder of a fit.
+        layout: Where the states are.
+        states: Rows of the files of states, by file.
         train_sizes: Training images of each client, for a fit.
         command: The command line, word by word.
-        files: Digests of the tensors' files, by their paths in the folder.
+        files: Digests of the other files of tensors and of the adapter's configuration, by their paths in the folder.
     """
 
     num_clients: int
@@ -194,7 +236,8 @@ class RunFile:
     metrics: dict[str, Any]
     global_models: int = 1
     shared: bool = False
-    in_checkpoints: bool = False
+    layout: Layout = "adapters"
+    states: StateIndex = field(default_factory=dict)
     train_sizes: list[int] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
@@ -211,8 +254,28 @@ class RunFile:
         self._check_metrics()
         if not all(_TENSORS_FILE.fullmatch(name) for name in self.files):
             raise KeyError("files has a name that does not belong to a saved run")
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {str(self.layout)[:40]!r}")
+        self._check_states()
         check_list(self.train_sizes or [0] * self.num_clients, self.num_clients, kind=int)
         check_list(self.command, None, kind=str)
+
+    def _check_states(self) -> None:
+        num_rows = {GLOBAL: self.global_models, PERSONAL: self.num_clients, FIXED: 1}
+        seen: dict[str, set[int]] = {kind: set() for kind in num_rows}
+        for name, part in self.states.items():
+            if STATE_FILE.fullmatch(name) is None:
+                raise KeyError(f"states has {name[:40]!r}, which is not the name of a file of states")
+            kind = kind_of(name)
+            check_list(part.rows, None, kind=int)
+            for number in part.rows:
+                check_integer(f"a row of {name}", number, 0, le=num_rows[kind] - 1)
+            if len({*part.rows} - seen[kind]) < len(part.rows):
+                raise ValueError(f"{name} has a row twice, or one of another file")
+            seen[kind].update(part.rows)
+            check_list(part.sha256, len(part.rows) if part.sha256 else None, kind=str)
+            if not all(_DIGEST.fullmatch(digest) for digest in part.sha256):
+                raise ValueError(f"{name} has a digest that is not a SHA-256")
 
     def _check_info(self) -> None:
         info = self.info
@@ -298,7 +361,8 @@ def naming(subject: Path | str, remedy: str = "restore an intact copy, save it a
 
 def write_run(folder: Path, content: RunFile) -> None:
     """Write ``run.json`` into a folder, completely or not at all."""
-    write_json(folder / RUN_FILE, {"format": FORMAT} | vars(content))
+    states = {name: vars(part) for name, part in content.states.items()}
+    write_json(folder / RUN_FILE, {"format": FORMAT} | vars(content) | {"states": states})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -327,7 +391,8 @@ def read_run(folder: Path) -> RunFile:
     with naming(path):
         content = dict(check_sealed(json.loads(path.read_text(encoding="utf-8"))))
         check_format(path, content.pop("format"), FORMAT)
-        run_file = RunFile(**content)
+        states = {name: StateRows(**part) for name, part in content.pop("states").items()}
+        run_file = RunFile(**content, states=states)
         run_file.metrics = numbers_of(run_file.metrics)
         if run_file.info.get("privacy"):
             run_file.info["privacy"] = _replace(run_file.info["privacy"], _from_json)
@@ -335,13 +400,15 @@ def read_run(folder: Path) -> RunFile:
     return run_file
 
 
-def holds_adapters(folder: Path) -> bool:
-    """Return whether a folder has a run's adapters as PEFT folders rather than in checkpoints."""
-    return (folder / RUN_FILE).is_file() and not read_run(folder).in_checkpoints
+def layout_of(path: Path) -> Layout:
+    """Return where the states of a run are, given its folder or one of its checkpoints."""
+    if not (path / RUN_FILE).is_file():
+        return "checkpoints"
+    return read_run(path).layout
 
 
 def check_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Compare a run's files of tensors with their digests in ``run.json``.
+    """Compare a run's files with their digests in ``run.json``.
 
     Missing files are skipped: they are reported when they are read.
 

@@ -63,7 +63,7 @@ def test_what_is_saved_predicts_what_was_trained(algorithm, tmp_path):
     shared = algorithm != "perada_no_kd"
     assert all(torch.equal(state[key], states[0][key]) for state in states) == shared
     assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0] if "perada_residual" in name)
-    run.save(tmp_path)
+    run.export(tmp_path)
     x = torch.randn(2, 3, 16, 16, generator=random)
     back = perada.Run.load(tmp_path)
     for m in range(3):

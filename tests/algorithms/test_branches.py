@@ -159,7 +159,7 @@ def test_branches_count_in_what_is_trained_and_sent():
 @pytest.mark.parametrize(("algorithm", "adapter"), ADAPTERS)
 def test_plain_peft_loads_complete_adapters(algorithm, adapter, tmp_path):
     found, x = finetune(algorithm, adapter=adapter), task().public[:][0]
-    found.save(tmp_path)
+    found.export(tmp_path)
     for m in CLIENTS:
         model = PeftModel.from_pretrained(network("net"), str(tmp_path / f"client_{m}")).eval()
         torch.testing.assert_close(model(x), found.personal(m)(x), rtol=1e-9, atol=1e-9)

@@ -303,7 +303,7 @@ ADAPTERS = {
 @pytest.mark.every(9)
 def test_plain_peft_loads_adapters_of_each_clients_rank(base, adapter, tmp_path):
     found, x = run(HetLoRA(base, list(RANKS)), adapter=ADAPTERS[adapter], rounds=2), task().public[:][0]
-    found.save(tmp_path)
+    found.export(tmp_path)
     again = perada.Run.load(tmp_path, backbone=Net())
     for m in CLIENTS:
         config = json.loads((tmp_path / f"client_{m}" / "adapter_config.json").read_text())
@@ -319,7 +319,7 @@ def test_plain_peft_loads_adapters_of_each_clients_rank(base, adapter, tmp_path)
 
 
 def test_an_adapter_of_another_rank_is_not_read(tmp_path):
-    run(HetLoRA(Ditto(), list(RANKS)), rounds=1).save(tmp_path)
+    run(HetLoRA(Ditto(), list(RANKS)), rounds=1).export(tmp_path)
     path = tmp_path / "run.json"
     content = json.loads(path.read_text())
     content["info"]["lora_ranks"] = [1, *RANKS[1:]]

@@ -345,7 +345,7 @@ def test_a_base_is_an_algorithm():
 @pytest.mark.parametrize("algorithm", [FFALoRA(), FFALoRA(Ditto()), FedSALoRA(), RoLoRA()])
 def test_plain_peft_loads_complete_adapters(algorithm, tmp_path):
     found, x = run(algorithm), task().public[:][0]
-    found.save(tmp_path)
+    found.export(tmp_path)
     clients = CLIENTS if algorithm.inference == "personal" else ()
     for folder, wanted in [("global", None)] * algorithm.global_model + [(f"client_{m}", m) for m in clients]:
         model = PeftModel.from_pretrained(Square(), str(tmp_path / folder)).eval()

@@ -58,7 +58,7 @@ def run(algorithm, adapter, **options):
 @pytest.mark.every(200)
 def test_plain_peft_loads_it(adapter, method, tmp_path):
     found, x = run(method, adapter), task().public[:][0]
-    found.save(tmp_path)
+    found.export(tmp_path)
     for m in CLIENTS:
         folder, plain = tmp_path / f"client_{m}", network()
         if (folder / "backbone.safetensors").exists():

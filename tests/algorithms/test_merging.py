@@ -244,7 +244,7 @@ def test_clients_share_one_copy_of_the_weights(method, monkeypatch):
 def test_plain_peft_loads_what_was_merged(method, tmp_path):
     """The backbone of the file beside the adapter, and the adapter on it; and the run is read again."""
     found, x = run(method), task().public[:][0]
-    found.save(tmp_path)
+    found.export(tmp_path)
     for folder, wanted in {"global": found.global_model(), "client_1": found.personal(1)}.items():
         plain = network()
         plain.load_state_dict(load_file(tmp_path / folder / "backbone.safetensors"))

@@ -26,7 +26,7 @@ def saved(tmp_path_factory):
         algorithm_options={"prox_strength": 0.01},
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("run")
-    run.save(folder)
+    run.export(folder)
     return folder
 
 
@@ -52,7 +52,7 @@ def digests(folder):
 
 def copy(saved, tmp_path):
     folder = tmp_path / "run"
-    perada.Run.load(saved).save(folder)
+    perada.Run.load(saved).export(folder)
     return folder
 
 
@@ -77,7 +77,7 @@ def test_a_folder_joins_a_saved_run_whose_other_files_stay_to_the_last_bit(saved
 def test_images_of_12_bits_are_read_as_the_runs_own_were(saved, pictures, tmp_path):
     run = perada.Run.load(saved)
     run.info["preprocessing"]["full_scale"] = 4095
-    run.save(tmp_path / "run")
+    run.export(tmp_path / "run")
     for path in pictures.rglob("*.png"):
         deep = tmp_path / "deep" / path.relative_to(pictures)
         deep.parent.mkdir(parents=True, exist_ok=True)

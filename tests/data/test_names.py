@@ -119,7 +119,7 @@ def run(hospitals, tmp_path_factory):
         "test_resnet", module(hospitals), pretrained=False, adapter="head", algorithm="ditto", rounds=1, local_steps=1,
         lr_personal=0.5, logger=False, enable_progress_bar=False,
     )  # fmt: skip
-    made.save(folder)
+    made.export(folder)
     return made, folder
 
 
@@ -153,7 +153,7 @@ def test_exported_adapters_have_the_names_of_classes(run, tmp_path):
             "id2label": {"0": "benign", "1": "malignant", "2": "normal"},
             "label2id": {"benign": 0, "malignant": 1, "normal": 2},
         }
-    made.save(tmp_path, client="hospital_b")
+    made.export(tmp_path, client="hospital_b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["backbone.safetensors", "client_1"]
     x = torch.rand(2, 3, 32, 32)
     plain = timm.create_model("test_resnet", num_classes=3)

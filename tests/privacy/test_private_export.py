@@ -88,7 +88,7 @@ def test_exported_lora_is_what_was_trained(tmp_path, kind, sigma, engine):
     assert any("lora_B" in key for key in start)
     for state in (run.state("global"), run.state("personal", 0), run.state("personal", 1)):
         assert [key for key in state if torch.equal(state[key], start[key])] == []
-    folder = run.save(tmp_path / "run")
+    folder = run.export(tmp_path / "run")
     for client, test in enumerate(federation().test):
         exported = plain_peft(kind, folder, client, tmp_path / "vit")
         x, y = test[:]

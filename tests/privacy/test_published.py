@@ -78,10 +78,10 @@ def unlogged(section):
 def test_a_saved_run_has_scores_only_where_it_is_not_private(tmp_path, section):
     run = unlogged(section)
     assert run.metrics["clients"]["personal/local_test"]  # whoever runs a simulation sees them
-    run.save(tmp_path / "saved")
-    run.save(tmp_path / "asked", scores=True)
-    run.save(tmp_path / "never", scores=False)
-    run.save(tmp_path / "alone", client=1)
+    run.export(tmp_path / "saved")
+    run.export(tmp_path / "asked", scores=True)
+    run.export(tmp_path / "never", scores=False)
+    run.export(tmp_path / "alone", client=1)
     assert bool(scored(tmp_path / "saved")) == (section is None)
     assert bool(scored(tmp_path / "alone")) == (section is None)
     assert scored(tmp_path / "asked") and not scored(tmp_path / "never")
@@ -114,8 +114,8 @@ def test_a_client_that_joins_brings_scores_only_where_the_run_is_not_private(tmp
     own = perada.FederatedData([images(8, 5)], [images(6, 6)], num_classes=3, client_names=["new"])
     joined = personalize(run, own, rounds=1, accelerator="cpu")
     assert joined.info["joined"][0]["after"] is not None
-    joined.save(tmp_path / "all")
-    run.save(tmp_path / "grown")
+    joined.export(tmp_path / "all")
+    run.export(tmp_path / "grown")
     joined.add_client(tmp_path / "grown", 2)
     for folder in ("all", "grown"):
         (record,) = json.loads((tmp_path / folder / "run.json").read_text())["info"]["joined"]

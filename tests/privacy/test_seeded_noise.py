@@ -116,11 +116,11 @@ def test_the_seed_of_the_test_mode_is_in_no_file(tmp_path, section):
         return result
 
     for name, options in (("open", {}), ("secure", {section: level})):
-        run(tmp_path / name, **options).save(tmp_path / name / "saved")
+        run(tmp_path / name, **options).export(tmp_path / name / "saved")
         assert {path.rpartition("/")[2] for path in holds_seed(tmp_path / name)} >= {"run.json", "config.yaml"}
     seeded = run(tmp_path / "seeded", **{section: level | {"secure_rng": False}})
     with pytest.warns(UserWarning, match="Test mode, not private"):
-        seeded.save(tmp_path / "seeded" / "saved")
+        seeded.export(tmp_path / "seeded" / "saved")
     assert (tmp_path / "seeded" / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt").is_file()
     assert holds_seed(tmp_path / "seeded") == []
     assert seeded.info["seed"] is None
@@ -132,16 +132,16 @@ NO_LOOK = {"enable_progress_bar": False, "accelerator": "cpu", "algorithm": "per
 def test_what_is_saved_says_that_it_is_a_test(tmp_path):
     run = train({"secure_rng": False})
     with pytest.warns(UserWarning, match=re.escape(TEST_MODE)):
-        folder = run.save(tmp_path / "run")
+        folder = run.export(tmp_path / "run")
     for name in ("global", "client_0", "client_2"):
         assert TEST_MODE in (folder / name / "README.md").read_text()
     again = perada.Run.load(folder, backbone=network())
     with pytest.warns(UserWarning, match="Test mode"):
-        again.save(tmp_path / "again")
+        again.export(tmp_path / "again")
     assert run.metrics["rounds"][-1]["privacy/test_mode"] == 1.0
     secure = train()
     assert "privacy/test_mode" not in secure.metrics["rounds"][-1]
-    assert TEST_MODE not in (secure.save(tmp_path / "secure") / "global" / "README.md").read_text()
+    assert TEST_MODE not in (secure.export(tmp_path / "secure") / "global" / "README.md").read_text()
 
 
 RECIPE = {

@@ -39,7 +39,7 @@ def run(tiny):
 
 @pytest.fixture(scope="module")
 def saved(run, tmp_path_factory):
-    return run.save(tmp_path_factory.mktemp("digests") / "run")
+    return run.export(tmp_path_factory.mktemp("digests") / "run")
 
 
 def flip(path, place, bit=0):
@@ -90,7 +90,7 @@ def test_other_programs_check_and_load_the_folders(tmp_path):
         pretrained=False, adapter="lora", algorithm="ditto", rounds=1, local_steps=1, logger=False, accelerator="cpu",
         enable_progress_bar=False,
     )  # fmt: skip
-    folder = run.save(tmp_path / "run")
+    folder = run.export(tmp_path / "run")
     if shutil.which("sha256sum"):
         for name in ("global", "client_0", "client_1"):
             subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder / name, check=True)
@@ -105,7 +105,7 @@ def test_files_of_before_are_loaded_without_a_word(saved, tiny, tmp_path):
     """A warning would be an error here."""
     folder = undigested(shutil.copytree(saved, tmp_path / "copy"))
     assert perada.Run.load(folder, backbone=tiny.net()).num_clients == 3
-    assert perada.Run.load(perada.Run.load(folder, backbone=tiny.net()).save(tmp_path / "new"), backbone=tiny.net())
+    assert perada.Run.load(perada.Run.load(folder, backbone=tiny.net()).export(tmp_path / "new"), backbone=tiny.net())
 
 
 def test_swapped_outdated_and_missing_files_are_named(run, saved, tiny, tmp_path):
@@ -115,7 +115,7 @@ def test_swapped_outdated_and_missing_files_are_named(run, saved, tiny, tmp_path
         (folder / "aside").rename(folder / "client_1")
 
     def outdated(folder):
-        made(tiny, rounds=2).save(folder, client=2)
+        made(tiny, rounds=2).export(folder, client=2)
 
     for damage, message in (
         (swapped, r"client_0/adapter_model.safetensors' was changed or damaged .*or belongs to a different run"),
@@ -132,7 +132,7 @@ def test_swapped_outdated_and_missing_files_are_named(run, saved, tiny, tmp_path
             perada.Run.load(folder, backbone=tiny.net())
         shutil.rmtree(folder)
     folder = shutil.copytree(saved, tmp_path / "copy")
-    run.save(folder, client=1, license="mit")  # the same adapter with another card is no damage
+    run.export(folder, client=1, license="mit")  # the same adapter with another card is no damage
     assert perada.Run.load(folder, backbone=tiny.net())
 
 
@@ -233,7 +233,7 @@ def test_a_save_that_fails_leaves_the_run_of_before(run, saved, tiny, tmp_path, 
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     monkeypatch.setattr("perada.results.run.write_run", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
-        made(tiny, rounds=2).save(folder)
+        made(tiny, rounds=2).export(folder)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
@@ -244,7 +244,7 @@ def test_a_folder_that_is_deleted_while_its_digests_are_made_is_named(run, tmp_p
 
     monkeypatch.setattr("perada.results.run.write_sums", half_deleted)
     with pytest.raises(FileNotFoundError, match=r"gone' could not be written"):
-        run.save(tmp_path / "gone")
+        run.export(tmp_path / "gone")
 
 
 @pytest.mark.parametrize("size", [100, 2000])  # which a model card passes, or the first tensors
@@ -252,7 +252,7 @@ def test_a_disk_that_is_full_is_named_with_the_folder(run, saved, tmp_path, size
     folder = shutil.copytree(saved, tmp_path / "copy")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with no_room(size), pytest.raises(OSError, match=r"copy' could not be written and is unchanged \(") as caught:
-        run.save(folder)
+        run.export(folder)
     assert caught.value.errno == errno.EFBIG
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 

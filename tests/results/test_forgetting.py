@@ -22,7 +22,7 @@ def saved(tiny, tmp_path_factory):
     settings = tiny.options | {"adapter": "head", "rounds": 1, "logger": False, "algorithm": "ditto"}
     settings |= {"distill_steps": None, "distill_batch_size": None, "local_steps": 1}
     folder = tmp_path_factory.mktemp("forget") / "run"
-    perada.finetune(tiny.net(), data, **sections(**settings)).save(folder)
+    perada.finetune(tiny.net(), data, **sections(**settings)).export(folder)
     return folder
 
 
@@ -69,7 +69,7 @@ def test_a_run_that_has_forgotten_can_be_saved_and_joined(copied, tiny, tmp_path
     forget(copied, SECRET)
     run = perada.Run.load(copied, backbone=tiny.net())
     run = perada.personalize(run, perada.FederatedData([tiny.data().train[0]]), "late", rounds=1, accelerator="cpu")
-    run.save(tmp_path / "again")
+    run.export(tmp_path / "again")
     again = perada.Run.load(tmp_path / "again", backbone=tiny.net())
     assert again.info["clients"] == ["east", "(forgotten 1)", "west", "late"]
     assert torch.equal(again.state("personal", "late")["7.bias"], run.state("personal", 3)["7.bias"])

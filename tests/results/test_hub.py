@@ -127,7 +127,7 @@ def test_a_named_clients_adapter_goes_to_the_hub_and_comes_back(hub, capsys):
 
 
 def test_the_command_does_the_same(hub, tmp_path, monkeypatch, capsys):
-    plain_run().save(tmp_path / "saved")
+    plain_run().export(tmp_path / "saved")
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     main(["push", str(tmp_path / "saved"), "me/south", "--client=south", "--license=mit"])
     assert capsys.readouterr().out.strip().endswith("me/south")
@@ -183,7 +183,7 @@ def test_what_a_private_adapter_costs_is_the_same_after_the_hub(hub, tmp_path, c
     assert release > server[1] > 0
     run.push_to_hub("me/south", client="south", token="hf_x")
     assert f"single images: ε at most {release:.2f} at δ = 0.001" in capsys.readouterr().err
-    perada.Run.from_hub("me/south", token="hf_x").save(tmp_path / "again")
+    perada.Run.from_hub("me/south", token="hf_x").export(tmp_path / "again")
     again = perada.Run.load(tmp_path / "again")
     assert again.info["adapter_of"] == "south"
     again.push_to_hub("me/twice", client=0, token="hf_x")

@@ -51,7 +51,7 @@ def grey_run(tiny, algorithm="fedavg", multilabel=False):
 
 @pytest.fixture(scope="module")
 def saved(run, tmp_path_factory):
-    return run.save(tmp_path_factory.mktemp("saved"))
+    return run.export(tmp_path_factory.mktemp("saved"))
 
 
 def plain_logits(saved, name, images):

@@ -31,7 +31,7 @@ def test_who_only_joined_does_not_count_among_those_who_sent(by_image, tmp_path)
     sample = by_image.info["privacy"]["sample"]
     server, rates = sample["server"], sample["sample_rates"]
     assert server[2] == 0 < min(server[:2])
-    by_image.save(tmp_path)
+    by_image.export(tmp_path)
     card = (tmp_path / "global" / "README.md").read_text()
     assert f"{sum(server[:2]) / 2:.2f} ±" in card
     low, high = sorted(f"{rate:.4g}" for rate in rates[:2])
@@ -44,7 +44,7 @@ def test_who_only_joined_does_not_count_among_those_who_sent(by_image, tmp_path)
 def test_who_shares_the_global_adapter_is_not_called_unprotected(tmp_path):
     options = {"noise_multiplier": 1.0, "max_norm": 1.0, "delta": 1e-3}
     run = joined(algorithm="fedavg", client_privacy=options)
-    folder = run.save(tmp_path)
+    folder = run.export(tmp_path)
     assert run.own_clients() == {2}
     cards = [(folder / f"client_{client}" / "README.md").read_text() for client in range(3)]
     assert ["is not protected by it" in card for card in cards] == [False, False, True]

@@ -18,7 +18,7 @@ from perada.results.inference import Predictions
 def original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     run = Job(rounds=1).train(folder, logger=False)
-    return run.save(folder / "saved"), network
+    return run.export(folder / "saved"), network
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_files_are_not_moved_to_elsewhere(saved, outside):
     shutil.rmtree(folder / "client_0")
     (folder / "client_0").symlink_to(outside)
     with pytest.raises(ValueError, match=r"client_0' is a link to '.*outside', so files of the run would be moved"):
-        run.save(folder)
+        run.export(folder)
     assert unchanged(outside)
     (folder / "client_0").unlink()
     assert perada.Run.load(folder, backbone=own).num_clients == 3  # what was saved is put in place now
@@ -90,7 +90,7 @@ def test_a_card_that_is_a_link_is_not_copied(saved, outside):
     run = perada.Run.load(folder, backbone=own)
     (folder / "client_0" / "README.md").unlink()
     (folder / "client_0" / "README.md").symlink_to(outside / "diary")
-    run.save(folder)
+    run.export(folder)
     assert "secret" not in (folder / "client_0" / "README.md").read_text()
     assert not (folder / "client_0" / "README.md").is_symlink()
     assert json.loads((folder / "run.json").read_text())["num_clients"] == 3

@@ -41,7 +41,7 @@ def plain_run():
 
 def test_the_card_says_what_the_run_was(tmp_path):
     run = plain_run()
-    run.save(tmp_path, license="mit")
+    run.export(tmp_path, license="mit")
     card = ModelCard.load(tmp_path / "client_1" / "README.md")
     fields = card.data.to_dict()
     assert {name: fields[name] for name in ("library_name", "license", "pipeline_tag")} == {
@@ -75,7 +75,7 @@ def test_no_name_can_write_markdown_html_or_control_characters_into_the_card(tmp
     run = perada.finetune(
         "test_resnet", data, **sections(adapter="residual", algorithm="ditto", pretrained=False, **OPTIONS)
     )
-    run.save(tmp_path)
+    run.export(tmp_path)
     shown = ["'" if letter in "`<>" else "?" for letter in LETTERS]
     shown_classes = ", ".join(f"`{start}{mark}# b`" for start, mark in zip("abcdefghi", shown, strict=True))
     for client, (start, mark) in enumerate(zip("nopqrstuv", shown, strict=True)):
@@ -89,7 +89,7 @@ def test_no_name_can_write_markdown_html_or_control_characters_into_the_card(tmp
 def test_the_base_model_is_in_the_header_where_its_weights_are_the_hubs(tmp_path):
     run = made()
     run.info["pretrained"] = True
-    run.save(tmp_path)
+    run.export(tmp_path)
     assert ModelCard.load(tmp_path / "global" / "README.md").data.to_dict()["base_model"].startswith("timm/test_resnet")
 
 
@@ -103,7 +103,7 @@ def test_the_base_model_is_in_the_header_where_its_weights_are_the_hubs(tmp_path
 )
 def test_the_three_lines_of_the_card_load_the_model(tmp_path, monkeypatch, adapter, pretrained):
     run = plain_run() if (adapter, pretrained) == ("residual", False) else made(adapter, pretrained)
-    run.save(tmp_path)
+    run.export(tmp_path)
     lines = re.search(r"```python\n(.*?)\n```", (tmp_path / "client_1" / "README.md").read_text(), re.DOTALL)[1]
     assert len(lines.splitlines()) == 3
     monkeypatch.chdir(tmp_path / "client_1")
@@ -117,7 +117,7 @@ def test_the_three_lines_of_the_card_load_the_model(tmp_path, monkeypatch, adapt
 def test_the_card_builds_a_transformer_for_the_size_of_its_images(tmp_path, monkeypatch, pretrained):
     """timm's own size of it is 160: positions of another size would be interpolated, and logits others."""
     run = made("lora", pretrained, backbone="test_vit", image_size=32)
-    run.save(tmp_path)
+    run.export(tmp_path)
     lines = re.search(r"```python\n(.*?)\n```", (tmp_path / "global" / "README.md").read_text(), re.DOTALL)[1]
     monkeypatch.chdir(tmp_path / "global")
     loaded, x = {}, torch.randn(2, 3, 32, 32)
@@ -129,22 +129,22 @@ def test_the_card_builds_a_transformer_for_the_size_of_its_images(tmp_path, monk
 @pytest.mark.slow
 def test_what_somebody_wrote_stays(tmp_path):
     run = made()
-    run.save(tmp_path)
+    run.export(tmp_path)
     path = tmp_path / "client_0" / "README.md"
     path.write_text(path.read_text() + "\n## Mine\n\nNote.\n")
-    run.save(tmp_path, license="mit")
+    run.export(tmp_path, license="mit")
     text = path.read_text()
     assert text.count("Note.") == 1
     assert text.count("# The adapter of client `north`") == 1
     assert ModelCard.load(path).data["license"] == "mit"
-    run.save(tmp_path)
+    run.export(tmp_path)
     assert ModelCard.load(path).data["license"] == "mit"
 
 
 @pytest.mark.slow
 def test_a_trained_backbone_is_in_the_adapters_own_folder(tmp_path, monkeypatch):
     run = made(train_backbone=True)
-    run.save(tmp_path)
+    run.export(tmp_path)
     monkeypatch.chdir(tmp_path / "client_1")
     loaded, x = {}, torch.randn(2, 3, 32, 32)
     exec(re.search(r"```python\n(.*?)\n```", (tmp_path / "client_1" / "README.md").read_text(), re.DOTALL)[1], loaded)

@@ -30,7 +30,7 @@ def test_a_saved_backbone_is_one_of_timm_and_of_perada(tmp_path, adapter):
     run = perada.finetune(
         "test_resnet", images(), **sections(adapter=adapter, algorithm="ditto", pretrained=False, **OPTIONS)
     )
-    run.save(tmp_path)
+    run.export(tmp_path)
     file, x = tmp_path / "backbone.safetensors", torch.randn(2, 3, 32, 32)
     plain = timm.create_model("test_resnet", num_classes=3, checkpoint_path=str(file))
     plain.load_state_dict(load_file(file), strict=True)
@@ -51,7 +51,7 @@ def test_weights_from_a_file_go_with_the_run(tmp_path, monkeypatch):
     run = perada.finetune(
         "test_resnet", images(), **sections(adapter="head", algorithm="ditto", pretrained="mine.safetensors", **OPTIONS)
     )
-    run.save("run")
+    run.export("run")
     (tmp_path / "mine.safetensors").unlink()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -67,7 +67,7 @@ def test_the_base_model_is_named(tmp_path):
     names = []
     for pretrained in (False, True):
         run.info["pretrained"] = pretrained
-        run.save(tmp_path / str(pretrained))
+        run.export(tmp_path / str(pretrained))
         config = json.loads((tmp_path / str(pretrained) / "client_0" / "adapter_config.json").read_text())
         names.append(config["base_model_name_or_path"])
     assert names == ["test_resnet", f"{timm.get_pretrained_cfg('test_resnet').hf_hub_id}"]

@@ -51,7 +51,7 @@ def make_run(tiny, backbone="net", method="full", **options):
 def saved(tiny, tmp_path_factory):
     """A run of a network of the caller's own with a trained head, saved; tests copy what they break."""
     folder = tmp_path_factory.mktemp("run")
-    make_run(tiny, method="head").save(folder)
+    make_run(tiny, method="head").export(folder)
     return folder
 
 
@@ -60,7 +60,7 @@ def saved(tiny, tmp_path_factory):
 )
 def test_saved_models_predict_the_same_logits(tiny, tmp_path, backbone, method):
     run = make_run(tiny, backbone, method)
-    run.save(tmp_path)
+    run.export(tmp_path)
     own = tiny.net() if backbone == "net" else None
     loaded = perada.Run.load(tmp_path, backbone=own)
     x = torch.cat([part.tensors[0] for part in images(tiny, backbone).test])[:8]
@@ -89,7 +89,7 @@ def test_saved_models_predict_the_same_logits(tiny, tmp_path, backbone, method):
 def test_a_run_shows_what_it_is(tiny, tmp_path):
     run = make_run(tiny, algorithm="fedavg", rounds=2)
     assert repr(run) == f"<Run: FedAvg, {run.num_clients} clients, 2 rounds>"
-    assert repr(perada.Run.load(run.save(tmp_path), backbone=tiny.net())) == repr(run)
+    assert repr(perada.Run.load(run.export(tmp_path), backbone=tiny.net())) == repr(run)
 
 
 def test_states_are_named_as_in_the_models_they_make(tiny):
@@ -131,7 +131,7 @@ def test_a_client_without_test_images_is_null_in_the_file(tiny, tmp_path):
     data.test[2] = TensorDataset(torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.int64))
     run = perada.finetune(tiny.net(), data, **sections(**(tiny.options | {"rounds": 1, "logger": False})))
     assert math.isnan(run.metrics["clients"]["personal/local_test"][2])
-    run.save(tmp_path)
+    run.export(tmp_path)
     text = (tmp_path / "run.json").read_text()
     assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     loaded = perada.Run.load(tmp_path, backbone=tiny.net()).metrics["clients"]["personal/local_test"]
@@ -161,7 +161,7 @@ def test_what_a_private_run_says_of_its_privacy_is_kept(tiny, tmp_path):
     run.metrics["clients"]["privacy/release_epsilon"] = run.info["privacy"]["sample"]["release"]
     run.metrics["rounds"][0]["privacy/release_epsilon_max"] = math.inf
     run.metrics["rounds"][0]["train/local_loss"] = -math.inf
-    run.save(tmp_path)
+    run.export(tmp_path)
     text = (tmp_path / "run.json").read_text()
     assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     loaded = perada.Run.load(tmp_path, backbone=tiny.net())
@@ -171,7 +171,7 @@ def test_what_a_private_run_says_of_its_privacy_is_kept(tiny, tmp_path):
     clients = {"privacy/release_epsilon": run.info["privacy"]["sample"]["release"]}
     assert loaded.metrics == {"rounds": counted, "clients": clients}
     assert loaded.info["privacy"]["sample"]["options"]["max_epsilon"] is None
-    loaded.save(tmp_path / "again")
+    loaded.export(tmp_path / "again")
     assert (tmp_path / "again" / "run.json").read_text() == text
     card = tmp_path / "client_1" / "README.md"
     assert (tmp_path / "again" / "client_1" / "README.md").read_text() == card.read_text()
@@ -179,26 +179,26 @@ def test_what_a_private_run_says_of_its_privacy_is_kept(tiny, tmp_path):
 
 def test_each_folder_of_a_private_run_has_its_own_section(tiny, tmp_path):
     run = make_run(tiny, method="head")
-    run.save(tmp_path / "open")
+    run.export(tmp_path / "open")
     plain = (tmp_path / "open" / "client_0" / "README.md").read_text()
     assert "Privacy" not in plain
     run.info["privacy"] = private_record()
-    run.save(tmp_path)
+    run.export(tmp_path)
     for folder, client in [("global", None), *((f"client_{client}", client) for client in range(5))]:
         text = (tmp_path / folder / "README.md").read_text()
         assert text.startswith(plain[: plain.index("# The")])
         assert text.count("## Privacy") == 1
         assert privacy_card(run.info["privacy"], client) in text
-    run.save(tmp_path)  # in its own place
+    run.export(tmp_path)  # in its own place
     assert (tmp_path / "client_4" / "README.md").read_text() == text
     assert ModelCard.load(tmp_path / "client_4" / "README.md").data["library_name"] == "peft"
     own = tmp_path / "client_4" / "README.md"
     own.write_text(own.read_text() + "\n## Privacy of my own\n")
-    run.save(tmp_path)
+    run.export(tmp_path)
     assert "## Privacy of my own" in own.read_text()
     assert own.read_text().count("## Privacy\n") == 1
     del run.info["privacy"]
-    run.save(tmp_path)
+    run.export(tmp_path)
     assert "## Privacy\n" not in own.read_text()
     assert (tmp_path / "client_3" / "README.md").read_text() == (
         tmp_path / "open" / "client_3" / "README.md"
@@ -208,7 +208,7 @@ def test_each_folder_of_a_private_run_has_its_own_section(tiny, tmp_path):
 def test_clients_without_adapters_of_their_own_have_the_global_ones_section(tiny, tmp_path):
     run = make_run(tiny, method="head", algorithm="fedavg")
     run.info["privacy"] = private_record()
-    run.save(tmp_path)
+    run.export(tmp_path)
     assert privacy_card(run.info["privacy"], None) in (tmp_path / "client_1" / "README.md").read_text()
 
 
@@ -260,7 +260,7 @@ def with_other_shapes(tensors):
         (write("run.json", '{"num_clients": 5}'), "run.json' is broken"),
         (
             write("run.json", '{"format": 99, "num_clients": 5, "info": {}, "metrics": {}}'),
-            "run.json' has format 99, but .* 1; read it with",
+            "run.json' has format 99, but .* 2; read it with",
         ),
         (remove("client_2/adapter_model.safetensors"), "client_2' is not an adapter folder: it has no adapter_model"),
         (remove("global/adapter_config.json"), "global' is not an adapter folder: it has no adapter_config"),
@@ -327,8 +327,8 @@ def test_another_backbone_is_refused(saved, tiny):
 def test_another_rank_is_refused(tiny, tmp_path):
     narrow = make_run(tiny, "test_resnet", "lora", adapter_options={"r": 2}, rounds=0)
     wide = make_run(tiny, "test_resnet", "lora", adapter_options={"r": 4}, rounds=0)
-    narrow.save(tmp_path / "narrow")
-    undigested(wide.save(tmp_path / "wide"))
+    narrow.export(tmp_path / "narrow")
+    undigested(wide.export(tmp_path / "wide"))
     (tmp_path / "wide" / "client_1").rename(tmp_path / "aside")
     (tmp_path / "narrow" / "client_1").rename(tmp_path / "wide" / "client_1")
     with pytest.raises(ValueError, match=r"client_1'.*its r is 2, expected 4") as error:
@@ -348,6 +348,6 @@ def test_the_size_that_the_datamodule_resized_to_is_told(tiny, tmp_path):
         run = perada.finetune(backbone, data, **sections(**settings))
         assert run.info["image_size"] == size
         x = torch.randn(2, 3, size, size)
-        loaded = perada.Run.load(run.save(tmp_path / backbone))
+        loaded = perada.Run.load(run.export(tmp_path / backbone))
         assert loaded.info == run.info
         assert torch.equal(loaded.global_model()(x), run.global_model()(x))
