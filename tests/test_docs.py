@@ -204,6 +204,7 @@ LONG = (
     "data",
     "diagnostics",
     "extending",
+    "getting-started",
     "inference",
     "joining",
     "own_images",
