@@ -84,14 +84,20 @@ def _mean_over_classes(score: Compute, needs_both: bool, predictions: Tensor, la
         labels: Classes (B,) or labels (B, K).
     """
     if labels.dim() == 2:
-        truth = labels.long()
+        # An unknown label is NaN or negative, and is left out of its class's score.
+        known = labels >= 0
+        truth = labels.where(known, 0).long()
     else:
         truth = torch.nn.functional.one_hot(labels, predictions.shape[-1])
+        known = torch.ones_like(truth, dtype=torch.bool)
     counts = truth.sum(0)
     occurs = counts > 0
     if needs_both:
-        occurs = occurs & (counts < len(truth))
-    scores = [score(predictions[:, k], truth[:, k]) for k in occurs.nonzero().flatten().tolist()]
+        occurs = occurs & (counts < known.sum(0))
+    scores = []
+    for k in occurs.nonzero().flatten().tolist():
+        rows = known[:, k]
+        scores.append(score(predictions[rows, k], truth[rows, k]))
     if not scores:
         return torch.tensor(math.nan)
     return torch.stack(scores).mean()

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, roc_auc_score
+from sklearn.metrics import accuracy_score, average_precision_score, f1_score, roc_auc_score
 from torchmetrics.functional.classification import multiclass_accuracy, multilabel_accuracy
 
 from perada.core.ranks import Ranks
@@ -178,3 +178,30 @@ def test_a_label_as_likely_as_not_is_not_predicted_as_in_torchmetrics():
     (found,) = scores.means().values()
     expected = [multilabel_accuracy(model.sigmoid(), y, num_labels=CLASSES, average="micro") for model in logits]
     assert found.flatten().tolist() == pytest.approx([float(value) for value in expected], abs=1e-6)
+
+
+def test_unknown_labels_are_left_out_of_all_scores():
+    random = torch.Generator().manual_seed(4)
+    logits = torch.randn(40, CLASSES, generator=random, dtype=torch.float64)
+    y = torch.randint(0, 2, (40, CLASSES), generator=random).float()
+    y[torch.rand(40, CLASSES, generator=random) < 0.2] = torch.nan
+    y[torch.rand(40, CLASSES, generator=random) < 0.2] = -1
+    scores = Scores(
+        make_metrics(["accuracy", "auroc", "average_precision", "f1_macro"], MultiLabel(), CLASSES), MultiLabel()
+    )
+    scores.update(logits.unsqueeze(0), y)
+    found = {name: float(value) for name, value in scores.means().items()}
+
+    right = []
+    expected = {"auroc": [], "average_precision": [], "f1_macro": []}
+    for k in range(CLASSES):
+        rows = (y[:, k] == 0) | (y[:, k] == 1)
+        truth = y[rows, k].numpy()
+        values = logits[rows, k].numpy()
+        right += ((values > 0) == (truth == 1)).tolist()
+        expected["auroc"].append(roc_auc_score(truth, values))
+        expected["average_precision"].append(average_precision_score(truth, values))
+        expected["f1_macro"].append(f1_score(truth, values > 0))
+    assert found["accuracy"] == pytest.approx(sum(right) / len(right))
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(sum(values) / CLASSES), name
