@@ -16,6 +16,7 @@ PAGES = (
     "docs/**/*.md",
     "docs/**/*.png",
     "docs/*.svg",
+    "docs/site.css",
     "docs/tutorials/*.ipynb",
     "docs/example_report/*.html",
     "docs/example_report/*.csv",

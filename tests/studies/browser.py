@@ -65,12 +65,17 @@ class Browser:
         return json.loads(message)
 
     def open(self, path, width, scheme):
+        self.visit(path.resolve().as_uri(), width, scheme)
+
+    def visit(self, address, width, scheme):
         self.events = []
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.send("Page.navigate", url=path.resolve().as_uri())
+        # The page before is complete, too, until the browser has an answer.
+        self.send("Page.navigate", url="about:blank")
+        self.send("Page.navigate", url=address)
         until = time.monotonic() + 30
-        while self.run("document.readyState") != "complete":
+        while self.run("location.href + document.readyState") != f"{address}complete":
             assert time.monotonic() < until
             time.sleep(0.05)
 
@@ -83,7 +88,7 @@ class Browser:
 
     def requests(self):
         sent = [event["params"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
-        return [one["request"]["url"] for one in sent if not one["request"]["url"].startswith("data:")]
+        return [one["request"]["url"] for one in sent if not one["request"]["url"].startswith(("data:", "about:"))]
 
     def complaints(self):
         return [
