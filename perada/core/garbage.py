@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause the garbage collector while large libraries are imported.
+    """Pause the garbage collector while many objects are created that stay, when it would only visit them repeatedly.
 
-    Importing PyTorch Lightning, PEFT and timm creates about a million objects, almost none of which are garbage. The
-    collector would visit all of them repeatedly, which takes a sixth of the import time.
+    Importing PyTorch Lightning, PEFT and timm creates about a million objects, almost none of which are garbage; the
+    collector takes a sixth of the import time. Setting up the data of 100,000 clients creates as many, and the
+    collector takes a third of that time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, check_type
+from perada.core.garbage import collection_paused
 from perada.core.rounds import (
     CohortBatch,
     EvalBatch,
@@ -236,6 +237,11 @@ class FederatedDataModule(pl.LightningDataModule):
             ValueError: If the data cannot be divided as configured, or do not fit the task.
             TypeError: If images or labels have an unsupported type.
         """
+        with collection_paused():
+            return self._checked()
+
+    def _checked(self) -> Checked:
+        """Divide and check the data; see :attr:`checked`."""
         if self.division is not None:
             divided = self.division.share_out()
         else:

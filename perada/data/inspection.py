@@ -55,6 +55,10 @@ from perada.data.sets.base import ImageSet, split_of
 from perada.data.sets.manifest import ImageFiles
 
 OnBroken = Literal["refuse", "skip"]
+_FEW_NUMBERS = 2**16
+"""Size of tensors that are checked together with others, because the call would take longer than the check."""
+_TENSORS_OF_GROUP = 1024
+"""Number of tensors that are checked together, so that their copy is at most 256 MB in single precision."""
 T = TypeVar("T")
 
 
@@ -315,7 +319,7 @@ def without_broken(
     rows_of_base: dict[int, list[np.ndarray[Any, Any]]] = defaultdict(list)
     for base, rows in bases:
         rows_of_base[id(base)].append(rows)
-    problems_of_base: dict[int, dict[int, str]] = {}
+    problems_of_base = _finite_bases({id(base): base for base, _ in bases}.values())
     for (name, _), (base, _) in zip(parts, bases, strict=True):
         if id(base) not in problems_of_base:
             problems_of_base[id(base)] = _find_broken(base, rows_of_base[id(base)], name, workers)
@@ -383,6 +387,30 @@ def check_datasets(data: FederatedData) -> None:
         usable_types.add(type(base))
 
 
+def _finite_bases(bases: Iterable[Dataset[Any]]) -> dict[int, dict[int, str]]:
+    """Return no problems, by id, for each dataset in memory whose images are all finite.
+
+    Many small tensors are checked together, as every client may have its own. The others are left to
+    :func:`_find_broken`.
+    """
+    finite: dict[int, dict[int, str]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for base in bases:
+        images = stored_images(base)
+        if images is None:
+            continue
+        if not images.is_floating_point():
+            finite[id(base)] = {}
+        elif images.numel() <= _FEW_NUMBERS:
+            groups[images.dtype, images.device].append((id(base), images.reshape(-1)))
+    for group in groups.values():
+        for start in range(0, len(group), _TENSORS_OF_GROUP):
+            members = group[start : start + _TENSORS_OF_GROUP]
+            if torch.cat([images for _, images in members]).isfinite().all():
+                finite |= {base_id: {} for base_id, _ in members}
+    return finite
+
+
 def _find_broken(
     base: Dataset[Any], rows_of_datasets: list[np.ndarray[Any, Any]], name: str, workers: int
 ) -> dict[int, str]:
@@ -397,7 +425,7 @@ def _find_broken(
     if isinstance(base, ImageFiles) and not base.in_memory:
         return _find_broken_files(base, _unique_rows(rows_of_datasets))
     images = stored_images(base)
-    # Checked before any work for each row: every client may have its own tensors, and there may be many clients.
+    # Checked before any work for each row.
     if images is not None and (not images.is_floating_point() or bool(images.isfinite().all())):
         return {}
     rows = _unique_rows(rows_of_datasets)

@@ -13,6 +13,7 @@ from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.datasets import SubsetResolver, resolve_subset
 from perada.data.batches.samples import make_store
 from perada.data.fingerprints import part_fingerprint
+from perada.data.inspection import without_broken
 from perada.data.partitions.division import divide
 
 
@@ -140,3 +141,21 @@ def test_rows_of_all_integer_types_are_taken():
     train, _ = divide(Assigning(rows), range(5), range(0), 0)
     assert [part.tolist() for part in train] == [[3, 0], [], [1], [2]]
     assert {part.dtype for part in train} == {np.dtype("int64")}
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_an_image_that_is_not_finite_is_named_among_many_small_data_sets(number):
+    sets = [TensorDataset(torch.zeros(2, 1, 2, 2), torch.tensor([0, 1])) for _ in range(3000)]
+    # One is alone in its dtype, and one is too large to be checked together with others.
+    sets.append(TensorDataset(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 1])))
+    sets.append(TensorDataset(torch.zeros(1, 1, 300, 300), torch.tensor([0])))
+    assert without_broken(FederatedData(sets), "refuse", 0).train is sets
+    for client, image in ((0, 1), (1500, 0), (2999, 1), (3001, 0)):
+        images, labels = sets[client].tensors
+        damaged = images.clone()
+        damaged[image, 0, 1, 0] = number
+        changed = [*sets]
+        changed[client] = TensorDataset(damaged, labels)
+        message = f"1 image cannot be read .client {client}: the training set: image {image} has NaN or infinity"
+        with pytest.raises(ValueError, match=message):
+            without_broken(FederatedData(changed), "refuse", 0)

@@ -64,10 +64,16 @@ def resolve_subset(dataset: Dataset[Any]) -> ResolvedSubset:
     Raises:
         IndexError: If an index of a Subset is out of range.
     """
-    rows = np.arange(length(dataset))
     # A subclass of Subset may change the items.
+    if type(dataset) is not Subset:
+        return ResolvedSubset(dataset, np.arange(length(dataset)))
+    # A copy, since the caller may change an array of indices.
+    rows = np.array(dataset.indices, dtype=np.int64)
+    is_outermost = True
     while type(dataset) is Subset:
-        rows = np.asarray(dataset.indices, dtype=np.int64)[rows]
+        if not is_outermost:
+            rows = np.asarray(dataset.indices, dtype=np.int64)[rows]
+        is_outermost = False
         dataset = dataset.dataset
         size = length(dataset)
         if not len(rows):

@@ -72,17 +72,23 @@ class Samples(ABC):
         """Return the labels of every client's samples, in order; None for a client whose labels are not all known."""
         return [None for _ in self.sizes]
 
+    def all_labels(self) -> Tensor | None:
+        """Return the labels (N,) or (N, K) of all samples by client, on the CPU; None if not all are known."""
+        labels_of_clients = [labels.cpu() for labels in self.client_labels() if labels is not None]
+        if len(labels_of_clients) < len(self.sizes) or len({labels.ndim for labels in labels_of_clients}) > 1:
+            return None
+        return torch.cat(labels_of_clients)
+
     @cached_property
     def class_counts(self) -> Tensor | None:
         """Number of samples (M, K) of each client and class, on the CPU; K is the largest occurring class plus one.
 
         None if samples have several labels, or labels are not all known.
         """
-        labels_of_clients = [labels.cpu() for labels in self.client_labels() if labels is not None]
-        if len(labels_of_clients) < len(self.sizes) or any(labels.ndim > 1 for labels in labels_of_clients):
+        labels = self.all_labels()
+        if labels is None or labels.ndim > 1:
             return None
-        num_clients = len(labels_of_clients)
-        labels = torch.cat(labels_of_clients)
+        num_clients = len(self.sizes)
         owners = torch.arange(num_clients).repeat_interleave(torch.tensor(self.sizes))
         num_classes = int(labels.max()) + 1
         cells = owners * num_classes + labels
@@ -150,6 +156,11 @@ class TensorStore(Samples):
         rows = to_device_async(self.table[self.starts[owners] + indices], self.images.device)
         labels = None if self.labels is None else self.labels[rows]
         return self.images[rows], labels, {}
+
+    def all_labels(self) -> Tensor:
+        """Return the labels of all samples, client after client, on the CPU."""
+        assert self.labels is not None
+        return self.labels[self.table.to(self.labels.device)].cpu()
 
     def client_labels(self) -> list[Tensor]:
         """Return the labels of every client's samples, in order."""
