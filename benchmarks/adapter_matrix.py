@@ -8,6 +8,7 @@ small: the table says what runs, not how well it learns.
 
 import argparse
 import os
+import re
 import subprocess
 import warnings
 from collections import Counter
@@ -147,18 +148,15 @@ def _lines(cells: dict[tuple[str, str], Cell], commit: str) -> Iterator[str]:
     verdicts = Counter(cell.verdict for cell in cells.values())
     yield "# Which adapter runs on which backbone\n"
     yield (
-        "This page is generated. Each cell is a run of two clients with one local step each, with random weights, "
-        f"images of {SIDE}×{SIDE} pixels and `engine: auto`. It says what runs, not how well it learns.\n"
-    )
-    yield (
-        f"Made by `python -m benchmarks.adapter_matrix --output docs/adapter_matrix.md` at commit {commit} with torch "
-        f"{torch.__version__.partition('+')[0]} and PEFT {peft.__version__}.\n"
+        "This page shows which adapter runs on which backbone, not how well it learns. Each cell is a run of two "
+        f"clients with one local step each, with random weights, images of {SIDE}×{SIDE} pixels and `engine: auto`.\n"
     )
     yield "- **folded**: all clients of a round train as one batch."
-    yield "- **loop**: clients train one after another. The result is the same, and it takes longer."
-    yield "- **–**: not tried, since the method makes a weight as large as each layer in every pass."
-    yield "- A number stands for the reason below why the adapter is refused.\n"
-    counts = ", ".join(f"{count} are {verdict}" for verdict, count in verdicts.most_common())
+    yield "- **loop**: clients train one after another, which gives the same result and takes longer."
+    yield "- **–**: not tried, because the method makes a weight as large as each layer in every pass."
+    yield "- **A number**: the adapter is rejected, for the reason of this number below.\n"
+    words = {"refused": "rejected", "loop": "run in the loop"}
+    counts = ", ".join(f"{count} are {words.get(verdict, verdict)}" for verdict, count in verdicts.most_common())
     yield f"Of all cells, {counts}.\n"
     # Numbers of the reasons, in the order in which the table mentions them.
     reasons: dict[str, int] = {}
@@ -172,6 +170,10 @@ def _lines(cells: dict[tuple[str, str], Cell], commit: str) -> Iterator[str]:
     yield "\n## Reasons\n"
     for reason, number in reasons.items():
         yield f"{number}. `{reason}`"
+    yield "\n## Provenance\n"
+    torch_version = torch.__version__.partition("+")[0]
+    command = "`python -m benchmarks.adapter_matrix --output docs/adapter_matrix.md`"
+    yield table(["command", "commit", "torch", "PEFT"], [[command, commit, torch_version, peft.__version__]])
 
 
 def _cell_text(cell: Cell | None, backbone: str, reasons: dict[str, int]) -> str:
@@ -180,7 +182,8 @@ def _cell_text(cell: Cell | None, backbone: str, reasons: dict[str, int]) -> str
         return "–"
     if cell.verdict in ("folded", "loop"):
         return cell.verdict
-    reason = cell.why.replace(repr(backbone), "…")
+    # Without the names of the backbone and of its class, reasons of several backbones are one.
+    reason = re.sub(r", not \w+;", ";", cell.why.replace(repr(backbone), "…"))
     number = reasons.setdefault(reason, len(reasons) + 1)
     return str(number) if cell.verdict == "refused" else f"**{number}**"
 

@@ -36,7 +36,8 @@ QUICK = {
 
 def said():
     """``{(backbone, adapter): cell of the page}``."""
-    rows = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    matrix = PAGE.read_text().partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in matrix.splitlines() if line.startswith("| ")]
     head, *body = [[one.strip() for one in row] for row in rows]
     return {(row[0], name): one for row in body for name, one in zip(head[1:], row[1:], strict=True)}
 
