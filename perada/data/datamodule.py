@@ -28,6 +28,7 @@ from perada.core.rounds import (
 from perada.core.states import to_device_async
 from perada.data.batches.datasets import Resolve, SubsetResolver
 from perada.data.batches.features import FeatureCache
+from perada.data.batches.mixing import Mixing
 from perada.data.batches.public import augment_public_images, public_indices
 from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, Store, loader
 from perada.data.batches.transforms import BatchT, Preparation
@@ -76,6 +77,10 @@ class FederatedDataModule(pl.LightningDataModule):
         image_size: Height and width to resize uint8 images to; null keeps them.
         crop_padding: Shift training images at random by up to this many pixels; 0 disables it.
         flip: Mirror training images at random, with probability 0.5.
+        mixup: Mix each training image with another one of the client: α of λ ~ Beta(α, α), such as 0.2; 0 for none
+            (docs/data.md).
+        cutmix: Replace a rectangle of each training image by that of another one of the client: α of the share
+            λ ~ Beta(α, α), such as 1.0; 0 for none.
         augment_public: Augment the public images of distillation in the same way, anew in each step. Teachers and
             student see the same images.
         num_classes: Number of classes; null for that of the dataset.
@@ -122,6 +127,8 @@ class FederatedDataModule(pl.LightningDataModule):
         image_size: int | None = None,
         crop_padding: int = 0,
         flip: bool = False,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
         augment_public: bool = False,
         num_classes: int | None = None,
         task: Task | None = None,
@@ -192,7 +199,9 @@ class FederatedDataModule(pl.LightningDataModule):
         self._check_options(crop_padding, flip, augment_public)
         self.shifts = as_shifts(shifts or {})
         self.conditions: list[Condition] = []
-        self.prepare = Preparation(None, image_size, crop_padding, flip, augment_public=augment_public)
+        self.prepare = Preparation(
+            None, image_size, crop_padding, flip, augment_public=augment_public, mixing=Mixing(mixup, cutmix)
+        )
         self._record: dict[str, Any] = {}
         self._clients_per_round: int | None = None
         self._phases: Sequence[Phase] = [Phase()]
@@ -277,6 +286,11 @@ class FederatedDataModule(pl.LightningDataModule):
         self.train_sizes = checked.train.sizes
         self.num_classes = checked.num_classes
         self.task = checked.task
+        self.prepare = replace(self.prepare, task=self.task, num_classes=self.num_classes)
+        if self.prepare.mixing.mixes:
+            # Not in the first step: a task whose targets cannot be mixed is rejected here.
+            blank = self.task.blank_targets((1, 1), self.num_classes, torch.device("cpu"))
+            self.task.mix(blank, blank, torch.ones(1, 1), self.num_classes)
         self.classes = checked.classes
         self.client_names = None if data.client_names is None else list(data.client_names)
         for store in (checked.train, checked.test):
@@ -541,7 +555,7 @@ class FederatedDataModule(pl.LightningDataModule):
             return store
         if self.trainer is not None and self.trainer.strategy.root_device.type != "cpu":
             store.to(self.trainer.strategy.root_device, self.device_cache_mb * BYTES_PER_MB)
-        is_augmented = store is self.checked.train and self.prepare.augments
+        is_augmented = store is self.checked.train and (self.prepare.augments or self.prepare.mixing.mixes)
         is_augmented |= store is self.checked.public and self.prepare.augment_public
         if self._features is None or is_augmented:
             return store

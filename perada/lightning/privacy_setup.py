@@ -92,6 +92,11 @@ def _check_options(context: RunContext) -> None:
             f"task={data.chosen_task} would compute weights from the clients' labels without noise, which no ledger "
             "counts; give the weights as numbers"
         )
+    if is_sample_level and data.prepare.mixing.mixes:
+        raise _privacy_error(
+            "mixup and cutmix mix the images of a batch, so one image would change the gradients of others, which the "
+            "clipping of each image's gradient does not bound; leave them out"
+        )
     if is_sample_level and settings.weighting == "samples":
         raise _privacy_error(
             "weighting='samples' reveals the clients' numbers of images without noise; choose weighting='uniform'"

@@ -130,6 +130,7 @@ def _data_options(data: FederatedDataModule) -> dict[str, Any]:
         "batch_size": data.batch_size,
         "image_size": data.image_size,
         "augmentation": [data.prepare.crop_padding, data.prepare.flip, data.prepare.augment_public],
+        "mixing": [data.prepare.mixing.mixup, data.prepare.mixing.cutmix],
         "task": repr(data.chosen_task),
     }
 

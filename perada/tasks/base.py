@@ -116,6 +116,23 @@ class Task(ABC):
     def presence(self, targets: Tensor, classes: int) -> Tensor:
         """Return targets (N, ...) as an indicator (N, K) of the classes that each image has."""
 
+    def mix(self, targets: Tensor, others: Tensor, shares: Tensor, classes: int) -> Tensor:
+        """Mix the targets of pairs of images, for mixup and CutMix.
+
+        Args:
+            targets: Targets (C, B, ...).
+            others: Targets of the images that they are mixed with.
+            shares: Share (C, 1) of the first of each pair.
+            classes: Number of classes K.
+
+        Returns:
+            Targets that :meth:`loss` accepts: the loss of a mixed target is the mix of the losses.
+
+        Raises:
+            ValueError: If the loss of the task is not linear in the target.
+        """
+        raise ValueError(f"the targets of {self} cannot be mixed; leave mixup and cutmix out")
+
     @abstractmethod
     def class_counts(self, targets: Tensor, classes: int) -> Tensor:
         """Count the images (K,) that have each class, in targets (N, ...)."""

@@ -83,10 +83,14 @@ class Classification(Task):
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute the loss (N,) of each image: the cross-entropy unless an option changes it.
 
+        Targets are classes (N,), or probabilities (N, K) of mixed images.
+
         >>> Classification().loss(torch.zeros(2, 4), torch.tensor([0, 3])).exp().tolist()
         [4.0, 4.0]
         """
         weights = weights_on(self.class_weights, logits)
+        if targets.is_floating_point():
+            targets = targets.to(logits)
         if not self.focal_gamma:
             return F.cross_entropy(
                 logits, targets, weight=weights, reduction="none", label_smoothing=self.label_smoothing
@@ -146,6 +150,17 @@ class Classification(Task):
     def presence(self, targets: Tensor, classes: int) -> Tensor:
         """Return one-hot vectors."""
         return F.one_hot(targets, classes)
+
+    def mix(self, targets: Tensor, others: Tensor, shares: Tensor, classes: int) -> Tensor:
+        """Return the probabilities (C, B, K) of mixed classes."""
+        if self.focal_gamma:
+            raise ValueError(
+                f"focal_gamma={self.focal_gamma} cannot be combined with mixup or cutmix: the focal loss is defined "
+                "for one true class; set it to 0"
+            )
+        own = self.presence(targets, classes).to(shares)
+        other = self.presence(others, classes).to(shares)
+        return own.lerp(other, 1 - shares.unsqueeze(-1))
 
     def class_counts(self, targets: Tensor, classes: int) -> Tensor:
         """Count the images of each class."""

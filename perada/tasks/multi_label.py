@@ -134,6 +134,11 @@ class MultiLabel(Task):
         """Return the targets, which are indicators."""
         return targets
 
+    def mix(self, targets: Tensor, others: Tensor, shares: Tensor, classes: int) -> Tensor:
+        """Return mixed labels (C, B, K), unknown where one of the two is unknown."""
+        mixed = targets.lerp(others, 1 - shares.unsqueeze(-1))
+        return mixed.where(self.known(targets) & self.known(others), UNKNOWN)
+
     def class_counts(self, targets: Tensor, classes: int) -> Tensor:
         """Count the images that have each label."""
         return (targets >= 1).sum(0)

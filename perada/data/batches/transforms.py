@@ -4,7 +4,7 @@
 import io
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -19,7 +19,9 @@ from perada.core.checks import OptionError, check_number
 from perada.core.rounds import CohortBatch, EvalBatch, ImageConfig
 from perada.core.seeding import generator
 from perada.core.states import to_device_async
+from perada.data.batches.mixing import Mixing
 from perada.engine.engine import real_rows
+from perada.tasks import Classification, Task
 
 BatchT = TypeVar("BatchT", CohortBatch, dict[str, CohortBatch], EvalBatch, Tensor)
 WHOLE_SCALE = 65535
@@ -427,6 +429,9 @@ class Preparation:
             image is in the batch.
         augment_public: Augment the public images of distillation, too; see
             :func:`perada.data.batches.public.augment_public_images`.
+        mixing: Mixes the training images of a client after they were prepared.
+        task: Mixes the targets.
+        num_classes: Number of classes K.
     """
 
     image: ImageConfig | None = None
@@ -436,6 +441,9 @@ class Preparation:
     seed: int = 0
     secure: bool = False
     augment_public: bool = False
+    mixing: Mixing = field(default_factory=Mixing)
+    task: Task = field(default_factory=Classification)
+    num_classes: int = 0
 
     def __post_init__(self) -> None:
         if self.augment_public and not self.augments:
@@ -451,11 +459,16 @@ class Preparation:
         """Whether training images are changed at random."""
         return self.flip or self.crop_padding > 0
 
+    def without_mixing(self) -> "Preparation":
+        """Return the preparation of images that are compared or scored, and not trained on."""
+        return replace(self, mixing=Mixing())
+
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise a ValueError if samples that are not images are to be augmented."""
-        if self.augments and len(shape) != 3:
+        if (self.augments or self.mixing.mixes) and len(shape) != 3:
             raise ValueError(
-                f"images have shape {shape}, but crop_padding and flip need (channels, height, width); leave both out"
+                f"images have shape {shape}, but crop_padding, flip, mixup and cutmix need (channels, height, width); "
+                "leave them out"
             )
 
     def __call__(self, batch: BatchT) -> BatchT:
@@ -478,7 +491,10 @@ class Preparation:
             # Normalisation changed the zeros of the padding.
             is_real = real_rows(batch.counts, width, x.device)
             x = x * is_real.view(*is_real.shape, *[1] * (x.ndim - 2))
-        return batch._replace(x=x)
+        batch = batch._replace(x=x)
+        if self.mixing.mixes:
+            return self.mixing(batch, self.seed, self.task, self.num_classes)
+        return batch
 
     def _augment(self, batch: CohortBatch, stream: str | None) -> Tensor:
         """Shift and mirror the images (C, B, Ch, H, W) at random, if configured."""

@@ -255,13 +255,16 @@ class Client:
         sizes = pad_to_index(self.size, number, filler=0)
         return make_plan(request.round, [number], sizes, planned_phases, self.data.batch_size)
 
-    def batches(self, plan: RoundPlan, private: PrivateSampling | None = None) -> Iterator[AnyBatch]:
-        """Yield the prepared local steps of a plan."""
+    def batches(
+        self, plan: RoundPlan, private: PrivateSampling | None = None, *, mixes: bool = True
+    ) -> Iterator[AnyBatch]:
+        """Yield the prepared local steps of a plan; ``mixes`` allows mixup and CutMix, if the recipe has them."""
         data = self.data
+        prepare = data.prepare if mixes else data.prepare.without_mixing()
         store = with_client_index(data.samples_of(data.checked.train), plan.clients[0])
         batches = RoundBatches(store, plan, data.batch_size, data.prepare.seed, private)
         for batch in loader(batches, store, data.num_workers):
-            yield data.prepare(data.transfer_batch_to_device(batch, self.recipe.device, 0))
+            yield prepare(data.transfer_batch_to_device(batch, self.recipe.device, 0))
 
     def test_batches(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the site's prepared test images and labels, as a simulation prepares them for client ``number``."""
@@ -468,7 +471,7 @@ class Client:
         if not algorithm.compares_models:
             return expand(shared, 1)
         batches = []
-        for batch in map(one_of, self.batches(self.plan(request, [Phase("compare", 1)]))):
+        for batch in map(one_of, self.batches(self.plan(request, [Phase("compare", 1)]), mixes=False)):
             # The last batch is filled with images that were compared already.
             num_new = self.size - batch.step * batch.counts[0]
             batches.append(batch._replace(counts=(min(batch.counts[0], num_new),)))
