@@ -91,7 +91,7 @@ class RoundLines(ProgressBar):
                 fields.append(f"{title(name)} {cell(name, value)}{unit}")
         for name in PROGRESS_METRICS:
             if name in record:
-                fields.append(f"{name} {record[name]:.3g}")
+                fields.append(f"{title(name)} {cell(name, record[name])}")
         print(f"{_round_title(trainer)}: {', '.join(fields)}", file=sys.stderr, flush=True)
 
 

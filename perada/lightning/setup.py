@@ -291,8 +291,8 @@ def _announce_cached_features(context: RunContext, trunk: FrozenTrunk) -> None:
     """Log that features of the frozen trunk are cached, if they fit into the cache."""
     if isinstance(context.data.samples_of(context.data.checked.train), FeatureStore):
         rank_zero_info(
-            f"caching features: the frozen layers before all trained ones ({trunk.share:.0%} of a forward pass) run "
-            "once per image (cache_features)"
+            f"caching features: the frozen layers before all trained ones ({trunk.share:.0%} of a forward pass) are "
+            "computed once per image; training.cache_features=false turns this off"
         )
 
 

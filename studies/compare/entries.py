@@ -171,5 +171,9 @@ def entry_of(name: str) -> Entry:
             f"--algorithms {name}: this method changes only how another one is trained; compare it as a recipe, such "
             f"as quickstart/{name}"
         )
+    if "," in name:
+        raise ValueError(
+            f"--algorithms={name!r} is not one name; separate names by spaces: --algorithms {name.replace(',', ' ')}"
+        )
     check_known("--algorithms", name, ENTRIES, ", or the path of a custom class, such as mine.MyAlgorithm")
     raise AssertionError("check_known raises for unknown names")

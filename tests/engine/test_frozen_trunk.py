@@ -244,7 +244,9 @@ def test_one_line_says_that_training_images_pass_the_frozen_layers_once(caplog, 
     run(federation(**data), rounds=1, **options)
     lines = [record.message for record in caplog.records if "frozen layers before all trained ones" in record.message]
     assert len(lines) == said
-    assert all("% of a forward pass) run once per image (cache_features)" in line for line in lines)
+    assert all(
+        "% of a forward pass) are computed once per image; training.cache_features=false" in line for line in lines
+    )
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

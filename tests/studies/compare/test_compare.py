@@ -430,6 +430,7 @@ def test_a_class_of_ones_own_is_a_row_by_its_path(recipe, monkeypatch):
     ("name", "says"),
     [
         ("dito", "--algorithms='dito' is unknown; did you mean 'ditto'"),
+        ("fedavg,ditto", "separate names by spaces: --algorithms fedavg ditto"),
         ("fedpac", "--algorithms='fedpac' is unknown; choose one of .* or the path of a custom class"),
         ("own_rows.Other", "own_rows"),
         ("nowhere.Mine", "nowhere"),
