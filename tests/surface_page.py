@@ -13,30 +13,31 @@ from tests.surface import PACKAGES, Parts, Surface, collect
 ROOT = Path(__file__).parents[1]
 PAGE, BASELINE = ROOT / "docs" / "api.md", Path(__file__).with_name("surface.json")
 HEAD = """\
-# What is promised
+# Stable interface
 
-`make surface` writes this page from the code. What stands here keeps its name and its meaning in all releases 1.x.
+This page lists the names, options, commands, files and messages that keep their name and meaning in all 1.x releases.
+`make surface` generates it from the code.
 
-All else is internal, with an underscore or without: other modules, arguments and attributes, texts of messages and
-logs, the last digits of a result. It may change in any release. The API reference also shows internal modules, for
-those who work on perada.
+Everything else is internal, with or without a leading underscore: other modules, arguments and attributes, texts of
+messages and logs, and the last digits of results. It may change in any release. The API reference also shows internal
+modules, for contributors.
 
-| release | what may change |
+| release | changes |
 |---|---|
-| patch, 1.0.x | mistakes are mended; nothing on this page changes |
-| minor, 1.x.0 | names, options, commands, keys and codes are added; what is to go begins to warn |
-| major, 2.0.0 | what has warned is gone |
+| patch, 1.0.x | bug fixes; nothing on this page changes |
+| minor, 1.x.0 | names, options, commands, keys and codes are added; deprecations begin to warn |
+| major, 2.0.0 | deprecated names are removed |
 
-- Versions follow [Semantic Versioning](https://semver.org/). What is to go warns in one minor version at least, naming
-  its replacement and the version in which it goes, which is a major one.
-- Each difference to the last release is in the [changelog](../CHANGELOG.md) by name. A test compares.
-- Files that a release 1.x wrote are read by all later ones 1.x. Files name their `format`; one that is not known is
-  refused, with both numbers.
-- A server and sites whose messages name the same `protocol` understand one another, whatever their releases. Another
-  one is refused, with both numbers.
-- A class that an option takes stays where it is, since `config.yaml` names its path.
-- With a seed, the same release on the same machine with the same libraries makes the same numbers. A release that
-  changes them says so in the changelog.
+- Versions follow [Semantic Versioning](https://semver.org/). Deprecated names warn for at least one minor version. The
+  warning names the replacement and the major version in which the name is removed.
+- The [changelog](../CHANGELOG.md) names each difference from the last release; a test enforces it.
+- Files written by a 1.x release can be read by all later 1.x releases. Files contain their `format`; an unknown one is
+  rejected, with both numbers.
+- A server and sites with the same `protocol` number understand one another, whatever their releases. A different number
+  is rejected, with both numbers.
+- The path of a class that an option takes does not change, since `config.yaml` contains it.
+- With a seed, the same release gives the same numbers on the same machine with the same libraries. Releases that change
+  the numbers announce it in the changelog.
 """
 RUNS = {
     "folder of a fit": "Files of `perada fit` and `perada.finetune`",
@@ -65,7 +66,7 @@ def code(words: Iterable[str]) -> str:
 
 
 def names(found: dict[str, Parts]) -> list[str]:
-    out = ["## Names", "", "The API reference has the types. Members are promised only where the table lists them.", ""]
+    out = ["## Names", "", "The API reference has the types. Members are stable only if the table lists them.", ""]
     others = [one for one in PACKAGES if one != "perada"]
     for package in PACKAGES:
         own = {path: parts for path, parts in found.items() if path.startswith(f"{package}.")}
@@ -113,36 +114,36 @@ def options(found: dict[str, Parts]) -> list[str]:
             named.append((code([name]), code(chosen)))
         rows.append((code([name]), values, code([default] if default else [])))
     text = (
-        "Options of `trainer` are Lightning's; these have a meaning here. [Recipes](recipes.md) explains their names."
+        "Options of `trainer` are Lightning's; the listed ones are stable. [Recipes](recipes.md) explains their names."
     )
     return ["## Options of recipes", "", text, "",
             *table(["option", "values", "default"], rows),
-            "Names that stand for classes, and classes that are known by their names alone:", "",
+            "Short names of classes, and classes that need no module path:", "",
             *table(["option", "names"], named)]  # fmt: skip
 
 
 def commands(found: dict[str, Parts]) -> list[str]:
-    text = "The exit status is 0 if a command did what was asked. `perada study` and `perada pretrain` are internal."
+    text = "The exit status is 0 if a command succeeded. `perada study` and `perada pretrain` are internal."
     rows = []
     for name, parts in found.items():
         taken = code(part for part in parts if part)
         rows.append((code([name]), "; ".join(filter(None, [taken, parts.get("")]))))
-    return ["## Commands", "", text, "", *table(["command", "takes"], rows)]
+    return ["## Commands", "", text, "", *table(["command", "arguments"], rows)]
 
 
 def files(found: dict[str, Parts]) -> list[str]:
-    text = "Of a run with public images and test images. Other options add columns and keys ([glossary](glossary.md))."
+    text = "For a run with public images and test images. Other options add columns and keys ([glossary](glossary.md))."
     rows = []
     for name, parts in found.items():
         of_format = f"; {parts['']}" if parts.get("") else ""
         rows.append((RUNS.get(name, code([name])), code(part for part in parts if part) + of_format))
-    return ["## Files of a run", "", text, "", *table(["file", "what is in it"], rows)]
+    return ["## Files of a run", "", text, "", *table(["file", "content"], rows)]
 
 
 def messages(found: dict[str, Parts]) -> list[str]:
     text = "A message is a safetensors file with a header ([deployment](deploy.md)). The parties' files are here too."
     rows = [(code([name]), parts.get("") or code(parts)) for name, parts in found.items()]
-    return ["## Messages of a deployment", "", text, "", *table(["what", "fields or values"], rows)]
+    return ["## Messages of a deployment", "", text, "", *table(["message", "fields or values"], rows)]
 
 
 def main(words: list[str]) -> None:
