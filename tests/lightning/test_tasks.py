@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits with options of the tasks, against plain loops over clients and images."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.core.checks import OptionError
+from perada.tasks import Classification, MultiLabel
+
+PIXELS, CLASSES, IMAGES = 12, 3, 6
+WEIGHTS = [1.0, 2.0, 0.5]
+LR = 0.1
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(PIXELS, CLASSES))
+
+
+def classes(client):
+    return (torch.arange(IMAGES) + client) % CLASSES
+
+
+def labels(client, unknown=False):
+    # Of each label, a client has images with and without it.
+    indices = torch.arange(IMAGES).unsqueeze(1) + client
+    targets = (indices // torch.arange(1, CLASSES + 1) % 2).float()
+    if unknown:
+        targets[0] = -1.0
+        targets[1, 0] = math.nan
+        targets[2, 1:] = -1.0
+    return targets
+
+
+def images(client):
+    return torch.randn(IMAGES, 1, 1, PIXELS, generator=torch.Generator().manual_seed(client))
+
+
+def data(task, targets):
+    parts = [TensorDataset(images(client), targets(client)) for client in range(2)]
+    federated = perada.FederatedData(parts, num_classes=CLASSES)
+    return perada.FederatedDataModule(federated, batch_size="full", task=task)
+
+
+def fit(served, **options):
+    training = {"momentum": 0.0} | options.pop("training", {})
+    return perada.finetune(
+        network(), served, adapter="full", algorithm="fedavg", rounds=1, local_steps=1, lr_local=LR,
+        training=training, logger=False, **options,
+    )  # fmt: skip
+
+
+def log_probability(logits, target):
+    return logits[target] - logits.exp().sum().log()
+
+
+def smoothed(logits, target):
+    terms = [log_probability(logits, k) for k in range(CLASSES)]
+    return -0.9 * terms[int(target)] - 0.1 * sum(terms) / CLASSES
+
+
+def weighted(logits, target):
+    return -WEIGHTS[int(target)] * log_probability(logits, int(target))
+
+
+def focal(logits, target):
+    log_p = log_probability(logits, int(target))
+    return -((1 - log_p.exp()) ** 2) * log_p
+
+
+def of_known_labels(weights):
+    def loss(logits, target):
+        terms = []
+        for k in range(CLASSES):
+            if target[k] == 1:
+                terms.append(-weights[k] * F.logsigmoid(logits[k]))
+            elif target[k] == 0:
+                terms.append(-F.logsigmoid(-logits[k]))
+        return sum(terms) / len(terms) if terms else logits.sum() * 0
+
+    return loss
+
+
+def unknown_labels(client):
+    return labels(client, unknown=True)
+
+
+CASES = {
+    "label_smoothing": (Classification(label_smoothing=0.1), classes, smoothed),
+    "class_weights": (Classification(class_weights=WEIGHTS), classes, weighted),
+    "focal_gamma": (Classification(focal_gamma=2.0), classes, focal),
+    "positive_weights": (MultiLabel(positive_weights=WEIGHTS), labels, of_known_labels(WEIGHTS)),
+    "unknown": (MultiLabel(), unknown_labels, of_known_labels([1.0] * CLASSES)),
+}
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_equals_a_plain_loop_over_images(case, engine):
+    task, targets, loss_of_image = CASES[case]
+    run = fit(data(task, targets), training={"engine": engine})
+
+    weights = []
+    for client in range(2):
+        model = network()
+        losses = []
+        for image, target in zip(images(client), targets(client), strict=True):
+            losses.append(loss_of_image(model(image.unsqueeze(0))[0], target))
+        mean_loss = sum(losses) / IMAGES
+        mean_loss.backward()
+        weights.append(model[1].weight.detach() - LR * model[1].weight.grad)
+    expected = (weights[0] + weights[1]) / 2
+    torch.testing.assert_close(run.global_model()[1].weight, expected)
+    assert not torch.allclose(expected, network()[1].weight)
+
+
+BALANCED = {
+    "class_weights": (Classification(class_weights="balanced"), classes),
+    "positive_weights": (MultiLabel(positive_weights="balanced"), labels),
+}
+
+
+@pytest.mark.parametrize("protection", ["privacy", "client_privacy"])
+@pytest.mark.parametrize("case", BALANCED)
+def test_balanced_weights_are_rejected_with_differential_privacy(case, protection):
+    task, targets = BALANCED[case]
+    with pytest.raises(OptionError, match="would compute weights from the clients' labels without noise"):
+        fit(data(task, targets), **{protection: {"noise_multiplier": 1.0}})
