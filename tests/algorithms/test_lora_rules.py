@@ -11,6 +11,7 @@ import perada
 from perada.algorithms import FedEnsemble, FFALoRA
 from perada.data import Phase
 from perada.privacy import ClientPrivacy, Privacy
+from perada.results.report import title
 from perada.server import SVD, LoRAFair, NormClipping
 from perada.studies.report.records import run_report
 
@@ -209,4 +210,4 @@ def test_the_report_of_a_run_shows_both(tmp_path):
     header, _, *lines = [[cell.strip() for cell in row] for row in table]
     for record, line in zip(run.metrics["rounds"], lines, strict=True):
         for name in ("updates/lora_error", "updates/lora_residual"):
-            assert float(line[header.index(name)]) == pytest.approx(record[name], rel=1e-3)
+            assert float(line[header.index(title(name))]) == pytest.approx(record[name], rel=1e-3)

@@ -225,7 +225,7 @@ def test_more_clients_a_round_than_there_are():
 
 def test_augmentation_of_what_is_no_image():
     vectors = TensorDataset(torch.rand(4, 7), torch.arange(4))
-    refused(FederatedData([vectors]), "crop_padding and flip need", flip=True)
+    refused(FederatedData([vectors]), "crop_padding, flip, mixup and cutmix need", flip=True)
 
 
 def test_a_partition_that_leaves_a_client_empty(tmp_path):

@@ -214,5 +214,5 @@ def test_augmentation_of_public_images_needs_something_to_do():
 
 def test_augmentation_of_public_vectors_is_rejected():
     made = served(TensorDataset(torch.rand(5, 6)))
-    with pytest.raises(ValueError, match=r"images have shape \(6,\), but crop_padding and flip need"):
+    with pytest.raises(ValueError, match=r"images have shape \(6,\), but crop_padding, flip, mixup and cutmix need"):
         made.setup()

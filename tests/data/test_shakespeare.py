@@ -319,7 +319,7 @@ def test_texts_are_refused_where_training_is_private(root, privacy):
 
 
 def test_texts_are_not_mirrored(root):
-    with pytest.raises(ValueError, match=r"images have shape \(80,\), but crop_padding and flip need"):
+    with pytest.raises(ValueError, match=r"images have shape \(80,\), but crop_padding, flip, mixup and cutmix need"):
         finetune(served(root, flip=True), "fedavg")
 
 

@@ -76,7 +76,7 @@ def test_the_page_says_whose_updates_depend_on_former_rounds(case, tiny, tmp_pat
     one, other = sent_after(client, 0.0), sent_after(client, 0.2)
     depends = any(not torch.equal(value, other[key]) for key, value in one.items())
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
-    stateful, _, rest = text.partition("its next update depends on that round: ")[2].partition(". What ")
+    stateful, _, rest = text.partition("state that the server shaped: ")[2].partition(". What ")
     lists = [part.replace(" and ", ", ").split(", ") for part in (stateful, rest.partition(" send is ")[0])]
     if case in ALT:
         found = [ALT[case] in names for names in lists]

@@ -1156,7 +1156,7 @@ def test_the_lower_error_is_chosen():
     shown = grid_table(tried)
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()[2:4]]
     assert cells == [["ditto", "0", "30.00", ""], ["ditto", "1", "10.00", "chosen"]]
-    assert "own images, ece, of held-out validation images; the lowest is chosen" in shown
+    assert "own images, ECE, of held-out validation images; the lowest is chosen" in shown
     assert "-personal" not in shown
 
 
