@@ -24,6 +24,9 @@ from torch import nn
 from benchmarks.peers.networks import build_network, train_client, trained_state
 from benchmarks.peers.tasks import TASK_FILE, State, TaskData, Training, load_task_data, scored_clients
 
+NODE_TIMEOUT = 60.0
+"""Seconds in which all nodes must be registered."""
+
 client_app = ClientApp()
 
 
@@ -101,6 +104,19 @@ class PlannedFedAvg(FedAvg):
         return super().aggregate_train(server_round, _checked(replies))
 
 
+def _await_nodes(grid: Grid, clients: int) -> None:
+    """Wait until all nodes are registered: a plan names clients by their place among all nodes.
+
+    Raises:
+        TimeoutError: If some are still missing after ``NODE_TIMEOUT`` seconds.
+    """
+    deadline = time.monotonic() + NODE_TIMEOUT
+    while len(list(grid.get_node_ids())) < clients:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"fewer than {clients} nodes are registered after {NODE_TIMEOUT} s")
+        time.sleep(0.05)
+
+
 def _checked(replies: Iterable[Message]) -> list[Message]:
     """Return replies; raise if one is an error."""
     checked = list(replies)
@@ -121,6 +137,7 @@ def run(data: TaskData, rounds: int, threads: int, folder: Path) -> Training:
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:
         arrays = ArrayRecord(trained_state(network))
+        _await_nodes(grid, data.task.clients)
         result = strategy.start(grid, arrays, num_rounds=rounds)
         outcome["ended"] = time.monotonic()
         outcome["global"] = dict(result.arrays.to_torch_state_dict())
