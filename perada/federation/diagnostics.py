@@ -215,12 +215,12 @@ class DiagnosticsPass:
             averaged_model = prefix(self.globals, 1)
             classes = self.engine.shared_logits(averaged_model, x[:1]).shape[-1]
             logits, h_BK = self._means(x, classes)
-            known = self.task.known(y)
-            hits = (self.task.predicted(logits) == y.long()) & known
+            has_label = self.task.known(y)
+            hits = (self.task.predicted(logits) == y.long()) & has_label
             errors = self.task.errors(h_BK, y)
             total_hits += float(hits.sum())
             total_errors += float(errors.sum())
-            total += float(known.sum())
+            total += float(has_label.sum())
         return {"theory/ensemble_accuracy": total_hits / total, "theory/ensemble_error": total_errors / total}
 
     def _means(self, x: Tensor, classes: int) -> tuple[Tensor, Tensor]:

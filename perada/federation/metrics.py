@@ -85,18 +85,18 @@ def _mean_over_classes(score: Compute, needs_both: bool, predictions: Tensor, la
     """
     if labels.dim() == 2:
         # An unknown label is NaN or negative, and is left out of its class's score.
-        known = labels >= 0
-        truth = labels.where(known, 0).long()
+        has_label = labels >= 0
+        truth = labels.where(has_label, 0).long()
     else:
         truth = torch.nn.functional.one_hot(labels, predictions.shape[-1])
-        known = torch.ones_like(truth, dtype=torch.bool)
+        has_label = torch.ones_like(truth, dtype=torch.bool)
     counts = truth.sum(0)
     occurs = counts > 0
     if needs_both:
-        occurs = occurs & (counts < known.sum(0))
+        occurs = occurs & (counts < has_label.sum(0))
     scores = []
     for k in occurs.nonzero().flatten().tolist():
-        rows = known[:, k]
+        rows = has_label[:, k]
         scores.append(score(predictions[rows, k], truth[rows, k]))
     if not scores:
         return torch.tensor(math.nan)
@@ -317,14 +317,14 @@ def _compute(
     labels: Tensor,
 ) -> Tensor:
     """Compute a metric of torchmetrics, with NaN for classes that do not occur."""
-    known = task.known(labels)
-    if not known.all():
+    has_label = task.known(labels)
+    if not has_label.all():
         options = options | {"ignore_index": UNKNOWN_LABEL}
     metric = metric_class(**options)
     with warnings.catch_warnings():
         # A class without samples is expected, and gets NaN below.
         warnings.filterwarnings("ignore", "No (positive|negative) samples", UserWarning)
-        metric.update(predictions, labels.where(known, UNKNOWN_LABEL).long())
+        metric.update(predictions, labels.where(has_label, UNKNOWN_LABEL).long())
         value: Tensor = metric.compute()
     if not value.dim():
         return value

@@ -109,11 +109,11 @@ class Scores:
 
     def _count(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
         """Count the correct and the total predictions of a batch, on the device."""
-        known = self.task.known(y)
-        hits = (self.task.predicted(logits) == y.long()) & known
+        has_label = self.task.known(y)
+        hits = (self.task.predicted(logits) == y.long()) & has_label
         # With several labels per image, each is a separate prediction.
         right = hits.view(*logits.shape[:2], -1).sum(-1)
-        num_predictions = known.view(len(y), -1).sum(-1).expand_as(right)
+        num_predictions = has_label.view(len(y), -1).sum(-1).expand_as(right)
         counts = torch.stack([right, num_predictions])  # (2, p, B)
         if counted is not None:
             counts = counts * counted
@@ -243,8 +243,8 @@ class Tally:
         logits = logits.float()
         predicted = self.task.predicted(logits)
         # A mask, and not a selection of rows, whose number the host would have to wait for.
-        known = self.task.known(y).flatten()
-        right = (predicted == y.long()).flatten() & known
+        has_label = self.task.known(y).flatten()
+        right = (predicted == y.long()).flatten() & has_label
         confidence = self.task.confidence(logits).flatten()
         if self.task.exclusive:
             self._classes = logits.shape[-1]
@@ -256,8 +256,8 @@ class Tally:
         self._bins = self._bins.to(confidence)
         # A confidence of NaN, from a model that is not finite, is counted in some bin.
         bins = (confidence * BINS).long().clamp(0, BINS - 1)
-        is_known = known.to(confidence)
-        summands = torch.stack([is_known, right.to(confidence), confidence.nan_to_num() * is_known])
+        label_counts = has_label.to(confidence)
+        summands = torch.stack([label_counts, right.to(confidence), confidence.nan_to_num() * label_counts])
         self._bins.index_add_(1, bins, summands)
 
     def record(self, ranks: Ranks) -> dict[str, Any]:

@@ -232,8 +232,9 @@ class StateFiles:
 
 def _slices(file: safe_open) -> dict[str, Any]:
     """Return the tensors of a file by name; only the parts that are indexed are read."""
-    names = file.keys()  # type: ignore[no-untyped-call]  # of safetensors
-    return {name: file.get_slice(name) for name in names}  # type: ignore[no-untyped-call]  # of safetensors
+    # Of the untyped handle, since safetensors has no annotations.
+    handle: Any = file
+    return {name: handle.get_slice(name) for name in handle.keys()}
 
 
 def _check_tensors(path: Path, file: safe_open, num_rows: int, like: State | None) -> None:

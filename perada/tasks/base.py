@@ -158,7 +158,8 @@ class Task(ABC):
         """
         return self
 
-    def check_classes(self, classes: int) -> None:  # noqa: B027  # a task may have no such option
+    @abstractmethod
+    def check_classes(self, classes: int) -> None:
         """Raise an OptionError if an option does not match the number of classes K."""
 
     def known(self, targets: Tensor) -> Tensor:
@@ -239,9 +240,9 @@ def make_task(record: Mapping[str, Any]) -> Task:
     name = record["class_path"]
     task_classes = _concrete_tasks(Task)
     if name not in task_classes:
-        known = ", ".join(sorted(task_classes))
+        defined_names = ", ".join(sorted(task_classes))
         raise ValueError(
-            f"the task {name!r} is not defined; import the module that defines it first (defined are {known})"
+            f"the task {name!r} is not defined; import the module that defines it first (defined are {defined_names})"
         )
     return task_classes[name](**record["init_args"])
 

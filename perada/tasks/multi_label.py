@@ -81,14 +81,14 @@ class MultiLabel(Task):
         >>> MultiLabel().loss(torch.zeros(1, 3), torch.tensor([[0.0, 1.0, 1.0]])).exp().tolist()
         [2.0]
         """
-        known = self.known(targets)
+        has_label = self.known(targets)
         # Also before the loss: the gradient with respect to a target of NaN would be NaN, and not 0.
-        targets = targets.where(known, 0).to(logits)
+        targets = targets.where(has_label, 0).to(logits)
         losses_of_labels = F.binary_cross_entropy_with_logits(
             logits, targets, reduction="none", pos_weight=weights_on(self.positive_weights, logits)
         )
-        sums = losses_of_labels.where(known, 0).sum(-1)
-        return sums / known.sum(-1).clamp(min=1)
+        sums = losses_of_labels.where(has_label, 0).sum(-1)
+        return sums / has_label.sum(-1).clamp(min=1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Compute the sigmoid."""
