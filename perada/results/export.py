@@ -22,7 +22,7 @@ from perada.core.states import Factors, State, get_state, narrowed, set_state, t
 from perada.models.adapted import AdaptedModel, find_tensor_names, is_adapter_key, plain_names, saved_tensors
 from perada.models.weight_files import LITE0, SHIPPED
 from perada.results.cards import record_of_nobody, record_of_one
-from perada.results.run_file import RunFile, published
+from perada.results.run_file import RunFile, first_difference, published
 
 BACKBONE_FILE = "backbone.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -202,14 +202,12 @@ def _facts(config: PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, objec
 
 def _check_equal_facts(folder: Path, actual: Mapping[str, object], expected: Mapping[str, object]) -> None:
     """Raise a ValueError if an adapter's options or tensors differ from the run's."""
-    for fact in {**expected, **actual}:
-        actual_value = actual.get(fact, "missing")
-        expected_value = expected.get(fact, "missing")
-        if actual_value != expected_value:
-            raise ValueError(
-                f"the adapter in {str(folder)!r} belongs to a different backbone or adapter: {fact} is {actual_value}, "
-                f"expected {expected_value}; load it with the configuration it was created with"
-            )
+    difference = first_difference(actual, expected)
+    if difference is not None:
+        raise ValueError(
+            f"the adapter in {str(folder)!r} belongs to a different backbone or adapter: {difference.name} is "
+            f"{difference.actual}, expected {difference.expected}; load it with the configuration it was created with"
+        )
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:

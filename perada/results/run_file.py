@@ -319,6 +319,29 @@ class RunFile:
         check_list(metrics.get("test_images", [0] * self.num_clients), self.num_clients, kind=int)
 
 
+@dataclass(frozen=True)
+class Difference:
+    """A value of a folder's files that is not what the run expects."""
+
+    name: str
+    actual: object
+    expected: object
+
+
+def first_difference(actual: Mapping[str, object], expected: Mapping[str, object]) -> Difference | None:
+    """Return the first name whose values differ, or that only one side has; None if all are equal.
+
+    >>> first_difference({"a": 1}, {"a": 1, "b": 2})
+    Difference(name='b', actual='missing', expected=2)
+    """
+    for name in {**expected, **actual}:
+        actual_value = actual.get(name, "missing")
+        expected_value = expected.get(name, "missing")
+        if actual_value != expected_value:
+            return Difference(name, actual_value, expected_value)
+    return None
+
+
 def check_list(values: object, length: int | None, *inner: int | None, kind: type | UnionType = int | float) -> None:
     """Check a list, which may hold further lists.
 

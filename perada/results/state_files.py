@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from perada.core.files import writing
 from perada.core.states import State, stack
-from perada.results.run_file import RUN_FILE, STATE_FILE, StateIndex, StateRows, kind_of
+from perada.results.run_file import RUN_FILE, STATE_FILE, StateIndex, StateRows, first_difference, kind_of
 
 SHARD_BYTES = 2 * 10**9
 """Size in bytes of a file, beyond which the next rows go to another one."""
@@ -80,10 +81,10 @@ def _write_file(path: Path, num_rows: int, like: State, states: Iterable[State],
         states: The states of the rows.
         rows_of_buffer: Number of states in memory.
     """
-    header, starts = _stacked_header(like, num_rows)
+    layout = _stacked_layout(like, num_rows)
     digests = []
     with writing(path), path.open("wb") as file:
-        file.write(header)
+        file.write(layout.header)
         written = 0
         buffer: list[State] = []
         for state in states:
@@ -92,15 +93,28 @@ def _write_file(path: Path, num_rows: int, like: State, states: Iterable[State],
             if len(buffer) == rows_of_buffer or written + len(buffer) == num_rows:
                 # Rows of one tensor are adjacent in the file, so a group of states is written tensor by tensor.
                 for name, stacked in stack(buffer).items():
-                    file.seek(starts[name] + written * like[name].nbytes)
+                    file.seek(layout.starts[name] + written * like[name].nbytes)
                     file.write(_bytes_of(stacked))
                 written += len(buffer)
                 buffer = []
     return digests
 
 
-def _stacked_header(like: State, num_rows: int) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a file with some rows of states, and the position in the file of each tensor's first byte.
+@dataclass(frozen=True)
+class _FileLayout:
+    """Where the parts of a file are.
+
+    Attributes:
+        header: The file's first bytes.
+        starts: Position in the file of each tensor's first byte.
+    """
+
+    header: bytes
+    starts: dict[str, int]
+
+
+def _stacked_layout(like: State, num_rows: int) -> _FileLayout:
+    """Return the layout of a file with some rows of states.
 
     safetensors has no writer that takes tensors in parts, so its header of one state is scaled to all.
     """
@@ -117,7 +131,7 @@ def _stacked_header(like: State, num_rows: int) -> tuple[bytes, dict[str, int]]:
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     starts = {name: len(header) + entries[name]["data_offsets"][0] for name in like}
-    return header, starts
+    return _FileLayout(header, starts)
 
 
 def _bytes_of(value: Tensor) -> memoryview:
@@ -245,14 +259,12 @@ def _check_tensors(path: Path, file: safe_open, num_rows: int, like: State | Non
         expected = {name: [num_rows, *shape[1:]] for name, shape in actual.items() if isinstance(shape, list)}
     else:
         expected = {name: [num_rows, *value.shape] for name, value in like.items()}
-    for name in {**expected, **actual}:
-        actual_shape = actual.get(name, "missing")
-        expected_shape = expected.get(name, "missing")
-        if actual_shape != expected_shape:
-            raise ValueError(
-                f"{str(path)!r} belongs to a different backbone or adapter, or to another run: {name!r} is "
-                f"{actual_shape}, expected {expected_shape}; load it with the backbone it was created with"
-            )
+    difference = first_difference(actual, expected)
+    if difference is not None:
+        raise ValueError(
+            f"{str(path)!r} belongs to a different backbone or adapter, or to another run: {difference.name!r} is "
+            f"{difference.actual}, expected {difference.expected}; load it with the backbone it was created with"
+        )
 
 
 def delete_unlisted(folder: Path, index: Mapping[str, object]) -> list[Path]:
