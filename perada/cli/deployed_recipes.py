@@ -92,6 +92,8 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
         )
     parsed_data = cli.config["data"]
     options = {key: value for key, value in vars(parsed_data).items() if key not in (*SHARED_DATA_OPTIONS, "data")}
+    # The parser has only the class and the arguments of the task.
+    options["task"] = cli.datamodule.chosen_task
     seed = site_data.get("seed", recipe_data.get("seed", parsed_data.seed))
     recipe = Recipe(text, cli.model, cli.loop, cli.trainer, FederatedDataModule(data, **options, seed=seed))
 

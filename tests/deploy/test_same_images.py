@@ -14,7 +14,7 @@ from perada.deploy.protocol import Request
 from perada.deploy.site.client import Client, single_client_data
 from perada.deploy.site.file import Limits, read_site
 from perada.deploy.transport import LocalTransport
-from perada.tasks import MultiLabel
+from perada.tasks import Classification, MultiLabel
 
 from .parties import Parties
 from .test_classes import CLASSES, naming
@@ -228,6 +228,36 @@ def test_a_table_is_read_as_the_recipes_is(tmp_path):
         assert site.task == MultiLabel() and site.checked.train.datasets[0].dataset.size == 16
         sides.append(site.data.train[0].indices)
     assert sides[0] == sides[1]
+    assert server_recipe(str(tmp_path / "site-a" / "recipe.yaml")).task == MultiLabel()  # without reading the table
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Classification(class_weights=[1.0, 2.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        Classification(label_smoothing=0.1),
+    ],
+    ids=repr,
+)
+def test_server_and_sites_have_the_recipes_task_and_mixing(task, tmp_path):
+    options = {name: value for name, value in task.record()["init_args"].items() if value}
+    data = {"dataset": "Digits", "partition": PARTITION, "image_size": 32, "mixup": 0.2}
+    recipe = RECIPE | {"data": data | {"task": {"class_path": "Classification", "init_args": options}}}
+    own = {"dataset": "Digits", "partition": PARTITION, "client": 1}
+    built = written(tmp_path / "site", recipe, own)
+    built.data.setup()
+    assert built.data.task == task
+    assert built.data.prepare.mixing.mixup == 0.2
+
+
+def test_weights_from_the_labels_of_all_sites_are_rejected(tmp_path):
+    data = {"dataset": "Digits", "partition": PARTITION, "image_size": 32}
+    data["task"] = {"class_path": "Classification", "init_args": {"class_weights": "balanced"}}
+    own = {"dataset": "Digits", "partition": PARTITION, "client": 1}
+    with pytest.raises(
+        ValueError, match="balanced weights of the task cannot be used in a deployment: the labels of a"
+    ):
+        written(tmp_path / "site", RECIPE | {"data": data}, own)
 
 
 @pytest.mark.parametrize("on_broken", ["skip", "refuse"])
