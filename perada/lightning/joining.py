@@ -87,9 +87,8 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
         # Before joining_data copies the images into memory, after which nobody sees which set they are from.
         client, _ = data.find(name)
         check_pretraining(info["pretrained"], [data.train[client]])
-    client_data = joining_data(
-        data, name, run.preprocessing, info.get("classes"), info["num_classes"], make_task(info["task"])
-    )
+    task = make_task(info["task"])
+    client_data = joining_data(data, name, run.preprocessing, info.get("classes"), info["num_classes"], task)
     assert client_data.client_names is not None
     (name,) = client_data.client_names
     check_name(run, name)
@@ -100,6 +99,9 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
         num_classes=info["num_classes"],
         crop_padding=training["crop_padding"],
         flip=training["flip"],
+        mixup=training["mixup"],
+        cutmix=training["cutmix"],
+        task=task,
     )
     adapted = run.adapted()
     module = FederatedClassifier(adapted.backbone.name)

@@ -232,6 +232,8 @@ def _describe_training(
     training["batch_size"] = data.batch_size
     training["crop_padding"] = data.prepare.crop_padding
     training["flip"] = data.prepare.flip
+    training["mixup"] = data.prepare.mixing.mixup
+    training["cutmix"] = data.prepare.mixing.cutmix
     for option in RECORDED_OPTIONS:
         training[option] = getattr(module.training_options, option)
     training["metric"] = module.evaluation.metric

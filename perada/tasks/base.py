@@ -244,7 +244,13 @@ def make_task(record: Mapping[str, Any]) -> Task:
         raise ValueError(
             f"the task {name!r} is not defined; import the module that defines it first (defined are {defined_names})"
         )
-    return task_classes[name](**record["init_args"])
+    try:
+        return task_classes[name](**record["init_args"])
+    except TypeError as error:
+        raise ValueError(
+            f"the task {name!r} does not accept its recorded options: {error}; use the version of perada, or of the "
+            "module that defines it, with which it was recorded"
+        ) from error
 
 
 def _concrete_tasks(parent: type) -> dict[str, type[Task]]:

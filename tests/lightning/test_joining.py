@@ -12,6 +12,7 @@ import perada
 from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
 from perada.privacy import Privacy
+from perada.tasks import Classification
 from tests.options import sections
 
 # A few steps on few images may make a model worse, which is warned of, and tested below.
@@ -143,6 +144,31 @@ def test_without_personal_models_the_global_one_is_fine_tuned(tiny):
     found = joined.state("personal", "late")
     assert all(torch.allclose(found[key], value, rtol=0, atol=1e-6) for key, value in model.named_parameters())
     assert torch.equal(joined.state("personal", 2)["6.weight"], run.state("global")["6.weight"])
+
+
+def test_the_client_trains_the_task_of_the_run_on_mixed_images(tiny):
+    task = Classification(label_smoothing=0.3, class_weights=[1.0, 3.0, 0.5])
+    data = FederatedDataModule(tiny.data(), batch_size=4, mixup=0.8, task=task)
+    run = perada.finetune(
+        network(tiny), data, adapter="full", algorithm="fedavg", rounds=1, local_steps=3, lr_local=0.1, lr_personal=0.1,
+        training={"momentum": 0.0}, accelerator="cpu", logger=False,
+    )  # fmt: skip
+    joined = perada.personalize(run, newcomer(), "late", accelerator="cpu")
+
+    mixed = FederatedDataModule(newcomer(), batch_size=4, mixup=0.8, task=task)
+    mixed.configure_rounds(seed=0, clients_per_round=None, phases=[Phase(steps=3)])
+    model = copy.deepcopy(run.global_model()).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in mixed.cohort_loader(mixed.plan_for([0], 0)):
+        x, y = mixed.prepare(batch)[1:3]
+        losses = torch.nn.functional.cross_entropy(
+            model(x[0]), y[0], weight=torch.tensor(task.class_weights), label_smoothing=0.3, reduction="none"
+        )
+        optimizer.zero_grad()
+        losses.mean().backward()
+        optimizer.step()
+    found = joined.state("personal", "late")
+    assert all(torch.allclose(found[key], value, rtol=0, atol=1e-6) for key, value in model.named_parameters())
 
 
 @pytest.mark.parametrize("algorithm", ["fedrep", *slow("lg_fedavg", "fedsim_output")])
