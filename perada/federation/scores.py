@@ -18,7 +18,7 @@ from perada.tasks import Task
 
 def probabilities(logits: Tensor, task: Task) -> Tensor:
     """Compute probabilities (..., K) from logits (..., K), in double precision where the device supports it."""
-    return task.probabilities(double(logits))
+    return task.predictions(double(logits))
 
 
 @dataclass(frozen=True)

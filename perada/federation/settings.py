@@ -312,6 +312,12 @@ def check_rule(settings: Settings) -> None:
     )
 
 
+def check_average(settings: Settings) -> None:
+    """Raise an OptionError if ensembles average probabilities, and the task does not define how."""
+    blank_logits = torch.zeros(2, 1, 2)
+    settings.training.task.ensemble(blank_logits, settings.algorithm.average)
+
+
 def check_server_images(settings: Settings, public: int, labelled: int) -> None:
     """Raise a ValueError if an option requires images that the server does not have.
 

@@ -16,7 +16,7 @@ from perada.engine.frozen_trunk import FrozenTrunk
 from perada.engine.loss_scaling import product_seconds
 from perada.federation.evaluation import EVERYWHERE_LIMIT, count_everywhere, sample_clients
 from perada.federation.secure_sums import check_secure_sums
-from perada.federation.settings import check_factors, check_rule, check_server_images
+from perada.federation.settings import check_average, check_factors, check_rule, check_server_images
 from perada.lightning.checks import (
     check_adapter,
     check_batch_norm,
@@ -81,6 +81,7 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
             check_private_gradients(settings.privacy, context.module, batch, features=trunk is not None)
     if trunk is not None and trains:
         _announce_cached_features(context, trunk)
+    check_average(settings)
     check_server_images(settings, data.public_size, data.validation_size)
     _choose_models_to_score(context)
     if stage != "predict":

@@ -251,7 +251,7 @@ class Models:
             raise ValueError(f"none of the {len(all_images)} images can be read: {'; '.join((broken or {}).values())}")
         # Autograd rejects tensors of inference mode; a copy made outside of it is an ordinary tensor.
         logits = torch.cat(logits_of_batches).clone()
-        probabilities = task.probabilities(logits)
+        probabilities = task.predictions(logits)
         labels = task.predicted(logits)
         paths = None
         if all(isinstance(image, str | Path) for image in readable_images):

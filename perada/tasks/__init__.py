@@ -4,10 +4,11 @@
 from torch import Tensor
 
 from perada.tasks.base import Task
+from perada.tasks.class_task import ClassTask
 from perada.tasks.classification import Classification
 from perada.tasks.multi_label import MultiLabel
 
-__all__ = ["Classification", "MultiLabel", "Task"]
+__all__ = ["ClassTask", "Classification", "MultiLabel", "Task"]
 
 DEFAULT_TASK = Classification()
 """Task of functions that are called without data, such as dry runs."""

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from perada.core.checks import OptionError
+
 Average = Literal["logits", "probabilities"]
 """Which outputs of several models are averaged."""
 
@@ -18,10 +20,15 @@ class Task(ABC):
     """What the network predicts for an image, and how predictions are compared with targets.
 
     A task has no state. Its options are the fields of a frozen dataclass, so tasks with the same options are equal.
-    Letters of shapes: N images, K classes, M models.
+    Letters of shapes: N images, K outputs of the network, such as classes, and M models.
+
+    A custom task of one class per image is a subclass of :class:`.ClassTask`, which needs two methods.
     """
 
-    exclusive: ClassVar[bool]
+    has_classes: ClassVar[bool] = True
+    """Whether targets are classes or labels, so that predictions are right or wrong and can be counted. Only then are
+    :meth:`entropy`, :meth:`confidence`, :meth:`errors`, :meth:`presence` and :meth:`class_counts` called."""
+    exclusive: ClassVar[bool] = False
     """Whether an image has exactly one of the classes, so that predictions can be counted by class."""
     default_metric: ClassVar[str]
     """Metric of the scores unless the option ``metric`` selects others."""
@@ -48,16 +55,16 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Compute the predicted probabilities from logits, both (..., K), in the dtype of the logits."""
+    def predictions(self, logits: Tensor) -> Tensor:
+        """Compute the predictions from logits, both (..., K), in the dtype of the logits: of classes, probabilities."""
 
-    @abstractmethod
     def predicted(self, logits: Tensor) -> Tensor:
-        """Return predictions in the form of targets, from logits (..., K) or from probabilities that rank like them."""
+        """Return predictions in the form of targets, such as the most likely class, from logits (..., K)."""
+        return self.predictions(logits)
 
-    @abstractmethod
     def entropy(self, probabilities: Tensor) -> Tensor:
         """Compute the entropy (N,) of predictions, in nats, from probabilities (N, K)."""
+        raise self._no_classes()
 
     def ensemble(self, logits: Tensor, average: Average) -> Tensor:
         """Average the outputs of M models.
@@ -73,18 +80,27 @@ class Task(ABC):
             return logits[0]
         if average == "logits":
             return logits.mean(0)
-        return self.logits_of_mean_probabilities(logits)
+        return self.logits_of_mean_predictions(logits)
 
-    @abstractmethod
-    def logits_of_mean_probabilities(self, logits: Tensor) -> Tensor:
-        """Return logits (..., K) that predict the mean of the probabilities that M models predict, from (M, ..., K)."""
+    def logits_of_mean_predictions(self, logits: Tensor) -> Tensor:
+        """Return logits (..., K) that predict the mean of what M models predict, from their logits (M, ..., K).
+
+        Raises:
+            OptionError: If the task does not define them.
+        """
+        raise OptionError(
+            f"the predictions of {self} cannot be averaged, since logits_of_mean_predictions is not defined for it; "
+            "set average='logits', or define the method",
+            name="average",
+            value="probabilities",
+        )
 
     @abstractmethod
     def distillation_loss(self, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-        """Compute the Kullback-Leibler divergence of the student from the teacher, averaged over images: a scalar.
+        """Compute how far the student is from the teacher, averaged over images: a scalar.
 
-        Logits are divided by the temperature, and the loss is multiplied by its square (Hinton et al., 2015), which
-        keeps the size of the gradients.
+        For probabilities, it is the Kullback-Leibler divergence. Logits are divided by the temperature, and the loss is
+        multiplied by its square (Hinton et al., 2015), which keeps the size of the gradients.
 
         Args:
             student: Logits (N, K) of the student.
@@ -92,15 +108,14 @@ class Task(ABC):
             temperature: Temperature, which softens both distributions if it is above 1.
         """
 
-    @abstractmethod
     def confidence(self, logits: Tensor) -> Tensor:
         """Return the probability that the model gives to each of its own predictions, from logits (N, K).
 
         Returns:
             Probabilities of the shape of :meth:`predicted`.
         """
+        raise self._no_classes()
 
-    @abstractmethod
     def errors(self, probabilities: Tensor, targets: Tensor) -> Tensor:
         """Return one minus the probability of each target.
 
@@ -111,10 +126,11 @@ class Task(ABC):
         Returns:
             Errors between 0 and 1, of the shape of the targets.
         """
+        raise self._no_classes()
 
-    @abstractmethod
     def presence(self, targets: Tensor, classes: int) -> Tensor:
         """Return targets (N, ...) as an indicator (N, K) of the classes that each image has."""
+        raise self._no_classes()
 
     def mix(self, targets: Tensor, others: Tensor, shares: Tensor, classes: int) -> Tensor:
         """Mix the targets of pairs of images, for mixup and CutMix.
@@ -133,9 +149,9 @@ class Task(ABC):
         """
         raise ValueError(f"the targets of {self} cannot be mixed; leave mixup and cutmix out")
 
-    @abstractmethod
     def class_counts(self, targets: Tensor, classes: int) -> Tensor:
         """Count the images (K,) that have each class, in targets (N, ...)."""
+        raise self._no_classes()
 
     @abstractmethod
     def blank_targets(self, shape: Sequence[int], classes: int, device: torch.device) -> Tensor:
@@ -158,8 +174,7 @@ class Task(ABC):
         """
         return self
 
-    @abstractmethod
-    def check_classes(self, classes: int) -> None:
+    def check_classes(self, classes: int) -> None:  # noqa: B027  # tasks without such options have nothing to check
         """Raise an OptionError if an option does not match the number of classes K."""
 
     def known(self, targets: Tensor) -> Tensor:
@@ -197,6 +212,9 @@ class Task(ABC):
             classes: The run's number of classes K.
         """
 
+    def _no_classes(self) -> TypeError:
+        return TypeError(f"{self} does not count classes")
+
     def __repr__(self) -> str:
         """Return the class and the options that were set."""
         options: list[str] = []
@@ -218,6 +236,7 @@ class Task(ABC):
         return {
             "class_path": type(self).__name__,
             "init_args": options,
+            "has_classes": self.has_classes,
             "exclusive": self.exclusive,
             "default_metric": self.default_metric,
         }

@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from perada.core.checks import OptionError, check_number
 from perada.tasks.base import Task
+from perada.tasks.class_task import ClassTask
 from perada.tasks.weights import BALANCED, check_all_occur, check_length, checked_weights, weights_on
 
 
 @dataclass(frozen=True, repr=False)
-class Classification(Task):
+class Classification(ClassTask):
     """One class per image: softmax probabilities, and the cross-entropy loss. Targets are classes (N,).
 
     Options change the loss of training only. Scores and distillation are those of the plain task.
@@ -32,12 +33,6 @@ class Classification(Task):
     Raises:
         OptionError: If an option is out of range.
     """
-
-    exclusive: ClassVar[bool] = True
-    default_metric: ClassVar[str] = "accuracy"
-    metric_prefix: ClassVar[str] = "Multiclass"
-    metric_size_option: ClassVar[str] = "num_classes"
-    labels_per_image: ClassVar[str] = "one class"
 
     label_smoothing: float = 0.0
     class_weights: Sequence[float] | Literal["balanced"] | None = None
@@ -103,7 +98,7 @@ class Classification(Task):
             return losses
         return losses * weights[targets]
 
-    def probabilities(self, logits: Tensor) -> Tensor:
+    def predictions(self, logits: Tensor) -> Tensor:
         """Compute the softmax."""
         return logits.softmax(-1)
 
@@ -111,16 +106,7 @@ class Classification(Task):
         """Return the most likely class (...)."""
         return logits.argmax(-1)
 
-    def entropy(self, probabilities: Tensor) -> Tensor:
-        """Compute the entropy of the distribution over classes.
-
-        >>> Classification().entropy(torch.full((1, 4), 0.25)).exp().tolist()
-        [4.0]
-        """
-        # p log p; xlogy is 0 where p is 0.
-        return -torch.xlogy(probabilities, probabilities).sum(-1)
-
-    def logits_of_mean_probabilities(self, logits: Tensor) -> Tensor:
+    def logits_of_mean_predictions(self, logits: Tensor) -> Tensor:
         """Return the log of the sum of probabilities: the factor 1/M is a constant in all logits of an image.
 
         >>> logits = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
@@ -139,18 +125,6 @@ class Classification(Task):
         log_teacher = F.log_softmax(teacher / temperature, -1)
         return F.kl_div(log_student, log_teacher, log_target=True, reduction="batchmean") * temperature**2
 
-    def confidence(self, logits: Tensor) -> Tensor:
-        """Return the probability (N,) of the most likely class."""
-        return logits.softmax(-1).amax(-1)
-
-    def errors(self, probabilities: Tensor, targets: Tensor) -> Tensor:
-        """Return one minus the probability (N,) of the image's class."""
-        return 1 - probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-
-    def presence(self, targets: Tensor, classes: int) -> Tensor:
-        """Return one-hot vectors."""
-        return F.one_hot(targets, classes)
-
     def mix(self, targets: Tensor, others: Tensor, shares: Tensor, classes: int) -> Tensor:
         """Return the probabilities (C, B, K) of mixed classes."""
         if self.focal_gamma:
@@ -161,31 +135,3 @@ class Classification(Task):
         own = self.presence(targets, classes).to(shares)
         other = self.presence(others, classes).to(shares)
         return own.lerp(other, 1 - shares.unsqueeze(-1))
-
-    def class_counts(self, targets: Tensor, classes: int) -> Tensor:
-        """Count the images of each class."""
-        return targets.bincount(minlength=classes)
-
-    def blank_targets(self, shape: Sequence[int], classes: int, device: torch.device) -> Tensor:
-        """Return class 0 for every image."""
-        return torch.zeros(*shape, dtype=torch.int64, device=device)
-
-    def largest_label(self, classes: int) -> int:
-        """Return the last class."""
-        return classes - 1
-
-    def count_classes(self, targets: Tensor) -> int:
-        """Return the largest class plus one."""
-        return int(targets.max()) + 1
-
-    def fits(self, targets: Tensor, classes: int) -> bool:
-        """Return whether there is one number per image."""
-        return targets.ndim == 1
-
-    def describe_targets(self, classes: int) -> str:
-        """Describe valid targets."""
-        return f"{classes} classes"
-
-    def renumber(self, targets: Tensor, class_numbers: Sequence[int], classes: int) -> Tensor:
-        """Look up the run's number of each class."""
-        return torch.tensor(class_numbers)[targets]

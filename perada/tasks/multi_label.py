@@ -90,7 +90,7 @@ class MultiLabel(Task):
         sums = losses_of_labels.where(has_label, 0).sum(-1)
         return sums / has_label.sum(-1).clamp(min=1)
 
-    def probabilities(self, logits: Tensor) -> Tensor:
+    def predictions(self, logits: Tensor) -> Tensor:
         """Compute the sigmoid."""
         return logits.sigmoid()
 
@@ -106,7 +106,7 @@ class MultiLabel(Task):
         entropies = -terms - terms_of_absence
         return entropies.mean(-1)
 
-    def logits_of_mean_probabilities(self, logits: Tensor) -> Tensor:
+    def logits_of_mean_predictions(self, logits: Tensor) -> Tensor:
         """Return the log odds of the mean: the factor 1/M cancels between the sums for presence and for absence."""
         log_sum_present = F.logsigmoid(logits).logsumexp(0)
         log_sum_absent = F.logsigmoid(-logits).logsumexp(0)

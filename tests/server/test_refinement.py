@@ -42,7 +42,7 @@ def test_probabilities_near_zero_are_averaged_without_overflow():
 
 
 def entropy_of(logits, task):
-    return task.entropy(task.probabilities(logits))
+    return task.entropy(task.predictions(logits))
 
 
 def test_entropy_equals_scipys():

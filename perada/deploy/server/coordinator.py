@@ -56,7 +56,13 @@ from perada.deploy.transport import Terms, Transport
 from perada.federation.cohort import LocalTrainer
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import OUTLIER_FACTOR, Server
-from perada.federation.settings import check_distilled_batch_norm, check_factors, check_rule, check_server_images
+from perada.federation.settings import (
+    check_average,
+    check_distilled_batch_norm,
+    check_factors,
+    check_rule,
+    check_server_images,
+)
 from perada.privacy.accounting import check_delta_covers
 from perada.privacy.dry_run_checks import check_client_level
 from perada.server.sums import SecureSums
@@ -170,6 +176,7 @@ class Coordinator:
         settings = self.settings
         algorithm = settings.algorithm
         terms = self.terms
+        check_average(settings)
         check_server_images(settings, self.images.public_size, 0)
         check_distilled_batch_norm(settings, self.recipe.module.tensor_names, self.images.public_size)
         check_factors(settings, self.recipe.module.tensor_names, self.recipe.template.sent)
