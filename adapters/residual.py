@@ -173,7 +173,11 @@ class ResidualModel(AddingModel[ResidualConfig]):
         """Fill in the convolutions, and the network's own norms, which PEFT trains and saves as modules to save."""
         config = cast(ResidualConfig, super()._prepare_adapter_config(peft_config, model_config))
         if config.train_norms:
-            modules_to_save = [*(config.modules_to_save or []), *self._trained_norms(config.last_blocks)]
+            modules_to_save = list(config.modules_to_save or [])
+            for name in self._trained_norms(config.last_blocks):
+                # The norms of a decoder that is trained in full are trained already.
+                if not any(name.startswith(f"{module}.") for module in modules_to_save):
+                    modules_to_save.append(name)
             config.modules_to_save = list(dict.fromkeys(modules_to_save))
         return config
 

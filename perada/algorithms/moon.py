@@ -33,7 +33,7 @@ class Moon(Algorithm):
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Raise a ValueError if no head is trained, since representations are then undefined."""
-        if not tensor_names.head:
+        if not tensor_names.head_module:
             raise ValueError(
                 "algorithm Moon contrasts the input of the classification head, but no head is trained; choose an "
                 "adapter that trains it, such as adapter='full', or a different algorithm"

@@ -5,6 +5,7 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -231,23 +232,13 @@ def check(
         nonempty += [(client, labels) for client, labels in enumerate(labels_of_clients) if labels.size(0)]
     check_label_formats(nonempty)
     _, first_labels = nonempty[0]
-    default_task = task_of_labels(first_labels)
-    if task is None:
-        task = default_task
-    elif task.exclusive != default_task.exclusive:
-        raise OptionError(
-            f"task={task} needs {task.labels_per_image} per image, but the labels are {default_task.labels_per_image} "
-            "per image; choose the other task, or leave it out",
-            name="task",
-            value=task,
-        )
+    task = _checked_task(task, task_of_labels(first_labels))
     # The number of classes that names of Hugging Face's datasets give is known, that of words is not.
     infers_classes = not is_declared and (classes is None or words is not None)
     num_classes = _check_classes(labels_of_parts, classes, num_classes, task, infers_classes)
     task = _fitted_task(task, labels_of_parts, num_classes, sum(stores["training"].sizes))
     for store in stores.values():
-        if isinstance(store, MapStore) and task.exclusive:
-            store.classes = store.classes or range(num_classes)
+        _set_up_checks_on_use(store, task, num_classes)
     return Checked(
         train=stores["training"],
         test=stores.get("test"),
@@ -297,10 +288,10 @@ def _check_classes(
                 f"all images are of one class ({classes[0]}), so nothing can be learned: add images of a second class; "
                 "if the label is either present or absent, use vectors of zeros and ones (a list of columns of a table)"
             )
-    if not task.exclusive:
+    if infers_classes and (task.exclusive or task.per_pixel):
+        _check_inferred_classes(labels_of_parts, task)
+    elif not task.exclusive and not task.per_pixel:
         _warn_of_one_hot(labels_of_parts["training"])
-    elif infers_classes:
-        _check_inferred_classes(labels_of_parts)
     # The labels of all clients at once, since there may be 100,000 clients.
     merged_labels: dict[str, Tensor] = {}
     for part, labels_of_clients in labels_of_parts.items():
@@ -334,7 +325,7 @@ def _fitted_task(
     """
     task.check_classes(num_classes)
     server_labels = labels_of_parts.get("validation", [])
-    if not all(bool(task.known(labels).all()) for labels in server_labels):
+    if not task.per_pixel and not all(bool(task.known(labels).all()) for labels in server_labels):
         raise ValueError(
             "the server's validation images have unknown labels (NaN or -1), and each of them is needed; fill them in, "
             "or take these images out"
@@ -359,21 +350,24 @@ def _raise_for_owner(part: str, labels_of_clients: Sequence[Tensor], num_classes
         check_labels(f"{owner} has the {part} label", labels, num_classes, task)
 
 
-def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]]) -> None:
+def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]], task: Task) -> None:
     """Check that labels from which the number of classes is inferred number the classes.
 
     Raises:
         ValueError: If all training images are of one class, or most of the classes would have no image.
     """
-    trained = torch.cat(labels_of_parts["training"]).unique().tolist()
+    values_of_parts = {}
+    for part, labels_of_clients in labels_of_parts.items():
+        labels = torch.cat([labels for labels in labels_of_clients if labels.size(0)])
+        values_of_parts[part] = labels[task.known(labels)].unique()
+    trained = values_of_parts["training"].tolist()
     if len(trained) == 1:
         raise ValueError(
             f"all training images have the label {trained[0]}, and nothing can be learned from one class: add images "
             "of a second class, or set num_classes if other clients have them. If the label is either present or "
             "absent, use float vectors (1,) of zeros and ones"
         )
-    all_labels = torch.cat([torch.cat(labels_of_clients) for labels_of_clients in labels_of_parts.values()])
-    labels_in_use = all_labels.unique().tolist()
+    labels_in_use = torch.cat(list(values_of_parts.values())).unique().tolist()
     num_classes = labels_in_use[-1] + 1
     num_unused = num_classes - len(labels_in_use)
     # Negative labels are rejected later, with the client that has them.
@@ -384,6 +378,45 @@ def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]]) -> None
             f"have no image (those used are {present_labels}): number the classes from 0 without gaps, remove images "
             f"whose label marks them as unlabelled (often 255), or set num_classes={num_classes} if this is intended"
         )
+
+
+def _checked_task(task: Task | None, default_task: Task) -> Task:
+    """Return the task, by default that of the labels; raise an OptionError if the labels are of another kind."""
+    if task is None:
+        return default_task
+    if (task.exclusive, task.per_pixel) != (default_task.exclusive, default_task.per_pixel):
+        raise OptionError(
+            f"task={task} needs {task.labels_per_image}, but the labels are {default_task.labels_per_image}; choose "
+            "the other task, or leave it out",
+            name="task",
+            value=task,
+        )
+    return task
+
+
+def _set_up_checks_on_use(store: Store, task: Task, num_classes: int) -> None:
+    """Have a store check labels that are read during training, and check the size of masks that are in memory."""
+    if isinstance(store, MapStore):
+        if task.exclusive:
+            store.classes = store.classes or range(num_classes)
+        if task.per_pixel:
+            store.check_mask = partial(_check_mask, task, num_classes)
+        return
+    if not task.per_pixel:
+        return
+    assert store.labels is not None
+    if store.labels.shape[-2:] != store.images.shape[-2:]:
+        raise ValueError(
+            f"masks are {tuple(store.labels.shape[-2:])}, but their images are {tuple(store.images.shape[-2:])}; use "
+            "masks of the size of the images"
+        )
+
+
+def _check_mask(task: Task, num_classes: int, mask: Tensor) -> None:
+    """Raise a ValueError if a mask (H, W) has a value that is neither a class nor the one that is ignored."""
+    if not task.fits(mask.unsqueeze(0), num_classes):
+        raise ValueError(f"the label is {mask.dtype} {tuple(mask.shape)}; use {task.describe_targets(num_classes)}")
+    check_labels("the mask has the class", mask, num_classes, task)
 
 
 def _warn_of_one_hot(labels_of_clients: Sequence[Tensor]) -> None:
@@ -487,7 +520,12 @@ def _known_labels(part: str, store: Store, num_classes: int | None, resolve: Res
                     "dataset"
                 )
             num_read = size if reads_all else min(1, size)
-            labels = [_read_label(dataset, client, index) for index in range(num_read)]
+            labels = [_read_label(dataset, client, index) for index in range(min(1, num_read))]
+            if labels and _is_mask(labels[0]):
+                # Masks are too large to be kept, and are checked when they are read.
+                num_read = 1
+                _require_num_classes(client, num_classes)
+            labels += [_read_label(dataset, client, index) for index in range(1, num_read)]
             tensors = [label for label in labels if isinstance(label, Tensor)]
             if len(tensors) < len(labels):  # some labels are words
                 labels_of_clients.append(labels)
@@ -496,6 +534,20 @@ def _known_labels(part: str, store: Store, num_classes: int | None, resolve: Res
             else:
                 labels_of_clients.append(torch.empty(0, dtype=torch.int64))
     return labels_of_clients
+
+
+def _is_mask(label: str | Tensor) -> bool:
+    """Return whether a label is a mask (H, W) of classes."""
+    return isinstance(label, Tensor) and label.ndim == 2
+
+
+def _require_num_classes(client: int, num_classes: int | None) -> None:
+    """Raise a ValueError if the number of classes would have to be inferred from masks that are read one by one."""
+    if num_classes is None:
+        raise ValueError(
+            f"the masks of client {client} are read one by one during training, so they do not show the number of "
+            "classes before; set num_classes or classes"
+        )
 
 
 def _labels_match_items(declared: Labels, dataset: Dataset[Any], client: int) -> bool:
@@ -600,6 +652,6 @@ def check_labels(prefix: str, labels: Tensor, num_classes: int, task: Task) -> N
     if len(out_of_range):
         largest = task.largest_label(num_classes)
         remedy = "correct the label"
-        if task.exclusive:
+        if task.exclusive or task.per_pixel:
             remedy += f" or num_classes (now {num_classes})"
         raise ValueError(f"{prefix} {out_of_range[0].item()}, outside 0..{largest}: {remedy}")

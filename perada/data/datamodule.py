@@ -541,7 +541,8 @@ class FederatedDataModule(pl.LightningDataModule):
     def _labelled(self, store: Store | None, device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
         if store is not None:
             for x, y, _ in self._evaluation_loader(self.samples_of(store)):
-                yield self.prepare(to_device_async(x, device)), to_device_async(y, device)
+                targets = self.prepare.prepare_targets(to_device_async(y, device))
+                yield self.prepare(to_device_async(x, device)), targets
 
     def _evaluation_loader(self, store: Samples) -> DataLoader[EvalBatch]:
         return loader(EvalBatches(store, self.eval_batch_size, self.prepare.seed), store, self.num_workers)

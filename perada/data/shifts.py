@@ -225,9 +225,9 @@ def _labelled_test_set(name: str, images: ImageSet, checked: Checked, size: int 
         # The message calls the set a client, since it is the only one of these data.
         message = str(error).replace("client 0 has the training", "it has the")
         raise ValueError(f"{title}: {message}") from None
-    if checked_set.task != checked.task:
-        labels = checked_set.task.labels_per_image
-        raise ValueError(f"{title} has {labels} per image, unlike the data; use a set of the same kind")
+    task = checked_set.task
+    if (task.exclusive, task.per_pixel) != (checked.task.exclusive, checked.task.per_pixel):
+        raise ValueError(f"{title} has {task.labels_per_image}, unlike the data; use a set of the same kind")
     return checked_set.train
 
 

@@ -53,6 +53,8 @@ class Engine:
         kind: ``"folded"`` runs all clients as one batch, ``"loop"`` one client after another, and ``"auto"`` folds if
             every trained layer has a stacked version.
         channels_last: Run images in the channels-last memory format.
+        per_pixel: Whether the model returns logits (B, K, H, W) of pixels. The engine returns them with the classes
+            last, (B, H, W, K), as tasks and the server expect logits.
         compile: Options of ``torch.compile``, which then compiles the pass of full batches; ``None`` not to compile.
 
     Attributes:
@@ -69,11 +71,13 @@ class Engine:
         kind: EngineName = "auto",
         *,
         channels_last: bool = False,
+        per_pixel: bool = False,
         compile: dict[str, Any] | None = None,
     ) -> None:
         check_choice("engine", kind, get_args(EngineName))
         self.model = model
         self.memory_format = torch.channels_last if channels_last else torch.preserve_format
+        self.per_pixel = per_pixel
         folded = fold(model)
         if folded.missing:
             layers = [f"{path} ({name})" for path, name in folded.missing.items()]
@@ -332,8 +336,15 @@ class Engine:
         # These parameters broadcast over the batch, so every row gets a copy of its client's.
         for name in self._fold.row_keys & states.keys():
             tensors[name] = states[name].repeat_interleave(rows, 0).flatten(0, 1)
-        logits = call(self._fold.model, tensors, self.format(x.flatten(0, 1)), self._tied)
-        return logits.view(clients, rows, *logits.shape[1:])
+        output = call(self._fold.model, tensors, self.format(x.flatten(0, 1)), self._tied)
+        logits = self.logits_of(output)
+        return logits.reshape(clients, rows, *logits.shape[1:])
+
+    def logits_of(self, output: Tensor) -> Tensor:
+        """Return logits (R, ..., K) for the output of the model."""
+        if self.per_pixel:
+            return classes_last(output)
+        return output
 
     def format(self, x: Tensor) -> Tensor:
         """Return the model's input for images or features (B, ...), in the engine's memory format."""
@@ -362,9 +373,23 @@ class Engine:
                 client_streams = streams[client : client + 1]
             self._fold.context.begin(1, None, client_streams)
             state = {name: value[client] for name, value in states.items()}
-            logits = full_batch(self._fold.model, state, self.format(real_images), self._tied)
-            outputs.append(_padded(logits, len(images)))
+            output = full_batch(self._fold.model, state, self.format(real_images), self._tied)
+            outputs.append(_padded(self.logits_of(output), len(images)))
         return torch.stack(outputs)
+
+
+def classes_last(output: Tensor) -> Tensor:
+    """Return logits (R, H, W, K) of pixels for the output (R, K, H, W) of a network.
+
+    Raises:
+        ValueError: If the output has other axes.
+    """
+    if output.dim() != 4:
+        raise ValueError(
+            f"the network returns {tuple(output.shape)}, but a segmentation network must return logits (B, classes, "
+            "height, width); choose a different backbone"
+        )
+    return output.movedim(1, -1)
 
 
 ModelCall = Callable[[nn.Module, State, Tensor, Mapping[str, str]], Tensor]

@@ -134,7 +134,7 @@ class EvaluationPass:
             if owner_logits is None:
                 owner_logits = logits
             else:
-                has_owner = is_owner.any(1, keepdim=True)
+                has_owner = is_owner.any(1).view(-1, *[1] * (logits.dim() - 1))
                 owner_logits = torch.where(has_owner, logits, owner_logits)
         return owner_logits
 
@@ -299,7 +299,8 @@ class ShiftedEvaluation:
             x = engine.features(x)
         is_batch_of_rank = index % federation.ranks.size == federation.ranks.rank
         if federation.settings.algorithm.global_model and is_batch_of_rank:
-            logits = shared_logits(federation, x).expand(len(self._global_places), -1, -1)
+            logits = shared_logits(federation, x)
+            logits = logits.expand(len(self._global_places), *logits.shape)
             self._update(self._global, logits, batch, self._global_places, self._global_places)
         if federation.personalized:
             for run in everywhere_logits(federation, self.everywhere, x):

@@ -18,7 +18,8 @@ from torchmetrics.functional.classification import binary_auroc, binary_average_
 
 from perada.core.checks import OptionError, invalid_option
 from perada.core.text import near_names
-from perada.tasks import Task
+from perada.tasks import Segmentation, Task
+from perada.tasks.base import SummedMetric
 
 MetricChoice = str | Sequence[str | Mapping[str, Any]]
 """The option ``metric``: ``auto``, a name, or a list of names and of ``{torchmetrics class: options}``."""
@@ -65,13 +66,21 @@ class Metric:
 
     Attributes:
         name: Name in logs.
-        compute: Function that computes it; None for accuracy, which is counted.
+        compute: Function that computes it from all predictions; None for accuracy, which is counted, and for a metric
+            that is summed.
         lower_is_better: Whether a lower score is better.
+        summed: Computes it from sums over images.
     """
 
     name: str
     compute: Compute | None
     lower_is_better: bool = False
+    summed: SummedMetric | None = None
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether it is accuracy, which is counted."""
+        return self.compute is None and self.summed is None
 
 
 def _mean_over_classes(score: Compute, needs_both: bool, predictions: Tensor, labels: Tensor) -> Tensor:
@@ -119,6 +128,10 @@ BUILT_IN: dict[str, Compute | None] = {
     "average_precision": partial(_mean_over_classes, binary_average_precision, False),
     "balanced_accuracy": balanced_accuracy,
 }
+
+
+SUMMED_NAMES = tuple(Segmentation().summed_metrics(classes=1))
+"""Names of the metrics of masks."""
 
 
 def metric_names(choice: MetricChoice) -> list[str]:
@@ -216,7 +229,7 @@ def _entry(entry: object) -> _Entry:
     options: object = {}
     if isinstance(entry, Mapping) and len(entry) == 1:
         kind, options = next(iter(entry.items()))
-    short_names = [*BUILT_IN, *SHORT_NAMES, "auto"]
+    short_names = [*BUILT_IN, *SHORT_NAMES, *SUMMED_NAMES, "auto"]
     if not isinstance(kind, str) or not (kind in short_names or _torchmetrics_class(kind)):
         raise OptionError(
             f"metric={kind!r} is unknown: {_hint(kind, short_names)} (or a classification class of torchmetrics)",
@@ -270,6 +283,17 @@ def _make_metric(entry: _Entry, task: Task, classes: int) -> Metric:
     if kind == "auto":
         kind = task.default_metric
         name = kind
+    summed = task.summed_metrics(classes)
+    if kind in summed:
+        return Metric(name, None, summed=summed[kind])
+    if task.per_pixel and kind != "accuracy":
+        # The predictions of all pixels would have to be stored.
+        supported = ", ".join(["accuracy", *summed])
+        raise OptionError(
+            f"metric={kind!r} does not support data with {task.labels_per_image}; choose from {supported}",
+            name="metric",
+            value=kind,
+        )
     if kind == "balanced_accuracy" and not task.exclusive:
         raise OptionError(
             "metric='balanced_accuracy' requires one class per image; choose 'recall_macro' or 'auroc'",
@@ -286,7 +310,7 @@ def _make_metric(entry: _Entry, task: Task, classes: int) -> Metric:
     metric_class = _torchmetrics_class(class_name)
     if metric_class is None or not metric_class.__name__.startswith(task.metric_prefix):
         raise OptionError(
-            f"metric={kind!r} does not support data with {task.labels_per_image} per image; choose a different metric",
+            f"metric={kind!r} does not support data with {task.labels_per_image}; choose a different metric",
             name="metric",
             value=kind,
         )

@@ -41,8 +41,8 @@ class _Predictions:
 class Scores:
     """Scores P models on G groups of images by several metrics.
 
-    Accuracy is counted on the device, and copied to the host only at the end. The other metrics are not sums over
-    batches, so all predictions are stored for them on the CPU.
+    Accuracy and metrics of masks are computed from sums, which are copied to the host only at the end. The other
+    metrics are not sums over batches, so all predictions are stored for them on the CPU.
 
     Args:
         metrics: The metrics.
@@ -54,18 +54,21 @@ class Scores:
     def __init__(self, metrics: Sequence[Metric], task: Task, models: int = 1, groups: int = 1) -> None:
         self.metrics = metrics
         self.task = task
-        self._counts_accuracy = any(metric.compute is None for metric in metrics)
+        self._counts_accuracy = any(metric.is_accuracy for metric in metrics)
         self._functions: dict[str, Compute] = {}
         for metric in metrics:
             if metric.compute is not None:
                 self._functions[metric.name] = metric.compute
+        self._summed = {metric.name: metric.summed for metric in metrics if metric.summed is not None}
         # Numbers of right and of all predictions.
         self._counts = torch.zeros(2, models, groups, dtype=torch.int64)
+        # Sums (P, G, S) of the summed metrics by name; empty before the first batch.
+        self._sums: dict[str, Tensor] = {}
         self._pieces: list[_Predictions] = []
 
     def __bool__(self) -> bool:
         """Return whether any batch was added."""
-        return bool(self._pieces) or bool(self._counts.any())
+        return bool(self._pieces) or bool(self._sums) or bool(self._counts.any())
 
     def update(
         self,
@@ -91,6 +94,8 @@ class Scores:
             groups = y.new_zeros(len(y), dtype=torch.int64)
         if self._counts_accuracy:
             self._count(logits, y, groups, models, counted)
+        if self._summed:
+            self._sum(logits, y, groups, models, counted)
         if not self._functions:
             return
         # On the CPU, since the device may not support double precision. In single precision, many confident predictions
@@ -127,6 +132,21 @@ class Scores:
         rows = to_device_async(torch.tensor(models), counts.device)
         self._counts.index_add_(1, rows, sums)
 
+    def _sum(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
+        """Add the summands of a batch, on the device."""
+        predicted = self.task.predicted(logits)
+        rows = to_device_async(torch.tensor(models), y.device)
+        _, num_models, num_groups = self._counts.shape
+        for name, metric in self._summed.items():
+            summands = double(metric.summands(predicted, y))  # (p, B, S)
+            if counted is not None:
+                summands = summands * counted.unsqueeze(-1)
+            if name not in self._sums:
+                self._sums[name] = summands.new_zeros(num_models, num_groups, summands.shape[-1])
+            sums = summands.new_zeros(len(models), num_groups, summands.shape[-1])
+            sums.index_add_(1, groups, summands)
+            self._sums[name].index_add_(0, rows, sums)
+
     @property
     def counts(self) -> Tensor:
         """Numbers of right and of all predictions, (2, P, G) on the CPU; zeros unless a metric is accuracy."""
@@ -135,9 +155,20 @@ class Scores:
     def merge(self, ranks: Ranks) -> None:
         """Add the counts of the other processes. A collective: all must call this once, at the end."""
         ranks.sum_([self._counts])
+        if self._summed:
+            self._merge_sums(ranks)
         if self._functions:
             pieces_of_ranks = ranks.gather(self._pieces)
             self._pieces = list(chain.from_iterable(pieces_of_ranks))
+
+    def _merge_sums(self, ranks: Ranks) -> None:
+        """Add the sums of the other processes. A collective."""
+        sums_of_ranks = ranks.gather({name: sums.cpu() for name, sums in self._sums.items()})
+        self._sums = {}
+        for sums_of_rank in sums_of_ranks:
+            for name, sums in sums_of_rank.items():
+                # A rank without batches has no sums.
+                self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
     def means(self) -> dict[str, Tensor]:
         """Compute scores (P, G) by metric; for per-class metrics, the mean over the classes that occur."""
@@ -155,8 +186,14 @@ class Scores:
         results = {}
         right, num_predictions = self._counts.cpu().float()
         for metric in self.metrics:
-            if metric.compute is None:
+            if metric.is_accuracy:
                 results[metric.name] = right / num_predictions
+        _, num_models, num_groups = self._counts.shape
+        for name, summed in self._summed.items():
+            if name in self._sums:
+                results[name] = summed.score(self._sums[name].cpu()).to(torch.get_default_dtype())
+            else:
+                results[name] = torch.full((num_models, num_groups), torch.nan)
 
         # Batches of the same models are scored together, since metrics such as AUROC are not means over batches.
         pieces_of_models: dict[tuple[int, ...], list[_Predictions]] = {}

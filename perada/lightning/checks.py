@@ -138,8 +138,10 @@ def _warn_if_not_normalized(context: RunContext, images: Tensor) -> None:
 
 
 def _check_image(context: RunContext, name: str, image: Tensor) -> None:
-    """Raise a ValueError if an image (1, ...) does not pass through the model, or the output is not (1, K)."""
-    classes = context.data.num_classes
+    """Raise a ValueError if an image (1, ...) does not pass through the model, or the output is not (1, K, ...)."""
+    expected: tuple[int, ...] = (1, context.data.num_classes)
+    if context.module.task.per_pixel:
+        expected = (*expected, *image.shape[-2:])
     backbone = f"backbone {context.adapted.backbone.name!r}"
     mismatch = f"{name} of shape {tuple(image.shape[1:])} and type {image.dtype} do not fit {backbone}"
     try:
@@ -148,10 +150,9 @@ def _check_image(context: RunContext, name: str, image: Tensor) -> None:
     except Exception as error:  # layers raise errors of any kind
         reason = " ".join(str(error).split())[:200]
         raise _explained(context, name, image, mismatch, reason) from error
-    if tuple(logits.shape) != (1, classes):
+    if tuple(logits.shape) != expected:
         raise ValueError(
-            f"{mismatch}: the output has shape {tuple(logits.shape)} instead of (1, {classes}); choose a different "
-            "backbone"
+            f"{mismatch}: the output has shape {tuple(logits.shape)} instead of {expected}; choose a different backbone"
         )
 
 

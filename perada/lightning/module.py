@@ -90,6 +90,7 @@ class FederatedClassifier(pl.LightningModule):
         self.adapted: AdaptedModel | None = None
         self.task: Task = Classification()
         self.seed = 0
+        self.per_pixel = False
         self._built_for: BuildArguments | None = None
         self.metrics: list[Metric] = []
         # Clients whose models are scored on everyone's images, chosen at set-up.
@@ -143,6 +144,7 @@ class FederatedClassifier(pl.LightningModule):
         self.num_classes = num_classes
         self.task = task
         self.seed = seed
+        self.per_pixel = task.per_pixel
         if not self.train_backbone:
             self.train_backbone = "merged" if merges else False
         if self.adapted is None:
@@ -157,9 +159,11 @@ class FederatedClassifier(pl.LightningModule):
             self.model.to(memory_format=torch.channels_last)
         torch_compile = self.training_options.torch_compile
         compile_options = {} if torch_compile is True else torch_compile or None
-        self._make_engine = partial(Engine, self.model, channels_last=channels_last, compile=compile_options)
+        self._make_engine = partial(
+            Engine, self.model, channels_last=channels_last, per_pixel=self.per_pixel, compile=compile_options
+        )
         self.engine = self._make_engine(self.training_options.engine)
-        self.tensor_names = find_tensor_names(self.model, self.adapted.backbone.head)
+        self.tensor_names = find_tensor_names(self.model, *self.adapted.backbone.head_modules)
 
     def use_loop_engine(self) -> None:
         """Train one client after another, because the network mixes the images of a batch."""
@@ -253,7 +257,8 @@ class FederatedClassifier(pl.LightningModule):
         logits = own_logits(federation, batch)
         if logits is None:
             # None of the owners is on this rank.
-            logits = torch.zeros(len(batch.x), self.num_classes or 0, device=batch.x.device)
+            pixels = batch.y.shape[1:] if self.task.per_pixel else ()
+            logits = torch.zeros(len(batch.x), *pixels, self.num_classes or 0, device=batch.x.device)
         # Ranks add up tensors of one number format, including a rank that has no logits.
         dtype = torch.promote_types(torch.float32, next(self.model.parameters()).dtype)
         predictions["personal"] = logits.to(dtype)

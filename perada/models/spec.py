@@ -29,6 +29,7 @@ class ModelSpec:
         train_backbone: See there.
         adapter_options: See there.
         seed: Seed of the run, from which random initial values of head and adapter are derived.
+        per_pixel: See ``backbone``.
     """
 
     backbone: str | nn.Module
@@ -39,6 +40,7 @@ class ModelSpec:
     train_backbone: TrainBackbone = False
     adapter_options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    per_pixel: bool = False
 
     def build(self, *index: int) -> AdaptedModel:
         """Build the backbone with its adapter.
@@ -48,7 +50,11 @@ class ModelSpec:
         """
         with seeded(self.seed, "model", *index):
             backbone = build_backbone(
-                self.backbone, self.num_classes, pretrained=self.pretrained, image_size=self.image_size
+                self.backbone,
+                self.num_classes,
+                pretrained=self.pretrained,
+                image_size=self.image_size,
+                per_pixel=self.per_pixel,
             )
             return insert_adapter(backbone, self.adapter, train_backbone=self.train_backbone, **self.adapter_options)
 
@@ -69,7 +75,11 @@ class ModelSpec:
         # A network given by name is initialised in each build, but that of the caller is copied with its values.
         is_random_copy = self.pretrained is False and isinstance(self.backbone, nn.Module)
         with seeded(self.seed, "model", index):
-            reset_parameters(model, "" if is_random_copy else f"{adapted.backbone.head}.")
+            if is_random_copy:
+                reset_parameters(model, "")
+            else:
+                for module in adapted.backbone.head_modules:
+                    reset_parameters(model, f"{module}.")
         device = next(adapted.model.parameters()).device
         return to_device(get_state(model), device)
 

@@ -224,6 +224,8 @@ class _Trial:
     def merging_problem(self) -> str | None:
         """Return why the adapter cannot be merged into the weights although PEFT does merge it."""
         peft_model = self.adapted.peft_model
+        # An earlier pass in training mode moved running statistics.
+        set_state(self.model, self.states[0])
         try:
             merged = merge_adapter(share_frozen(peft_model), self.states[0])
             check_merged(peft_model, merged, self.model.eval(), self._formatted(self.x))
@@ -406,7 +408,8 @@ def _graph_leaves(logits: Tensor) -> set[int]:
 def _is_essential(adapted: AdaptedModel, key: str) -> bool:
     """Return whether a parameter was selected for training by itself, not along with all others of its kind."""
     is_saved_module = "modules_to_save" in key.split(".")
-    return is_adapter_key(key) or is_saved_module or key.startswith(f"{adapted.backbone.head}.")
+    is_in_head = any(key.startswith(f"{module}.") for module in adapted.backbone.head_modules)
+    return is_adapter_key(key) or is_saved_module or is_in_head
 
 
 def _layer_names(keys: Sequence[str]) -> str:

@@ -235,8 +235,8 @@ class SampleGradients:
         train_mode(self._model)
         with torch.enable_grad(), silence_hook_warnings():
             x_R = self.engine.format(block.x.flatten(0, 1))
-            logits = at_least_float32(self._model(x_R))
-            logits = logits.view(clients, rows, *logits.shape[1:])
+            logits = at_least_float32(self.engine.logits_of(self._model(x_R)))
+            logits = logits.reshape(clients, rows, *logits.shape[1:])
             losses = row_losses(logits, block.y, self.task)
             losses.where(is_real, 0).sum().backward()
         samples: dict[str, PerSampleGrads | OuterProductGrads] = {}

@@ -391,7 +391,8 @@ def _engine_without_dropout(engine: Engine, dtype: torch.dtype | None) -> Engine
     model = without_dropout(copy.deepcopy(engine.model))
     if dtype is not None:
         model.to(dtype)
-    return Engine(model, engine.kind, channels_last=engine.memory_format == torch.channels_last)
+    channels_last = engine.memory_format == torch.channels_last
+    return Engine(model, engine.kind, channels_last=channels_last, per_pixel=engine.per_pixel)
 
 
 def _contents_of(model: nn.Module) -> list[Any]:

@@ -75,7 +75,7 @@ class PeftFolders:
 
     @cached_property
     def _factors(self) -> tuple[Factors, ...]:
-        return find_tensor_names(self._adapted.model, self._adapted.backbone.head).factors
+        return find_tensor_names(self._adapted.model, *self._adapted.backbone.head_modules).factors
 
     def _truncate(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
         """Return the tensors of a folder with LoRA's factors cut to a rank."""

@@ -29,8 +29,8 @@ class Predictions:
 
     Attributes:
         probabilities: Floats (N, K): a softmax over the classes, or a sigmoid of each label if an image may have
-            several.
-        labels: Classes int64 (N,), or zeros and ones (N, K) if an image may have several labels.
+            several; (N, H, W, K) of pixels.
+        labels: Classes int64 (N,), zeros and ones (N, K) if an image may have several labels, or masks (N, H, W).
         classes: Names of the K classes, or their numbers if the run has no names.
         paths: The N paths if all images were given as paths, else None.
     """

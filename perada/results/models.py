@@ -14,6 +14,7 @@ from perada.core.checks import check_integer, installed
 from perada.core.seeding import generator
 from perada.core.states import State, clone, parameter_keys, set_state, to_device
 from perada.data.preprocessing import Preprocessing
+from perada.engine.engine import classes_last
 from perada.engine.fold import fold
 from perada.engine.fold_check import perturbed_states
 from perada.models.adapted import AdaptedModel
@@ -37,9 +38,12 @@ class Ensemble(nn.Module):
         self.task = task
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images (B, ...) to logits (B, K)."""
-        member_logits = torch.stack([member(x) for member in self.members])
-        return self.task.ensemble(member_logits, self.average)
+        """Map images (B, ...) to logits (B, K), or (B, K, H, W) of pixels."""
+        outputs = torch.stack([member(x) for member in self.members])
+        if not self.task.per_pixel:
+            return self.task.ensemble(outputs, self.average)
+        # (M, B, K, H, W): tasks have the classes last, and networks do not.
+        return self.task.ensemble(outputs.movedim(2, -1), self.average).movedim(-1, 1)
 
 
 class Models:
@@ -245,6 +249,8 @@ class Models:
                 batch, batch_images = read_batch(preprocessing, batch_images, broken)
                 if batch is not None:
                     logits = model(batch.to(device)).float().cpu()
+                    if task.per_pixel:
+                        logits = classes_last(logits)
                     logits_of_batches.append(logits)
                 readable_images += batch_images
         if not readable_images:

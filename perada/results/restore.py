@@ -32,6 +32,7 @@ from perada.models.spec import ModelSpec, frozen_digest
 from perada.results.export import BACKBONE_FILE, CONFIG_FILE, needs_backbone_file, read_backbone
 from perada.results.run_file import RUN_FILE, RunFile, naming
 from perada.server import Distillation
+from perada.tasks.base import make_task
 
 CHECKPOINT_KEY = "perada"
 """Entry of a Lightning checkpoint with perada's content."""
@@ -249,12 +250,13 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
             adapter_options=info["adapter_options"],
             # A private run in test mode does not save it.
             seed=info["seed"] or 0,
+            per_pixel=make_task(info["task"]).per_pixel,
         )
     # Errors of the caller's own network are not the checkpoint's.
     error_context = plain_data(str(path)) if backbone is None else nullcontext()
     with error_context:
         adapted = spec.build()
-    trained = find_tensor_names(adapted.model, adapted.backbone.head).keys
+    trained = find_tensor_names(adapted.model, *adapted.backbone.head_modules).keys
     trained_shapes = {key: list(adapted.model.state_dict()[key].shape) for key in trained}
     weights_remedy = "put the run's weights at the path that it names"
     if info["seed"] is None:
@@ -334,7 +336,7 @@ def _federation(
     )
     federation = Federation(
         Engine(adapted.model, "loop"),
-        find_tensor_names(adapted.model, adapted.backbone.head),
+        find_tensor_names(adapted.model, *adapted.backbone.head_modules),
         lambda index: spec.initial_state(adapted, index),
         settings,
         clients,
@@ -367,7 +369,13 @@ def rebuilt(folder: Path, info: dict[str, Any], backbone: nn.Module | None, conf
     pretrained = info["pretrained"]
     if path.is_file() and needs_backbone_file(info):
         pretrained = False  # all weights are in the file
-    built = build_backbone(network, info["num_classes"], pretrained=pretrained, image_size=info["built_for"])
+    built = build_backbone(
+        network,
+        info["num_classes"],
+        pretrained=pretrained,
+        image_size=info["built_for"],
+        per_pixel=make_task(info["task"]).per_pixel,
+    )
     with torch.random.fork_rng(devices=[]):
         adapted = insert_adapter(built, config, train_backbone=info["train_backbone"])
     if path.is_file():

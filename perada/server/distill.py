@@ -215,17 +215,21 @@ class TeacherBatches:
         """Number of images in all batches together."""
         return sum(len(batch) for batch in self.batches)
 
-    def logits(self, engine: Engine, teachers: State, read_images: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        """Yield the logits (C, B, K) of teachers (C, ...) on each batch.
+    def logits(
+        self, engine: Engine, teachers: State, read_images: Callable[[Tensor], Tensor], task: Task
+    ) -> Iterator[Tensor]:
+        """Yield the logits (C, B, K) of teachers (C, ...) on each batch, as far as the task distils them.
 
         Args:
             engine: Engine that runs the teachers.
             teachers: States (C, ...) of the teachers.
             read_images: Function of indices that returns the prepared images.
+            task: What the models predict.
         """
         for batch in self.batches:
             images = read_images(batch)
-            yield engine.shared_logits(teachers, images, batch_statistics=self.batch_statistics)
+            logits = engine.shared_logits(teachers, images, batch_statistics=self.batch_statistics)
+            yield task.distilled(logits)
 
 
 def _distinct_in_order_of_use(indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -540,7 +544,11 @@ class Distiller:
             states |= clients.local_rows
         device = device_of(student)
         sums = []
-        for logits in batches.logits(self.engine, states, lambda rows: self.data.public_images(rows, device)):
+
+        def read_images(rows: Tensor) -> Tensor:
+            return self.data.public_images(rows, device)
+
+        for logits in batches.logits(self.engine, states, read_images, self.task):
             if not count:
                 # A rank without clients contributes zeros, in the shape of the student's logits.
                 logits = torch.zeros_like(logits)
@@ -599,12 +607,10 @@ class Distiller:
         total = 0
         for images, labels in self.data.validation_batches(device):
             logits = self.engine.shared_logits(expand(state, 1), images)[0]
-            if labels.dim() > 1:
-                hits = (logits > 0) == labels.bool()
-            else:
-                hits = logits.argmax(-1) == labels
+            has_label = self.task.known(labels)
+            hits = (self.task.predicted(logits) == labels.long()) & has_label
             correct += int(hits.sum())
-            total += hits.numel()
+            total += int(has_label.sum())
         return correct / total
 
     def train(
@@ -649,7 +655,7 @@ class Distiller:
             for group in optimizer.param_groups:
                 group["lr"] = options.learning_rate(step)
             logits = self._student_logits(state, images, scales, streams.fork("step", step))
-            loss = self.task.distillation_loss(logits, targets, options.temperature)
+            loss = self.task.distillation_loss(self.task.distilled(logits), targets, options.temperature)
             if total_rows is not None:
                 # With this factor, the ranks' gradients sum to the gradient of the mean over all rows.
                 loss = loss * (len(images) / total_rows)

@@ -7,15 +7,16 @@ from perada.tasks.base import Task
 from perada.tasks.class_task import ClassTask
 from perada.tasks.classification import Classification
 from perada.tasks.multi_label import MultiLabel
+from perada.tasks.segmentation import Segmentation
 
-__all__ = ["ClassTask", "Classification", "MultiLabel", "Task"]
+__all__ = ["ClassTask", "Classification", "MultiLabel", "Segmentation", "Task"]
 
 DEFAULT_TASK = Classification()
 """Task of functions that are called without data, such as dry runs."""
 
 
 def task_of_labels(labels: Tensor) -> Task:
-    """Return the default task for labels: classes (N,) or vectors (N, K) of several labels per image.
+    """Return the default task for labels: classes (N,), vectors (N, K) of several labels per image, or masks (N, H, W).
 
     >>> import torch
     >>> task_of_labels(torch.tensor([0, 2]))
@@ -23,6 +24,8 @@ def task_of_labels(labels: Tensor) -> Task:
     >>> task_of_labels(torch.tensor([[0.0, 1.0]]))
     MultiLabel()
     """
+    if labels.ndim == 3:
+        return Segmentation()
     if labels.ndim == 2:
         return MultiLabel()
     return Classification()

@@ -16,6 +16,29 @@ Average = Literal["logits", "probabilities"]
 """Which outputs of several models are averaged."""
 
 
+class SummedMetric(ABC):
+    """A metric that is computed from sums over images, so that an evaluation need not store all predictions."""
+
+    @abstractmethod
+    def summands(self, predicted: Tensor, targets: Tensor) -> Tensor:
+        """Return S numbers for each image.
+
+        Args:
+            predicted: Predictions (p, N, ...) of p models in the form of targets.
+            targets: Targets (N, ...).
+
+        Returns:
+            Summands (p, N, S).
+        """
+
+    @abstractmethod
+    def score(self, sums: Tensor) -> Tensor:
+        """Compute scores (...), or (..., K) of the classes, from sums (..., S) of the summands.
+
+        A score is NaN if it is not defined, for example for a class that does not occur.
+        """
+
+
 class Task(ABC):
     """What the network predicts for an image, and how predictions are compared with targets.
 
@@ -30,6 +53,8 @@ class Task(ABC):
     :meth:`entropy`, :meth:`confidence`, :meth:`errors`, :meth:`presence` and :meth:`class_counts` called."""
     exclusive: ClassVar[bool] = False
     """Whether an image has exactly one of the classes, so that predictions can be counted by class."""
+    per_pixel: ClassVar[bool] = False
+    """Whether there is a prediction for each pixel: logits (N, H, W, K), where the network returns (N, K, H, W)."""
     default_metric: ClassVar[str]
     """Metric of the scores unless the option ``metric`` selects others."""
     metric_prefix: ClassVar[str]
@@ -37,7 +62,7 @@ class Task(ABC):
     metric_size_option: ClassVar[str]
     """Option of these classes for the number of classes K."""
     labels_per_image: ClassVar[str]
-    """How messages describe an image's labels, such as ``one class``."""
+    """How messages describe the labels, such as ``one class per image``."""
 
     @abstractmethod
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -108,6 +133,10 @@ class Task(ABC):
             temperature: Temperature, which softens both distributions if it is above 1.
         """
 
+    def distilled(self, logits: Tensor) -> Tensor:
+        """Return the part of logits (..., K) that student and teachers are compared by; all of them by default."""
+        return logits
+
     def confidence(self, logits: Tensor) -> Tensor:
         """Return the probability that the model gives to each of its own predictions, from logits (N, K).
 
@@ -156,6 +185,10 @@ class Task(ABC):
     @abstractmethod
     def blank_targets(self, shape: Sequence[int], classes: int, device: torch.device) -> Tensor:
         """Return valid targets for images of leading shape ``shape``, for dry runs without data."""
+
+    def summed_metrics(self, classes: int) -> Mapping[str, SummedMetric]:
+        """Return metrics of this task by name, in addition to those of torchmetrics."""
+        return {}
 
     @property
     def uses_all_targets(self) -> bool:

@@ -23,7 +23,7 @@ class ClassTask(Task):
     default_metric: ClassVar[str] = "accuracy"
     metric_prefix: ClassVar[str] = "Multiclass"
     metric_size_option: ClassVar[str] = "num_classes"
-    labels_per_image: ClassVar[str] = "one class"
+    labels_per_image: ClassVar[str] = "one class per image"
 
     def predicted(self, logits: Tensor) -> Tensor:
         """Return the most likely class (...)."""

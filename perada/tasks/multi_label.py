@@ -38,7 +38,7 @@ class MultiLabel(Task):
     default_metric: ClassVar[str] = "auroc"
     metric_prefix: ClassVar[str] = "Multilabel"
     metric_size_option: ClassVar[str] = "num_labels"
-    labels_per_image: ClassVar[str] = "several labels"
+    labels_per_image: ClassVar[str] = "several labels per image"
 
     positive_weights: Sequence[float] | Literal["balanced"] | None = None
 

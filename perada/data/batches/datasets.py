@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
@@ -131,13 +132,15 @@ def stored_images(base: Dataset[Any]) -> Tensor | None:
 
 
 def as_labels(values: object, of_one_image: bool = False) -> Tensor:
-    """Convert labels to int64 classes (N,), or to float32 vectors (N, K) of a multi-label task.
+    """Convert labels to int64 classes (N,), float32 vectors (N, K) of a multi-label task, or masks (N, H, W).
 
-    Classes may have further axes of length 1, as in MedMNIST's (N, 1), which are dropped.
+    Classes may have further axes of length 1, as in MedMNIST's (N, 1), which are dropped, and masks a channel axis
+    (N, 1, H, W). Masks keep their dtype, since they are large.
 
     Args:
         values: Labels of N images, or of one.
-        of_one_image: Whether ``values`` is the label of one image, a class () or a vector (K,).
+        of_one_image: Whether ``values`` is the label of one image: a class (), a vector (K,) or a mask (H, W), which
+            may be an image of Pillow.
 
     Raises:
         TypeError: If the values are neither classes nor vectors.
@@ -148,6 +151,8 @@ def as_labels(values: object, of_one_image: bool = False) -> Tensor:
     ([1, 2], 2)
     """
     remedy = "use integer classes, or float vectors (K,) for several labels"
+    if isinstance(values, Image.Image):
+        values = np.array(values)
     try:
         labels = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):  # such as None, words, or lists of unequal lengths
@@ -157,6 +162,10 @@ def as_labels(values: object, of_one_image: bool = False) -> Tensor:
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"labels are {labels.dtype}: {remedy}")
     expected_ndim = 0 if of_one_image else 1
+    if labels.ndim == expected_ndim + 3 and labels.shape[expected_ndim] == 1:
+        labels = labels.squeeze(expected_ndim)
+    if labels.ndim == expected_ndim + 2 and min(labels.shape[expected_ndim:]) > 1:
+        return labels
     while labels.ndim > expected_ndim and labels.shape[-1] == 1:
         labels = labels.squeeze(-1)
     if labels.ndim > expected_ndim:
@@ -324,19 +333,19 @@ def check_same_format(client: int, actual: TensorFormat, expected: TensorFormat,
 
 
 def check_label_formats(labels_of_clients: Sequence[tuple[int, Tensor]]) -> None:
-    """Raise a ValueError unless the labels are all classes, or all vectors of one length.
+    """Raise a ValueError unless the labels are all classes, all vectors of one length, or all masks of one size.
 
     Args:
-        labels_of_clients: Pairs of a client and its labels (N,) or (N, K).
+        labels_of_clients: Pairs of a client and its labels (N,), (N, K) or (N, H, W).
     """
     _, first_labels = labels_of_clients[0]
     expected = tensor_format(first_labels)
     for client, labels in labels_of_clients:
         label_format = tensor_format(labels)
-        if labels.ndim > 2 or label_format != expected:
+        if labels.ndim > 3 or label_format != expected:
             raise ValueError(
                 f"client {client}: a label is {label_format}, an earlier client's is {expected}: use an integer for "
-                "all, or a float vector of K labels for all"
+                "all, a float vector of K labels for all, or a mask of one size for all"
             )
 
 

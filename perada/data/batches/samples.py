@@ -6,7 +6,7 @@ Samples are gathered by index if the clients' datasets are tensors, and read ite
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any, TypeVar
@@ -45,7 +45,14 @@ from perada.data.batches.datasets import (
     tensor_format,
     tensor_source,
 )
-from perada.data.batches.transforms import UnreadableImageError, check_dtype, pad, resize_uint8, to_image
+from perada.data.batches.transforms import (
+    UnreadableImageError,
+    check_dtype,
+    pad,
+    resize_masks,
+    resize_uint8,
+    to_image,
+)
 from perada.data.batches.workers import WorkerProgress, worker_loader
 from perada.privacy.sampling import poisson_batches, shuffled_batches
 
@@ -193,6 +200,7 @@ class MapStore(Samples):
 
     Attributes:
         classes: Number of each label, if an image has a single label. Set by the checks of the data.
+        check_mask: Raises a ValueError for an invalid mask, if labels are masks. Set by the checks of the data.
         known_labels: Labels of each client whose labels are all known, else None. Set by the checks of the data.
         client_names: Names of the clients for messages.
         progress: Where workers record what they are reading.
@@ -212,6 +220,7 @@ class MapStore(Samples):
         self.size = size
         self.sizes = tuple(len(resolve(dataset).rows) for dataset in datasets)
         self.classes: Mapping[str, int] | range | None = None
+        self.check_mask: Callable[[Tensor], None] | None = None
         self.known_labels: list[Tensor | None] = [None] * len(datasets)
         self.client_names: Sequence[str] | None = None
         self.progress: WorkerProgress | None = None
@@ -254,11 +263,29 @@ class MapStore(Samples):
                 remedy="fix it or leave it out",
                 owner=owner_name,
             )
+        if self.check_mask is not None and isinstance(label, Tensor):
+            self._check_mask_of(image, label, owner, index)
         if resize and self.size is not None and image.dtype == torch.uint8:
             image = resize_uint8(image, self.size)
+            if self.check_mask is not None and isinstance(label, Tensor):
+                label = resize_masks(label, self.size)
         if label is not None and self.classes is not None:
             label = self.class_number(owner, label)
         return image, label
+
+    def _check_mask_of(self, image: Tensor, mask: Tensor, owner: int, index: int) -> None:
+        """Raise a ValueError if the mask of an image has another size than the image, or an unknown class."""
+        assert self.check_mask is not None
+        sample = f"{self._owner_name(owner)}, sample {index}{location_of(self.datasets[owner], index)}"
+        if mask.shape != image.shape[-2:]:
+            raise ValueError(
+                f"{sample}: the mask is {tuple(mask.shape)}, but the image is {tuple(image.shape[-2:])}; use masks of "
+                "the size of the images"
+            )
+        try:
+            self.check_mask(mask)
+        except ValueError as error:
+            raise ValueError(f"{sample}: {error}") from None
 
     def class_number(self, owner: int, label: Tensor | str) -> Tensor:
         """Return the number of a label's class.

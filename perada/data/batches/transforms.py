@@ -21,7 +21,7 @@ from perada.core.seeding import generator
 from perada.core.states import to_device_async
 from perada.data.batches.mixing import Mixing
 from perada.engine.engine import real_rows
-from perada.tasks import Classification, Task
+from perada.tasks import Classification, Segmentation, Task
 
 BatchT = TypeVar("BatchT", CohortBatch, dict[str, CohortBatch], EvalBatch, Tensor)
 WHOLE_SCALE = 65535
@@ -324,6 +324,22 @@ def resize_uint8(image: Tensor, size: int | tuple[int, int]) -> Tensor:
     return resized
 
 
+def resize_masks(masks: Tensor, size: int | tuple[int, int]) -> Tensor:
+    """Resize masks (..., H, W) of classes by nearest neighbour, to a square or to (height, width).
+
+    >>> resize_masks(torch.tensor([[0, 1], [2, 3]]), (2, 4)).tolist()
+    [[0, 0, 1, 1], [2, 2, 3, 3]]
+    """
+    height_and_width = (size, size) if isinstance(size, int) else size
+    if tuple(masks.shape[-2:]) == height_and_width:
+        return masks
+    # Classes in single precision are exact, and interpolate() supports no integers on some devices. "nearest-exact" has
+    # the centres of pixels where the bilinear resizing of images has them.
+    batch = masks.reshape(-1, 1, *masks.shape[-2:]).float()
+    resized = functional.interpolate(batch, height_and_width, mode="nearest-exact")
+    return resized.view(*masks.shape[:-2], *height_and_width).to(masks.dtype)
+
+
 def prepare_images(images: Tensor, image: ImageConfig | None = None, size: int | None = None) -> Tensor:
     """Prepare uint8 images for the model: scale to [0, 1], resize, normalise, and repeat one channel if it takes three.
 
@@ -364,20 +380,21 @@ def draw_crops(count: int, flip: bool, padding: int, generator: torch.Generator)
     return torch.cat([offsets, mirrored * flip], dim=1)
 
 
-def augment(images: Tensor, crops: Tensor, padding: int) -> Tensor:
+def augment(images: Tensor, crops: Tensor, padding: int, border: int = 0) -> Tensor:
     """Shift and mirror images (N, Ch, H, W) in one gather.
 
     Args:
         images: The images.
         crops: Integers (N, 3) of :func:`draw_crops`.
-        padding: Width in pixels of the border of zeros around an image, within which it is shifted.
+        padding: Width in pixels of the border around an image, within which it is shifted.
+        border: Value of the border.
 
     >>> image = torch.arange(4).view(1, 1, 2, 2)
     >>> augment(image, torch.tensor([[1, 1, 1]]), 1).tolist()  # in place, mirrored
     [[[[1, 0], [3, 2]]]]
     """
     num_images, channels, height, width = images.shape
-    padded = functional.pad(images, (padding,) * 4)
+    padded = functional.pad(images, (padding,) * 4, value=border)
     crops = to_device_async(crops, images.device)
     top = crops[:, 0, None]
     left = crops[:, 1, None]
@@ -476,7 +493,8 @@ class Preparation:
         if isinstance(batch, Tensor):
             return prepare_images(batch, self.image, self.image_size)
         if isinstance(batch, EvalBatch):
-            return batch._replace(x=prepare_images(batch.x, self.image, self.image_size))
+            x = prepare_images(batch.x, self.image, self.image_size)
+            return batch._replace(x=x, y=self.prepare_targets(batch.y))
         if isinstance(batch, CohortBatch):
             return self._prepare_cohort(batch)
         return {stream: self._prepare_cohort(stream_batch, stream) for stream, stream_batch in batch.items()}
@@ -485,21 +503,28 @@ class Preparation:
         """Augment and normalise the images of a batch; rows of padding stay zero."""
         if not batch.clients:
             return batch
-        x = prepare_images(self._augment(batch, stream), self.image, self.image_size)
+        batch = self._augment(batch, stream)
+        x = prepare_images(batch.x, self.image, self.image_size)
         width = x.shape[1]
         if min(batch.counts) < width:
             # Normalisation changed the zeros of the padding.
             is_real = real_rows(batch.counts, width, x.device)
             x = x * is_real.view(*is_real.shape, *[1] * (x.ndim - 2))
-        batch = batch._replace(x=x)
+        batch = batch._replace(x=x, y=self.prepare_targets(batch.y))
         if self.mixing.mixes:
             return self.mixing(batch, self.seed, self.task, self.num_classes)
         return batch
 
-    def _augment(self, batch: CohortBatch, stream: str | None) -> Tensor:
-        """Shift and mirror the images (C, B, Ch, H, W) at random, if configured."""
+    def prepare_targets(self, targets: Tensor) -> Tensor:
+        """Resize masks (..., H, W) like their images, and return other targets as they are."""
+        if self.image_size is None or not self.task.per_pixel:
+            return targets
+        return resize_masks(targets, self.image_size)
+
+    def _augment(self, batch: CohortBatch, stream: str | None) -> CohortBatch:
+        """Shift and mirror the images (C, B, Ch, H, W) at random, if configured, and masks with them."""
         if not self.augments:
-            return batch.x
+            return batch
         purpose = "augment"
         seed = self.seed
         if stream is not None:  # private training
@@ -512,4 +537,10 @@ class Preparation:
             source = generator(seed, purpose, batch.round, client, *batch.step_ids)
             crops_of_clients.append(draw_crops(count, self.flip, self.crop_padding, source))
         crops = pad(torch.cat(crops_of_clients), batch.counts).flatten(0, 1)
-        return augment(batch.x.flatten(0, 1), crops, self.crop_padding).view_as(batch.x)
+        x = augment(batch.x.flatten(0, 1), crops, self.crop_padding).view_as(batch.x)
+        if not isinstance(self.task, Segmentation):
+            return batch._replace(x=x)
+        # Pixels that come from outside of the image have no class.
+        masks = batch.y.flatten(0, 1).unsqueeze(1)
+        y = augment(masks, crops, self.crop_padding, self.task.ignore_index).view_as(batch.y)
+        return batch._replace(x=x, y=y)

@@ -398,7 +398,8 @@ class Client:
             return self.images.public_images(indices, recipe.device)
 
         with recipe.context():
-            logits = [double(part)[0] for part in batches.logits(self.module.engine, model, read_images)]
+            parts = batches.logits(self.module.engine, model, read_images, self.module.task)
+            logits = [double(part)[0] for part in parts]
         return torch.cat(logits)
 
     def scores_vector(self, state: RunState, num_sites: int, shared_metric_names: Collection[str]) -> Uint64Vector:
