@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from perada.core.text import abbreviated, printable
 from perada.data import IID, ByDomain, HuggingFace, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
+from perada.data.partitions.shares import Array
 from perada.data.sets.folders import list_images, propose_layout
 from perada.data.sets.manifest import SPLITS
-from perada.data.sets.tables import BINARY, guess_separator, read_table
+from perada.data.sets.tables import BINARY, UNKNOWN_CELLS, guess_separator, read_table
 from perada.privacy.accounting import check_target
 from perada.results.report import ROWS, table
 from perada.studies.drawing import check_drawing, new_figure
@@ -131,6 +133,7 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
     output_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for each in (parser, output_parser):
         each.add_argument("--output", type=Path, help="File for a figure of the clients' classes, such as classes.png.")
+        each.add_argument("--json", action="store_true", help="Print the result as JSON, with all clients and classes.")
     output_options, words = output_parser.parse_known_args(words)
     output = output_options.output
     if output is not None:
@@ -142,10 +145,13 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
     else:
         division = _parse_source(parser, words)
     inspection = inspect_division(division)
-    print(format_inspection(inspection))
+    if output_options.json:
+        print(json.dumps(inspection_record(inspection), ensure_ascii=False))
+    else:
+        print(format_inspection(inspection))
     if output is not None:
         draw(inspection, output)
-        print(f"Figure: {output}")
+        print(f"Figure: {output}", file=sys.stderr if output_options.json else sys.stdout)
     if not inspection.usable:
         sys.exit(1)
 
@@ -166,6 +172,7 @@ def _parse_source(parser: ArgumentParser, words: list[str]) -> Division:
     add_options(parser, images_class)
     options = vars(parser.parse_args(words))
     options.pop("output")
+    options.pop("json")
     source = options.pop("source")
     # Images are read small, since only their headers and classes are of interest.
     return make_division(source, images_class, {"size": 32} | options)
@@ -181,8 +188,12 @@ def format_inspection(inspection: Inspection) -> str:
         "Only one client has it": [f"class {name}: {client}" for name, client in inspection.single_client_classes],
         "Worth knowing": _notes(inspection),
     }
+    unknown_table = ""
+    if inspection.unknown_train.any() or inspection.unknown_test.any():
+        unknown_table = _clients_table(inspection, inspection.unknown_train, inspection.unknown_test)
     return TEMPLATES.get_template("inspection.txt.jinja").render(
-        table=_clients_table(inspection),
+        table=_clients_table(inspection, inspection.train, inspection.test),
+        unknown_table=unknown_table,
         lists=lists,
         most=MAX_LISTED,
         printable=printable,
@@ -191,8 +202,19 @@ def format_inspection(inspection: Inspection) -> str:
     )
 
 
-def _clients_table(inspection: Inspection) -> str:
-    """Format a table of the images by client and class."""
+def inspection_record(inspection: Inspection) -> dict[str, Any]:
+    """Return an inspection as JSON: lists of clients and classes in place of arrays, and whether it can be used."""
+    record: dict[str, Any] = {"usable": inspection.usable}
+    for field in fields(inspection):
+        value = getattr(inspection, field.name)
+        if isinstance(value, np.ndarray):
+            value = value.tolist()
+        record[field.name] = value
+    return record
+
+
+def _clients_table(inspection: Inspection, train_counts: Array, test_counts: Array) -> str:
+    """Format a table of counts (M, K) by client and class."""
     classes = inspection.classes[:MAX_COLUMNS]
     clients = inspection.clients[:ROWS]
     num_more_classes = len(inspection.classes) - len(classes)
@@ -203,8 +225,8 @@ def _clients_table(inspection: Inspection) -> str:
     header.append("images")
     counts = zip(
         [*clients, "all"],
-        [*inspection.train[:ROWS].tolist(), inspection.train.sum(0).tolist()],
-        [*inspection.test[:ROWS].tolist(), inspection.test.sum(0).tolist()],
+        [*train_counts[:ROWS].tolist(), train_counts.sum(0).tolist()],
+        [*test_counts[:ROWS].tolist(), test_counts.sum(0).tolist()],
         [*inspection.images[:ROWS].tolist(), inspection.images.sum(0).tolist()],
         strict=True,
     )
@@ -241,6 +263,12 @@ def _notes(inspection: Inspection) -> list[str]:
             f"no test images: {abbreviated(np.array(inspection.clients)[untested_clients].tolist(), MAX_LISTED)}"
         )
     return notes
+
+
+def _is_binary(cells: set[str]) -> bool:
+    """Return whether the different cells of a column are zeros and ones, some of which may be unknown."""
+    known_cells = cells - UNKNOWN_CELLS - {""}
+    return bool(known_cells) and known_cells <= BINARY
 
 
 def draw(inspection: Inspection, output: Path) -> None:
@@ -327,6 +355,8 @@ def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
     values |= {
         "kind": images_class.__name__,
         "options": json.dumps(options, ensure_ascii=False),  # JSON is YAML
+        "unknown_labels": "unknown" in options,
+        "blank_labels": "blank" in options,
         "clients": has_clients,
         "num_clients": max(2, min(10, num_images // IMAGES_PER_CLIENT)),
     }
@@ -373,11 +403,27 @@ def table_options(path: str) -> dict[str, Any]:
     label = _find_label_columns(path, values, [name for name in values if name not in columns_by_role.values()])
     if label != "label":
         options["label"] = label
+    if isinstance(label, list):
+        options |= _policies_of_unknown([cell.strip().lower() for name in label for cell in values[name]])
     if isinstance(label, str) and all(isinstance(cell, str) for cell in values[label]):
         separator = guess_separator(values[label])
         if separator is not None:
             options["separator"] = separator
     return options
+
+
+def _policies_of_unknown(cells: Sequence[str]) -> dict[str, str]:
+    """Choose how unknown labels are read, from all cells of the label columns."""
+    has_unknown = not UNKNOWN_CELLS.isdisjoint(cells)
+    has_blank = "" in cells
+    policies = {}
+    if has_unknown and has_blank:
+        # As in CheXpert, where -1 is an uncertain finding, and a blank one that the report does not mention.
+        policies["blank"] = "absent"
+    if has_unknown or has_blank:
+        # Does not invent labels.
+        policies["unknown"] = "ignore"
+    return policies
 
 
 def _find_common_column(role: str, names: list[str]) -> str | None:
@@ -416,7 +462,7 @@ def _find_label_columns(table: str, values: dict[str, list[Any]], names: list[st
     common = _find_common_column("label", names)
     if common is not None:
         return common
-    binary = [name for name in names if {str(cell).lower() for cell in values[name]} <= BINARY]
+    binary = [name for name in names if _is_binary({str(cell).strip().lower() for cell in values[name]})]
     if len(binary) > 1:
         return binary
     # A column that has another value in almost every row, such as a number or a date, is no class.

@@ -237,6 +237,7 @@ def check(
     infers_classes = not is_declared and (classes is None or words is not None)
     num_classes = _check_classes(labels_of_parts, classes, num_classes, task, infers_classes)
     task = _fitted_task(task, labels_of_parts, num_classes, sum(stores["training"].sizes))
+    _warn_of_unknown_labels(task, labels_of_parts["training"], classes)
     for store in stores.values():
         _set_up_checks_on_use(store, task, num_classes)
     return Checked(
@@ -341,6 +342,27 @@ def _fitted_task(
     if not bool(task.known(training_labels).any()):
         raise ValueError("all training labels are unknown (NaN or -1), so nothing can be learned; add known labels")
     return task.fitted_to(training_labels, num_classes)
+
+
+def _warn_of_unknown_labels(task: Task, labels_of_clients: Sequence[Tensor], classes: Sequence[str] | None) -> None:
+    """Warn about labels that are unknown in more than half of the training images."""
+    nonempty = [labels for labels in labels_of_clients if labels.size(0)]
+    if nonempty[0].ndim != 2:
+        return
+    is_known = task.known(torch.cat(nonempty))
+    num_images, num_labels = is_known.shape
+    names = classes or range(num_labels)
+    descriptions = []
+    for name, num_known in zip(names, is_known.sum(0).tolist(), strict=True):
+        if 2 * num_known < num_images:
+            descriptions.append(f"{name} ({num_images - num_known})")
+    if descriptions:
+        warnings.warn(
+            f"labels are unknown in more than half of the {num_images} training images: {abbreviated(descriptions)}; "
+            "they are learned from the others only. If a blank cell of a table means that the label is absent, set "
+            "blank=absent (docs/tasks.md#unknown-labels)",
+            stacklevel=4,
+        )
 
 
 def _raise_for_owner(part: str, labels_of_clients: Sequence[Tensor], num_classes: int, task: Task) -> None:

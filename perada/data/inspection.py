@@ -53,6 +53,7 @@ from perada.data.partitions.division import Division, positions
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import ImageSet, split_of
 from perada.data.sets.manifest import ImageFiles
+from perada.tasks import task_of_labels
 
 OnBroken = Literal["refuse", "skip"]
 _FEW_NUMBERS = 2**16
@@ -73,6 +74,8 @@ class Inspection:
         classes: Names of the classes, or their numbers.
         train: Number of training images (M, K) of each client and class; with several labels, of those that have each.
         test: Number of test images (M, K) of each client and class.
+        unknown_train: Number of training images (M, K) of each client and label for which it is unknown.
+        unknown_test: The same of test images.
         images: Numbers of training and test images (M, 2) of each client.
         sizes: Width and height (N, 2) of each image that can be read.
         modes: Numbers of images by Pillow's mode, such as ``RGB`` or ``I;16``, or by number of channels.
@@ -88,6 +91,8 @@ class Inspection:
     classes: list[str]
     train: Array
     test: Array
+    unknown_train: Array
+    unknown_test: Array
     images: Array
     sizes: Array
     modes: Counter[str] = field(default_factory=Counter)
@@ -164,6 +169,8 @@ def inspect_division(division: Division) -> Inspection:
         classes=list(data.classes or map(str, range(num_classes))),
         train=np.stack([_class_counts(dataset, num_classes) for dataset in data.train]),
         test=np.stack([_class_counts(dataset, num_classes) for dataset in test]),
+        unknown_train=np.stack([_unknown_counts(dataset, num_classes) for dataset in data.train]),
+        unknown_test=np.stack([_unknown_counts(dataset, num_classes) for dataset in test]),
         images=np.array([[length(dataset) for dataset in pair] for pair in zip(data.train, test, strict=True)]),
         sizes=np.array([facts.size for facts in readable], dtype=np.int64).reshape(-1, 2),
         modes=Counter(facts.mode for facts in readable),
@@ -194,8 +201,19 @@ def _class_counts(dataset: Dataset[Any], num_classes: int) -> Array:
     if labels.ndim == 1:
         counts = labels.bincount(minlength=num_classes)
     else:
-        counts = labels.long().sum(0)
+        counts = (labels == 1).sum(0)
     array: Array = counts.numpy()
+    return array
+
+
+def _unknown_counts(dataset: Dataset[Any], num_classes: int) -> Array:
+    """Count the images (K,) whose label is unknown, which happens only with several labels."""
+    labels = declared_labels(dataset)
+    assert isinstance(labels, torch.Tensor)
+    if labels.ndim == 1:
+        return np.zeros(num_classes, dtype=np.int64)
+    is_known = task_of_labels(labels).known(labels)
+    array: Array = (~is_known).sum(0).numpy()
     return array
 
 

@@ -163,8 +163,9 @@ def test_a_set_of_tensors_is_shown_too():
 def test_long_lists_are_cut():
     many = [f"client{n}" for n in range(30)]
     found = Inspection(
-        many, [f"class{n}" for n in range(20)], np.ones((30, 20), int), np.zeros((30, 20), int), np.full((30, 2), 20),
-        np.ones((1, 2), int), broken=[f"file{n}\x1b[2J is broken" for n in range(12)],
+        many, [f"class{n}" for n in range(20)], np.ones((30, 20), int), np.zeros((30, 20), int),
+        np.zeros((30, 20), int), np.zeros((30, 20), int), np.full((30, 2), 20), np.ones((1, 2), int),
+        broken=[f"file{n}\x1b[2J is broken" for n in range(12)],
     )  # fmt: skip
     text = format_inspection(found)
     assert "… 10 more" in text

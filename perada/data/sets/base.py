@@ -145,7 +145,8 @@ class Manifest:
 
     Attributes:
         paths: File of each image, or its position in the source.
-        labels: Classes (N,), or zeros and ones (N, K) for several labels per image; ``None`` without labels.
+        labels: Classes (N,), or zeros and ones (N, K) for several labels per image, with -1 for unknown ones; ``None``
+            without labels.
         classes: Names of the classes, or of the labels that an image may have, in the order of their numbers.
         columns: Further facts (N,) by name, such as ``client``, ``group`` and ``domain``.
         split: ``train``, ``test`` or ``val`` (N,); ``None`` if the source has no splits.

@@ -221,7 +221,8 @@ class OwnImages(ImageFiles):
         split = np.full(len(manifest.paths), "train")
         no_clients = np.zeros(len(split), np.int64)
         if manifest.labels.ndim == 2:
-            classes_of_images = [np.flatnonzero(labels).tolist() for labels in manifest.labels]
+            # Unknown labels are not 0.
+            classes_of_images = [np.flatnonzero(labels == 1).tolist() for labels in manifest.labels]
         else:
             classes_of_images = [[label] for label in manifest.labels.tolist()]
         test_rows = hashed_share(
@@ -312,7 +313,7 @@ class OwnImages(ImageFiles):
         if labels.ndim == 1:
             counts = np.bincount(labels, minlength=len(manifest.classes))
         else:
-            counts = labels.sum(0)
+            counts = (labels == 1).sum(0)
         untrained = [name for name, count in zip(manifest.classes, counts, strict=True) if not count]
         if untrained:
             raise ValueError(

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_integer, check_number, floor_share
+from perada.core.checks import check_choice, check_integer, check_number, floor_share
 from perada.core.seeding import derive_seed
 from perada.data.partitions import categories
 from perada.data.partitions.shares import Array, split_by_group, stratified_sample
@@ -21,7 +21,8 @@ from perada.data.sets.arrays import find_folder
 from perada.data.sets.base import ImageSet, Manifest, explain_read_errors
 from perada.data.sets.folders import class_folders
 from perada.data.sets.manifest import ImageFiles
-from perada.data.sets.tables import read_table
+from perada.data.sets.tables import VALUES_OF_UNKNOWN, read_table
+from perada.tasks.multi_label import UNKNOWN
 
 OFFICE_HOME_DOMAINS = ("Art", "Clipart", "Product", "Real World")
 FINDINGS = ("Cardiomegaly", "Edema", "Consolidation", "Atelectasis", "Pleural Effusion")
@@ -84,9 +85,10 @@ class CheXpert(ImageFiles):
     """CheXpert, 223,414 chest radiographs of 64,540 patients, with five labels each (Irvin et al., AAAI 2019).
 
     The labels are Cardiomegaly, Edema, Consolidation, Atelectasis and Pleural Effusion: 1 where the report affirms the
-    finding or is uncertain (U-Ones), else 0. Images are grey. Columns: ``patient``, whose images stay together wherever
-    images are held out, and ``category``, the number of an image's combination of labels. Combinations with few
-    training images share the last number (PerAda, Xie et al., CVPR 2024, which gets 19 categories).
+    finding, or is uncertain (U-Ones, unless ``unknown`` is set), else 0. Images are grey. Columns: ``patient``, whose
+    images stay together wherever images are held out, and ``category``, the number of an image's combination of labels
+    under U-Ones. Combinations with few training images share the last number (PerAda, Xie et al., CVPR 2024, which gets
+    19 categories).
 
     Args:
         root: Folder that holds (or is) ``CheXpert-v1.0-small`` or ``CheXpert-v1.0``, with ``train.csv`` and
@@ -95,6 +97,9 @@ class CheXpert(ImageFiles):
         test_share: Share of the images in ``train.csv`` that is the test split, drawn patient by patient by ``seed``.
             With 0 the test split is ``valid.csv``, of 234 images.
         merge_below: Combinations of labels with fewer training images are merged into one category.
+        unknown: What to do with uncertain labels (Irvin et al., AAAI 2019), also of test images from ``train.csv``:
+            ``ones`` (U-Ones) or ``zeros`` (U-Zeros) take them as present or absent, ``ignore`` leaves them out of loss
+            and scores (U-Ignore). Findings that the report does not mention are absent.
         seed: A different seed gives a different test split.
         **options: Options of :class:`.ImageFiles`.
     """
@@ -109,15 +114,18 @@ class CheXpert(ImageFiles):
         frontal_only: bool = False,
         test_share: float = 0.0,
         merge_below: int = 2000,
+        unknown: Literal["ignore", "zeros", "ones"] = "ones",
         seed: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(root, **options)
         check_number("test_share", test_share, ge=0, lt=1, hint="it is a share of the images in train.csv")
         check_integer("merge_below", merge_below, 0)
+        check_choice("unknown", unknown, ["ignore", "zeros", "ones"])
         self.frontal_only = frontal_only
         self.test_share = test_share
         self.merge_below = merge_below
+        self.unknown = unknown
         self.seed = seed
 
     def read_manifest(self) -> Manifest:
@@ -141,7 +149,10 @@ class CheXpert(ImageFiles):
         if len(np.unique(split)) < len(tables):
             raise ValueError(f"a table in {home} has no frontal views: set frontal_only to false")
         findings = np.stack([columns[name][is_used] for name in FINDINGS], axis=1)
-        labels = np.isin(findings, ["1", "1.0", "-1", "-1.0"]).astype(np.int64)
+        is_unknown = np.isin(findings, ["-1", "-1.0"])
+        is_present = np.isin(findings, ["1", "1.0"])
+        labels = is_present.astype(np.float32)
+        labels[is_unknown] = VALUES_OF_UNKNOWN.get(self.unknown, UNKNOWN)
         paths = []
         patients = []
         # Strings, since a Path object of each of the 223,414 images would take seconds.
@@ -155,10 +166,12 @@ class CheXpert(ImageFiles):
             num_test = round(self.test_share * len(paths))
             test_rows, _ = split_by_group(patient_column, [num_test], rng, min_groups=1)
             split[test_rows] = "test"
-        _, category = categories(labels[split == "train"], labels, self.merge_below)
+        # Of the policy U-Ones in any case, so that every policy has the same clients.
+        combinations = (is_present | is_unknown).astype(np.int64)
+        _, category = categories(combinations[split == "train"], combinations, self.merge_below)
         return Manifest(
             paths,
-            labels=labels.astype(np.float32),
+            labels=labels,
             classes=FINDINGS,
             columns={"patient": patient_column, "category": category},
             split=split,

@@ -10,21 +10,24 @@ import re
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from torch import Tensor
 
-from perada.core.checks import OptionError, installed
+from perada.core.checks import OptionError, check_choice, installed
+from perada.core.text import abbreviated
 from perada.data.batches.transforms import MissingImageError, read_image, resize_uint8
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, explain_read_errors, number_labels
 from perada.data.sets.manifest import SPLITS, ListedImages, Listing
 from perada.tasks import Classification, MultiLabel, Task
+from perada.tasks.multi_label import UNKNOWN
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,6 +37,14 @@ _LABEL_COLUMNS = ("label", "labels", "fine_label")
 _TRUE = frozenset({"1", "1.0", "true"})
 BINARY = _TRUE | {"0", "0.0", "false"}
 """Accepted cells of a column of zeros and ones, in lower case."""
+UNKNOWN_CELLS = frozenset({"-1", "-1.0", "nan"})
+"""Cells of such a column that mark an unknown label, in lower case. A blank cell does too, unless it means absent."""
+Unknown = Literal["reject", "ignore", "zeros", "ones"]
+"""What is done with unknown labels."""
+VALUES_OF_UNKNOWN: Mapping[Unknown, int] = {"zeros": 0, "ones": 1}
+"""Values that replace unknown labels in training."""
+Blank = Literal["unknown", "absent"]
+"""What a blank cell means."""
 
 
 class ImageTable(ListedImages):
@@ -49,6 +60,12 @@ class ImageTable(ListedImages):
         label: Column of the labels, or columns of zeros and ones.
         split: Column of the split; null for ``split``, if there is such a column.
         separator: Separator of several labels in one column, such as ``|``; null for one label per image.
+        unknown: What to do if a cell of several label columns is -1, NaN or blank (Irvin et al., AAAI 2019): ``reject``
+            the table; ``ignore`` such labels in the loss (U-Ignore); or train on them as ``zeros`` (U-Zeros) or
+            ``ones`` (U-Ones). A mapping sets it for each column, with ``reject`` for the others. Unknown labels of test
+            images are never scored.
+        blank: Whether a blank cell means ``unknown``, or ``absent`` as in the reports of CheXpert and MIMIC-CXR, which
+            mention few findings.
         encoding: Encoding of a text file, such as ``cp1252`` as Excel writes it on Windows; null for UTF-8, or for
             UTF-16 or UTF-32 with a byte-order mark.
         **options: Options of :class:`.ListedImages`.
@@ -62,10 +79,13 @@ class ImageTable(ListedImages):
         label: str | list[str] = "label",
         split: str | None = None,
         separator: str | None = None,
+        unknown: Unknown | dict[str, Unknown] = "reject",
+        blank: Blank = "unknown",
         encoding: str | None = None,
         **options: Any,
     ) -> None:
         check_encoding(encoding)
+        _check_unknown(unknown, blank, label)
         super().__init__(str(Path(table).parent) if folder is None else folder, **options)
         self.table = table
         self.folder = folder
@@ -73,6 +93,8 @@ class ImageTable(ListedImages):
         self.label = label
         self.split = split
         self.separator = separator
+        self.unknown = unknown
+        self.blank = blank
         self.encoding = encoding
         self.source_name = table
 
@@ -138,16 +160,66 @@ class ImageTable(ListedImages):
         return number_labels(column)
 
     def _number_binary_columns(self, names: Sequence[str]) -> tuple[tuple[str, ...], Array]:
-        """Return the columns' names as classes, and the labels of all rows, from columns of zeros and ones."""
-        words_of_images: list[list[str]] = [[] for _ in self.listing.row_names]
-        for name in names:
-            for row, cell in enumerate(self.column("label", name)):
-                if cell.lower() not in BINARY:
-                    problem = f"{name} is {cell!r}, neither 0 nor 1"
-                    self.reject_rows([row], problem, "correct it, or take the row out")
-                if cell.lower() in _TRUE:
-                    words_of_images[row].append(name)
-        return number_labels(words_of_images, tuple(names))
+        """Return the columns' names as classes, and the labels of all rows, from columns of zeros and ones.
+
+        Unknown labels are :data:`.UNKNOWN`.
+        """
+        labels = np.zeros((len(self.listing.row_names), len(names)), dtype=np.float32)
+        for place, name in enumerate(names):
+            labels[:, place] = self._number_binary_column(name)
+        return tuple(names), labels
+
+    def _number_binary_column(self, name: str) -> list[int]:
+        """Return the label of each row in a column of zeros and ones.
+
+        Raises:
+            ValueError: If a cell is neither 0 nor 1 nor unknown, or is unknown and unknown labels are rejected.
+        """
+        labels: list[int] = []
+        unknown_rows: list[int] = []
+        has_blank_cells = False
+        for row, cell in enumerate(self.listing.columns[self.check_column("label", name)]):
+            value = cell.strip().lower()
+            is_blank = value == ""
+            has_blank_cells |= is_blank
+            if value in _TRUE:
+                labels.append(1)
+            elif value in BINARY or (is_blank and self.blank == "absent"):
+                labels.append(0)
+            elif is_blank or value in UNKNOWN_CELLS:
+                labels.append(UNKNOWN)
+                unknown_rows.append(row)
+            else:
+                problem = f"{name} is {cell!r}, neither 0 nor 1 nor unknown (-1, NaN or blank)"
+                self.reject_rows([row], problem, "correct it, or take the row out")
+        if self._policy(name) == "reject":
+            remedy = "fill them in, or set unknown to ignore, zeros or ones"
+            if has_blank_cells:
+                remedy += ", or blank to absent if a blank cell means that the label is absent"
+            self.reject_rows(unknown_rows, f"labels of {name} are unknown (-1, NaN or blank)", remedy)
+        return labels
+
+    def _policy(self, name: str) -> Unknown:
+        """Return what is done with unknown labels of a column."""
+        if isinstance(self.unknown, str):
+            return self.unknown
+        return self.unknown.get(name, "reject")
+
+    def _assign_splits(self, manifest: Manifest) -> Manifest:
+        """Assign the splits, then replace unknown labels of training images where a policy sets a value.
+
+        Not those of test images: all policies are scored on the same labels.
+        """
+        manifest = super()._assign_splits(manifest)
+        if isinstance(self.label, str):
+            return manifest
+        assert manifest.labels is not None and manifest.classes is not None and manifest.split is not None
+        labels = manifest.labels.copy()
+        is_unknown = (labels == UNKNOWN) & (manifest.split == "train")[:, None]
+        for place, name in enumerate(manifest.classes):
+            value = VALUES_OF_UNKNOWN.get(self._policy(name), UNKNOWN)
+            labels[is_unknown[:, place], place] = value
+        return replace(manifest, labels=labels)
 
     def _check_not_measurements(self, name: str, column: Sequence[str]) -> None:
         """Raise a ValueError if a column holds measurements: mostly different numbers, some with a fraction."""
@@ -359,6 +431,30 @@ class HuggingFace(ListedImages):
         if has_lists:
             return number_labels(words_of_images, classes)
         return number_labels([words[0] for words in words_of_images], classes)
+
+
+def _check_unknown(unknown: Unknown | dict[str, Unknown], blank: Blank, label: str | list[str]) -> None:
+    """Raise an OptionError for an invalid policy, or one of columns that are not label columns."""
+    check_choice("blank", blank, get_args(Blank))
+    policies = unknown if isinstance(unknown, Mapping) else {"": unknown}
+    for policy in policies.values():
+        check_choice("unknown", policy, get_args(Unknown))
+    label_columns = [] if isinstance(label, str) else label
+    if unknown != "reject" and not label_columns:
+        raise OptionError(
+            f"unknown={unknown!r} needs label to be a list of columns of zeros and ones, got label={label!r}; list the "
+            "columns, or leave unknown out",
+            name="unknown",
+            value=unknown,
+        )
+    other_columns = [name for name in policies if name and name not in label_columns]
+    if other_columns:
+        raise OptionError(
+            f"unknown names the column {other_columns[0]!r}, which is not in label; use some of "
+            f"{abbreviated(label_columns)}",
+            name="unknown",
+            value=unknown,
+        )
 
 
 def guess_separator(column: list[str]) -> str | None:
