@@ -13,7 +13,7 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart deploy-demo test test-all bench gpu check docs format surface commands dist matrix audit sbom lock clean
+.PHONY: help quickstart deploy-demo test test-all bench gpu check docs format surface tables commands dist matrix audit sbom lock clean
 
 help:
 	@echo "make quickstart  set up .venv and compare six methods on 12 hospitals (recipes/hospitals.yaml)"
@@ -24,6 +24,7 @@ help:
 	@echo "make docs        the documentation as a site, in site/"
 	@echo "make format      rewrite the files as \`make check\` wants them"
 	@echo "make surface     rewrite docs/api.md, the page of what is promised"
+	@echo "make tables      rewrite the generated tables of the documentation"
 	@echo "make commands    rewrite perada/cli/commands.json: help texts and options of all commands"
 	@echo "make bench       speed and memory: runs benchmarks/"
 	@echo "make gpu         half an hour on one GPU: tests, speed, evidence (installs nothing; DEVICE=cpu QUICK=1 is the dry run)"
@@ -103,6 +104,9 @@ format: $(VENV)/.installed-dev
 
 surface: $(VENV)/.installed-dev
 	HF_HUB_OFFLINE=1 $(BIN)/python -W ignore -m tests.surface_page
+
+tables: $(VENV)/.installed-dev
+	HF_HUB_OFFLINE=1 $(BIN)/python -W ignore -m tests.doc_tables
 
 commands: $(VENV)/.installed-dev
 	HF_HUB_OFFLINE=1 $(BIN)/python -W ignore -m perada.cli.describe

@@ -26,6 +26,7 @@ from perada.cli.options import check_options
 from perada.cli.recipes import is_comparison
 from perada.server import make_rule
 from perada.studies.compare import command as comparing
+from tests.doc_tables import BLOCK, generated
 from tests.options import sections
 
 ROOT = Path(__file__).parents[1]
@@ -375,6 +376,13 @@ def test_the_tables_of_algorithms_and_rules_have_the_defaults(module, make):
     for name in known:
         made = eval(written[name], vars(module).copy())
         assert options(made() if isinstance(made, type) else made) == options(make(name)), written[name]
+
+
+def test_the_generated_tables_are_current():
+    pages = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+    for path, page in pages.items():
+        assert page.count("<!-- generated: ") == page.count("<!-- /generated -->") == len(BLOCK.findall(page)), path
+        assert page == generated(page), f"{path.name}: run `make tables`"
 
 
 def test_every_package_has_a_page_of_the_api_reference():

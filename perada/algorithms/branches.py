@@ -136,6 +136,8 @@ class FedDPA(_WeightedBranches):
     The paper weights the branches for each test input by its similarity to training inputs. Here α is the same for all
     inputs, in training and afterwards.
 
+    The paper's heads are frozen. Source: [Yang et al., NeurIPS 2024](https://arxiv.org/abs/2403.19211).
+
     Args:
         weight: Weight α of the personal branch, from 0 to 1.
     """
@@ -194,6 +196,8 @@ class FedDPAF(FedAvg):
     The rounds are FedAvg of the global branch and the head: clients keep nothing. After the last round every client
     trains a personal branch by itself, which starts as a copy of the global one. It predicts with
     (1 − α)·global + α·personal, with the same α for all inputs; see :class:`FedDPA`.
+
+    Source: [Yang et al., NeurIPS 2024](https://arxiv.org/abs/2403.19211).
 
     Args:
         weight: Weight α of the personal branch, from 0 to 1.
@@ -310,6 +314,9 @@ class RestOfWorld(Algorithm):
 
     Server rules other than the mean are rejected: a client can remove its own part from a mean only. If
     ``client_privacy`` clipped its change, or ``drop_outliers`` left it out, v̄ lacks some of what the client removes.
+
+    Its name is ``fedalt_row``, since FedAlt is another method. The paper has no head. Source: [Bian et al., AAAI
+    2026](https://arxiv.org/abs/2503.11880).
     """
 
     inference = "personal"

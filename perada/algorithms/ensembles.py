@@ -39,6 +39,9 @@ class FedBE(Algorithm):
     (stochastic weight averaging). All drawn models are in memory at the same time. Without distillation, every
     checkpoint contains the complete ensemble.
 
+    With ``moments``, the squares are sent times 2¹², so that secure sums do not round them away. Distilling one
+    model into itself is skipped. Source: [Chen and Chao, ICLR 2021](https://arxiv.org/abs/2009.01974).
+
     Args:
         sampler: ``gaussian`` draws from N(mean, diagonal of the variances) of the clients' models, ``dirichlet`` draws
             convex combinations of them (both in their Section 3).
@@ -251,6 +254,8 @@ class FedEnsemble(AlgorithmWrapper):
     mode from the clients that trained it (their Algorithm 1). A client thus trains one model in a round, as in FedAvg.
     Predictions are the average of the modes' outputs. Personal models (Ditto, PerAda) are pulled towards the mode of
     the round. With one mode this is the base algorithm.
+
+    Source: [Shi et al., 2021](https://arxiv.org/abs/2107.10663).
 
     Args:
         base: Algorithm of the clients' training and of the server step of each mode. Default: FedAvg.

@@ -12,7 +12,10 @@ from perada.core.states import State, without
 
 
 class FedAvg(Algorithm):
-    """Clients train the received global state; the server averages the results. Clients keep nothing."""
+    """Clients train the received global state; the server averages the results. Clients keep nothing.
+
+    Source: [McMahan et al., AISTATS 2017](https://arxiv.org/abs/1602.05629).
+    """
 
 
 class Standalone(Algorithm):
@@ -31,6 +34,9 @@ class Standalone(Algorithm):
 
 class FedAvgFT(Algorithm):
     """FedAvg+FT: after the last round of FedAvg, every client fine-tunes the global state and keeps the result.
+
+    The fine-tuning has the full ``lr_personal``, whatever the schedule of the rounds. Source: [McMahan et al.,
+    AISTATS 2017](https://arxiv.org/abs/1602.05629).
 
     Args:
         finetune_epochs: Number of epochs of the fine-tuning, > 0.
@@ -58,6 +64,9 @@ class FedBABU(FedAvgFT):
 
     Oh et al. (ICLR 2022). The global model is the averaged body with the initial head, which is the same for all
     clients and is never sent back.
+
+    The fine-tuning has the full ``lr_personal``, whatever the schedule of the rounds. Source: [Oh et al., ICLR
+    2022](https://arxiv.org/abs/2106.06042).
 
     Args:
         finetune_epochs: Number of epochs of the fine-tuning, > 0.
@@ -107,6 +116,8 @@ class FedBABU(FedAvgFT):
 class FedProx(Algorithm):
     """FedAvg whose clients minimise loss + μ/2 ||w_m − w||², with w as received (Li et al., MLSys 2020, Equation 2).
 
+    Source: [Li et al., MLSys 2020](https://arxiv.org/abs/1812.06127).
+
     Args:
         prox_strength: Strength μ of the pull. With 0 this is FedAvg.
     """
@@ -126,6 +137,8 @@ class FedDF(Algorithm):
 
     Lin et al. (NeurIPS 2020), Algorithm 1: the student starts from the average, and its teacher is the mean of the
     clients' logits. Without distillation steps this is FedAvg.
+
+    Source: [Lin et al., NeurIPS 2020](https://arxiv.org/abs/2006.07242).
     """
 
     uses_distillation = True
@@ -143,6 +156,9 @@ class FedDyn(Algorithm):
     4. The new global model is mean(w_m) − h/α.
 
     Running statistics of norms are averaged.
+
+    It is meant for the plain mean: its fixed point is the uniform average of the clients' objectives, even with
+    ``weighting: samples``. Source: [Acar et al., ICLR 2021](https://arxiv.org/abs/2111.04263).
 
     Args:
         alpha: Strength α of the regulariser, > 0.

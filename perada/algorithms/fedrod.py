@@ -22,6 +22,9 @@ class FedROD(Algorithm):
     0, so that a client starts with the global model. φ_m has the learning rate of the personal role. The paper's
     hypernetwork, which computes φ_m from the n_c, is not implemented.
 
+    It needs each client's number of images per class, so one label per image. Private training of single images
+    rejects it. Source: [Chen and Chao, ICLR 2022](https://arxiv.org/abs/2107.00778).
+
     Args:
         gamma: Exponent γ of the class counts. With 0 the global model is that of FedAvg.
     """

@@ -56,6 +56,8 @@ class HetLoRA(AlgorithmWrapper):
     privacy. With client-level privacy the server sees only the noisy mean, so the weights are equal. The paper's
     self-pruning, a loss that lowers r_m as the last columns of B and rows of A shrink, is not implemented.
 
+    Source: [Cho et al., EMNLP 2024](https://arxiv.org/abs/2401.06432).
+
     Args:
         base: Algorithm of the clients. Default: FedAvg, as in the paper.
         ranks: The ranks r_m. The entries of a list are assigned to the clients in turn, by their numbers. A dictionary

@@ -62,6 +62,8 @@ class FFALoRA(AlgorithmWrapper):
     To the base, A is a part of the frozen backbone: it is neither trained, pulled, sent nor distilled. Clients receive
     A in every round, since any round may be a client's first. Each of several global models has its own A.
 
+    Source: [Sun et al., ICLR 2024](https://arxiv.org/abs/2403.12313).
+
     Args:
         base: Algorithm for B, the head and all other trained tensors. Default: FedAvg, as in the paper.
     """
@@ -150,6 +152,8 @@ class FedSALoRA(PartialSharing):
     A client keeps B, sends A, and trains both together. The mean is of a single matrix and therefore exact. The
     classification head stays at the client too, as in the authors' published settings; the paper mentions only A and B.
     All other trained tensors, such as norms, are shared.
+
+    Source: [Guo et al., ICLR 2025](https://arxiv.org/abs/2410.01463).
     """
 
     what = "LoRA's B and the classification head"
@@ -176,6 +180,8 @@ class RoLoRA(Algorithm):
     zero, A has no gradient. The head and all other tensors are trained and sent in every round. Clients keep nothing.
     They receive both factors, since a client may not have taken part in the round in which the other factor was
     trained.
+
+    Source: [Chen et al., NeurIPS 2025](https://arxiv.org/abs/2502.01755).
     """
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:

@@ -53,6 +53,9 @@ class FedExLoRA(_Merging):
 
     W ← W + s (mean(B·A) − mean(B)·mean(A)), where the means are over the clients of the round with their aggregation
     weights; those of the paper are uniform (arXiv 2410.09432).
+
+    The server sends the corrected weights W, not the factors of the correction, since a client may first take part
+    in any round. Source: [Singhal et al., ACL 2025](https://arxiv.org/abs/2410.09432).
     """
 
     def server_step(self, server: ServerStep) -> State:
@@ -73,6 +76,9 @@ class FLoRA(_Merging):
     W ← W + s Σ p_m B_m·A_m over the clients of the round (arXiv 2409.05976). Then B is set to zero, and A is drawn from
     the uniform distribution within ±1/√n, where n is the number of inputs of an output of A, like PEFT's default. It is
     derived from the seed and the round, so all clients start from the same A; in the paper each draws its own.
+
+    The server sends the merged weights W, since a client may first take part in any round. Source: [Wang et al.,
+    NeurIPS 2024](https://arxiv.org/abs/2409.05976).
     """
 
     def server_step(self, server: ServerStep) -> State:

@@ -20,6 +20,9 @@ class Moon(Algorithm):
     so that networks do not change. The paper leaves open in which mode z_glob and z_prev are computed; here it is
     evaluation mode.
 
+    A local step takes three passes, one of them with gradients. Private training of single images rejects it.
+    Source: [Li et al., CVPR 2021](https://arxiv.org/abs/2103.16257).
+
     Args:
         mu: Weight μ of the contrastive loss. With 0 this is FedAvg.
         tau: Temperature τ, > 0.

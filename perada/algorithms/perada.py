@@ -23,6 +23,8 @@ class PerAda(Algorithm):
 
     Without distillation this is Ditto on the parameters that are trained.
 
+    Source: [Xie et al., CVPR 2024](https://arxiv.org/abs/2302.06637).
+
     Args:
         prox_strength: Strength λ with which v_m is pulled towards w.
         distill: Whether the server distils; without, this is the paper's "PerAda w/o KD".
@@ -51,6 +53,8 @@ class PerAda(Algorithm):
 class Ditto(PerAda):
     """Ditto (Li et al., ICML 2021): PerAda without distillation, on all trained parameters (usually ``full``).
 
+    Source: [Li et al., ICML 2021](https://arxiv.org/abs/2012.04221).
+
     Args:
         prox_strength: Strength λ of the pull λ/2 ||v_m − w||².
     """
@@ -66,6 +70,8 @@ class MTL(Algorithm):
     the change of its v_m, and the server moves v̄ by the mean of these changes. This is the mean-regularised multi-task
     learning of Evgeniou and Pontil (KDD 2004), which the authors of Ditto use instead of MOCHA for non-convex models
     (Li et al., ICML 2021).
+
+    Source: [Smith et al., NeurIPS 2017](https://arxiv.org/abs/1705.10467).
 
     Args:
         prox_strength: Strength λ of the pull. With 0 the personal models are those of standalone training.
@@ -130,6 +136,8 @@ class PFedMe(Algorithm):
     minibatch. If it were restarted from w_m, K steps with learning rate η_p would leave (1 − η_p λ)^K of the inner
     problem's gradient: 61 % for η_p = 0.01, λ = 15 and K = 3. Without restarts, 11 % of a constant gradient are left
     after a few minibatches (η = 0.005).
+
+    Source: [T. Dinh et al., NeurIPS 2020](https://arxiv.org/abs/2006.08848).
 
     Args:
         prox_strength: Strength λ of the pull.
@@ -207,6 +215,8 @@ class APFL(Algorithm):
     is kept by the client and trained on the loss of the mixture α v_m + (1 − α) w_m, with both as they were before the
     step. The personal model is the mixture with the client's last w_m. Running statistics are not mixed: the passes of
     the mixture update those of v_m.
+
+    Source: [Deng et al., 2020](https://arxiv.org/abs/2003.13461).
 
     Args:
         alpha: Initial α of every client. With 1 the personal models are those of standalone training.

@@ -41,6 +41,8 @@ class Scaffold(Algorithm):
     c_i diverges. Aggregation weights are used in the mean of y, but not in that of c_i. Running statistics of norms are
     averaged.
 
+    Source: [Karimireddy et al., ICML 2020](https://arxiv.org/abs/1910.06378).
+
     Args:
         server_lr: Learning rate η_g of the server.
     """

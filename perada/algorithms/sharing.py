@@ -82,7 +82,10 @@ class PartialSharing(Algorithm, ABC):
 
 
 class FedBN(PartialSharing):
-    """Normalisation layers stay on the client, with their statistics (Li et al., ICLR 2021, Algorithm 1)."""
+    """Normalisation layers stay on the client, with their statistics (Li et al., ICLR 2021, Algorithm 1).
+
+    Source: [Li et al., ICLR 2021](https://arxiv.org/abs/2102.07623).
+    """
 
     what = "normalisation layers"
     remedy = "train layers with normalisation (adapter='full' or 'bias_norm', on a backbone that has any)"
@@ -93,7 +96,10 @@ class FedBN(PartialSharing):
 
 
 class LGFedAvg(PartialSharing):
-    """The feature extractor stays on the client, the head is shared (Liang et al., 2020, Algorithm 1)."""
+    """The feature extractor stays on the client, the head is shared (Liang et al., 2020, Algorithm 1).
+
+    Source: [Liang et al., 2020](https://arxiv.org/abs/2001.01523).
+    """
 
     what = "all layers but the classification head"
 
@@ -107,6 +113,9 @@ class FedSim(PartialSharing):
 
     Each step uses one gradient for both, with the learning rate of the personal role for v and that of the local role
     for u.
+
+    The input layer is the first convolution or linear layer of the network. Source: [Pillutla et al., ICML
+    2022](https://arxiv.org/abs/2204.03809).
 
     Args:
         split: Which part is private: the ``input`` layer (the first one), the ``output`` layer (the head), the
@@ -180,6 +189,9 @@ class FedPer(FedSim):
     """Private heads on a shared body, trained together (Arivazhagan et al., 2019): FedSim with the output split.
 
     In the paper both have the same learning rate. Here the head has that of the personal role, as in FedRep.
+
+    In the paper further blocks may be private. Source: [Arivazhagan et al.,
+    2019](https://arxiv.org/abs/1912.00818).
     """
 
     def __init__(self) -> None:
@@ -191,6 +203,9 @@ class FedAlt(FedSim):
 
     v is trained with the learning rate of the personal role and u with that of the local role. Running statistics of
     norms are updated in every training pass.
+
+    By default both phases take all local epochs or steps; ``perada compare`` divides them. Source: [Pillutla et
+    al., ICML 2022](https://arxiv.org/abs/2204.03809).
 
     Args:
         split: Which part is private, as in :class:`FedSim`.
@@ -229,6 +244,8 @@ class FedRep(FedAlt):
 
     In each round a client trains its head with the body frozen, then the body with the head frozen. The server
     averages the bodies.
+
+    Source: [Collins et al., ICML 2021](https://arxiv.org/abs/2102.07078).
 
     Args:
         head_epochs: Number of epochs on the head in each round. Default: as many as on the body. With 0 this is FedAvg

@@ -496,7 +496,10 @@ class ServerRule(Options, ABC):
 
 
 class Mean(ServerRule):
-    """The weighted mean (FedAvg; McMahan et al., 2017)."""
+    """The weighted mean (FedAvg; McMahan et al., 2017).
+
+    Source: [McMahan et al., AISTATS 2017](https://arxiv.org/abs/1602.05629).
+    """
 
     function_of_mean = True
 

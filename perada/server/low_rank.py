@@ -362,6 +362,9 @@ class SVD(_ProductRule):
     mean has a lower rank than r, as with clients of low ranks, the remaining rows of A are those of the previous round,
     made orthogonal to the others.
 
+    As w's factors turn from round to round, a pull towards w of a state that clients keep (PerAda, Ditto) compares
+    factors that mean different things. Source: [Bai et al., NeurIPS 2024](https://arxiv.org/abs/2402.11505).
+
     Args:
         aggregate: Rule for all other tensors, such as the head. Default: the mean.
     """
@@ -382,6 +385,8 @@ class LoRAFair(_ProductRule):
     mean(B·A) by cosine similarity, with a penalty of λ ‖ΔB‖, and find it by SGD. Here ‖mean(B·A) − B'·mean(A)‖² +
     λ ‖ΔB‖² is minimised in the Frobenius norm: a ridge regression, which is solved exactly. The same λ may therefore
     pull more or less than theirs. A is the mean of the clients' A.
+
+    Source: [Bian et al., ICCV 2025](https://arxiv.org/abs/2411.14961).
 
     Args:
         strength: λ, the pull of B' towards mean(B); the paper uses 0.01. A large value gives the means.

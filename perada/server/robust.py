@@ -25,6 +25,8 @@ class Krum(ServerRule):
     closest neighbours, and the updates with the lowest scores are averaged. Distances are over all floating-point
     tensors together.
 
+    It ignores the clients' weights. Source: [Blanchard et al., NeurIPS 2017](https://arxiv.org/abs/1703.02757).
+
     Args:
         suspected: Share of the clients that may be hostile: f is ``floor(suspected * C)``, and C must be at least
             2 f + 3.
@@ -82,6 +84,8 @@ class GeometricMedian(ServerRule):
 
     It is robust as long as hostile clients have less than half of the weight. Distances are over all floating-point
     tensors together. The minimum is found by Weiszfeld's iteration, smoothed as in the paper.
+
+    Source: [Pillutla et al., 2022](https://arxiv.org/abs/1912.13445).
 
     Args:
         smoothing: Smallest distance that is divided by, as a share of the median distance.
@@ -144,6 +148,8 @@ class NormClipping(ComposedRule):
     The norm is over all parameters together. Running statistics are clipped separately, to the median of their norms:
     those of honest clients may change far more than any parameter.
 
+    Source: [Sun et al., 2019](https://arxiv.org/abs/1911.07963).
+
     Args:
         max_norm: Maximum norm of a client's change of the parameters. Default: the median of the round's norms.
         aggregate: Rule for the clipped updates. Default: the mean.
@@ -203,6 +209,9 @@ class FLTrust(ServerRule):
     model before the round, and q the labels, one-hot. Client c has the weight max(0, cos(p_c − p, q − p)), and its
     change is clipped by :class:`NormClipping` to the median of the round's norms. If all weights are 0, the state stays
     as it was.
+
+    It ignores the clients' weights, and clients must send whole models. Source: [Cao et al., NDSS
+    2021](https://arxiv.org/abs/2012.13995).
 
     Args:
         labels: Use the labelled images of ``server_validation``, with which any number of clients may be hostile.

@@ -39,6 +39,9 @@ class Median(_Coordinatewise):
 
     It is robust to arbitrary values from fewer than half of the clients. The median of an even number of clients is the
     mean of the two values in the middle.
+
+    It ignores the clients' weights. A NaN counts as the largest value. Source: [Yin et al., ICML
+    2018](https://arxiv.org/abs/1803.01498).
     """
 
     def _reduce(self, ordered: Tensor) -> Tensor:
@@ -52,6 +55,9 @@ class Median(_Coordinatewise):
 
 class TrimmedMean(_Coordinatewise):
     """Average each coordinate without its lowest and highest values (Yin et al., ICML 2018, Algorithm 1, option II).
+
+    It ignores the clients' weights. A NaN counts as the largest value. Source: [Yin et al., ICML
+    2018](https://arxiv.org/abs/1803.01498).
 
     Args:
         trim: Share of the clients dropped at each end, between 0 and 1/2: ``floor(trim * C)`` of C clients.
@@ -87,6 +93,8 @@ class ModifiedLocalGD(ComposedRule):
 
     Zhu, Vardhan & Mazumdar, Algorithm 3 (Modified Local-GD). It applies to parameters and running statistics; integer
     counters are those of the aggregate.
+
+    Source: [Zhu et al., 2024](https://arxiv.org/abs/2412.07971).
 
     Args:
         alpha: A constant α instead of the schedule. With 1, the result is that of ``aggregate`` to the last bit.
@@ -210,6 +218,8 @@ def _remember(state: dict[str, State], name: str, key: str, value: Tensor) -> No
 class FedAvgM(_Optimizer):
     """Server momentum: u ← momentum · u + Δ, w ← w + lr · u (Hsu, Qi & Brown, 2019).
 
+    Source: [Hsu et al., 2019](https://arxiv.org/abs/1909.06335).
+
     Args:
         lr: Server learning rate. With ``lr=1, momentum=0`` the result is that of ``aggregate`` to the last bit.
         momentum: Momentum coefficient, from 0 to below 1.
@@ -238,6 +248,9 @@ class FedAdam(_Optimizer):
     """Adam on the server: v ← β₂ v + (1 − β₂) Δ² (Reddi et al., ICLR 2021, Algorithm 2).
 
     m ← β₁ m + (1 − β₁) Δ, then w ← w + lr · m / (√v + τ). m starts at 0 and v at τ², without bias correction.
+
+    The first steps are therefore short along m: 1 − β₁ of their later length. Source: [Reddi et al., ICLR
+    2021](https://arxiv.org/abs/2003.00295).
 
     Args:
         lr: Server learning rate η.
@@ -282,6 +295,8 @@ class FedYogi(FedAdam):
     """Yogi on the server: v ← v − (1 − β₂) Δ² sign(v − Δ²) (Reddi et al., ICLR 2021, Algorithm 2).
 
     It takes the options of :class:`FedAdam`.
+
+    Source: [Reddi et al., ICLR 2021](https://arxiv.org/abs/2003.00295).
     """
 
     def _next_variance(self, v: Tensor, squared: Tensor) -> Tensor:
@@ -290,6 +305,8 @@ class FedYogi(FedAdam):
 
 class FedAdagrad(FedAdam):
     """Adagrad on the server: v ← v + Δ² (Reddi et al., ICLR 2021, Algorithm 2).
+
+    Source: [Reddi et al., ICLR 2021](https://arxiv.org/abs/2003.00295).
 
     Args:
         lr: Server learning rate η.
