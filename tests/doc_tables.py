@@ -5,6 +5,7 @@ A page has a table between ``<!-- generated: python -m tests.doc_tables NAME [AR
 ``<!-- /generated -->``. Tables come from docstrings, signatures and the first comments of recipes.
 """
 
+import importlib
 import inspect
 import pydoc
 import re
@@ -130,6 +131,23 @@ def hooks(path: str) -> str:
     return table(["method", "result"], rows)
 
 
+def classes(path: str) -> str:
+    """Return the table of a class's subclasses that users may name, in alphabetical order."""
+    package = importlib.import_module(".".join(path.split(".")[:2]))
+    base = pydoc.locate(path)
+    rows = []
+    for name in sorted(package.__all__):
+        member = getattr(package, name)
+        if (
+            inspect.isclass(member)
+            and issubclass(member, base)
+            and not inspect.isabstract(member)
+            and member is not base
+        ):
+            rows.append([f"`{name}`", summary(member)])
+    return table(["class", "content"], rows)
+
+
 def first_sentence(recipe: Path) -> str:
     """Return the first line of a recipe's comment."""
     return cell(recipe.read_text(encoding="utf-8").splitlines()[0].removeprefix("# "))
@@ -166,6 +184,7 @@ GENERATORS: dict[str, Callable[[str], str]] = {
     "algorithms": algorithms,
     "rules": rules,
     "attributes": attributes,
+    "classes": classes,
     "hooks": hooks,
     "recipes": recipes,
     "papers": papers,
