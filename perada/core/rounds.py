@@ -22,6 +22,8 @@ from perada.core.checks import check_integer, check_number
 from perada.core.seeding import generator
 
 BatchSize = int | Literal["full"]
+Sampling = Literal["uniform", "balanced"]
+"""How the samples of a client's steps are drawn in ordinary training."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,41 @@ def batch_indices(size: int, batch_size: BatchSize, steps: int, seed: int, purpo
     num_permutations = math.ceil(steps * rows / size)
     permutations = [torch.randperm(size, generator=stream) for _ in range(num_permutations)]
     return torch.cat(permutations)[: steps * rows].view(steps, rows)
+
+
+def balanced_indices(labels: Tensor, batch_size: BatchSize, steps: int, seed: int, purpose: str, *ids: int) -> Tensor:
+    """Draw ``steps`` batches of a client with replacement, each of its classes equally likely.
+
+    A sample is drawn uniformly from those of its class. The seed, the purpose and the ids distinguish streams, as in
+    :func:`~perada.core.seeding.derive_seed`. More steps extend the stream of fewer.
+
+    Args:
+        labels: Class (N,) of each of the client's samples.
+        batch_size: Rows B of a batch, or "full" for N.
+        steps: Number of batches.
+        seed: Seed of the run.
+        purpose: What the stream is for.
+        *ids: Further indices.
+
+    Returns:
+        Indices (steps, min(B, N)).
+
+    >>> labels = torch.tensor([0, 0, 0, 0, 0, 0, 0, 2])
+    >>> drawn = labels[balanced_indices(labels, 8, 1000, 0, "batches", 0, 0)]
+    >>> round((drawn == 2).double().mean().item(), 1)
+    0.5
+    """
+    rows = rows_per_batch(len(labels), batch_size)
+    # Classes that the client does not have take no part.
+    classes_of_samples = torch.searchsorted(labels.unique(), labels)
+    class_sizes = classes_of_samples.bincount()
+    samples_by_class = classes_of_samples.argsort(stable=True)
+    first_places = class_sizes.cumsum(0) - class_sizes
+    # Two numbers in [0, 1) for each row, so that a longer stream begins like a shorter one.
+    draws = torch.rand(steps * rows, 2, dtype=torch.float64, generator=generator(seed, purpose, *ids))
+    drawn_classes = (draws[:, 0] * len(class_sizes)).long()
+    places_in_class = (draws[:, 1] * class_sizes[drawn_classes]).long()
+    return samples_by_class[first_places[drawn_classes] + places_in_class].view(steps, rows)
 
 
 class BatchPlace(NamedTuple):

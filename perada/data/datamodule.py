@@ -20,6 +20,7 @@ from perada.core.rounds import (
     Phase,
     PrivateSampling,
     RoundPlan,
+    Sampling,
     Shares,
     make_plan,
     one_of,
@@ -81,6 +82,8 @@ class FederatedDataModule(pl.LightningDataModule):
             (docs/data.md).
         cutmix: Replace a rectangle of each training image by that of another one of the client: α of the share
             λ ~ Beta(α, α), such as 1.0; 0 for none.
+        sampling: How the images of a client's steps are drawn: ``uniform``, each once before any is repeated; or
+            ``balanced``, with replacement and each of the client's classes equally likely.
         augment_public: Augment the public images of distillation in the same way, anew in each step. Teachers and
             student see the same images.
         num_classes: Number of classes; null for that of the dataset.
@@ -129,6 +132,7 @@ class FederatedDataModule(pl.LightningDataModule):
         flip: bool = False,
         mixup: float = 0.0,
         cutmix: float = 0.0,
+        sampling: Sampling = "uniform",
         augment_public: bool = False,
         num_classes: int | None = None,
         task: Task | None = None,
@@ -187,6 +191,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self.evaluate_on = evaluate_on
         self.seed = seed
         self.batch_size = batch_size
+        self.sampling: Sampling = sampling
         self.eval_batch_size = eval_batch_size
         self.num_workers = num_workers
         self.image_size = image_size
@@ -220,6 +225,7 @@ class FederatedDataModule(pl.LightningDataModule):
         check_integer("num_classes", self._num_classes, optional=True)
         check_integer("num_workers", self.num_workers, 0)
         check_integer("crop_padding", crop_padding, 0)
+        check_choice("sampling", self.sampling, get_args(Sampling))
         check_choice("flip", flip, [False, True])
         check_choice("augment_public", augment_public, [False, True])
         check_choice("shifts_when", self.shifts_when, get_args(ShiftsWhen))
@@ -287,6 +293,8 @@ class FederatedDataModule(pl.LightningDataModule):
         self.num_classes = checked.num_classes
         self.task = checked.task
         self.prepare = replace(self.prepare, task=self.task, num_classes=self.num_classes)
+        if self.sampling == "balanced":
+            self._check_balanced_sampling(checked)
         if self.prepare.mixing.mixes:
             # Not in the first step: a task whose targets cannot be mixed is rejected here.
             blank = self.task.blank_targets((1, 1), self.num_classes, torch.device("cpu"))
@@ -297,6 +305,22 @@ class FederatedDataModule(pl.LightningDataModule):
             if isinstance(store, MapStore):
                 store.client_names = self.client_names
         return checked
+
+    def _check_balanced_sampling(self, checked: Checked) -> None:
+        """Raise an OptionError if the images of a client cannot be drawn by class."""
+        problem = ""
+        remedy = "set sampling='uniform'"
+        if not checked.task.exclusive:
+            problem = f"the data have {checked.task.labels_per_image}"
+        elif any(labels is None for labels in checked.train.client_labels()):
+            problem = "the labels are not all known before training"
+            remedy += ", or use data that declare their labels (targets=)"
+        if problem:
+            raise OptionError(
+                f"sampling='balanced' needs the class of each training image, but {problem}; {remedy}",
+                name="sampling",
+                value=self.sampling,
+            )
 
     def _partition_record(
         self, data: FederatedData, held_out: Sequence[Dataset[Any]], resolve: Resolve
@@ -408,16 +432,20 @@ class FederatedDataModule(pl.LightningDataModule):
             raise ValueError(reason)
         return self.prepare(batch)
 
-    def cohort_loader(self, plan: RoundPlan, private: PrivateSampling | None = None) -> DataLoader[Any]:
+    def cohort_loader(
+        self, plan: RoundPlan, private: PrivateSampling | None = None, *, each_image_once: bool = False
+    ) -> DataLoader[Any]:
         """Serve the cohort batches of a plan. Outside the Trainer, pass each batch to :meth:`prepare`.
 
         Args:
             plan: The clients and their numbers of steps.
             private: How batches are drawn in private training, in which an item is a dict with the batch of each
                 stream. The default is that of :meth:`configure_rounds`.
+            each_image_once: Whether a pass has each image once, whatever the option ``sampling``.
         """
         store = self.samples_of(self.checked.train)
-        batches = RoundBatches(store, plan, self.batch_size, self.prepare.seed, private or self._private)
+        sampling = "uniform" if each_image_once else self.sampling
+        batches = RoundBatches(store, plan, self.batch_size, self.prepare.seed, private or self._private, sampling)
         return loader(batches, store, self.num_workers)
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:

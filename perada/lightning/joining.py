@@ -101,6 +101,7 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
         flip=training["flip"],
         mixup=training["mixup"],
         cutmix=training["cutmix"],
+        sampling=training["sampling"],
         task=task,
     )
     adapted = run.adapted()

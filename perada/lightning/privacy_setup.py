@@ -97,6 +97,11 @@ def _check_options(context: RunContext) -> None:
             "mixup and cutmix mix the images of a batch, so one image would change the gradients of others, which the "
             "clipping of each image's gradient does not bound; leave them out"
         )
+    if is_sample_level and data.sampling != "uniform":
+        raise _privacy_error(
+            f"sampling={data.sampling!r} draws an image by the classes of the client's other images, so the ledger, "
+            "which counts on draws that are independent of them, would not hold; leave it out"
+        )
     if is_sample_level and settings.weighting == "samples":
         raise _privacy_error(
             "weighting='samples' reveals the clients' numbers of images without noise; choose weighting='uniform'"

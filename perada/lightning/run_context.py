@@ -124,24 +124,25 @@ class RunContext:
         return tqdm(steps, desc=description, leave=False, disable=not getattr(bar, "is_enabled", False))
 
     def local_steps(
-        self, plan: RoundPlan, private: PrivateSampling | None = None, *, mixes: bool = True
+        self, plan: RoundPlan, private: PrivateSampling | None = None, *, each_image_once: bool = False
     ) -> Iterator[AnyBatch]:
         """Yield the local steps of a plan on the model's device, with prepared images.
 
         Args:
             plan: The plan.
             private: How batches are drawn in private training.
-            mixes: Whether images are mixed if the data module is configured so.
+            each_image_once: Whether a pass has each image once and unmixed, whatever the options ``sampling``,
+                ``mixup`` and ``cutmix``.
         """
-        prepare = self.data.prepare if mixes else self.data.prepare.without_mixing()
-        for batch in self.data.cohort_loader(plan, private):
+        prepare = self.data.prepare.without_mixing() if each_image_once else self.data.prepare
+        for batch in self.data.cohort_loader(plan, private, each_image_once=each_image_once):
             yield prepare(move_data_to_device(batch, self.module.device))
 
     def every_training_image(self, plan: RoundPlan) -> Iterator[CohortBatch]:
         """Yield each training image of a plan's clients once, for comparing the global models on them."""
         sizes = self.data.train_sizes
         full_pass = self.data.plan_for(plan.clients, plan.round, [Phase("compare", 1)])
-        batches = self.progress_bar(self.local_steps(full_pass, mixes=False), f"Compare {plan.round + 1}")
+        batches = self.progress_bar(self.local_steps(full_pass, each_image_once=True), f"Compare {plan.round + 1}")
         for batch in map(one_of, batches):
             # A client's last batch is filled up with images that were compared already.
             counts = [

@@ -128,6 +128,7 @@ def _data_options(data: FederatedDataModule) -> dict[str, Any]:
     """Return the options of the data module that change what rounds compute."""
     return {
         "batch_size": data.batch_size,
+        "sampling": data.sampling,
         "image_size": data.image_size,
         "augmentation": [data.prepare.crop_padding, data.prepare.flip, data.prepare.augment_public],
         "mixing": [data.prepare.mixing.mixup, data.prepare.mixing.cutmix],

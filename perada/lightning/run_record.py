@@ -234,6 +234,7 @@ def _describe_training(
     training["flip"] = data.prepare.flip
     training["mixup"] = data.prepare.mixing.mixup
     training["cutmix"] = data.prepare.mixing.cutmix
+    training["sampling"] = data.sampling
     for option in RECORDED_OPTIONS:
         training[option] = getattr(module.training_options, option)
     training["metric"] = module.evaluation.metric

@@ -132,15 +132,17 @@ def trained_on(module, client):
 
 
 AUGMENTED = {"crop_padding": 2, "flip": True}
+BALANCED = AUGMENTED | {"sampling": "balanced"}
 
 
 @pytest.mark.parametrize("kind", [in_memory, one_by_one])
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedrep"])
 @pytest.mark.parametrize("number", [2, 0, 3])
+@pytest.mark.parametrize("data_options", [AUGMENTED, BALANCED], ids=["uniform", "balanced"])
 @pytest.mark.every(7)
-def test_batches_and_test_images_are_those_of_the_simulation(kind, algorithm, number, tiny, tmp_path):
+def test_batches_and_test_images_are_those_of_the_simulation(kind, algorithm, number, data_options, tiny, tmp_path):
     """Also what datasets and augmentation draw, in later phases, and where nobody tells the site the others' sizes."""
-    parties = Parties(tiny, tmp_path, algorithm, sizes=SIZES, data=AUGMENTED)
+    parties = Parties(tiny, tmp_path, algorithm, sizes=SIZES, data=data_options)
     parties.whole = FederatedData(kind(SIZES), kind((5, 9, 7, 6)), in_memory((8,))[0])
     loop, module, data = parties.loop(), parties.module(), parties.data(parties.whole)
     parties.rounds = 1
@@ -241,13 +243,14 @@ def test_a_table_is_read_as_the_recipes_is(tmp_path):
 )
 def test_server_and_sites_have_the_recipes_task_and_mixing(task, tmp_path):
     options = {name: value for name, value in task.record()["init_args"].items() if value}
-    data = {"dataset": "Digits", "partition": PARTITION, "image_size": 32, "mixup": 0.2}
+    data = {"dataset": "Digits", "partition": PARTITION, "image_size": 32, "mixup": 0.2, "sampling": "balanced"}
     recipe = RECIPE | {"data": data | {"task": {"class_path": "Classification", "init_args": options}}}
     own = {"dataset": "Digits", "partition": PARTITION, "client": 1}
     built = written(tmp_path / "site", recipe, own)
     built.data.setup()
     assert built.data.task == task
     assert built.data.prepare.mixing.mixup == 0.2
+    assert built.data.sampling == "balanced"
 
 
 def test_weights_from_the_labels_of_all_sites_are_rejected(tmp_path):

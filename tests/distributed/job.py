@@ -93,6 +93,7 @@ CASES = {
     "feddyn": {"algorithm": "feddyn"},
     "scaffold": {"algorithm": "scaffold", "algorithm_options": {"server_lr": 0.7}},
     "moon": {"algorithm": "moon", "augmented": True},
+    "mixed images, drawn by class": {"algorithm": "ditto", "mixed": True},
     "fedrod": {"algorithm": "fedrod"},
     "fedbe": {"algorithm": "fedbe", **DISTILS},
     "fedper": {"algorithm": "fedper", "weighting": "samples"},
@@ -205,6 +206,8 @@ def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
     data = federation(dtype)
     if options.pop("augmented", False):
         data = perada.FederatedDataModule(data, batch_size=4, crop_padding=2, flip=True)
+    if options.pop("mixed", False):
+        data = perada.FederatedDataModule(data, batch_size=4, mixup=0.4, cutmix=1.0, sampling="balanced")
     if options.pop("shifted", False):
         data = shifted()
     return perada.finetune(

@@ -146,16 +146,17 @@ def test_without_personal_models_the_global_one_is_fine_tuned(tiny):
     assert torch.equal(joined.state("personal", 2)["6.weight"], run.state("global")["6.weight"])
 
 
-def test_the_client_trains_the_task_of_the_run_on_mixed_images(tiny):
+@pytest.mark.parametrize("sampling", ["uniform", "balanced"])
+def test_the_client_trains_the_task_of_the_run_on_mixed_images(tiny, sampling):
     task = Classification(label_smoothing=0.3, class_weights=[1.0, 3.0, 0.5])
-    data = FederatedDataModule(tiny.data(), batch_size=4, mixup=0.8, task=task)
+    data = FederatedDataModule(tiny.data(), batch_size=4, mixup=0.8, sampling=sampling, task=task)
     run = perada.finetune(
         network(tiny), data, adapter="full", algorithm="fedavg", rounds=1, local_steps=3, lr_local=0.1, lr_personal=0.1,
         training={"momentum": 0.0}, accelerator="cpu", logger=False,
     )  # fmt: skip
     joined = perada.personalize(run, newcomer(), "late", accelerator="cpu")
 
-    mixed = FederatedDataModule(newcomer(), batch_size=4, mixup=0.8, task=task)
+    mixed = FederatedDataModule(newcomer(), batch_size=4, mixup=0.8, sampling=sampling, task=task)
     mixed.configure_rounds(seed=0, clients_per_round=None, phases=[Phase(steps=3)])
     model = copy.deepcopy(run.global_model()).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -66,6 +66,10 @@ class FeatureStore(Samples):
         self._is_computed = torch.zeros(math.ceil(len(store.table) / BLOCK), dtype=torch.bool)
         self._features: Tensor | None = None
 
+    def labels_of(self, client: int) -> Tensor:
+        """Return the labels (n, ...) of a client's samples, on the CPU."""
+        return self.store.labels_of(client)
+
     def client_labels(self) -> list[Tensor]:
         """Return the labels of every client's samples, in order."""
         return self.store.client_labels()

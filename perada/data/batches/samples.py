@@ -22,6 +22,8 @@ from perada.core.rounds import (
     EvalBatch,
     PrivateSampling,
     RoundPlan,
+    Sampling,
+    balanced_indices,
     batch_indices,
     batch_places,
     rows_per_batch,
@@ -78,6 +80,10 @@ class Samples(ABC):
     def client_labels(self) -> Sequence[Tensor | None]:
         """Return the labels of every client's samples, in order; None for a client whose labels are not all known."""
         return [None for _ in self.sizes]
+
+    def labels_of(self, client: int) -> Tensor | None:
+        """Return the labels (n, ...) of a client's samples on the CPU; None if not all are known."""
+        return None
 
     def all_labels(self) -> Tensor | None:
         """Return the labels (N,) or (N, K) of all samples by client, on the CPU; None if not all are known."""
@@ -168,6 +174,13 @@ class TensorStore(Samples):
         """Return the labels of all samples, client after client, on the CPU."""
         assert self.labels is not None
         return self.labels[self.table.to(self.labels.device)].cpu()
+
+    def labels_of(self, client: int) -> Tensor:
+        """Return the labels (n, ...) of a client's samples, on the CPU."""
+        assert self.labels is not None
+        start = int(self.starts[client])
+        rows = self.table[start : start + self.sizes[client]]
+        return self.labels[rows.to(self.labels.device)].cpu()
 
     def client_labels(self) -> list[Tensor]:
         """Return the labels of every client's samples, in order."""
@@ -347,6 +360,10 @@ class MapStore(Samples):
         seed, *ids = key or (0,)
         return derive_seed(seed, "items", *ids, owner, index)
 
+    def labels_of(self, client: int) -> Tensor | None:
+        """Return the labels (n, ...) of a client's samples; None if not all are known."""
+        return self.known_labels[client]
+
     def client_labels(self) -> list[Tensor | None]:
         """Return the labels of every client's samples; None for a client whose labels are not all known."""
         return self.known_labels
@@ -425,6 +442,8 @@ class RoundBatches(Dataset[AnyBatch]):
         batch_size: Rows B of a batch, or "full" for all of a client's samples.
         seed: The run's seed.
         private: How batches are drawn in private training; None for ordinary training.
+        sampling: How batches are drawn in ordinary training: passes over all samples of a client, or ``balanced``
+            (:func:`.balanced_indices`), for which all labels must be known.
 
     Raises:
         ValueError: If ``private`` does not name the streams of each phase of the plan.
@@ -437,12 +456,14 @@ class RoundBatches(Dataset[AnyBatch]):
         batch_size: BatchSize,
         seed: int,
         private: PrivateSampling | None = None,
+        sampling: Sampling = "uniform",
     ) -> None:
         self.store = store
         self.plan = plan
         self.batch_size = batch_size
         self.seed = seed
         self.private = private
+        self.sampling = sampling
         streams_of_phases = (("",),) * len(plan.steps) if private is None else private.streams
         if len(streams_of_phases) != len(plan.steps):
             raise ValueError(
@@ -480,6 +501,10 @@ class RoundBatches(Dataset[AnyBatch]):
         """Draw all batches of a stream for one client, as indices into its samples."""
         size = self.store.sizes[client]
         round = self.plan.round
+        if self.private is None and self.sampling == "balanced":
+            labels = self.store.labels_of(client)
+            assert labels is not None
+            return balanced_indices(labels, self.batch_size, steps, self.seed, "balanced", round, client).unbind()
         if self.private is None:
             return batch_indices(size, self.batch_size, steps, self.seed, "batches", round, client).unbind()
         if self.private.sampling == "poisson":

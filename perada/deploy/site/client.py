@@ -256,13 +256,21 @@ class Client:
         return make_plan(request.round, [number], sizes, planned_phases, self.data.batch_size)
 
     def batches(
-        self, plan: RoundPlan, private: PrivateSampling | None = None, *, mixes: bool = True
+        self, plan: RoundPlan, private: PrivateSampling | None = None, *, each_image_once: bool = False
     ) -> Iterator[AnyBatch]:
-        """Yield the prepared local steps of a plan; ``mixes`` allows mixup and CutMix, if the recipe has them."""
+        """Yield the prepared local steps of a plan.
+
+        Args:
+            plan: The plan, of this client only.
+            private: How batches are drawn in private training.
+            each_image_once: Whether a pass has each image once and unmixed, whatever the recipe's options ``sampling``,
+                ``mixup`` and ``cutmix``.
+        """
         data = self.data
-        prepare = data.prepare if mixes else data.prepare.without_mixing()
+        prepare = data.prepare.without_mixing() if each_image_once else data.prepare
+        sampling = "uniform" if each_image_once else data.sampling
         store = with_client_index(data.samples_of(data.checked.train), plan.clients[0])
-        batches = RoundBatches(store, plan, data.batch_size, data.prepare.seed, private)
+        batches = RoundBatches(store, plan, data.batch_size, data.prepare.seed, private, sampling)
         for batch in loader(batches, store, data.num_workers):
             yield prepare(data.transfer_batch_to_device(batch, self.recipe.device, 0))
 
@@ -472,7 +480,7 @@ class Client:
         if not algorithm.compares_models:
             return expand(shared, 1)
         batches = []
-        for batch in map(one_of, self.batches(self.plan(request, [Phase("compare", 1)]), mixes=False)):
+        for batch in map(one_of, self.batches(self.plan(request, [Phase("compare", 1)]), each_image_once=True)):
             # The last batch is filled with images that were compared already.
             num_new = self.size - batch.step * batch.counts[0]
             batches.append(batch._replace(counts=(min(batch.counts[0], num_new),)))
@@ -524,6 +532,7 @@ def with_client_index(store: SamplesT, index: int) -> SamplesT:
         indexed.class_counts = store.class_counts.expand(index + 1, -1)
     if isinstance(indexed, MapStore):
         indexed.datasets = pad_to_index(indexed.datasets[0], index, filler=EMPTY)
+        indexed.known_labels = pad_to_index(indexed.known_labels[0], index, filler=None)
     return indexed
 
 
