@@ -27,7 +27,7 @@ from perada.data.sets.arrays import (
     Photographs,
 )
 from perada.data.sets.base import ImageSet
-from perada.data.sets.folders import ImageFolder, Images, UnlabelledFolder
+from perada.data.sets.folders import ImageFolder, ImageMasks, Images, UnlabelledFolder
 from perada.data.sets.published import CheXpert, OfficeHome, OpenImage, Shakespeare
 from perada.data.sets.scanners import Scanners
 from perada.data.sets.tables import HuggingFace, ImageTable
@@ -56,6 +56,7 @@ __all__ = [
     "FromFile",
     "HuggingFace",
     "ImageFolder",
+    "ImageMasks",
     "ImageSet",
     "ImageTable",
     "Images",

@@ -28,6 +28,7 @@ from perada.data.batches.datasets import (
     isolated_randomness,
     labels_at,
     labels_of_base,
+    location_of,
     read_item,
     resolve_subset,
     tensor_format,
@@ -235,7 +236,7 @@ def check(
     task = _checked_task(task, task_of_labels(first_labels))
     # The number of classes that names of Hugging Face's datasets give is known, that of words is not.
     infers_classes = not is_declared and (classes is None or words is not None)
-    num_classes = _check_classes(labels_of_parts, classes, num_classes, task, infers_classes)
+    num_classes = _check_classes(labels_of_parts, classes, num_classes, task, infers_classes, sets)
     task = _fitted_task(task, labels_of_parts, num_classes, sum(stores["training"].sizes))
     _warn_of_unknown_labels(task, labels_of_parts["training"], classes)
     for store in stores.values():
@@ -268,6 +269,7 @@ def _check_classes(
     num_classes: int | None,
     task: Task,
     infers_classes: bool,
+    sets: Mapping[str, Sequence[Dataset[Any]]],
 ) -> int:
     """Check that the labels are of the classes, and return the number of classes K.
 
@@ -277,6 +279,7 @@ def _check_classes(
         num_classes: Number of classes; None for the number of names, or else for what the labels show.
         task: What is learnt from the labels.
         infers_classes: Whether the labels are all that is known of the classes.
+        sets: Datasets of each client by part of the data.
 
     Raises:
         ValueError: If the classes, their number and the labels do not match.
@@ -309,7 +312,7 @@ def _check_classes(
         )
     for part, labels in merged_labels.items():
         if len(task.out_of_range(labels, num_classes)):
-            _raise_for_owner(part, labels_of_parts[part], num_classes, task)
+            _raise_for_owner(part, labels_of_parts[part], num_classes, task, sets[part])
     return num_classes
 
 
@@ -341,6 +344,8 @@ def _fitted_task(
         return task
     if not bool(task.known(training_labels).any()):
         raise ValueError("all training labels are unknown (NaN or -1), so nothing can be learned; add known labels")
+    if task.per_pixel:
+        _check_several_classes_of_pixels(training_labels, task)
     return task.fitted_to(training_labels, num_classes)
 
 
@@ -365,11 +370,30 @@ def _warn_of_unknown_labels(task: Task, labels_of_clients: Sequence[Tensor], cla
         )
 
 
-def _raise_for_owner(part: str, labels_of_clients: Sequence[Tensor], num_classes: int, task: Task) -> None:
-    """Raise a ValueError that names the first client with a label out of range."""
+def _check_several_classes_of_pixels(masks: Tensor, task: Task) -> None:
+    """Raise a ValueError if all pixels of the training masks (N, H, W) that count have the same class."""
+    classes = masks[task.known(masks)].unique().tolist()
+    if len(classes) == 1:
+        raise ValueError(
+            f"all pixels of the training masks that count have the class {classes[0]}, so nothing can be learned; if "
+            "a value of the masks that stands for a class is ignored, such as 255, list the values in mask_values, or "
+            "set another ignore_index of the task"
+        )
+
+
+def _raise_for_owner(
+    part: str, labels_of_clients: Sequence[Tensor], num_classes: int, task: Task, datasets: Sequence[Dataset[Any]]
+) -> None:
+    """Raise a ValueError that names the first client with a label out of range, and the first such mask."""
     for client, labels in enumerate(labels_of_clients):
         owner = "the server" if part == "validation" else f"client {client}"
-        check_labels(f"{owner} has the {part} label", labels, num_classes, task)
+        if not task.per_pixel:
+            check_labels(f"{owner} has the {part} label", labels, num_classes, task)
+            continue
+        for index, mask in enumerate(labels):
+            location = location_of(datasets[client], index)
+            prefix = f"{owner}: the mask of {part} image {index}{location} has the class"
+            check_labels(prefix, mask, num_classes, task)
 
 
 def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]], task: Task) -> None:

@@ -84,7 +84,7 @@ class Inspection:
         shared: Training images of one client that another client has, too.
         repeated: Training images that a client has more than once.
         notes: Warnings and remarks.
-        several_labels: Whether an image may have several labels.
+        several_labels: Whether an image may have several labels, or a mask of several classes.
     """
 
     clients: list[str]
@@ -159,7 +159,7 @@ def inspect_division(division: Division) -> Inspection:
     train_set = cast(ImageSet, resolve_subset(data.train[0]).base)
     test_set = cast(ImageSet, resolve_subset(test[0]).base)
     labels_of_sets = [images.labels for images in (train_set, test_set) if images.labels is not None]
-    num_classes = data.num_classes or 1 + max(int(labels.max()) for labels in labels_of_sets)
+    num_classes = data.num_classes or max(task_of_labels(labels).count_classes(labels) for labels in labels_of_sets)
     train_facts = _read_all(train_set)
     test_facts = _read_all(test_set)
     readable = [facts for facts in train_facts + test_facts if not facts.error]
@@ -176,7 +176,7 @@ def inspect_division(division: Division) -> Inspection:
         modes=Counter(facts.mode for facts in readable),
         broken=[facts.error for facts in train_facts + test_facts if facts.error],
         notes=list(dict.fromkeys(messages)),
-        several_labels=any(labels.ndim == 2 for labels in labels_of_sets),
+        several_labels=any(labels.ndim > 1 for labels in labels_of_sets),
     )
     full_scale = getattr(train_set, "full_scale", None) or WHOLE_SCALE
     inspection.notes += _notes_on_modes(readable, full_scale)
@@ -195,14 +195,10 @@ def _read_all(images: ImageSet) -> list[_ImageFacts]:
 
 
 def _class_counts(dataset: Dataset[Any], num_classes: int) -> Array:
-    """Count the images (K,) of each class, or with several labels, the images that have each."""
+    """Count the images (K,) of each class, or with several labels or masks, the images that have each."""
     labels = declared_labels(dataset)
     assert isinstance(labels, torch.Tensor)
-    if labels.ndim == 1:
-        counts = labels.bincount(minlength=num_classes)
-    else:
-        counts = (labels == 1).sum(0)
-    array: Array = counts.numpy()
+    array: Array = task_of_labels(labels).class_counts(labels, num_classes).numpy()
     return array
 
 
@@ -210,7 +206,7 @@ def _unknown_counts(dataset: Dataset[Any], num_classes: int) -> Array:
     """Count the images (K,) whose label is unknown, which happens only with several labels."""
     labels = declared_labels(dataset)
     assert isinstance(labels, torch.Tensor)
-    if labels.ndim == 1:
+    if labels.ndim != 2:
         return np.zeros(num_classes, dtype=np.int64)
     is_known = task_of_labels(labels).known(labels)
     array: Array = (~is_known).sum(0).numpy()

@@ -148,7 +148,9 @@ def test_the_number_of_classes_is_needed_where_masks_are_read_one_by_one():
 def test_a_mask_with_an_unknown_class_is_named(network):
     images, masks = squares(3, 0).tensors
     masks[1, 0, 0] = 7
-    with pytest.raises(ValueError, match=r"client 0 has the training label 7, outside 0..2.*num_classes \(now 3\)"):
+    with pytest.raises(
+        ValueError, match=r"client 0: the mask of training image 1 has the class 7, outside 0..2.*num_classes \(now 3\)"
+    ):
         FederatedDataModule(FederatedData([TensorDataset(images, masks)], num_classes=3)).setup()
     data = FederatedData([Pairs(TensorDataset(images, masks))], num_classes=3)
     with pytest.raises(ValueError, match=r"client 0, sample 1: the mask has the class 7, outside 0..2"):

@@ -50,7 +50,7 @@ class Split:
     """What a partition sees of one split. A row is a position in ``labels``, ``index`` and each column alike.
 
     Attributes:
-        labels: Classes (N,), or several labels (N, K), whose combinations then count as the classes.
+        labels: Classes (N,), several labels (N, K), whose combinations then count as the classes, or masks (N, H, W).
         index: Position (N,) of each sample in its dataset.
         columns: Further facts (N,) about the samples, by name.
         name: Name of the dataset in messages.
@@ -324,6 +324,11 @@ class LabelPartition(Partition):
         The second axis makes :func:`categories` merge rare values of a column as it merges combinations of labels.
         """
         if self.column is None:
+            if train.labels.ndim > 2:
+                raise ValueError(
+                    f"{type(self).__name__} divides images by their class, but their labels are masks; choose IID, "
+                    "QuantitySkew, or ByDomain with a column"
+                )
             return train.labels, test.labels
         # An empty split may have no columns.
         values = np.concatenate([split.columns[self.column] for split in (train, test) if len(split)])

@@ -36,7 +36,8 @@ class ImageSet(Dataset[Any], ABC):
 
     Attributes:
         images: All images as a tensor, or None if they stay on disk.
-        labels: int64 (N,), or float (N, K) for several labels per image, or None without labels.
+        labels: int64 (N,), float (N, K) for several labels per image, or integer masks (N, H, W), or None without
+            labels.
         columns: Further facts (N,) about the images by name.
         group_column: Column whose values stay together when images are held out, such as the patient, or None.
         classes: Names of the classes in the order of their numbers, or None.
@@ -69,8 +70,8 @@ class ImageSet(Dataset[Any], ABC):
         Returns:
             Images: uint8 (N, Ch, H, W), or (N, H, W) with one grey channel; or floating-point values prepared for the
             model, which are neither resized nor normalised; or texts, int64 tokens (N, L); or None if they stay on
-            disk. Labels: integers (N,), or floats (N, K) of zeros and ones for several labels per image, or None.
-            Arrays are converted.
+            disk. Labels: integers (N,), floats (N, K) of zeros and ones for several labels per image, integer masks
+            (N, H, W), or None. Arrays are converted.
         """
 
     @cached_property
@@ -152,6 +153,7 @@ class Manifest:
         split: ``train``, ``test`` or ``val`` (N,); ``None`` if the source has no splits.
         num_classes: Number of classes if they have no names.
         identities: See :attr:`ImageSet.identities`.
+        masks: File of the mask of each image; ``None`` if labels are not masks.
     """
 
     paths: list[str]
@@ -161,6 +163,7 @@ class Manifest:
     split: Array | None = None
     num_classes: int | None = None
     identities: Array | None = None
+    masks: list[str] | None = None
 
     def rows(self, rows: Array) -> "Manifest":
         """Return the images at ``rows``, in this order, without their splits."""
@@ -170,6 +173,7 @@ class Manifest:
             columns={name: column[rows] for name, column in self.columns.items()},
             labels=None if self.labels is None else self.labels[rows],
             identities=None if self.identities is None else self.identities[rows],
+            masks=None if self.masks is None else [self.masks[row] for row in rows],
             split=None,
         )
 
@@ -210,6 +214,8 @@ def checked_tensors(who: str, loaded: Any) -> tuple[Tensor | None, Tensor | None
     are_integers = not (are_floats or labels.is_complex() or labels.dtype == torch.bool)
     if are_integers and labels.ndim == 1:
         return images, labels.long()
+    if are_integers and labels.ndim == 3:
+        return images, labels
     if are_floats and labels.ndim == 2:
         return images, labels
     hint = " (labels.squeeze(1) of these)" if are_integers and labels.shape[1:] == (1,) else ""

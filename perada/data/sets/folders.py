@@ -6,7 +6,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from perada.core.text import abbreviated
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, number_labels, renumber_labels
 from perada.data.sets.manifest import SPLITS, ImageFiles, OwnImages
+from perada.data.sets.masks import check_mask_values
 
 FIELDS = ("client", "class", "split", "group", "domain")
 UNSUPPORTED_EXTENSIONS = tuple(".avif .dcm .dicom .gif .heic .heif .jfif .jp2 .j2k .jxl .nii .nii.gz .svs .tga".split())
@@ -89,6 +90,110 @@ class Images(OwnImages):
         """List the images that match the layout."""
         root = Path(self.root)
         return match_layout(root, list_images(root), self.layout)
+
+
+class ImageMasks(OwnImages):
+    """Images with a mask each, in folders ``images`` and ``masks`` with the same names.
+
+    ``images/0001.jpg`` has the mask ``masks/0001.png``; the extensions may differ. Folders above ``images`` are the
+    client, and the split if they are called ``train`` or ``test``, as in ``hospital_a/train/images``. A folder below
+    ``images`` is the group of its images, such as a patient, which is never divided between training and test.
+
+    Masks are grey images or images with a palette, of the same size as their image, with the number of the class as
+    value of a pixel. They are resized by nearest neighbour, and stay in memory.
+
+    Args:
+        root: The folder.
+        images: Name of the folders of images.
+        masks: Name of the folders of masks.
+        mask_values: Value of each class in the masks, such as ``[0, 255]``; null for 0, 1, 2 and so on. 255 stands for
+            pixels without a class, unless it is listed.
+        **options: Options of :class:`.OwnImages`.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        images: str = "images",
+        masks: str = "masks",
+        mask_values: list[int] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(root, **options)
+        # Not `images`, which are the images themselves.
+        self.images_folder = images
+        self.masks_folder = masks
+        self.mask_values = check_mask_values(mask_values)
+
+    def read_manifest(self) -> Manifest:
+        """List the images and their masks.
+
+        Raises:
+            FileNotFoundError: If there is no image, or an image has no mask.
+        """
+        root = Path(self.root)
+        files = [PurePosixPath(file) for file in list_images(root)]
+        mask_of_image: dict[PurePosixPath, str] = {}
+        images: list[PurePosixPath] = []
+        for file in files:
+            folders = file.parts[:-1]
+            if self.masks_folder in folders:
+                mask_of_image[file.with_suffix("")] = f"{root}/{file}"
+            elif self.images_folder in folders:
+                images.append(file)
+        if not images:
+            raise FileNotFoundError(
+                f"{root} has no images in folders called {self.images_folder!r}; set images and masks to the names of "
+                "the folders"
+            )
+        masks = []
+        without_mask = []
+        for file in images:
+            expected = self._place_of_mask(file)
+            if expected in mask_of_image:
+                masks.append(mask_of_image[expected])
+            else:
+                without_mask.append(str(file))
+        if without_mask:
+            raise FileNotFoundError(
+                f"{len(without_mask)} of {len(images)} images in {root} have no mask: {abbreviated(without_mask)}; add "
+                f"masks such as {self._place_of_mask(PurePosixPath(without_mask[0]))}.png, or remove the images"
+            )
+        columns: dict[str, list[str]] = {}
+        for file in images:
+            for name, value in self._facts_of(file).items():
+                columns.setdefault(name, []).append(value)
+        complete = {name: np.array(values) for name, values in columns.items() if len(values) == len(images)}
+        incomplete = sorted(columns.keys() - complete.keys())
+        if incomplete:
+            raise ValueError(
+                f"only some of the images in {root} are in a folder for the {incomplete[0]}; use the same levels of "
+                "folders for all images"
+            )
+        split = complete.pop("split", None)
+        return Manifest([f"{root}/{file}" for file in images], columns=complete, split=split, masks=masks)
+
+    def _place_of_mask(self, file: PurePosixPath) -> PurePosixPath:
+        """Return the path of an image's mask below the root, without extension."""
+        parts = list(file.with_suffix("").parts)
+        parts[parts.index(self.images_folder)] = self.masks_folder
+        return PurePosixPath(*parts)
+
+    def _facts_of(self, file: PurePosixPath) -> dict[str, str]:
+        """Return client, split and group of an image, as far as its folders name them."""
+        facts: dict[str, str] = {}
+        place = file.parts.index(self.images_folder)
+        for folder in file.parts[:place]:
+            if folder.lower() in SPLITS:
+                facts["split"] = folder
+            else:
+                facts.setdefault("client", folder)
+        below = file.parts[place + 1 : -1]
+        if below:
+            # Patients of different clients may have the same number.
+            facts["group"] = "/".join([facts.get("client", ""), *below]).lstrip("/")
+        return facts
 
 
 class UnlabelledFolder(ImageFiles):

@@ -24,6 +24,7 @@ from perada.data.batches.transforms import UnreadableImageError, check_full_scal
 from perada.data.federated import warn_of_look_alikes
 from perada.data.partitions.shares import Array, hashed_share
 from perada.data.sets.base import ImageSet, Manifest, class_names, renumber_labels
+from perada.data.sets.masks import read_mask, stack_masks
 
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
     ("val", "valid", "validation", "dev"), "val"
@@ -47,6 +48,8 @@ class ImageFiles(ImageSet):
     """Pillow's mode that images are converted to."""
     full_scale: float | None = None
     """The value of white in images of more than 8 bits."""
+    mask_values: Sequence[int] | None = None
+    """The value of each class in masks; None for its number."""
     _source = ""
     """Address from which the files can be downloaded, for messages."""
 
@@ -101,8 +104,27 @@ class ImageFiles(ImageSet):
         state = os.stat(path)
         return _digest_of_file(path, state.st_size, state.st_mtime_ns)
 
+    def read_mask(self, path: str, image_path: str) -> Tensor:
+        """Read the mask (size, size) of an image; see :func:`.read_mask`."""
+        return read_mask(path, image_path, self.size, self.mask_values)
+
+    @property
+    def files(self) -> list[str]:
+        """The file of each image, for messages."""
+        return self.manifest.paths
+
+    def _load_labels(self) -> Tensor | None:
+        """Return the labels of all images. Masks are read, and stay in memory."""
+        manifest = self.manifest
+        if manifest.masks is not None:
+            with ThreadPoolExecutor(_NUM_READERS) as pool:
+                return stack_masks(list(pool.map(self.read_mask, manifest.masks, manifest.paths)))
+        if manifest.labels is None:
+            return None
+        return torch.from_numpy(manifest.labels)
+
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
-        labels = None if self.manifest.labels is None else torch.from_numpy(self.manifest.labels)
+        labels = self._load_labels()
         if not self.in_memory:
             return None, labels
         images = []
@@ -203,7 +225,9 @@ class OwnImages(ImageFiles):
         """Name of the source in messages."""
 
     def _assign_splits(self, manifest: Manifest) -> Manifest:
-        if self._class_names is not None:
+        if manifest.masks is not None:
+            manifest = replace(manifest, classes=self._class_names)
+        elif self._class_names is not None:
             manifest = renumber_labels(manifest, self._class_names, self.source_name)
         # Names of classes and clients are compared when FederatedData is made.
         warn_of_look_alikes("groups", manifest.columns.get("group", ()))
@@ -217,10 +241,13 @@ class OwnImages(ImageFiles):
 
     def _draw_split(self, manifest: Manifest) -> Array:
         """Choose the test images of a source without splits by their identities."""
-        assert manifest.labels is not None and manifest.identities is not None
+        assert manifest.identities is not None
         split = np.full(len(manifest.paths), "train")
         no_clients = np.zeros(len(split), np.int64)
-        if manifest.labels.ndim == 2:
+        if manifest.labels is None:
+            # Masks: an image has no class of its own.
+            classes_of_images = [[0] for _ in manifest.paths]
+        elif manifest.labels.ndim == 2:
             # Unknown labels are not 0.
             classes_of_images = [np.flatnonzero(labels == 1).tolist() for labels in manifest.labels]
         else:
@@ -306,7 +333,7 @@ class OwnImages(ImageFiles):
 
     def _check_classes(self, manifest: Manifest, is_train: Array) -> None:
         """Raise a ValueError if a class has no training images, unless the user has named the classes."""
-        if self._class_names is not None:
+        if self._class_names is not None or manifest.masks is not None:
             return
         assert manifest.labels is not None and manifest.classes is not None
         labels = manifest.labels[is_train]

@@ -26,7 +26,8 @@ from perada.data.batches.transforms import MissingImageError, read_image, resize
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, explain_read_errors, number_labels
 from perada.data.sets.manifest import SPLITS, ListedImages, Listing
-from perada.tasks import Classification, MultiLabel, Task
+from perada.data.sets.masks import check_mask_values
+from perada.tasks import Classification, MultiLabel, Segmentation, Task
 from perada.tasks.multi_label import UNKNOWN
 
 if TYPE_CHECKING:
@@ -66,12 +67,14 @@ class ImageTable(ListedImages):
             images are never scored.
         blank: Whether a blank cell means ``unknown``, or ``absent`` as in the reports of CheXpert and MIMIC-CXR, which
             mention few findings.
+        mask: Column of the files of masks, which are then the labels (:class:`.ImageMasks`); null for no masks.
+        mask_values: Value of each class in the masks, as of :class:`.ImageMasks`.
         encoding: Encoding of a text file, such as ``cp1252`` as Excel writes it on Windows; null for UTF-8, or for
             UTF-16 or UTF-32 with a byte-order mark.
         **options: Options of :class:`.ListedImages`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # each argument is an option of recipes
         self,
         table: str,
         folder: str | None = None,
@@ -81,6 +84,8 @@ class ImageTable(ListedImages):
         separator: str | None = None,
         unknown: Unknown | dict[str, Unknown] = "reject",
         blank: Blank = "unknown",
+        mask: str | None = None,
+        mask_values: list[int] | None = None,
         encoding: str | None = None,
         **options: Any,
     ) -> None:
@@ -95,12 +100,16 @@ class ImageTable(ListedImages):
         self.separator = separator
         self.unknown = unknown
         self.blank = blank
+        self.mask = mask
+        self.mask_values = check_mask_values(mask_values)
         self.encoding = encoding
         self.source_name = table
 
     @property
     def task(self) -> Task:
         """What is learnt from the labels, which is known without reading the table."""
+        if self.mask is not None:
+            return Segmentation()
         if self.separator is not None or not isinstance(self.label, str):
             return MultiLabel()
         return Classification()
@@ -119,19 +128,30 @@ class ImageTable(ListedImages):
         self.reject_rows(
             duplicates, "files occur more than once", "use one row per file; separator splits several labels"
         )
-        paths = [existing_spelling(os.path.join(self.root, file)) for file in files]
-        missing = [row for row, path in enumerate(paths) if not os.path.isfile(path)]
-        if missing:
-            problem = f"{paths[missing[0]]} does not exist"
-            self.reject_rows(missing, problem, "correct the path, or set folder")
-        classes, labels = self._number_labels()
+        paths = self._existing_paths(files)
+        classes: tuple[str, ...] | None = None
+        labels: Array | None = None
+        masks: list[str] | None = None
+        if self.mask is None:
+            classes, labels = self._number_labels()
+        else:
+            masks = self._existing_paths(self.column("mask", self.mask, "fill in the mask, or take the row out"))
         split_column = self.split
         if not split_column and "split" in self.listing.columns:
             split_column = "split"
         split = None
         if split_column:
             split = np.array(self.column("split", split_column))
-        return Manifest(paths, labels, classes, self.extra_columns(), split)
+        return Manifest(paths, labels, classes, self.extra_columns(), split, masks=masks)
+
+    def _existing_paths(self, files: Sequence[str]) -> list[str]:
+        """Return the path of the file of each row; raise a ValueError that names rows whose file does not exist."""
+        paths = [existing_spelling(os.path.join(self.root, file)) for file in files]
+        missing = [row for row, path in enumerate(paths) if not os.path.isfile(path)]
+        if missing:
+            problem = f"{paths[missing[0]]} does not exist"
+            self.reject_rows(missing, problem, "correct the path, or set folder")
+        return paths
 
     def _number_labels(self) -> tuple[tuple[str, ...], Array]:
         """Return the classes and the labels of all rows."""

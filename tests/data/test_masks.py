@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images with masks in folders and tables: pairs, values, sizes, splits, and what is rejected."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import perada
+from perada.core.checks import OptionError
+from perada.data import IID, ByDomain, Dirichlet, FederatedDataModule, ImageMasks, ImageTable
+from perada.data.batches.transforms import MissingImageError, UnreadableImageError, resize_masks
+from perada.tasks import Segmentation
+from tests.masks import UNet, squares
+
+SIZE = 32
+
+
+def write(folder, names=("a", "b", "c", "d", "e"), seed=0, mode="L", values=(0, 1, 2), size=SIZE):
+    """Pairs in ``folder/images`` and ``folder/masks``; returns the masks by name."""
+    masks = {}
+    for (image, mask), name in zip(squares(len(names), seed, size=size), names, strict=True):
+        for kind in ("images", "masks"):
+            (folder / kind / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / "images" / f"{name}.png")
+        stored = Image.fromarray(np.array(values, dtype=np.uint8)[mask.numpy()])
+        if mode == "P":
+            stored.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
+        stored.save(folder / "masks" / f"{name}.png")
+        masks[name] = mask
+    return masks
+
+
+def loaded(images):
+    """Mask by name of each image."""
+    names = [path.rpartition("/images/")[2].removesuffix(".png") for path in images.manifest.paths]
+    return dict(zip(names, images.labels, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["L", "P"])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_each_image_has_its_mask(tmp_path, mode, in_memory):
+    masks = write(tmp_path, mode=mode)
+    sets = [ImageMasks(str(tmp_path), size=SIZE, in_memory=in_memory, train=train) for train in (True, False)]
+    found = loaded(sets[0]) | loaded(sets[1])
+    assert found.keys() == masks.keys()
+    for name, mask in masks.items():
+        assert torch.equal(found[name], mask)
+    image, mask = sets[0][0]
+    assert image.shape == (3, SIZE, SIZE)
+    assert torch.equal(mask, sets[0].labels[0])
+    assert mask.dtype == torch.uint8
+
+
+def test_clients_splits_and_groups_are_in_the_folders(tmp_path):
+    write(tmp_path / "north" / "train", ["p1/a", "p1/b", "p2/c"])
+    write(tmp_path / "north" / "test", ["p3/d"])
+    write(tmp_path / "south" / "train", ["p1/a"])
+    write(tmp_path / "south" / "test", ["p2/a"])
+    train = ImageMasks(str(tmp_path), size=SIZE)
+    assert train.columns["client"].tolist() == ["north", "north", "north", "south"]
+    assert train.columns["group"].tolist() == ["north/p1", "north/p1", "north/p2", "south/p1"]
+    assert train.group_column == "group"
+    assert len(train.with_split(False)) == 2
+    data = FederatedDataModule(dataset=train, partition=ByDomain(column="client"), batch_size=2)
+    data.setup()
+    assert data.client_names == ["north", "south"]
+    assert data.train_sizes == (3, 1)
+    assert data.task == Segmentation()
+
+
+def test_masks_are_resized_by_nearest_neighbour(tmp_path):
+    masks = write(tmp_path)
+    small = ImageMasks(str(tmp_path), size=SIZE // 2)
+    for name, mask in loaded(small).items():
+        rows = (np.arange(SIZE // 2) + 0.5) * 2
+        expected = masks[name][rows.astype(int)][:, rows.astype(int)]
+        assert torch.equal(mask, expected)
+    assert resize_masks(torch.tensor([[300, 0]], dtype=torch.int32), (1, 4)).tolist() == [[300, 300, 0, 0]]
+
+
+def test_values_stand_for_classes(tmp_path):
+    masks = write(tmp_path, values=(0, 128, 255))
+    images = ImageMasks(str(tmp_path), size=SIZE, mask_values=[0, 128, 255])
+    for name, mask in loaded(images).items():
+        assert torch.equal(mask, masks[name])
+    with pytest.raises(UnreadableImageError, match=r"masks/\w.png has the values 128, which mask_values does not list"):
+        _ = ImageMasks(str(tmp_path), size=SIZE, mask_values=[0, 255]).labels
+
+
+def test_values_without_a_class_are_ignored(tmp_path):
+    masks = write(tmp_path, values=(0, 255, 7))
+    images = ImageMasks(str(tmp_path), size=SIZE, mask_values=[0, 7])
+    for name, mask in loaded(images).items():
+        assert torch.equal(mask == 255, masks[name] == 1)
+        assert torch.equal(mask == 1, masks[name] == 2)
+
+
+def test_foreground_that_is_ignored_is_noticed(tmp_path):
+    write(tmp_path, values=(0, 255, 255))
+    data = FederatedDataModule(dataset=ImageMasks(str(tmp_path), size=SIZE), partition=IID(1), num_classes=2)
+    with pytest.raises(
+        ValueError, match=r"that count have the class 0, .* such as 255, list the values in mask_values"
+    ):
+        data.setup()
+
+
+def test_the_file_of_a_mask_with_an_unknown_class_is_named(tmp_path):
+    write(tmp_path, values=(0, 1, 9))
+    images = ImageMasks(str(tmp_path), size=SIZE, classes=["none", "red", "green"])
+    data = FederatedDataModule(dataset=images, partition=IID(1))
+    with pytest.raises(
+        ValueError, match=r"mask of training image 0 \('.*images/\w.png'\) has the class 9, outside 0..2"
+    ):
+        data.setup()
+
+
+def test_pairs_that_do_not_match_are_rejected(tmp_path):
+    write(tmp_path)
+    (tmp_path / "masks" / "b.png").rename(tmp_path / "masks" / "z.png")
+    with pytest.raises(FileNotFoundError, match=r"1 of 5 images in .* have no mask: images/b.png; add .* masks/b.png"):
+        _ = ImageMasks(str(tmp_path)).labels
+    with pytest.raises(FileNotFoundError, match="no images in folders called 'photos'"):
+        _ = ImageMasks(str(tmp_path), images="photos").labels
+
+
+def test_masks_of_another_size_or_with_colours_are_rejected(tmp_path):
+    write(tmp_path)
+    for path in (tmp_path / "masks").iterdir():
+        Image.open(path).resize((16, 32)).save(path)
+    with pytest.raises(UnreadableImageError, match=r"has 16 x 32 pixels, but its image has 32 x 32"):
+        _ = ImageMasks(str(tmp_path)).labels
+    for path in (tmp_path / "masks").iterdir():
+        Image.open(path).convert("RGB").save(path)
+    with pytest.raises(UnreadableImageError, match=r"is not a mask: its pixels are uint8 \(32, 16, 3\)"):
+        _ = ImageMasks(str(tmp_path)).labels
+
+
+def test_a_missing_file_is_named(tmp_path):
+    write(tmp_path)
+    images = ImageMasks(str(tmp_path))
+    images.manifest  # noqa: B018  # listed before it disappears
+    (tmp_path / "masks" / "a.png").unlink()
+    (tmp_path / "masks" / "b.png").unlink()
+    with pytest.raises(MissingImageError, match=r"masks/[ab].png does not exist"):
+        _ = [split.labels for split in (images, images.with_split(False))]
+
+
+@pytest.mark.parametrize("values", [[1], [1, 1], "01", [0, -1]])
+def test_invalid_values_are_rejected(values, tmp_path):
+    with pytest.raises(OptionError, match="mask_values"):
+        ImageMasks(str(tmp_path), mask_values=values)
+
+
+def test_partitions_by_class_are_rejected(tmp_path):
+    write(tmp_path)
+    data = FederatedDataModule(dataset=ImageMasks(str(tmp_path), size=SIZE), partition=Dirichlet(2, 0.5))
+    with pytest.raises(ValueError, match="Dirichlet divides images by their class, but their labels are masks"):
+        data.setup()
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_table_lists_images_and_masks(tmp_path, in_memory):
+    write(tmp_path / "north")
+    write(tmp_path / "south", seed=1)
+    rows = [["path", "outline", "client", "split"]]
+    for client in ("north", "south"):
+        for name in "abcde":
+            split = "test" if name == "e" else "train"
+            rows.append([f"{client}/images/{name}.png", f"{client}/masks/{name}.png", client, split])
+    with (tmp_path / "table.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    table = ImageTable(str(tmp_path / "table.csv"), mask="outline", size=SIZE, in_memory=in_memory)
+    assert table.task == Segmentation()
+    assert len(table) == 8
+    data = FederatedDataModule(dataset=table, partition=ByDomain(column="client"), batch_size="full")
+    options = {"rounds": 1, "local_steps": 1, "adapter": "head", "pretrained": False, "algorithm": "fedavg"}
+    run = perada.finetune(UNet(), data, **options)
+    assert data.client_names == ["north", "south"]
+    assert 0 < run.metrics["rounds"][-1]["personal/local_test"] < 1
+
+
+def test_a_row_without_mask_is_named(tmp_path):
+    write(tmp_path)
+    (tmp_path / "table.csv").write_text("path,outline\nimages/a.png,masks/a.png\nimages/b.png,masks/x.png\n")
+    table = ImageTable(str(tmp_path / "table.csv"), mask="outline")
+    with pytest.raises(ValueError, match=r"table.csv, row 3: .*masks/x.png does not exist; correct the path"):
+        _ = table.labels
