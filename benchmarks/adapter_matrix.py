@@ -147,6 +147,7 @@ def _lines(cells: dict[tuple[str, str], Cell], commit: str) -> Iterator[str]:
     adapters = list(dict.fromkeys(adapter for _, adapter in cells))
     verdicts = Counter(cell.verdict for cell in cells.values())
     yield "# Which adapter runs on which backbone\n"
+    yield "<!-- generated: python -m benchmarks.adapter_matrix -->\n"
     yield (
         "This page shows which adapter runs on which backbone, not how well it learns. Each cell is a run of two "
         f"clients with one local step each, with random weights, images of {SIDE}×{SIDE} pixels and `engine: auto`.\n"
@@ -170,7 +171,7 @@ def _lines(cells: dict[tuple[str, str], Cell], commit: str) -> Iterator[str]:
     yield "\n## Reasons\n"
     for reason, number in reasons.items():
         yield f"{number}. `{reason}`"
-    yield "\n## Provenance\n"
+    yield "\n<!-- /generated -->\n\n## Provenance\n"
     torch_version = torch.__version__.partition("+")[0]
     command = "`python -m benchmarks.adapter_matrix --output docs/adapter_matrix.md`"
     yield table(["command", "commit", "torch", "PEFT"], [[command, commit, torch_version, peft.__version__]])

@@ -5,6 +5,7 @@ A page has a table between ``<!-- generated: python -m tests.doc_tables NAME [AR
 ``<!-- /generated -->``. Tables come from docstrings, signatures and the first comments of recipes.
 """
 
+import ast
 import importlib
 import inspect
 import pydoc
@@ -21,6 +22,8 @@ from tests.algorithms.table1 import TABLE
 ROOT = Path(__file__).parents[1]
 COMMAND = "python -m tests.doc_tables"
 BLOCK = re.compile(rf"(<!-- generated: {COMMAND} (\w+) ?([\w./]*) -->\n)(.*?)(<!-- /generated -->\n)", re.DOTALL)
+CODE = re.compile(r'"(\w+)",  # (.*)')
+SUFFIXES = {"Counter": "_total", "Info": "_info", "Summary": "_sum"}
 PAPER_TABLE = re.compile(r"(?P<paper>PerAda|Fed-ensemble), (?P<table>(?:Table|Figure) \d+)")
 
 
@@ -148,6 +151,45 @@ def classes(path: str) -> str:
     return table(["class", "content"], rows)
 
 
+def codes(path: str) -> str:
+    """Return the table of the values of a ``Literal``, which the source explains by a comment each."""
+    module, _, name = path.rpartition(".")
+    source_text = inspect.getsource(importlib.import_module(module))
+    literal = re.search(rf"^{name} = Literal\[\n(.*?)^\]", source_text, re.DOTALL | re.MULTILINE)
+    return table(["word", "meaning"], [[f"`{word}`", cell(text)] for word, text in CODE.findall(literal[1])])
+
+
+def prometheus(path: str) -> str:
+    """Return the table of the metrics that a module creates for Prometheus."""
+    tree = ast.parse(inspect.getsource(importlib.import_module(path)))
+    texts = {}
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.targets[0], ast.Name)
+        ):
+            texts[node.targets[0].id] = node.value.value
+    rows = []
+    for node in ast.walk(tree):
+        kind = node.func.id.removesuffix("MetricFamily") if _makes_metric(node) else None
+        if kind is None:
+            continue
+        name, description = node.args[0].value, node.args[1]
+        labels = [keyword.value for keyword in node.keywords if keyword.arg == "labels"]
+        shown = name + SUFFIXES.get(kind, "")
+        if labels:
+            shown += "{" + ", ".join(label.value for label in labels[0].elts) + "}"
+        text = texts[description.id] if isinstance(description, ast.Name) else description.value
+        rows.append([f"`{shown}`", text])
+    return table(["metric", "meaning"], rows)
+
+
+def _makes_metric(node: ast.AST) -> bool:
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    return is_call and node.func.id.endswith("MetricFamily")
+
+
 def first_sentence(recipe: Path) -> str:
     """Return the first line of a recipe's comment."""
     return cell(recipe.read_text(encoding="utf-8").splitlines()[0].removeprefix("# "))
@@ -185,7 +227,9 @@ GENERATORS: dict[str, Callable[[str], str]] = {
     "rules": rules,
     "attributes": attributes,
     "classes": classes,
+    "codes": codes,
     "hooks": hooks,
+    "prometheus": prometheus,
     "recipes": recipes,
     "papers": papers,
 }
