@@ -134,21 +134,31 @@ def hooks(path: str) -> str:
     return table(["method", "result"], rows)
 
 
-def classes(path: str) -> str:
-    """Return the table of a class's subclasses that users may name, in alphabetical order."""
+def subclasses(path: str) -> dict[str, type]:
+    """Return the subclasses of a class that its package exports, in alphabetical order."""
     package = importlib.import_module(".".join(path.split(".")[:2]))
     base = pydoc.locate(path)
+    exported = {name: getattr(package, name) for name in sorted(package.__all__)}
+    return {
+        name: member
+        for name, member in exported.items()
+        if inspect.isclass(member) and issubclass(member, base) and member is not base
+    }
+
+
+def classes(path: str) -> str:
+    """Return the table of a class's subclasses."""
+    return table(["class", "content"], [[f"`{name}`", summary(member)] for name, member in subclasses(path).items()])
+
+
+def datasets(path: str) -> str:
+    """Return the table of image sets with their descriptions and folders; options are left out."""
     rows = []
-    for name in sorted(package.__all__):
-        member = getattr(package, name)
-        if (
-            inspect.isclass(member)
-            and issubclass(member, base)
-            and not inspect.isabstract(member)
-            and member is not base
-        ):
-            rows.append([f"`{name}`", summary(member)])
-    return table(["class", "content"], rows)
+    for name, member in subclasses(path).items():
+        description = re.split(r"\n\nArgs:", inspect.getdoc(member))[0]
+        root = dict(entries(member, "Args")).get("`root`", "")
+        rows.append([f"`{name}`", cell(description), root])
+    return table(["class", "content", "`root`"], rows)
 
 
 def codes(path: str) -> str:
@@ -227,6 +237,7 @@ GENERATORS: dict[str, Callable[[str], str]] = {
     "rules": rules,
     "attributes": attributes,
     "classes": classes,
+    "datasets": datasets,
     "codes": codes,
     "hooks": hooks,
     "prometheus": prometheus,
