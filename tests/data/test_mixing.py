@@ -155,6 +155,23 @@ def test_a_step_on_mixed_images_equals_a_plain_loop(engine):
     torch.testing.assert_close(run.global_model()[1].weight, torch.stack(expected).mean(0))
 
 
+def fit_mixed(rounds, **options):
+    data = FederatedDataModule(
+        FederatedData([client(0), client(1)], num_classes=3), batch_size=4, mixup=0.5, cutmix=1.0
+    )
+    return perada.finetune(
+        network(), data, **{"adapter": "full", "algorithm": "fedavg", "rounds": rounds, "logger": False} | options
+    )
+
+
+def test_a_run_on_mixed_images_resumes_bit_by_bit(tmp_path):
+    fit_mixed(1, logger=True, default_root_dir=str(tmp_path))
+    (checkpoint,) = tmp_path.rglob("last.ckpt")
+    resumed = fit_mixed(3, ckpt_path=str(checkpoint))
+    uninterrupted = fit_mixed(3)
+    assert torch.equal(resumed.global_model()[1].weight, uninterrupted.global_model()[1].weight)
+
+
 def test_mixing_is_rejected_with_the_privacy_of_images():
     data = FederatedDataModule(FederatedData([client(0), client(1)], num_classes=3), mixup=0.2)
     with pytest.raises(OptionError, match="mixup and cutmix mix the images of a batch, so one image would change"):

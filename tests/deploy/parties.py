@@ -25,6 +25,7 @@ from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.server import Distillation
 from perada.studies.deployment import LINK
+from perada.tasks import Classification
 from tests.methods import make_method
 from tests.options import fields_among
 
@@ -104,7 +105,8 @@ class Parties:
 
     def coordinator(self, transport, resume=False, classes=None, loggers=(), **terms):
         terms = {"min_sites": len(self.sizes), "deadline": 60.0, "resume": resume} | terms
-        recipe = self.recipe(public=self.whole.public, num_classes=3, classes=classes, loggers=loggers)
+        task = self.options.get("data", {}).get("task", Classification())
+        recipe = self.recipe(public=self.whole.public, num_classes=3, classes=classes, loggers=loggers, task=task)
         return Coordinator(recipe, transport, self.folder / "server", Terms(**terms))
 
     def deployed(self, **terms):

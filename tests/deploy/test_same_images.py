@@ -9,7 +9,16 @@ from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from perada.cli.deployed_recipes import server_recipe, site_recipe
-from perada.data import ByDomain, Digits, Dirichlet, FederatedData, FederatedDataModule, Images, UnlabelledFolder
+from perada.data import (
+    ByDomain,
+    Digits,
+    Dirichlet,
+    FederatedData,
+    FederatedDataModule,
+    Images,
+    ImageTable,
+    UnlabelledFolder,
+)
 from perada.deploy.protocol import Request
 from perada.deploy.site.client import Client, single_client_data
 from perada.deploy.site.file import Limits, read_site
@@ -231,6 +240,34 @@ def test_a_table_is_read_as_the_recipes_is(tmp_path):
         sides.append(site.data.train[0].indices)
     assert sides[0] == sides[1]
     assert server_recipe(str(tmp_path / "site-a" / "recipe.yaml")).task == MultiLabel()  # without reading the table
+
+
+def test_unknown_labels_of_a_sites_table_are_read_as_in_the_simulation(tmp_path):
+    """By the recipe's policies, for the sites' training and test images; -1 stays in what is ignored."""
+    drawn(tmp_path / "all", 3)
+    cells = ("1", "0", "-1", "")
+    tables = {"all": []}
+    for client in range(3):
+        tables[client] = []
+        for place, file in enumerate(sorted((tmp_path / "all" / f"h{client}").rglob("*.png"))):
+            split = "test" if place % 3 == 2 else "train"
+            tables[client].append(f"{file},h{client},{split},{cells[place % 4]},{cells[(place // 3 + client) % 4]}")
+        tables["all"] += tables[client]
+    for name, rows in tables.items():
+        (tmp_path / f"{name}.csv").write_text("\n".join(["path,client,split,edema,fracture", *rows]))
+    options = {"label": ["edema", "fracture"], "unknown": {"edema": "ones", "fracture": "ignore"}, "blank": "absent"}
+    options |= {"size": 16, "classes": ["edema", "fracture"]}
+    recipe = naming()
+    recipe["data"]["dataset"] = {"class_path": "ImageTable", "init_args": {"table": "x.csv"} | options}
+    simulated = FederatedDataModule(
+        dataset=ImageTable(str(tmp_path / "all.csv"), **options), partition=ByDomain("client"), image_size=32
+    )
+    simulated.setup()
+    labels = simulated.checked.train.client_labels()
+    assert all(set(values[:, 0].tolist()) == {0, 1} and -1 in values[:, 1] for values in labels)
+    for client in range(3):
+        site = written(tmp_path / f"site{client}", recipe, {"table": str(tmp_path / f"{client}.csv")}).data
+        assert_same_images(simulated, site, client)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 """Fits with options of the tasks, against plain loops over clients and images."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -50,9 +51,9 @@ def data(task, targets):
 
 def fit(served, **options):
     training = {"momentum": 0.0} | options.pop("training", {})
+    options = {"rounds": 1, "logger": False} | options
     return perada.finetune(
-        network(), served, adapter="full", algorithm="fedavg", rounds=1, local_steps=1, lr_local=LR,
-        training=training, logger=False, **options,
+        network(), served, adapter="full", algorithm="fedavg", local_steps=1, lr_local=LR, training=training, **options,
     )  # fmt: skip
 
 
@@ -132,3 +133,19 @@ def test_balanced_weights_are_rejected_with_differential_privacy(case, protectio
     task, targets = BALANCED[case]
     with pytest.raises(OptionError, match="would compute weights from the clients' labels without noise"):
         fit(data(task, targets), **{protection: {"noise_multiplier": 1.0}})
+
+
+@pytest.mark.parametrize("case", ["label_smoothing", "class_weights"])
+def test_a_run_resumes_with_the_same_task_only(case, tmp_path):
+    task, targets, _ = CASES[case]
+    fit(data(task, targets), logger=True, default_root_dir=str(tmp_path))
+    (checkpoint,) = tmp_path.rglob("last.ckpt")
+    resume = {"rounds": 2, "ckpt_path": str(checkpoint)}
+    resumed = fit(data(task, targets), **resume)
+    uninterrupted = fit(data(task, targets), rounds=2)
+    assert torch.equal(resumed.global_model()[1].weight, uninterrupted.global_model()[1].weight)
+
+    other = Classification(label_smoothing=0.2, class_weights=WEIGHTS)
+    message = f"belongs to a run with task={str(task)!r}, but this run has {str(other)!r}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fit(data(other, targets), **resume)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deployed runs with options of labels and of batches, with and without secure sums, against their simulations."""
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from perada.data import FederatedData
+from perada.server import SecureSums
+from perada.tasks import Classification, MultiLabel
+
+from .parties import Parties
+from .test_parity import assert_equal
+
+WEIGHTS = [1.0, 3.0, 0.5]
+OPTIONS = {
+    "class_weights": {"task": Classification(class_weights=WEIGHTS)},
+    "label_smoothing": {"task": Classification(label_smoothing=0.2)},
+    "focal_gamma": {"task": Classification(focal_gamma=2.0)},
+    "unknown labels": {"task": MultiLabel(positive_weights=WEIGHTS)},
+    "mixed images": {"mixup": 0.4, "cutmix": 1.0},
+    "balanced sampling": {"sampling": "balanced"},
+}
+
+
+def with_unknown_labels(data):
+    """Replace the classes of a federation by several labels, of which some are unknown."""
+
+    def relabelled(dataset):
+        images, classes = dataset.tensors
+        indices = torch.arange(len(classes)).unsqueeze(1)
+        labels = ((indices + classes.unsqueeze(1)) // torch.arange(1, 4) % 2).float()
+        labels[1::3, 0] = -1.0
+        labels[2::4, 1:] = torch.nan
+        return TensorDataset(images, labels)
+
+    return FederatedData([*map(relabelled, data.train)], [*map(relabelled, data.test)], data.public)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("secure_sums", [None, SecureSums()], ids=["plain", "secure"])
+@pytest.mark.every(11)
+def test_a_deployed_run_equals_its_simulation(case, secure_sums, tiny, tmp_path):
+    loop = {} if secure_sums is None else {"secure_sums": secure_sums}
+    parties = Parties(tiny, tmp_path, "perada", loop=loop, data=OPTIONS[case])
+    if case == "unknown labels":
+        parties.whole = with_unknown_labels(parties.whole)
+    assert_equal(parties)
