@@ -766,5 +766,5 @@ def no_counts(algorithm: Algorithm) -> ValueError:
     """Return the error for an algorithm that requires class counts that are not available."""
     return ValueError(
         f"algorithm {algorithm.kind} requires each client's number of images per class, but images have several "
-        "labels, or labels are unknown until they are read; choose a different algorithm"
+        "labels or numbers, or labels are unknown until they are read; choose a different algorithm"
     )

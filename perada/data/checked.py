@@ -158,7 +158,9 @@ class Checked:
             The counts of ``train`` and ``test``, without a part whose labels are not all known or that would take more
             than ``COUNT_LIMIT`` numbers.
         """
-        counts = {}
+        counts: dict[str, list[list[int]]] = {}
+        if not self.task.has_classes:
+            return counts
         for part, store in (("train", self.train), ("test", self.test)):
             if store is None or len(store.sizes) * self.num_classes > COUNT_LIMIT:
                 continue
@@ -233,7 +235,7 @@ def check(
         nonempty += [(client, labels) for client, labels in enumerate(labels_of_clients) if labels.size(0)]
     check_label_formats(nonempty)
     _, first_labels = nonempty[0]
-    task = _checked_task(task, task_of_labels(first_labels))
+    task = _checked_task(task, first_labels)
     # The number of classes that names of Hugging Face's datasets give is known, that of words is not.
     infers_classes = not is_declared and (classes is None or words is not None)
     num_classes = _check_classes(labels_of_parts, classes, num_classes, task, infers_classes, sets)
@@ -294,7 +296,7 @@ def _check_classes(
             )
     if infers_classes and (task.exclusive or task.per_pixel):
         _check_inferred_classes(labels_of_parts, task)
-    elif not task.exclusive and not task.per_pixel:
+    elif task.has_classes and not task.exclusive and not task.per_pixel:
         _warn_of_one_hot(labels_of_parts["training"])
     # The labels of all clients at once, since there may be 100,000 clients.
     merged_labels: dict[str, Tensor] = {}
@@ -306,9 +308,10 @@ def _check_classes(
     if num_classes is None:
         num_classes = max(task.count_classes(labels) for labels in merged_labels.values())
     if not task.fits(training_labels, num_classes):
+        num_entries = task.count_classes(training_labels)
         raise ValueError(
-            f"labels have {training_labels.shape[1]} entries but num_classes is {num_classes}: make the two equal, or "
-            "leave num_classes out"
+            f"labels have {num_entries} entries but num_classes is {num_classes}: make the two equal, or leave "
+            "num_classes out"
         )
     for part, labels in merged_labels.items():
         if len(task.out_of_range(labels, num_classes)):
@@ -426,23 +429,39 @@ def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]], task: T
         )
 
 
-def _checked_task(task: Task | None, default_task: Task) -> Task:
-    """Return the task, by default that of the labels; raise an OptionError if the labels are of another kind."""
+def _checked_task(task: Task | None, labels: Tensor) -> Task:
+    """Return the task, by default that of the labels (N, ...) of a client.
+
+    Raises:
+        OptionError: If the labels are not those of the task.
+        TypeError: If no task is chosen, and none is the default of the labels.
+    """
     if task is None:
-        return default_task
-    if (task.exclusive, task.per_pixel) != (default_task.exclusive, default_task.per_pixel):
+        return task_of_labels(labels)
+    if not task.fits(labels):
         raise OptionError(
-            f"task={task} needs {task.labels_per_image}, but the labels are {default_task.labels_per_image}; choose "
-            "the other task, or leave it out",
+            f"task={task} needs {task.labels_per_image}, but the labels are {_describe_labels(labels)}; choose another "
+            "task, or leave it out",
             name="task",
             value=task,
         )
     return task
 
 
+def _describe_labels(labels: Tensor) -> str:
+    """Describe labels (N, ...) for messages."""
+    try:
+        return task_of_labels(labels).labels_per_image
+    except TypeError:
+        return f"{labels.dtype} of shape {tuple(labels.shape[1:])}"
+
+
 def _set_up_checks_on_use(store: Store, task: Task, num_classes: int) -> None:
     """Have a store check labels that are read during training, and check the size of masks that are in memory."""
+    store.has_classes = task.has_classes
     if isinstance(store, MapStore):
+        if not task.has_classes:
+            store.check_target = partial(_check_target, task, num_classes)
         if task.exclusive:
             store.classes = store.classes or range(num_classes)
         if task.per_pixel:
@@ -456,6 +475,13 @@ def _set_up_checks_on_use(store: Store, task: Task, num_classes: int) -> None:
             f"masks are {tuple(store.labels.shape[-2:])}, but their images are {tuple(store.images.shape[-2:])}; use "
             "masks of the size of the images"
         )
+
+
+def _check_target(task: Task, num_classes: int, target: Tensor) -> None:
+    """Raise a ValueError if the target (...) of an image is not what the task needs."""
+    if not task.fits(target.unsqueeze(0), num_classes):
+        raise ValueError(f"the label is {target.dtype} {tuple(target.shape)}; use {task.describe_targets(num_classes)}")
+    check_labels("the label is", target, num_classes, task)
 
 
 def _check_mask(task: Task, num_classes: int, mask: Tensor) -> None:
@@ -696,8 +722,7 @@ def check_labels(prefix: str, labels: Tensor, num_classes: int, task: Task) -> N
     """Raise a ValueError that begins with ``prefix`` for classes outside 0..K-1, or vectors outside [0, 1]."""
     out_of_range = task.out_of_range(labels, num_classes)
     if len(out_of_range):
-        largest = task.largest_label(num_classes)
         remedy = "correct the label"
         if task.exclusive or task.per_pixel:
             remedy += f" or num_classes (now {num_classes})"
-        raise ValueError(f"{prefix} {out_of_range[0].item()}, outside 0..{largest}: {remedy}")
+        raise ValueError(f"{prefix} {out_of_range[0].item()}, outside {task.describe_range(num_classes)}: {remedy}")

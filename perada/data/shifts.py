@@ -219,8 +219,10 @@ def _labelled_test_set(name: str, images: ImageSet, checked: Checked, size: int 
             f"{title} must have {checked.num_classes} classes like the data, got {test.num_classes}; use a different "
             "set"
         )
+    # The default of numbers in vectors would be several labels.
+    shifted_task = None if checked.task.has_classes else checked.task
     try:
-        checked_set = check(FederatedData([test]), checked.num_classes, size)
+        checked_set = check(FederatedData([test]), checked.num_classes, size, task=shifted_task)
     except ValueError as error:
         # The message calls the set a client, since it is the only one of these data.
         message = str(error).replace("client 0 has the training", "it has the")
@@ -281,6 +283,7 @@ class CorruptedStore(Samples):
             store.to(torch.device("cpu"), store.images.nbytes)
         self.store = store
         self.sizes = store.sizes
+        self.has_classes = store.has_classes
         self.kind = condition.kind
         self.severity = condition.severity
         self.seed = seed

@@ -37,7 +37,7 @@ def mean_scores(
             scores |= spread(
                 f"personal/local_test{suffix}", torch.tensor(local_scores), metric.lower_is_better, weights, recent
             )
-        if metric.compute is None and global_counts:
+        if metric.is_accuracy and global_counts:
             correct = sum(correct for correct, _ in global_counts)
             total = sum(total for _, total in global_counts)
             scores[f"global/global_test{suffix}"] = correct / total
@@ -56,7 +56,7 @@ def _test_sizes(counts_of_sites: Sequence[Mapping[str, Any]]) -> Tensor | None:
 def local_score(facts: Facts, metric: Metric) -> float:
     """Return a site's score of the model that it predicts with; NaN if it sends none."""
     for model in ("personal", "global"):
-        if metric.compute is None and model in facts.get("counts", {}):
+        if metric.is_accuracy and model in facts.get("counts", {}):
             correct, total = facts["counts"][model]
             return correct / total if total else math.nan
         value = facts.get("scores", {}).get(model, {}).get(metric.name)
@@ -100,7 +100,7 @@ def scores_of_sums(metrics: Sequence[Metric], means: Mapping[str, float]) -> dic
             accuracies[model] = means[f"{model}/right"] / means[f"{model}/all"]
     for index, metric in enumerate(metrics):
         suffix = f"_{metric.name}" if index else ""
-        is_accuracy = metric.compute is None
+        is_accuracy = metric.is_accuracy
         name = f"personal/local_test{suffix}"
         # A site that lies can remove one of the two numbers.
         mean = means.get(f"own/{metric.name}", math.nan)

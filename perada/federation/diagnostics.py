@@ -89,6 +89,9 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
         reasons |= dict.fromkeys(ON_PUBLIC, "the data has no public set; provide one (public=...)")
     if not test:
         reasons["ensemble_error"] = "the data has no test images; provide some (test=[...])"
+    if not settings.training.task.has_classes:
+        no_probabilities = "the models predict numbers, and it compares probabilities; measure update_norms"
+        reasons |= dict.fromkeys(("distillation_distance", "personal_distance", "ensemble_error"), no_probabilities)
     if settings.loss_scaling is not None:
         reasons["gradient_norms"] = "gradients require loss scaling in precision='16-mixed'; set precision='bf16-mixed'"
     if settings.privacy is not None:

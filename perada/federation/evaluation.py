@@ -63,7 +63,9 @@ class EvaluationPass:
         if federation.rounds_done:
             # Before the first round nobody took part, and there is no mean over recent clients.
             self._recent = federation.participation.recent
-        self._tallies = {"personal": Tally(self.task), "global": Tally(self.task)}
+        self._tallies: dict[str, Tally] = {}
+        if self.task.has_classes:
+            self._tallies = {"personal": Tally(self.task), "global": Tally(self.task)}
         self.per_class: dict[str, Tensor] = {}
 
     def step(self, batch: EvalBatch, index: int) -> None:
@@ -90,10 +92,12 @@ class EvaluationPass:
         logits = self.task.ensemble(logits_of_members, federation.settings.algorithm.average)
         one_model = logits.unsqueeze(0)
         self._global_scores.update(one_model, batch.y)
-        self._tallies["global"].update(logits, batch.y, owner)
+        if self._tallies:
+            self._tallies["global"].update(logits, batch.y, owner)
         if len(logits_of_members) > 1:
             self._member_scores.update(logits_of_members, batch.y)
-            self._entropies.append(self.task.entropy(probabilities(logits, self.task)))
+            if self.task.has_classes:
+                self._entropies.append(self.task.entropy(probabilities(logits, self.task)))
         if federation.personalized:
             self._global_client_scores.update(one_model, batch.y, owner)
         else:
@@ -113,7 +117,8 @@ class EvaluationPass:
             # Each process counts the images whose owner's model it has.
             counted = to_device_async(self._owned, owner.device)[owner]
         self._client_scores.update(owner_logits.unsqueeze(0), batch.y, owner, counted=counted)
-        self._tallies["personal"].update(owner_logits, batch.y, owner, counted)
+        if self._tallies:
+            self._tallies["personal"].update(owner_logits, batch.y, owner, counted)
 
     def _score_everywhere(self, batch: EvalBatch, owner: Tensor) -> Tensor | None:
         """Score the models that run on everyone's images.
@@ -200,18 +205,25 @@ class EvaluationPass:
         return self._mean_of_classes(name, scores, 1)
 
     def _member_results(self, ranks: Ranks) -> dict[str, float]:
-        """Score the best and the worst member of an ensemble, and the mean entropy of its predictions. A collective."""
+        """Score the best and the worst member of an ensemble, and the mean entropy of its predictions. A collective.
+
+        Predictions that are numbers have no entropy.
+        """
         # Members are scored by one metric.
         (scores,) = self._member_scores.means().values()
         entropies_of_rank = [entropy.cpu() for entropy in self._entropies]
         entropies: list[Tensor] = []
         for batches_of_rank in ranks.gather(entropies_of_rank):
             entropies += batches_of_rank
-        return {
-            "global/best_mode": float(scores.max()),
-            "global/worst_mode": float(scores.min()),
-            "global/entropy": float(torch.cat(entropies).mean()),
-        }
+        best = scores.max()
+        worst = scores.min()
+        if self.metrics[0].lower_is_better:
+            best = scores.min()
+            worst = scores.max()
+        results = {"global/best_mode": float(best), "global/worst_mode": float(worst)}
+        if entropies:
+            results["global/entropy"] = float(torch.cat(entropies).mean())
+        return results
 
     def details(self) -> dict[str, Any]:
         """Return all other counts of all processes. A collective: all of them must call this, once.
@@ -220,7 +232,7 @@ class EvaluationPass:
             Entries in plain types:
 
             - ``test_images``: the number of images that each client is scored on (M,);
-            - ``predictions``: by ``personal`` and ``global``, a :meth:`.Tally.record`;
+            - ``predictions``: by ``personal`` and ``global``, a :meth:`.Tally.record`, if predictions are of classes;
             - ``global/local_test``: the global model's score on each client's test images (M,), with personal models;
             - ``per_class``: scores of each class.
 
@@ -234,7 +246,8 @@ class EvaluationPass:
             names.append("global")
         predictions = {}
         for name in names:
-            predictions[name] = self._tallies[name].record(ranks)
+            if self._tallies:
+                predictions[name] = self._tallies[name].record(ranks)
         details: dict[str, Any] = {"test_images": self._sizes.tolist(), "predictions": predictions}
         if self.federation.protection.private:
             # Rows of a confusion matrix tell how many images of each class a client has.

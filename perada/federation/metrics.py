@@ -18,7 +18,7 @@ from torchmetrics.functional.classification import binary_auroc, binary_average_
 
 from perada.core.checks import OptionError, invalid_option
 from perada.core.text import near_names
-from perada.tasks import Segmentation, Task
+from perada.tasks import Regression, Segmentation, Task
 from perada.tasks.base import SummedMetric
 
 MetricChoice = str | Sequence[str | Mapping[str, Any]]
@@ -130,8 +130,8 @@ BUILT_IN: dict[str, Compute | None] = {
 }
 
 
-SUMMED_NAMES = tuple(Segmentation().summed_metrics(classes=1))
-"""Names of the metrics of masks."""
+SUMMED_METRICS = {**Segmentation().summed_metrics(classes=1), **Regression().summed_metrics(classes=1)}
+"""Metrics of masks and of numbers by name, with options of their own."""
 
 
 def metric_names(choice: MetricChoice) -> list[str]:
@@ -157,6 +157,8 @@ def score_names(choice: MetricChoice) -> dict[str, bool]:
         class_name = f"Multiclass{SHORT_NAMES[entry.kind].class_name}" if entry.kind in SHORT_NAMES else entry.kind
         metric_class = _torchmetrics_class(class_name)
         lower_is_better = metric_class is not None and metric_class.higher_is_better is False
+        if entry.kind in SUMMED_METRICS:
+            lower_is_better = SUMMED_METRICS[entry.kind].lower_is_better
         for name in ("personal/local_test", "personal/global_test", "global/global_test"):
             full_name = f"{name}_{entry.name}" if place else name
             scores[full_name] = lower_is_better
@@ -229,7 +231,7 @@ def _entry(entry: object) -> _Entry:
     options: object = {}
     if isinstance(entry, Mapping) and len(entry) == 1:
         kind, options = next(iter(entry.items()))
-    short_names = [*BUILT_IN, *SHORT_NAMES, *SUMMED_NAMES, "auto"]
+    short_names = [*BUILT_IN, *SHORT_NAMES, *SUMMED_METRICS, "auto"]
     if not isinstance(kind, str) or not (kind in short_names or _torchmetrics_class(kind)):
         raise OptionError(
             f"metric={kind!r} is unknown: {_hint(kind, short_names)} (or a classification class of torchmetrics)",
@@ -285,10 +287,14 @@ def _make_metric(entry: _Entry, task: Task, classes: int) -> Metric:
         name = kind
     summed = task.summed_metrics(classes)
     if kind in summed:
-        return Metric(name, None, summed=summed[kind])
-    if task.per_pixel and kind != "accuracy":
-        # The predictions of all pixels would have to be stored.
-        supported = ", ".join(["accuracy", *summed])
+        return Metric(name, None, summed[kind].lower_is_better, summed=summed[kind])
+    supported_names = list(summed)
+    if task.has_classes:
+        supported_names.insert(0, "accuracy")
+    # The predictions of all pixels would have to be stored.
+    only_sums = task.per_pixel or not task.has_classes
+    if only_sums and kind not in supported_names:
+        supported = ", ".join(supported_names)
         raise OptionError(
             f"metric={kind!r} does not support data with {task.labels_per_image}; choose from {supported}",
             name="metric",

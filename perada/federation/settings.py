@@ -339,6 +339,9 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
         )
     if rule.needs and not algorithm.global_model:
         lacking = f"of the clients' models, but the clients of {algorithm.kind} do not send complete models"
+    has_classes = settings.training.task.has_classes
+    if rule.needs and not has_classes:
+        lacking = "of classes, but the models predict numbers"
     if lacking:
         raise OptionError(
             f"server_rule={type(rule).__name__} uses predictions {lacking}; choose a different rule",
@@ -351,9 +354,19 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
             "set; provide one (public=...) or set distillation.steps=0"
         )
     if algorithm.uses_distillation and distillation.guard is not None and not settings.training.task.exclusive:
+        remedy = "leave guard out"
+        if has_classes:
+            remedy += ", or set validate_every if the server has labelled images"
         raise ValueError(
-            f"distillation: guard={distillation.guard!r} counts predicted classes, but these images have several "
-            "labels; leave guard out, or set validate_every if the server has labelled images"
+            f"distillation: guard={distillation.guard!r} counts predicted classes, but these images have "
+            f"{settings.training.task.labels_per_image}; {remedy}"
+        )
+    if algorithm.uses_distillation and distillation.validate_every and not has_classes:
+        raise OptionError(
+            f"distillation: validate_every={distillation.validate_every} selects the state of the best accuracy, but "
+            "the models predict numbers; leave validate_every out",
+            name="distillation: validate_every",
+            value=distillation.validate_every,
         )
     if algorithm.uses_distillation and distillation.validate_every and not labelled:
         raise OptionError(

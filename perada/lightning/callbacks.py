@@ -114,8 +114,8 @@ class PredictionFile(pl.Callback):
     """Writes ``predictions.csv`` into the run's folder when the trainer predicts, with a row for each test image.
 
     Columns: ``image`` (counted over all clients' test sets, in order of client), ``client`` who owns it, ``label``, and
-    what the owner's ``personal`` and the ``global`` model predict (where there is one); the 0/1 labels of a multi-label
-    image are separated by spaces.
+    what the owner's ``personal`` and the ``global`` model predict (where there is one). The 0/1 labels of a multi-label
+    image, and several numbers, are separated by spaces.
     """
 
     path: Path | None = None
@@ -161,7 +161,8 @@ class PredictionFile(pl.Callback):
 
 
 def _csv_cell(value: object) -> str:
-    """Format the label of an image, or its 0/1 labels."""
+    """Format the label of an image, its 0/1 labels, or its numbers, with seven significant digits."""
     if isinstance(value, list):
-        return " ".join(str(int(label)) for label in value)
-    return str(value)
+        return " ".join(map(_csv_cell, value))
+    # 0/1 labels are floats too.
+    return f"{value:.7g}" if isinstance(value, float) else str(value)

@@ -29,9 +29,10 @@ class Predictions:
 
     Attributes:
         probabilities: Floats (N, K): a softmax over the classes, or a sigmoid of each label if an image may have
-            several; (N, H, W, K) of pixels.
-        labels: Classes int64 (N,), zeros and ones (N, K) if an image may have several labels, or masks (N, H, W).
-        classes: Names of the K classes, or their numbers if the run has no names.
+            several; (N, H, W, K) of pixels. The numbers (N, D) themselves if numbers are predicted.
+        labels: Classes int64 (N,), zeros and ones (N, K) if an image may have several labels, masks (N, H, W), or
+            numbers float32 (N, D).
+        classes: Names of the K classes or D numbers, or their positions if the run has no names.
         paths: The N paths if all images were given as paths, else None.
     """
 
@@ -42,7 +43,13 @@ class Predictions:
 
     @property
     def names(self) -> list[str]:
-        """The predicted name of each image; several names are joined by ``|``."""
+        """The predicted name of each image; several names are joined by ``|``.
+
+        Raises:
+            TypeError: If numbers are predicted, or classes of pixels.
+        """
+        if self.labels.is_floating_point() or self.labels.ndim == 3:
+            raise TypeError("only classes of images have names; read labels, which holds the predictions")
         if self.labels.ndim == 1:
             return [self.classes[label] for label in self.labels.tolist()]
         names = []
@@ -53,8 +60,10 @@ class Predictions:
     def to_csv(self, path: str | Path) -> Path:
         """Write one row per image: its ``path`` (or its number, ``image``), ``predicted``, and ``p(NAME)`` per class.
 
-        Probabilities have six decimal places. No cell looks like a formula to a spreadsheet: a path gets ``./`` in
-        front, a name a quote.
+        If numbers are predicted, the columns after the first are these numbers, with their names.
+
+        Probabilities have six decimal places, numbers seven significant digits. No cell looks like a formula to a
+        spreadsheet: a path gets ``./`` in front, a name a quote.
         """
         path = Path(path)
         if self.paths is None:
@@ -68,6 +77,11 @@ class Predictions:
                 first_cells.append(f"./{name}" if name.startswith(FORMULA) else name)
         with writing(path), path.open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)
+            if self.labels.is_floating_point():
+                table.writerow([first_header, *map(cell_text, self.classes)])
+                for first_cell, numbers in zip(first_cells, self.labels.tolist(), strict=True):
+                    table.writerow([first_cell, *(f"{number:.7g}" for number in numbers)])
+                return path
             table.writerow([first_header, "predicted", *(f"p({name})" for name in self.classes)])
             for first_cell, name, row in zip(first_cells, self.names, self.probabilities.tolist(), strict=True):
                 table.writerow([first_cell, cell_text(name), *(f"{value:.6f}" for value in row)])

@@ -7,9 +7,10 @@ from perada.tasks.base import Task
 from perada.tasks.class_task import ClassTask
 from perada.tasks.classification import Classification
 from perada.tasks.multi_label import MultiLabel
+from perada.tasks.regression import Regression
 from perada.tasks.segmentation import Segmentation
 
-__all__ = ["ClassTask", "Classification", "MultiLabel", "Segmentation", "Task"]
+__all__ = ["ClassTask", "Classification", "MultiLabel", "Regression", "Segmentation", "Task"]
 
 DEFAULT_TASK = Classification()
 """Task of functions that are called without data, such as dry runs."""
@@ -18,14 +19,20 @@ DEFAULT_TASK = Classification()
 def task_of_labels(labels: Tensor) -> Task:
     """Return the default task for labels: classes (N,), vectors (N, K) of several labels per image, or masks (N, H, W).
 
+    Raises:
+        TypeError: If the labels are one number (N,) per image, or masks of numbers, which no task is the default of.
+
     >>> import torch
     >>> task_of_labels(torch.tensor([0, 2]))
     Classification()
     >>> task_of_labels(torch.tensor([[0.0, 1.0]]))
     MultiLabel()
     """
-    if labels.ndim == 3:
-        return Segmentation()
-    if labels.ndim == 2:
-        return MultiLabel()
-    return Classification()
+    tasks = {1: Classification(), 2: MultiLabel(), 3: Segmentation()}
+    task = tasks.get(labels.ndim)
+    if task is None or not task.fits(labels):
+        raise TypeError(
+            f"labels are {labels.dtype} of shape {tuple(labels.shape[1:])}: use integer classes, float vectors (K,) "
+            "for several labels, or masks of integers; to predict numbers, set task=Regression()"
+        )
+    return task

@@ -19,6 +19,9 @@ Average = Literal["logits", "probabilities"]
 class SummedMetric(ABC):
     """A metric that is computed from sums over images, so that an evaluation need not store all predictions."""
 
+    lower_is_better: ClassVar[bool] = False
+    """Whether a lower score is better."""
+
     @abstractmethod
     def summands(self, predicted: Tensor, targets: Tensor) -> Tensor:
         """Return S numbers for each image.
@@ -219,17 +222,21 @@ class Task(ABC):
         values = targets[self.known(targets)]
         return values[~((values >= 0) & (values <= self.largest_label(classes)))]
 
-    @abstractmethod
     def largest_label(self, classes: int) -> int:
         """Return the largest number that a label, or an entry of a vector of labels, may be."""
+        raise self._no_classes()
+
+    def describe_range(self, classes: int) -> str:
+        """Describe the numbers that :meth:`out_of_range` accepts, such as ``0..9``."""
+        return f"0..{self.largest_label(classes)}"
 
     @abstractmethod
     def count_classes(self, targets: Tensor) -> int:
         """Return the number of classes that targets (N, ...) show."""
 
     @abstractmethod
-    def fits(self, targets: Tensor, classes: int) -> bool:
-        """Return whether targets (N, ...) have the shape that this task needs with K classes."""
+    def fits(self, targets: Tensor, classes: int | None = None) -> bool:
+        """Return whether targets (N, ...) have the shape and type that this task needs, with K classes if given."""
 
     @abstractmethod
     def describe_targets(self, classes: int) -> str:

@@ -75,9 +75,9 @@ class ClassTask(Task):
         """Return the largest class plus one."""
         return int(targets.max()) + 1
 
-    def fits(self, targets: Tensor, classes: int) -> bool:
-        """Return whether there is one number per image."""
-        return targets.ndim == 1
+    def fits(self, targets: Tensor, classes: int | None = None) -> bool:
+        """Return whether there is one integer per image."""
+        return targets.ndim == 1 and not targets.is_floating_point()
 
     def describe_targets(self, classes: int) -> str:
         """Describe valid targets."""

@@ -155,9 +155,9 @@ class MultiLabel(Task):
         """Return the length of the vectors."""
         return targets.shape[1]
 
-    def fits(self, targets: Tensor, classes: int) -> bool:
+    def fits(self, targets: Tensor, classes: int | None = None) -> bool:
         """Return whether there is a vector of length K per image."""
-        return targets.ndim == 2 and targets.shape[1] == classes
+        return targets.ndim == 2 and classes in (None, targets.shape[1])
 
     def describe_targets(self, classes: int) -> str:
         """Describe valid targets."""

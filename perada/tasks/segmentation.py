@@ -208,7 +208,7 @@ class Segmentation(ClassTask):
         """Return the largest class plus one."""
         return int(targets[self.known(targets)].max()) + 1
 
-    def fits(self, targets: Tensor, classes: int) -> bool:
+    def fits(self, targets: Tensor, classes: int | None = None) -> bool:
         """Return whether there is a mask of integers per image."""
         return targets.ndim == 3 and not targets.is_floating_point()
 

@@ -135,15 +135,16 @@ def test_labels_of_different_kinds(kind):
     refused(FederatedData([kind(client(labels=torch.full((4, 3), 1.5)))]), r"label 1\.5, outside 0\.\.1")
     refused(FederatedData([kind(client(labels=torch.full((4, 3), torch.nan)))]), "all training labels are unknown")
     refused(
-        FederatedData([items(client(labels=torch.ones(4)))]), "client 0, sample 0: labels are torch.float32", TypeError
+        FederatedData([items(client(labels=torch.ones(4)))]),
+        r"labels are torch.float32 of shape \(\): use integer",
+        TypeError,
     )
     refused(
         FederatedData([kind(client(labels=torch.ones(4, 3, dtype=torch.bool)))]), "labels are torch.bool", TypeError
     )
     refused(
         FederatedData([client(), client(labels=torch.ones(4))]),
-        r"client 1, sample 0: labels are torch.float32: use integer classes",
-        TypeError,
+        r"client 1: a label is \(\(\), torch.float32\), an earlier client's is \(\(\), torch.int64\)",
     )
 
 

@@ -117,7 +117,7 @@ def test_a_few_gaps_are_accepted(labels):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0.0, 1.0] * 3, "labels are torch.float32: use integer classes"),
+        ([0.0, 1.0] * 3, r"labels are torch.float32 of shape \(\): use integer classes"),
         ([0.0, float("nan")] * 3, "labels are torch.float32"),
         ([True, False] * 3, "labels are torch.bool"),
         ([0, None] * 3, "sample 1: labels are None"),

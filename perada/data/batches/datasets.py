@@ -132,34 +132,34 @@ def stored_images(base: Dataset[Any]) -> Tensor | None:
 
 
 def as_labels(values: object, of_one_image: bool = False) -> Tensor:
-    """Convert labels to int64 classes (N,), float32 vectors (N, K) of a multi-label task, or masks (N, H, W).
+    """Convert labels to int64 classes (N,), float32 numbers (N,) or vectors (N, K), or masks (N, H, W).
 
-    Classes may have further axes of length 1, as in MedMNIST's (N, 1), which are dropped, and masks a channel axis
-    (N, 1, H, W). Masks keep their dtype, since they are large.
+    The task decides which of them are valid. Classes may have further axes of length 1, as in MedMNIST's (N, 1), which
+    are dropped, and masks a channel axis (N, 1, H, W). Masks keep their dtype, since they are large.
 
     Args:
         values: Labels of N images, or of one.
-        of_one_image: Whether ``values`` is the label of one image: a class (), a vector (K,) or a mask (H, W), which
-            may be an image of Pillow.
+        of_one_image: Whether ``values`` is the label of one image: a class or number (), a vector (K,), or a mask
+            (H, W), which may be an image of Pillow.
 
     Raises:
-        TypeError: If the values are neither classes nor vectors.
+        TypeError: If the values are none of these.
 
     >>> as_labels([1, 2]).dtype, as_labels(torch.ones(2, 5).double()).dtype
     (torch.int64, torch.float32)
     >>> as_labels([[1], [2]]).tolist(), as_labels([2], of_one_image=True).tolist()
     ([1, 2], 2)
     """
-    remedy = "use integer classes, or float vectors (K,) for several labels"
+    remedy = "use integer classes, float vectors (K,) for several labels, or floats for numbers"
     if isinstance(values, Image.Image):
         values = np.array(values)
     try:
         labels = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):  # such as None, words, or lists of unequal lengths
         raise TypeError(f"labels are {reprlib.repr(values)}: {remedy}") from None
-    if labels.is_floating_point() and labels.ndim > 0:
+    if labels.is_floating_point():
         return labels.float()
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+    if labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"labels are {labels.dtype}: {remedy}")
     expected_ndim = 0 if of_one_image else 1
     if labels.ndim == expected_ndim + 3 and labels.shape[expected_ndim] == 1:
@@ -345,7 +345,7 @@ def check_label_formats(labels_of_clients: Sequence[tuple[int, Tensor]]) -> None
         if labels.ndim > 3 or label_format != expected:
             raise ValueError(
                 f"client {client}: a label is {label_format}, an earlier client's is {expected}: use an integer for "
-                "all, a float vector of K labels for all, or a mask of one size for all"
+                "all, a float for all, a float vector of K labels for all, or a mask of one size for all"
             )
 
 

@@ -63,6 +63,7 @@ class FeatureStore(Samples):
         self.store = store
         self.encode = encode
         self.sizes = store.sizes
+        self.has_classes = store.has_classes
         self._is_computed = torch.zeros(math.ceil(len(store.table) / BLOCK), dtype=torch.bool)
         self._features: Tensor | None = None
 

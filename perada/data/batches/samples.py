@@ -71,6 +71,8 @@ class Samples(ABC):
     """Whether samples are read one by one, by worker processes if there are any."""
     on_device = False
     """Whether samples are on the accelerator already."""
+    has_classes = True
+    """Whether labels are classes, which can be counted. Set by the checks of the data."""
 
     @cached_property
     def starts(self) -> Tensor:
@@ -96,8 +98,10 @@ class Samples(ABC):
     def class_counts(self) -> Tensor | None:
         """Number of samples (M, K) of each client and class, on the CPU; K is the largest occurring class plus one.
 
-        None if samples have several labels, or labels are not all known.
+        None if samples have several labels or numbers, or labels are not all known.
         """
+        if not self.has_classes:
+            return None
         labels = self.all_labels()
         if labels is None or labels.ndim > 1:
             return None
@@ -214,6 +218,8 @@ class MapStore(Samples):
     Attributes:
         classes: Number of each label, if an image has a single label. Set by the checks of the data.
         check_mask: Raises a ValueError for an invalid mask, if labels are masks. Set by the checks of the data.
+        check_target: Raises a ValueError for an invalid label that is neither a class nor a mask. Set by the checks of
+            the data.
         known_labels: Labels of each client whose labels are all known, else None. Set by the checks of the data.
         client_names: Names of the clients for messages.
         progress: Where workers record what they are reading.
@@ -234,6 +240,7 @@ class MapStore(Samples):
         self.sizes = tuple(len(resolve(dataset).rows) for dataset in datasets)
         self.classes: Mapping[str, int] | range | None = None
         self.check_mask: Callable[[Tensor], None] | None = None
+        self.check_target: Callable[[Tensor], None] | None = None
         self.known_labels: list[Tensor | None] = [None] * len(datasets)
         self.client_names: Sequence[str] | None = None
         self.progress: WorkerProgress | None = None
@@ -278,6 +285,8 @@ class MapStore(Samples):
             )
         if self.check_mask is not None and isinstance(label, Tensor):
             self._check_mask_of(image, label, owner, index)
+        if self.check_target is not None and isinstance(label, Tensor):
+            self._check_target_of(label, owner, index)
         if resize and self.size is not None and image.dtype == torch.uint8:
             image = resize_uint8(image, self.size)
             if self.check_mask is not None and isinstance(label, Tensor):
@@ -298,6 +307,15 @@ class MapStore(Samples):
         try:
             self.check_mask(mask)
         except ValueError as error:
+            raise ValueError(f"{sample}: {error}") from None
+
+    def _check_target_of(self, target: Tensor, owner: int, index: int) -> None:
+        """Raise a ValueError that names the sample if its target is invalid."""
+        assert self.check_target is not None
+        try:
+            self.check_target(target)
+        except ValueError as error:
+            sample = f"{self._owner_name(owner)}, sample {index}{location_of(self.datasets[owner], index)}"
             raise ValueError(f"{sample}: {error}") from None
 
     def class_number(self, owner: int, label: Tensor | str) -> Tensor:
@@ -411,9 +429,7 @@ def make_store(
         labels = None if source.labels is None else as_labels(source.labels)
         label_format = None if labels is None else tensor_format(labels)
         formats.add((tensor_format(source.images), label_format))
-        # A MapStore names the sample whose label is not a class.
-        has_float_classes = labels is not None and labels.ndim == 1 and labels.is_floating_point()
-        if has_float_classes or len(formats) > 1:
+        if len(formats) > 1:
             return MapStore(datasets, labelled, size, resolve)
     if not sources:
         return MapStore(datasets, labelled, size, resolve)

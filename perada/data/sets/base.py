@@ -36,8 +36,8 @@ class ImageSet(Dataset[Any], ABC):
 
     Attributes:
         images: All images as a tensor, or None if they stay on disk.
-        labels: int64 (N,), float (N, K) for several labels per image, or integer masks (N, H, W), or None without
-            labels.
+        labels: int64 (N,), float (N, K) for several labels per image, float (N,) or (N, D) for numbers, integer masks
+            (N, H, W), or None without labels.
         columns: Further facts (N,) about the images by name.
         group_column: Column whose values stay together when images are held out, such as the patient, or None.
         classes: Names of the classes in the order of their numbers, or None.
@@ -70,8 +70,8 @@ class ImageSet(Dataset[Any], ABC):
         Returns:
             Images: uint8 (N, Ch, H, W), or (N, H, W) with one grey channel; or floating-point values prepared for the
             model, which are neither resized nor normalised; or texts, int64 tokens (N, L); or None if they stay on
-            disk. Labels: integers (N,), floats (N, K) of zeros and ones for several labels per image, integer masks
-            (N, H, W), or None. Arrays are converted.
+            disk. Labels: integers (N,), floats (N, K) of zeros and ones for several labels per image, floats (N,) or
+            (N, D) for numbers, integer masks (N, H, W), or None. Arrays are converted.
         """
 
     @cached_property
@@ -216,12 +216,13 @@ def checked_tensors(who: str, loaded: Any) -> tuple[Tensor | None, Tensor | None
         return images, labels.long()
     if are_integers and labels.ndim == 3:
         return images, labels
-    if are_floats and labels.ndim == 2:
+    if are_floats and labels.ndim in (1, 2):
         return images, labels
     hint = " (labels.squeeze(1) of these)" if are_integers and labels.shape[1:] == (1,) else ""
     raise TypeError(
         f"{prefix} labels {_describe_type(labels)}, which are neither classes nor vectors; return integers (N,){hint}, "
-        "a class for each image, or floats (N, K) of zeros and ones for several labels each"
+        "a class for each image, floats (N, K) of zeros and ones for several labels each, or floats (N,) or (N, D) for "
+        "numbers"
     )
 
 

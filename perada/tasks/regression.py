@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers, such as an age or an angle."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from perada.core.checks import check_choice, check_number, invalid_option
+from perada.core.states import to_device_async
+from perada.tasks.base import Average, SummedMetric, Task
+from perada.tasks.deviation import (
+    Determination,
+    MeanAbsoluteError,
+    MeanSquaredError,
+    PearsonCorrelation,
+    RootMeanSquaredError,
+)
+
+RegressionLoss = Literal["squared", "absolute", "huber"]
+"""How the loss of an image follows from its deviations."""
+Numbers = float | Sequence[float]
+"""A number for all targets, or one for each."""
+
+
+@dataclass(frozen=True, repr=False)
+class Regression(Task):
+    """D numbers per image: the mean loss of their deviations from the targets.
+
+    Targets are finite numbers (N,) or (N, D), and the network has D outputs. With ``mean`` μ and ``std`` σ it learns
+    the standardised targets z = (y − μ) / σ, and μ + σ z is predicted from an output z. Losses and distillation compare
+    standardised values, scores those in the targets' units. For a deviation d = output − z the loss is
+
+    - ``squared``: d²;
+    - ``absolute``: |d|;
+    - ``huber``: d² / 2 where |d| ≤ δ, and δ (|d| − δ / 2) elsewhere, as :class:`torch.nn.HuberLoss`.
+
+    Ensembles average outputs. Distillation minimises the mean squared difference of outputs; its temperature has no
+    effect.
+
+    Args:
+        loss_function: Loss of a deviation.
+        delta: Deviation δ from which the Huber loss is linear, in standard deviations.
+        mean: Mean μ of the targets, a number or D numbers; None for 0.
+        std: Standard deviation σ of the targets, a number or D numbers; None for 1.
+        standardize: ``all`` to compute ``mean`` and ``std`` from the training targets of all clients. They leave the
+            clients for it, so ``all`` is not allowed with differential privacy or in a deployment; give numbers there.
+
+    Raises:
+        OptionError: If an option is out of range.
+    """
+
+    has_classes: ClassVar[bool] = False
+    default_metric: ClassVar[str] = "mae"
+    metric_prefix: ClassVar[str] = ""
+    metric_size_option: ClassVar[str] = ""
+    labels_per_image: ClassVar[str] = "numbers"
+
+    loss_function: RegressionLoss = "squared"
+    delta: float = 1.0
+    mean: Numbers | None = None
+    std: Numbers | None = None
+    standardize: Literal["all"] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("loss_function", self.loss_function, get_args(RegressionLoss))
+        check_number("delta", self.delta, gt=0)
+        # Tuples, since tasks with the same options must be equal.
+        object.__setattr__(self, "mean", _checked_numbers("mean", self.mean))
+        object.__setattr__(self, "std", _checked_numbers("std", self.std, gt=0))
+        if self.standardize is not None:
+            check_choice("standardize", self.standardize, ("all",))
+            if self.mean is not None or self.std is not None:
+                raise invalid_option("standardize", self.standardize, "None where mean or std are set")
+
+    @property
+    def uses_all_targets(self) -> bool:
+        """Whether mean and standard deviation are computed from all clients' targets."""
+        return self.standardize is not None
+
+    def fitted_to(self, targets: Tensor, classes: int) -> Task:
+        """Return the task with mean and standard deviation (N in the denominator) in place of ``standardize``.
+
+        >>> Regression(standardize="all").fitted_to(torch.tensor([1.0, 3.0]), 1)
+        Regression(mean=(2.0,), std=(1.0,))
+        """
+        if not self.uses_all_targets:
+            return self
+        rows = targets.double().view(len(targets), classes)
+        std = rows.std(0, correction=0)
+        constant = (std == 0).nonzero().flatten().tolist()
+        if constant:
+            raise invalid_option(
+                "standardize", "all", "None", hint=f"target {constant[0]} is the same for all training images"
+            )
+        return replace(self, mean=tuple(rows.mean(0).tolist()), std=tuple(std.tolist()), standardize=None)
+
+    def check_classes(self, classes: int) -> None:
+        """Raise an OptionError if there is neither one number nor one for each target."""
+        for name, numbers in (("mean", self.mean), ("std", self.std)):
+            if isinstance(numbers, Sequence) and len(numbers) != classes:
+                raise invalid_option(name, numbers, f"a number, or a list of {classes}, one for each target")
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Compute the loss (N,) of each image, averaged over its targets, from outputs (N, D).
+
+        >>> Regression(mean=10, std=2).loss(torch.tensor([[1.0]]), torch.tensor([16.0])).tolist()
+        [4.0]
+        """
+        standardized = self._standardized(targets.view(logits.shape), logits)
+        if self.loss_function == "squared":
+            losses = F.mse_loss(logits, standardized, reduction="none")
+        elif self.loss_function == "absolute":
+            losses = F.l1_loss(logits, standardized, reduction="none")
+        else:
+            losses = F.huber_loss(logits, standardized, reduction="none", delta=self.delta)
+        return losses.mean(-1)
+
+    def _standardized(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """Return (y − μ) / σ in the dtype of the outputs, of targets with the outputs' shape.
+
+        The subtraction is done in single precision at least: a large mean would leave no digits in half precision.
+        """
+        dtype = torch.promote_types(outputs.dtype, torch.float32)
+        values = targets.to(dtype)
+        if self.mean is not None:
+            values = values - _on(self.mean, values)
+        if self.std is not None:
+            values = values / _on(self.std, values)
+        return values.to(outputs.dtype)
+
+    def predictions(self, logits: Tensor) -> Tensor:
+        """Return μ + σ z, numbers (..., D) in the targets' units, from outputs z."""
+        if self.std is not None:
+            logits = logits * _on(self.std, logits)
+        if self.mean is not None:
+            logits = logits + _on(self.mean, logits)
+        return logits
+
+    def predicted(self, logits: Tensor) -> Tensor:
+        """Return the predictions (..., D), in single precision at least."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        return self.predictions(logits.to(dtype))
+
+    def ensemble(self, logits: Tensor, average: Average) -> Tensor:
+        """Return the mean of the outputs: their mean prediction is the prediction of their mean."""
+        return logits.mean(0)
+
+    def distillation_loss(self, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+        """Compute the mean squared difference of the outputs, whatever the temperature."""
+        return F.mse_loss(student, teacher)
+
+    def blank_targets(self, shape: Sequence[int], classes: int, device: torch.device) -> Tensor:
+        """Return zeros."""
+        return torch.zeros(*shape, classes, device=device)
+
+    def out_of_range(self, targets: Tensor, classes: int) -> Tensor:
+        """Return the targets that are not finite."""
+        return targets[~targets.isfinite()]
+
+    def describe_range(self, classes: int) -> str:
+        """Describe which numbers are valid."""
+        return "finite numbers"
+
+    def count_classes(self, targets: Tensor) -> int:
+        """Return the number D of targets per image."""
+        return 1 if targets.ndim == 1 else targets.shape[1]
+
+    def fits(self, targets: Tensor, classes: int | None = None) -> bool:
+        """Return whether there is a number, or a vector of length D, per image."""
+        return targets.ndim in (1, 2) and classes in (None, self.count_classes(targets))
+
+    def describe_targets(self, classes: int) -> str:
+        """Describe valid targets."""
+        return "one finite number per image" if classes == 1 else f"vectors of {classes} finite numbers"
+
+    def renumber(self, targets: Tensor, class_numbers: Sequence[int], classes: int) -> Tensor:
+        """Move each target to its place in the run; a client must have all of them.
+
+        Raises:
+            ValueError: If the client lacks a target.
+        """
+        if sorted(class_numbers) != list(range(classes)):
+            raise ValueError(f"the data have {len(class_numbers)} of the run's {classes} targets; provide all of them")
+        if targets.ndim == 1:
+            return targets
+        renumbered = torch.empty_like(targets)
+        renumbered[:, list(class_numbers)] = targets
+        return renumbered
+
+    def summed_metrics(self, classes: int) -> Mapping[str, SummedMetric]:
+        """Return errors, coefficients of determination and correlations, as means over targets and by target."""
+        center = _per_target(0.0 if self.mean is None else self.mean, classes)
+        metrics: dict[str, SummedMetric] = {}
+        for suffix, per_target in (("", False), ("_per_target", True)):
+            metrics[f"mae{suffix}"] = MeanAbsoluteError(classes, center, per_target)
+            metrics[f"mse{suffix}"] = MeanSquaredError(classes, center, per_target)
+            metrics[f"rmse{suffix}"] = RootMeanSquaredError(classes, center, per_target)
+            metrics[f"r2{suffix}"] = Determination(classes, center, per_target)
+            metrics[f"pearson{suffix}"] = PearsonCorrelation(classes, center, per_target)
+        return metrics
+
+
+def _checked_numbers(name: str, numbers: Numbers | None, gt: float | None = None) -> Numbers | None:
+    """Return the value of an option as a number, a tuple of numbers or None; raise an OptionError otherwise."""
+    if numbers is None:
+        return None
+    if isinstance(numbers, Sequence) and not isinstance(numbers, str) and numbers:
+        for number in numbers:
+            check_number(name, number, gt=gt)
+        return tuple(float(number) for number in numbers)
+    check_number(name, numbers, gt=gt)
+    assert not isinstance(numbers, Sequence)
+    return float(numbers)
+
+
+def _per_target(numbers: Numbers, targets: int) -> tuple[float, ...]:
+    """Return a number for each target."""
+    if isinstance(numbers, Sequence):
+        return tuple(numbers)
+    return (numbers,) * targets
+
+
+def _on(numbers: Numbers, values: Tensor) -> Tensor:
+    """Return a number, or one for each target (D,), in the dtype and on the device of values (..., D)."""
+    return to_device_async(torch.tensor(numbers, dtype=values.dtype), values.device)

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regression: losses and metrics against closed forms and scikit-learn, and fits against plain loops."""
+
+import copy
+import csv
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sklearn_metrics
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.core.checks import OptionError
+from perada.data import FederatedData, FederatedDataModule
+from perada.data.batches.transforms import prepare_images
+from perada.federation.metrics import make_metrics, score_names
+from perada.federation.scores import Scores
+from perada.tasks import Regression, task_of_labels
+from perada.tasks.base import make_task
+
+OUTPUTS = torch.tensor([[0.5, -3.0], [2.0, 0.25], [-1.0, 0.0]])
+TARGETS = torch.tensor([[12.0, 4.0], [8.0, 5.0], [10.0, 3.5]])
+SETTINGS = {"mean": (10.0, 4.0), "std": (2.0, 0.5)}
+
+
+def network(outputs=1):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 6), nn.Tanh(), nn.Linear(6, outputs))
+
+
+def brightness(images, targets=1):
+    """Numbers around 50 that follow from the images."""
+    means = images.float().mean((2, 3))
+    values = 50 + (means - 127) / 4
+    return values[:, 0] if targets == 1 else values[:, :targets]
+
+
+def hospital(seed, images=8, targets=1):
+    random = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (images, 3, 8, 8), generator=random, dtype=torch.uint8)
+    return TensorDataset(pixels, brightness(pixels, targets))
+
+
+def hospitals(targets=1):
+    return FederatedData(
+        [hospital(seed, targets=targets) for seed in (0, 1)],
+        [hospital(seed, 5 + seed, targets) for seed in (2, 3)],
+        public=hospital(4, targets=targets),
+    )
+
+
+def fit(data=None, algorithm="fedavg", adapter="full", *, task=None, engine="auto", model=None, **options):
+    if data is None:
+        data = FederatedDataModule(hospitals(), batch_size="full", task=task or Regression())
+    options = {"rounds": 1, "local_steps": 1, "lr_local": 0.1, "seed": 1} | options
+    return perada.finetune(
+        model or network(),
+        data,
+        pretrained=False,
+        algorithm=algorithm,
+        adapter=adapter,
+        training={"engine": engine},
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "of_deviation"),
+    [
+        ("squared", lambda d: d**2),
+        ("absolute", abs),
+        ("huber", lambda d: d**2 / 2 if abs(d) <= 0.75 else 0.75 * (abs(d) - 0.375)),
+    ],
+)
+def test_losses_are_means_over_standardised_targets(loss, of_deviation):
+    losses = Regression(loss, delta=0.75, **SETTINGS).loss(OUTPUTS, TARGETS)
+    for row, outputs in enumerate(OUTPUTS.tolist()):
+        expected = 0.0
+        for target in range(2):
+            z = (TARGETS[row, target].item() - SETTINGS["mean"][target]) / SETTINGS["std"][target]
+            expected += of_deviation(outputs[target] - z) / 2
+        assert losses[row].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_predictions_are_in_the_units_of_the_targets():
+    task = Regression(**SETTINGS)
+    expected = np.array(OUTPUTS.tolist()) * [2.0, 0.5] + [10.0, 4.0]
+    np.testing.assert_allclose(task.predictions(OUTPUTS), expected, rtol=1e-6)
+    z = (TARGETS - torch.tensor(SETTINGS["mean"])) / torch.tensor(SETTINGS["std"])
+    assert task.loss(z, TARGETS).abs().max() < 1e-12
+    members = torch.stack([OUTPUTS, 3 * OUTPUTS])
+    for average in ("logits", "probabilities"):
+        mean_prediction = task.predictions(members).mean(0)
+        torch.testing.assert_close(task.predictions(task.ensemble(members, average)), mean_prediction)
+
+
+def test_a_large_mean_keeps_the_digits_of_half_precision_outputs():
+    task = Regression(mean=5000.0, std=2.0)
+    outputs = torch.tensor([[0.5]], dtype=torch.bfloat16)
+    assert task.loss(outputs, torch.tensor([5001.0])).item() == 0
+    assert task.predicted(outputs).item() == 5001
+
+
+def test_integers_are_numbers():
+    outputs = torch.tensor([[3.5], [1.0]])
+    assert Regression().loss(outputs, torch.tensor([3, -1])).tolist() == [0.25, 4.0]
+
+
+def test_distillation_is_the_mean_squared_difference_of_outputs():
+    teacher = OUTPUTS.flip(0)
+    expected = np.square(np.array(OUTPUTS.tolist()) - np.array(teacher.tolist())).mean()
+    for temperature in (1.0, 3.0):
+        value = Regression(**SETTINGS).distillation_loss(OUTPUTS, teacher, temperature)
+        assert value.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_all_targets_give_mean_and_standard_deviation():
+    fitted = Regression(standardize="all").fitted_to(TARGETS, 2)
+    assert fitted.mean == pytest.approx(np.mean(TARGETS.tolist(), 0))
+    assert fitted.std == pytest.approx(np.std(TARGETS.tolist(), 0))
+    assert make_task(fitted.record()) == fitted
+    with pytest.raises(OptionError, match="target 1 is the same for all training images"):
+        Regression(standardize="all").fitted_to(torch.tensor([[1.0, 2.0], [3.0, 2.0]]), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_function": "cubic"}, "loss_function"),
+        ({"delta": 0}, "delta must be"),
+        ({"std": 0}, "std must be"),
+        ({"std": [1.0, -1.0]}, "std must be"),
+        ({"mean": "far"}, "mean must be"),
+        ({"mean": []}, "mean must be"),
+        ({"standardize": "each"}, "standardize"),
+        ({"standardize": "all", "mean": 1}, "standardize must be None where mean or std are set"),
+    ],
+)
+def test_options_out_of_range_are_rejected(options, message):
+    with pytest.raises(OptionError, match=message):
+        Regression(**options)
+
+
+def test_metrics_equal_those_of_scikit_learn():
+    random = np.random.default_rng(0)
+    truth = random.normal([1000.0, 3.0], [5.0, 0.1], (40, 2)).astype(np.float32)
+    predicted = (truth + random.normal(0, [4.0, 0.2], (40, 2))).astype(np.float32)
+    task = Regression(mean=(1000.0, 3.0))
+    names = [f"{name}{suffix}" for name in ("mae", "mse", "rmse", "r2", "pearson") for suffix in ("", "_per_target")]
+    scores = Scores(make_metrics(names, task, 2), task)
+    outputs = torch.tensor(predicted - np.float32([1000.0, 3.0]))
+    for rows in (slice(0, 17), slice(17, 40)):
+        scores.update(outputs[rows].unsqueeze(0), torch.tensor(truth)[rows])
+    results = scores.all()
+    exact_truth = truth.astype(float)
+    exact = predicted.astype(float)
+    mse = sklearn_metrics.mean_squared_error(exact_truth, exact, multioutput="raw_values")
+    expected = {
+        "mae": sklearn_metrics.mean_absolute_error(exact_truth, exact, multioutput="raw_values"),
+        "mse": mse,
+        "rmse": np.sqrt(mse),
+        "r2": sklearn_metrics.r2_score(exact_truth, exact, multioutput="raw_values"),
+        "pearson": [np.corrcoef(exact_truth[:, k], exact[:, k])[0, 1] for k in range(2)],
+    }
+    for name, values in expected.items():
+        np.testing.assert_allclose(results[f"{name}_per_target"][0, 0], values, rtol=2e-4)
+        np.testing.assert_allclose(results[name][0, 0], np.mean(values), rtol=2e-4)
+
+
+def test_equal_targets_have_no_correlation():
+    task = Regression()
+    scores = Scores(make_metrics(["r2", "pearson", "mae"], task, 1), task)
+    scores.update(torch.tensor([[[1.0], [2.0]]]), torch.tensor([0.1, 0.1]))
+    results = scores.all()
+    assert results["r2"].isnan().all()
+    assert results["pearson"].isnan().all()
+    assert results["mae"].item() == pytest.approx(1.4)
+
+
+def test_a_lower_error_is_better():
+    names = score_names(["mae", "r2", "rmse", "mse_per_target"])
+    assert names["personal/local_test"]
+    assert not names["personal/local_test_r2"]
+    assert names["global/global_test_rmse"]
+    assert names["personal/local_test_mse_per_target_worst"]
+    run = fit(task=Regression(mean=50, std=10), evaluation={"metric": ["mae", "r2"]})
+    last = run.metrics["rounds"][-1]
+    of_clients = run.metrics["clients"]
+    assert last["personal/local_test_worst"] == pytest.approx(max(of_clients["personal/local_test"]))
+    assert last["personal/local_test_r2_worst"] == pytest.approx(min(of_clients["personal/local_test_r2"]))
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "auroc", "ece", "dice", "MulticlassF1Score"])
+def test_metrics_of_classes_are_rejected(metric):
+    with pytest.raises(OptionError, match=r"does not support data with numbers; choose from mae, mse"):
+        make_metrics(metric, Regression(), 1)
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("targets", [1, 2])
+def test_a_round_equals_a_loop_over_clients(engine, targets):
+    data = FederatedDataModule(hospitals(targets), batch_size="full", task=Regression("huber", 0.5, mean=50, std=2))
+    run = fit(data, engine=engine, model=network(targets))
+    updates = []
+    for dataset in hospitals(targets).train:
+        images, numbers = dataset.tensors
+        model = network(targets)
+        z = (numbers.view(len(images), targets) - 50) / 2
+        F.huber_loss(model(prepare_images(images)), z, delta=0.5).backward()
+        updates.append([parameter - 0.1 * parameter.grad for parameter in model.parameters()])
+    trained = dict(run.global_model().named_parameters())
+    for (name, _), *values in zip(network(targets).named_parameters(), *updates, strict=True):
+        torch.testing.assert_close(trained[name], torch.stack(values).mean(0), rtol=1e-4, atol=1e-5)
+
+
+def test_perada_distils_saves_and_predicts(tmp_path):
+    model = network(2)
+    data = FederatedDataModule(hospitals(2), batch_size=4, task=Regression(standardize="all"))
+    run = fit(data, "perada", "lora", model=copy.deepcopy(model), local_steps=3, distillation={"steps": 3})
+    for client, dataset in enumerate(hospitals(2).test):
+        images, numbers = dataset.tensors
+        all_numbers = torch.cat([dataset.tensors[1] for dataset in hospitals(2).train]).double()
+        outputs = run.personal(client)(prepare_images(images)).double()
+        predicted = outputs * all_numbers.std(0, correction=0) + all_numbers.mean(0)
+        expected = (predicted - numbers).abs().mean().item()
+        assert run.metrics["clients"]["personal/local_test"][client] == pytest.approx(expected, rel=1e-5)
+    loaded = perada.Run.load(run.save(tmp_path / "run"), backbone=model)
+    images = hospitals(2).test[1].tensors[0]
+    predictions = loaded.predict(images, client=1)
+    torch.testing.assert_close(predictions.labels.double(), predicted, rtol=1e-5, atol=1e-4)
+    path = predictions.to_csv(tmp_path / "predictions.csv")
+    with path.open() as file:
+        header, first, *_ = csv.reader(file)
+    assert header == ["image", "0", "1"]
+    assert [float(cell) for cell in first[1:]] == pytest.approx(predicted[0].tolist(), rel=1e-4)
+
+
+def test_numbers_need_the_task():
+    with pytest.raises(TypeError, match=r"labels are torch.float32.*to predict numbers, set task=Regression\(\)"):
+        task_of_labels(torch.tensor([1.5]))
+    with pytest.raises(TypeError, match=r"set task=Regression\(\)"):
+        FederatedDataModule(hospitals()).setup()
+
+
+class Items(TensorDataset):
+    """A dataset that is read item by item."""
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Items])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_missing_name_the_client(kind, value):
+    images, numbers = hospital(0).tensors
+    numbers[3] = value
+    data = FederatedDataModule(FederatedData([hospital(1), kind(images, numbers)]), task=Regression())
+    with pytest.raises(ValueError, match=rf"client 1 has the training label {value}, outside finite numbers"):
+        data.setup()
+
+
+def test_targets_of_another_form_are_rejected():
+    masks = TensorDataset(hospital(0).tensors[0], torch.zeros(8, 8, 8, dtype=torch.uint8))
+    with pytest.raises(OptionError, match=r"needs numbers, but the labels are one class per pixel"):
+        FederatedDataModule(FederatedData([masks]), task=Regression()).setup()
+    with pytest.raises(OptionError, match=r"mean must be a number, or a list of 1"):
+        FederatedDataModule(hospitals(), task=Regression(mean=(1.0, 2.0))).setup()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": "fedrod"}, "requires each client's number of images per class"),
+        (
+            {"algorithm": "perada", "adapter": "lora", "distillation": {"guard": "predictions"}},
+            "counts predicted classes",
+        ),
+        ({"evaluation": {"diagnostics": ["ensemble_error"]}}, "the models predict numbers"),
+    ],
+)
+def test_what_needs_classes_is_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
+        fit(**options)
+
+
+def test_mixed_images_are_rejected():
+    with pytest.raises(ValueError, match=r"targets of Regression\(\) cannot be mixed"):
+        FederatedDataModule(hospitals(), task=Regression(), mixup=0.2).setup()
