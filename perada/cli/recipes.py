@@ -61,7 +61,10 @@ def find_recipe(name: str) -> list[Path]:
         paths.append(path)
     if paths and len(paths) == len(words):
         return paths
-    if paths:
+    if "," in name:
+        options = " ".join(f"--config {part.strip()}" for part in name.split(","))
+        proposal = f"to combine recipes, repeat the option: {options}"
+    elif paths:
         proposal = _hint_for_combination(words, len(paths))
     else:
         data_sets = [path.stem for path in shipped.values() if path.parent.name == "data"]

@@ -20,6 +20,9 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.trainer_attributes import callbacks_of
 from perada.results.report import ENTROPY, cell, title
 
+SCORE_GROUPS = ("personal/", "global/")
+"""How names of scores begin."""
+
 
 def _round_title(trainer: pl.Trainer) -> str:
     """Return the title of the current round for the progress bar."""
@@ -42,6 +45,19 @@ class RoundProgressBar(TQDMProgressBar):
             self.train_progress_bar = self.init_train_tqdm()
         self.train_progress_bar.reset(total=int(self.total_train_batches))
         self.train_progress_bar.set_description(_round_title(trainer))
+
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Return the metrics at the end of the bar, with the titles and units that tables have."""
+        metrics: dict[str, int | str | float | dict[str, float]] = {}
+        for name, value in super().get_metrics(trainer, pl_module).items():
+            # Names without a group are Lightning's, such as the version number of the logger.
+            if "/" in name and isinstance(value, float):
+                metrics[title(name)] = _with_unit(name, value)
+            else:
+                metrics[name] = value
+        return metrics
 
 
 class RoundLines(ProgressBar):
@@ -86,13 +102,18 @@ class RoundLines(ProgressBar):
             fields.append(f"{tqdm.format_interval(seconds_per_round * rounds_left)} left")
         record = _last_record(trainer)
         for name, value in record.items():
-            if name.startswith(("personal/", "global/")) and not is_spread(name):
-                unit = "" if name == ENTROPY else " %"
-                fields.append(f"{title(name)} {cell(name, value)}{unit}")
+            if name.startswith(SCORE_GROUPS) and not is_spread(name):
+                fields.append(f"{title(name)} {_with_unit(name, value)}")
         for name in PROGRESS_METRICS:
             if name in record:
-                fields.append(f"{title(name)} {cell(name, record[name])}")
+                fields.append(f"{title(name)} {_with_unit(name, record[name])}")
         print(f"{_round_title(trainer)}: {', '.join(fields)}", file=sys.stderr, flush=True)
+
+
+def _with_unit(name: str, value: float) -> str:
+    """Format a metric for people, scores in percent."""
+    is_score = name.startswith(SCORE_GROUPS) and name != ENTROPY
+    return f"{cell(name, value)} %" if is_score else cell(name, value)
 
 
 def _last_record(trainer: pl.Trainer) -> dict[str, float]:

@@ -303,6 +303,11 @@ def test_a_wrong_part_of_a_combination_proposes_the_nearest(name, meant):
         find_recipe(name)
 
 
+def test_recipes_in_a_list_are_rejected_with_the_way_to_combine_them():
+    with pytest.raises(FileNotFoundError, match=r"repeat the option: --config cifar10 --config method/ditto$"):
+        find_recipe("cifar10, method/ditto")
+
+
 @pytest.mark.parametrize("name", ["digits/ditto", "cifar10/sample", "sample/cifar10", "paper/perada_table1"])
 def test_what_cannot_be_combined_is_refused(name):
     with pytest.raises(FileNotFoundError, match=f"'{name}' is neither a file nor a recipe"):

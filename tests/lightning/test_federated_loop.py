@@ -512,13 +512,16 @@ def test_distilling_needs_a_public_set(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_progress_bar_counts_rounds(tiny, tmp_path, capsys):
-    fit(tiny, tmp_path, rounds=2, enable_progress_bar=True, callbacks=[RoundProgressBar()])
+    run = fit(tiny, tmp_path, rounds=2, enable_progress_bar=True, callbacks=[RoundProgressBar()])
     shown = capsys.readouterr()
     text = shown.out + shown.err
     assert "Round 1/2" in text
     assert "Round 2/2" in text
     assert "Distil 1" in text
     assert "Epoch" not in text
+    accuracy = 100 * run.metrics["rounds"][-1]["personal/local_test"]
+    assert f"own images={accuracy:.2f} %" in text
+    assert "personal/" not in text
 
 
 CHANGES = [
