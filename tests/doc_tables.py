@@ -232,6 +232,23 @@ def papers(_argument: str) -> str:
     return table(["table or figure", "with the paper's data", "in miniature"], rows)
 
 
+def pages(section: str) -> str:
+    """Return a list of the pages of a section of the site's navigation, each with its first sentence."""
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").replace('"', "")
+    text = re.search(rf"^  - {section}[\w -]*:\n((?: {{6}}.*\n)+)", navigation, re.MULTILINE)[1]
+    lines = []
+    for path in re.findall(r": docs/([\w/.-]+\.md)$", text, re.MULTILINE):
+        if path.startswith("api/"):
+            continue
+        page = (ROOT / "docs" / path).read_text(encoding="utf-8")
+        title = re.match(r"# (.*)", page)[1]
+        prose = re.sub(r"<!--.*?-->\n", "", page).split("\n\n")[1]
+        sentence = re.split(r"\.(?=\s|$)", " ".join(prose.split()))[0]
+        sentence = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", sentence)
+        lines.append(f"- [{title}]({path}): {sentence.removeprefix('This page ').removeprefix('This tutorial ')}.\n")
+    return "".join(lines)
+
+
 GENERATORS: dict[str, Callable[[str], str]] = {
     "algorithms": algorithms,
     "rules": rules,
@@ -242,6 +259,7 @@ GENERATORS: dict[str, Callable[[str], str]] = {
     "hooks": hooks,
     "prometheus": prometheus,
     "recipes": recipes,
+    "pages": pages,
     "papers": papers,
 }
 
