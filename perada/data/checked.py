@@ -339,7 +339,7 @@ def _fitted_task(
         )
     training_labels = torch.cat([labels for labels in labels_of_parts["training"] if labels.size(0)])
     if len(training_labels) < training_images:
-        if task.uses_all_targets:
+        if task.uses_all_targets or task.uses_client_counts:
             raise ValueError(
                 f"task={task}: weights cannot be balanced, since the labels of the {training_images} training images "
                 "are not known before training; give numbers, or data that declare their labels (targets=)"

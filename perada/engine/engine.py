@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
 from perada.core.checks import OptionError, check_choice
 from perada.core.rounds import CohortBatch
@@ -442,9 +443,28 @@ def row_losses(logits: Tensor, y: Tensor, task: Task) -> Tensor:
     return losses.view(y.shape[:2])
 
 
-def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], task: Task) -> Tensor:
-    """Compute each client's task loss (C,), the mean of :func:`row_losses` over its real rows."""
-    return client_means(row_losses(logits, y, task), counts)
+def client_losses(
+    logits: Tensor, y: Tensor, counts: Sequence[int], task: Task, class_counts: Tensor | None = None
+) -> Tensor:
+    """Compute each client's task loss, the mean over its real rows.
+
+    Args:
+        logits: Logits (C, B, K).
+        y: Targets (C, B, ...).
+        counts: Number of real rows of each client, which come first.
+        task: Computes the loss of an image.
+        class_counts: Number (C, K') of each client's training images of each class, without the last classes if no
+            client has them; only for a task that uses them.
+
+    Returns:
+        Losses (C,).
+    """
+    if class_counts is None or not task.uses_client_counts:
+        return client_means(row_losses(logits, y, task), counts)
+    missing_classes = logits.shape[-1] - class_counts.shape[1]
+    counts_of_rows = F.pad(class_counts, (0, missing_classes)).repeat_interleave(y.shape[1], 0)
+    losses = task.client_loss(logits.flatten(0, 1), y.flatten(0, 1), counts_of_rows)
+    return client_means(losses.view(y.shape[:2]), counts)
 
 
 def client_means(values: Tensor, counts: Sequence[int]) -> Tensor:

@@ -287,9 +287,9 @@ class _Chunk:
         private = self._cohort.private
         task = self._cohort.training.task
         if isinstance(states, Tensor):
-            return client_losses(states, self._y, self._counts, task)
+            return client_losses(states, self._y, self._counts, task, self._class_counts)
         if private is None or not isinstance(self._batches, dict):
-            return client_losses(self.logits(states, stream), self._y, self._counts, task)
+            return client_losses(self.logits(states, stream), self._y, self._counts, task, self._class_counts)
         state, stream = self._resolve(states, stream)
         return private.loss(stream, state, self._batches, self._rows, self._streams(stream))
 

@@ -92,6 +92,11 @@ def _check_options(context: RunContext) -> None:
             f"task={data.chosen_task} would compute weights from the clients' labels without noise, which no ledger "
             "counts; give the weights as numbers"
         )
+    if is_sample_level and data.chosen_task is not None and data.chosen_task.uses_client_counts:
+        raise _privacy_error(
+            f"task={data.chosen_task} would weight an image by the labels of the client's other images, which the "
+            "clipping of each image's gradient does not bound; give the weights as numbers"
+        )
     if is_sample_level and data.prepare.mixing.mixes:
         raise _privacy_error(
             "mixup and cutmix mix the images of a batch, so one image would change the gradients of others, which the "

@@ -198,6 +198,21 @@ class Task(ABC):
         """Whether an option is computed from the training targets of all clients (:meth:`fitted_to`)."""
         return False
 
+    @property
+    def uses_client_counts(self) -> bool:
+        """Whether the loss depends on the class counts of each image's client (:meth:`client_loss`)."""
+        return False
+
+    def client_loss(self, logits: Tensor, targets: Tensor, class_counts: Tensor) -> Tensor:
+        """Compute the losses (N,) in training where :attr:`uses_client_counts`; images must not be mixed.
+
+        Args:
+            logits: Logits (N, K).
+            targets: Targets (N, ...).
+            class_counts: Number (N, K) of training images of each class that the client of each image has.
+        """
+        return self.loss(logits, targets)
+
     def fitted_to(self, targets: Tensor, classes: int) -> "Task":
         """Return the task with numbers in place of options that depend on all clients' training targets.
 

@@ -45,6 +45,7 @@ class ClassTask(Task):
     def entropy(self, probabilities: Tensor) -> Tensor:
         """Compute the entropy of the distribution over classes.
 
+        >>> from perada.tasks import Classification
         >>> Classification().entropy(torch.full((1, 4), 0.25)).exp().tolist()
         [4.0]
         """

@@ -12,7 +12,15 @@ from torch.nn import functional as F
 from perada.core.checks import OptionError, check_number
 from perada.tasks.base import Task
 from perada.tasks.class_task import ClassTask
-from perada.tasks.weights import BALANCED, check_all_occur, check_length, checked_weights, weights_on
+from perada.tasks.weights import (
+    BALANCED,
+    BALANCED_PER_CLIENT,
+    check_all_occur,
+    check_length,
+    checked_weights,
+    weights_on,
+    weights_per_client,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,6 +35,8 @@ class Classification(ClassTask):
         class_weights: Factor of the loss for each class, K numbers, as in :func:`torch.nn.functional.cross_entropy`;
             ``balanced`` for N / (K n_k), where n_k of all clients' N training images have class k. The counts leave the
             clients, so ``balanced`` is not allowed with differential privacy or in a deployment.
+            ``balanced_per_client`` for n / (k n_c), where n_c of a client's n images of k classes have class c. These
+            counts stay with the client. Not allowed with the differential privacy of images.
         focal_gamma: Exponent γ of the focal loss −(1 − p)^γ log p of the true class's probability p (Lin et al., ICCV
             2017), which gives confident predictions less weight; 0 for the cross-entropy.
 
@@ -35,15 +45,16 @@ class Classification(ClassTask):
     """
 
     label_smoothing: float = 0.0
-    class_weights: Sequence[float] | Literal["balanced"] | None = None
+    class_weights: Sequence[float] | Literal["balanced", "balanced_per_client"] | None = None
     focal_gamma: float = 0.0
 
     def __post_init__(self) -> None:
         check_number("label_smoothing", self.label_smoothing, ge=0, lt=1)
         check_number("focal_gamma", self.focal_gamma, ge=0)
-        weights = checked_weights("class_weights", self.class_weights)
-        # A tuple, since tasks with the same options must be equal.
-        object.__setattr__(self, "class_weights", weights)
+        if self.class_weights != BALANCED_PER_CLIENT:
+            weights = checked_weights("class_weights", self.class_weights)
+            # A tuple, since tasks with the same options must be equal.
+            object.__setattr__(self, "class_weights", weights)
         if self.label_smoothing and self.focal_gamma:
             raise OptionError(
                 f"label_smoothing={self.label_smoothing} cannot be combined with focal_gamma={self.focal_gamma}: the "
@@ -73,7 +84,13 @@ class Classification(ClassTask):
 
     def check_classes(self, classes: int) -> None:
         """Raise an OptionError if there is not one weight for each class."""
-        check_length("class_weights", self.class_weights, classes)
+        if self.class_weights != BALANCED_PER_CLIENT:
+            check_length("class_weights", self.class_weights, classes)
+
+    @property
+    def uses_client_counts(self) -> bool:
+        """Whether the weights are computed from each client's own counts."""
+        return self.class_weights == BALANCED_PER_CLIENT
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute the loss (N,) of each image: the cross-entropy unless an option changes it.
@@ -83,20 +100,43 @@ class Classification(ClassTask):
         >>> Classification().loss(torch.zeros(2, 4), torch.tensor([0, 3])).exp().tolist()
         [4.0, 4.0]
         """
-        weights = weights_on(self.class_weights, logits)
+        weights = None
+        if self.class_weights != BALANCED_PER_CLIENT:
+            weights = weights_on(self.class_weights, logits)
         if targets.is_floating_point():
             targets = targets.to(logits)
         if not self.focal_gamma:
             return F.cross_entropy(
                 logits, targets, weight=weights, reduction="none", label_smoothing=self.label_smoothing
             )
-        cross_entropies = F.cross_entropy(logits, targets, reduction="none")
-        # Not below eps: for γ < 1 the power has an infinite gradient at 0.
-        errors = (1 - (-cross_entropies).exp()).clamp(min=torch.finfo(logits.dtype).eps)
-        losses = errors**self.focal_gamma * cross_entropies
+        losses = self._focal_loss(logits, targets)
         if weights is None:
             return losses
         return losses * weights[targets]
+
+    def client_loss(self, logits: Tensor, targets: Tensor, class_counts: Tensor) -> Tensor:
+        """Compute the loss (N,) of each image like :meth:`loss`, with the class weights of its client.
+
+        >>> task = Classification(class_weights="balanced_per_client")
+        >>> task.client_loss(torch.zeros(1, 3), torch.tensor([1]), torch.tensor([[3, 1, 0]])).exp().round().tolist()
+        [9.0]
+        """
+        weights = weights_per_client(class_counts).to(logits)
+        if self.focal_gamma:
+            weights_of_targets = weights.gather(1, targets.unsqueeze(1)).squeeze(1)
+            return self._focal_loss(logits, targets) * weights_of_targets
+        distribution = targets
+        if not targets.is_floating_point():
+            distribution = self.presence(targets, logits.shape[-1])
+        distribution = (1 - self.label_smoothing) * distribution.to(logits) + self.label_smoothing / logits.shape[-1]
+        return -(distribution * weights * logits.log_softmax(-1)).sum(-1)
+
+    def _focal_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Compute the focal loss (N,) of each image without class weights."""
+        cross_entropies = F.cross_entropy(logits, targets, reduction="none")
+        # Not below eps: for γ < 1 the power has an infinite gradient at 0.
+        errors = (1 - (-cross_entropies).exp()).clamp(min=torch.finfo(logits.dtype).eps)
+        return errors**self.focal_gamma * cross_entropies
 
     def predictions(self, logits: Tensor) -> Tensor:
         """Compute the softmax."""

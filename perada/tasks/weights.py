@@ -2,7 +2,7 @@
 """Weights of classes in a loss."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from perada.core.checks import check_number, invalid_option
 from perada.core.states import to_device_async
 
 BALANCED = "balanced"
-"""Weights that follow from the frequencies of classes."""
+"""Weights that follow from the frequencies of classes among all clients."""
+BALANCED_PER_CLIENT: Final = "balanced_per_client"
+"""Weights that follow from the frequencies of classes at each client."""
 Weights = Sequence[float] | Literal["balanced"] | None
 
 
@@ -44,6 +46,29 @@ def check_all_occur(name: str, counts: Tensor) -> None:
         raise invalid_option(
             name, BALANCED, "a list of numbers", hint=f"no client has a training image that determines class {numbers}"
         )
+
+
+def weights_per_client(class_counts: Tensor) -> Tensor:
+    """Return the weights n / (k n_c) of a client with n images of k classes, of which n_c have class c.
+
+    Classes that the client does not have are not among its k classes, and have a weight of 0. The mean weight of its
+    images is 1.
+
+    Args:
+        class_counts: Number (N, K) of images of each class, for N clients or for the client of each of N images.
+
+    Returns:
+        Weights (N, K) in double precision.
+
+    >>> weights_per_client(torch.tensor([[3, 1, 0]])).tolist()
+    [[0.6666666666666666, 2.0, 0.0]]
+    """
+    class_counts = class_counts.double()
+    is_present = class_counts > 0
+    num_images = class_counts.sum(-1, keepdim=True)
+    num_classes = is_present.sum(-1, keepdim=True)
+    weights = num_images / (num_classes * class_counts)
+    return weights.where(is_present, 0)
 
 
 def weights_on(weights: Weights, logits: Tensor) -> Tensor | None:

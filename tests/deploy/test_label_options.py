@@ -15,6 +15,7 @@ from .test_parity import assert_equal
 WEIGHTS = [1.0, 3.0, 0.5]
 OPTIONS = {
     "class_weights": {"task": Classification(class_weights=WEIGHTS)},
+    "weights per client": {"task": Classification(class_weights="balanced_per_client")},
     "label_smoothing": {"task": Classification(label_smoothing=0.2)},
     "focal_gamma": {"task": Classification(focal_gamma=2.0)},
     "unknown labels": {"task": MultiLabel(positive_weights=WEIGHTS)},
@@ -37,12 +38,25 @@ def with_unknown_labels(data):
     return FederatedData([*map(relabelled, data.train)], [*map(relabelled, data.test)], data.public)
 
 
+def with_few_of_a_class(data):
+    """Replace class 1 by class 0 in every second image."""
+
+    def relabelled(dataset):
+        images, classes = dataset.tensors
+        is_replaced = (classes == 1) & (torch.arange(len(classes)) % 2 == 0)
+        return TensorDataset(images, classes.where(~is_replaced, 0))
+
+    return FederatedData([*map(relabelled, data.train)], data.test, data.public)
+
+
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("secure_sums", [None, SecureSums()], ids=["plain", "secure"])
-@pytest.mark.every(11)
+@pytest.mark.every(13)
 def test_a_deployed_run_equals_its_simulation(case, secure_sums, tiny, tmp_path):
     loop = {} if secure_sums is None else {"secure_sums": secure_sums}
     parties = Parties(tiny, tmp_path, "perada", loop=loop, data=OPTIONS[case])
+    if case == "weights per client":
+        parties.whole = with_few_of_a_class(parties.whole)
     if case == "unknown labels":
         parties.whole = with_unknown_labels(parties.whole)
     assert_equal(parties)

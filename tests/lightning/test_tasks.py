@@ -135,6 +135,64 @@ def test_balanced_weights_are_rejected_with_differential_privacy(case, protectio
         fit(data(task, targets), **{protection: {"noise_multiplier": 1.0}})
 
 
+SKEWED = ([0, 0, 0, 0, 1, 2], [2, 2, 1, 2, 2, 2])
+"""Classes of two clients, of which the second has no image of class 0."""
+
+
+def skewed(client):
+    return torch.tensor(SKEWED[client])
+
+
+def weights_of_client(client):
+    """n / (k n_c) for the k classes that the client has, else 0."""
+    labels = SKEWED[client]
+    num_classes = len(set(labels))
+    return [len(labels) / (num_classes * labels.count(k)) if k in labels else 0.0 for k in range(CLASSES)]
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"focal_gamma": 2.0}], ids=str)
+def test_weights_per_client_are_those_of_its_own_counts(options, engine):
+    task = Classification(class_weights="balanced_per_client", **options)
+    run = fit(data(task, skewed), training={"engine": engine})
+    trained = []
+    for client in range(2):
+        weights = torch.tensor(weights_of_client(client))
+        assert float(weights[skewed(client)].mean()) == pytest.approx(1)
+        model = network()
+        logits = model(images(client))
+        if "focal_gamma" in options:
+            log_p = F.log_softmax(logits, -1)[torch.arange(IMAGES), skewed(client)]
+            losses = -weights[skewed(client)] * (1 - log_p.exp()) ** 2 * log_p
+        else:
+            losses = F.cross_entropy(logits, skewed(client), weight=weights, reduction="none", **options)
+        losses.mean().backward()
+        trained.append(model[1].weight.detach() - LR * model[1].weight.grad)
+    torch.testing.assert_close(run.global_model()[1].weight, (trained[0] + trained[1]) / 2)
+
+
+def test_weights_per_client_weight_the_parts_of_mixed_targets():
+    task = Classification(class_weights="balanced_per_client", label_smoothing=0.2)
+    counts = torch.tensor([[4, 1, 0], [2, 2, 6]])
+    targets = torch.tensor([[0.3, 0.7, 0.0], [0.0, 0.5, 0.5]])
+    logits = torch.randn(2, CLASSES, generator=torch.Generator().manual_seed(2))
+    weights = [[5 / 8, 5 / 2, 0.0], [10 / 6, 10 / 6, 10 / 18]]
+    expected = [
+        F.cross_entropy(logits[row], targets[row], weight=torch.tensor(weights[row]), label_smoothing=0.2)
+        for row in range(2)
+    ]
+    torch.testing.assert_close(task.client_loss(logits, targets, counts), torch.stack(expected))
+
+
+def test_weights_per_client_are_rejected_with_the_privacy_of_images_only():
+    served = data(Classification(class_weights="balanced_per_client"), skewed)
+    with pytest.raises(OptionError, match="would weight an image by the labels of the client's other images"):
+        fit(served, privacy={"noise_multiplier": 1.0})
+    fit(served, client_privacy={"noise_multiplier": 1.0, "delta": 0.1}, clients_per_round=1)
+    with pytest.raises(OptionError, match="positive_weights must be"):
+        MultiLabel(positive_weights="balanced_per_client")
+
+
 @pytest.mark.parametrize("case", ["label_smoothing", "class_weights"])
 def test_a_run_resumes_with_the_same_task_only(case, tmp_path):
     task, targets, _ = CASES[case]
