@@ -63,7 +63,12 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         default=None,
         help="Name or number of the client whose model predicts; by default, the global model.",
     )
-    parser.add_argument("--output", type=Path, default=Path("predictions.csv"), help="Table to write.")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("predictions.csv"),
+        help="Table to write. Masks are written to PNG files in the folder of this name, without its extension.",
+    )
     parser.add_argument("--batch_size", type=int, default=64, help="Number of images in memory at a time.")
     parser.add_argument("--device", type=str, default=None, help="cpu, cuda or mps; by default a GPU if available.")
     if any(word.partition("=")[0] == "--config" for word in words):
@@ -88,7 +93,11 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         broken=broken,
     )
     readable_names = [name for name, path in zip(names, paths, strict=True) if path not in broken]
-    replace(predictions, paths=tuple(readable_names)).to_csv(output)
+    predictions = replace(predictions, paths=tuple(readable_names), sources=predictions.paths)
+    if predictions.labels.ndim == 3:
+        output = predictions.save_masks(output.with_suffix(""))
+    else:
+        predictions.to_csv(output)
     plural = "s" if len(readable_names) > 1 else ""
     print(f"Predictions of {len(readable_names)} image{plural}: {output}")
     if broken:

@@ -104,7 +104,16 @@ class Recipe:
         return self.trainer.strategy.root_device
 
     def build(self, num_classes: int, task: Task) -> None:
-        """Build the network, without caching features: server and sites must compute the same bits from images."""
+        """Build the network, without caching features: server and sites must compute the same bits from images.
+
+        Raises:
+            ValueError: If the labels are masks, whose scores and secure sums of logits are not transmitted yet.
+        """
+        if task.per_pixel:
+            raise ValueError(
+                "segmentation cannot be deployed yet: scores of masks are not transmitted; train it in a simulation "
+                "(perada fit)"
+            )
         self.module.build(
             num_classes,
             task,

@@ -89,9 +89,9 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
         reasons |= dict.fromkeys(ON_PUBLIC, "the data has no public set; provide one (public=...)")
     if not test:
         reasons["ensemble_error"] = "the data has no test images; provide some (test=[...])"
-    if not settings.training.task.has_classes:
-        no_probabilities = "the models predict numbers, and it compares probabilities; measure update_norms"
-        reasons |= dict.fromkeys(("distillation_distance", "personal_distance", "ensemble_error"), no_probabilities)
+    not_compared = _why_not_compared(settings.training.task)
+    if not_compared:
+        reasons |= dict.fromkeys(("distillation_distance", "personal_distance", "ensemble_error"), not_compared)
     if settings.loss_scaling is not None:
         reasons["gradient_norms"] = "gradients require loss scaling in precision='16-mixed'; set precision='bf16-mixed'"
     if settings.privacy is not None:
@@ -104,6 +104,15 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
             "measure it without privacy on public data"
         )
     return reasons
+
+
+def _why_not_compared(task: Task) -> str:
+    """Return why the predictions of a task are not compared; empty if they are."""
+    if not task.has_classes:
+        return "the models predict numbers, and it compares probabilities; measure update_norms"
+    if task.per_pixel:
+        return "the models predict pixels, and it compares the predictions of images; measure update_norms"
+    return ""
 
 
 def choose_diagnostics(

@@ -401,6 +401,8 @@ def sample_clients(clients: int, count: int, seed: int) -> list[int]:
 
 CLIENTS_AT_ONCE = 32
 """Largest number of clients whose states are gathered at once."""
+PIXELS_AT_ONCE = 2**24
+"""Largest number of pixels whose logits are computed at once for several models: 256 images of 256×256."""
 
 
 @dataclass(frozen=True)
@@ -428,11 +430,25 @@ def everywhere_logits(federation: Federation, everywhere: Sequence[int], x: Tens
     """
     owned = _owned_among(federation, everywhere)
     owned_places = [place for place, client in enumerate(everywhere) if client in owned]
-    for start in range(0, len(owned_places), CLIENTS_AT_ONCE):
-        places = owned_places[start : start + CLIENTS_AT_ONCE]
+    clients_at_once = _clients_at_once(federation, x)
+    for start in range(0, len(owned_places), clients_at_once):
+        places = owned_places[start : start + clients_at_once]
         clients = [everywhere[place] for place in places]
         states = federation.personal_states(clients)
         yield ModelsRun(places, clients, federation.engine.shared_logits(states, x))
+
+
+def _clients_at_once(federation: Federation, x: Tensor) -> int:
+    """Return how many models run at once on images (B, ...), whose logits must fit in memory."""
+    engine = federation.engine
+    if not engine.per_pixel:
+        return CLIENTS_AT_ONCE
+    height, width = x.shape[-2:]
+    if x.dim() == 2:
+        # Features of the images.
+        assert engine.trunk is not None
+        height, width = engine.trunk.image[-2:]
+    return max(1, min(CLIENTS_AT_ONCE, PIXELS_AT_ONCE // (len(x) * height * width)))
 
 
 def _owned_among(federation: Federation, clients: Iterable[int]) -> set[int]:

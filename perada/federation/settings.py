@@ -337,6 +337,8 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
             "on labelled images of the server, but the data has none; provide server_validation (or "
             "validation_fraction)"
         )
+    if rule.needs and settings.training.task.per_pixel:
+        lacking = f"for images, but the labels are {settings.training.task.labels_per_image}"
     if rule.needs and not algorithm.global_model:
         lacking = f"of the clients' models, but the clients of {algorithm.kind} do not send complete models"
     has_classes = settings.training.task.has_classes
@@ -358,8 +360,8 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
         if has_classes:
             remedy += ", or set validate_every if the server has labelled images"
         raise ValueError(
-            f"distillation: guard={distillation.guard!r} counts predicted classes, but these images have "
-            f"{settings.training.task.labels_per_image}; {remedy}"
+            f"distillation: guard={distillation.guard!r} counts the classes that are predicted for images, but the "
+            f"labels are {settings.training.task.labels_per_image}; {remedy}"
         )
     if algorithm.uses_distillation and distillation.validate_every and not has_classes:
         raise OptionError(

@@ -4,7 +4,7 @@
 import csv
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from perada.core.text import is_spread
 from perada.lightning.federated_loop import PROGRESS_METRICS, FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.trainer_attributes import callbacks_of
+from perada.results.inference import save_mask
 from perada.results.report import ENTROPY, cell, title
 
 SCORE_GROUPS = ("personal/", "global/")
@@ -136,7 +137,7 @@ class PredictionFile(pl.Callback):
 
     Columns: ``image`` (counted over all clients' test sets, in order of client), ``client`` who owns it, ``label``, and
     what the owner's ``personal`` and the ``global`` model predict (where there is one). The 0/1 labels of a multi-label
-    image, and several numbers, are separated by spaces.
+    image, and several numbers, are separated by spaces. Masks are PNG files beside the table, which has their paths.
     """
 
     path: Path | None = None
@@ -166,8 +167,30 @@ class PredictionFile(pl.Callback):
             logits = predictions[name]
             columns.append(task.predicted(logits))
         self._header = ["image", "client", "label", *models]
+        if task.per_pixel:
+            self._add_masks(trainer, columns)
+            return
         for values in zip(*[column.tolist() for column in columns], strict=True):
             self._rows.append([str(len(self._rows)), *map(_csv_cell, values)])
+
+    def _add_masks(self, trainer: pl.Trainer, columns: Sequence[Tensor]) -> None:
+        """Write the masks of a batch, and add a row with their paths for each image.
+
+        Args:
+            trainer: The trainer.
+            columns: The owners (B,), the masks (B, H, W), and the masks that the models predict.
+        """
+        # log_dir is a collective: all processes ask for it, and rank 0 writes.
+        folder = trainer.log_dir if trainer.loggers else None
+        owners, *masks_of_columns = columns
+        for row, owner in enumerate(owners.tolist()):
+            image = len(self._rows)
+            cells = [str(image), str(owner)]
+            for name, masks in zip(self._header[2:], masks_of_columns, strict=True):
+                cells.append(f"predictions/{name}/{image:06d}.png")
+                if folder and trainer.is_global_zero:
+                    save_mask(masks[row], Path(folder) / cells[-1])
+            self._rows.append(cells)
 
     def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the table."""

@@ -83,6 +83,8 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
         _announce_cached_features(context, trunk)
     check_average(settings)
     check_server_images(settings, data.public_size, data.validation_size)
+    if trains:
+        _announce_teachers_logits(context, batch.x)
     _choose_models_to_score(context)
     if stage != "predict":
         _announce_sampled_models(context)
@@ -295,6 +297,32 @@ def _announce_cached_features(context: RunContext, trunk: FrozenTrunk) -> None:
             f"caching features: the frozen layers before all trained ones ({trunk.share:.0%} of a forward pass) are "
             "computed once per image; training.cache_features=false turns this off"
         )
+
+
+def _announce_teachers_logits(context: RunContext, images: Tensor) -> None:
+    """Log how much memory the teachers' logits of pixels take, if there are any.
+
+    Args:
+        context: The run.
+        images: Prepared training images (C, B, channels, height, width), which public images are as large as.
+    """
+    settings = context.settings
+    task = settings.training.task
+    distillation = settings.distillation
+    if not (task.per_pixel and settings.algorithm.uses_distillation and distillation.steps):
+        return
+    num_images = context.data.public_size
+    if not isinstance(distillation.batch_size, str):
+        num_images = min(num_images, distillation.steps * distillation.batch_size)
+    height, width = images.shape[-2:]
+    example = torch.empty(height, width, context.data.num_classes, device="meta")
+    numbers = task.distilled(example).numel()
+    # Sums over the teachers are in double precision.
+    megabytes = num_images * numbers * 8 / 1e6
+    rank_zero_info(
+        f"distillation: the teachers' logits of {num_images:,} public images take {megabytes:,.1f} MB on the server, "
+        f"{numbers:,} numbers for each; a larger distill_stride of the task lowers them"
+    )
 
 
 def _prepare_trainer(context: RunContext) -> None:

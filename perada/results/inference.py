@@ -16,6 +16,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from perada.core.checks import check_integer
 from perada.core.files import writing
 from perada.core.text import FORMULA, abbreviated, cell_text, near_names
+from perada.data.batches.transforms import read_image, resize_masks
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.folders import list_images
 from perada.data.sets.tables import check_encoding, existing_spelling, read_table
@@ -34,12 +35,14 @@ class Predictions:
             numbers float32 (N, D).
         classes: Names of the K classes or D numbers, or their positions if the run has no names.
         paths: The N paths if all images were given as paths, else None.
+        sources: The files, if ``paths`` are names relative to some folder.
     """
 
     probabilities: Tensor
     labels: Tensor
     classes: tuple[str, ...]
     paths: tuple[str, ...] | None = None
+    sources: tuple[str, ...] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -57,6 +60,26 @@ class Predictions:
             names.append("|".join(name for name, is_predicted in zip(self.classes, row, strict=True) if is_predicted))
         return names
 
+    def save_masks(self, folder: str | Path) -> Path:
+        """Write the predicted masks as PNG files with the number of each pixel's class.
+
+        A mask has the name of its image, or its number if images were not given as paths, and the image's size.
+
+        Raises:
+            ValueError: If no masks were predicted.
+        """
+        folder = Path(folder)
+        if self.labels.ndim != 3:
+            raise ValueError("the model does not predict masks; write the predictions with to_csv")
+        for row, mask in enumerate(self.labels):
+            name = f"{row:06d}"
+            size = None
+            if self.paths is not None:
+                name = _name_of_mask(self.paths, row)
+                size = _size_of_image(self.sources[row] if self.sources is not None else self.paths[row])
+            save_mask(mask, folder / f"{name}.png", size)
+        return folder
+
     def to_csv(self, path: str | Path) -> Path:
         """Write one row per image: its ``path`` (or its number, ``image``), ``predicted``, and ``p(NAME)`` per class.
 
@@ -66,6 +89,8 @@ class Predictions:
         spreadsheet: a path gets ``./`` in front, a name a quote.
         """
         path = Path(path)
+        if self.labels.ndim == 3:
+            raise ValueError("masks are not written to a table; write them with save_masks")
         if self.paths is None:
             first_header = "image"
             first_cells = [str(number) for number in range(len(self.labels))]
@@ -86,6 +111,40 @@ class Predictions:
             for first_cell, name, row in zip(first_cells, self.names, self.probabilities.tolist(), strict=True):
                 table.writerow([first_cell, cell_text(name), *(f"{value:.6f}" for value in row)])
         return path
+
+
+def save_mask(mask: Tensor, path: Path, size: tuple[int, int] | None = None) -> None:
+    """Write a mask (H, W) as a PNG file.
+
+    Args:
+        mask: Classes of the pixels.
+        path: The file, whose folder is created.
+        size: Height and width to resize the mask to, by nearest neighbour; None keeps them.
+    """
+    if size is not None:
+        mask = resize_masks(mask, size)
+    largest = int(mask.max())
+    pixels = mask.cpu().numpy().astype(np.uint8 if largest < 256 else np.uint16)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        Image.fromarray(pixels).save(path)
+
+
+def _name_of_mask(paths: Sequence[str], row: int) -> str:
+    """Return the path of an image's mask without extension, inside the folder of masks."""
+    path = Path(paths[row])
+    if path.is_absolute() or ".." in path.parts:
+        # Masks must stay in their folder.
+        return f"{row:06d}_{path.stem}"
+    stem = path.with_suffix("")
+    has_twin = any(Path(other).with_suffix("") == stem for place, other in enumerate(paths) if place != row)
+    return str(path if has_twin else stem)
+
+
+def _size_of_image(path: str) -> tuple[int, int]:
+    """Return height and width of an image file, after the rotation in its metadata."""
+    pixels = read_image(path, "fix it, or leave it out")
+    return pixels.shape[-2], pixels.shape[-1]
 
 
 def read_batch(

@@ -24,6 +24,8 @@ STUDENT = slice(0, 1)
 """Rows of the loss scales that belong to the student, which is the only state with one."""
 PUBLIC_BATCH = 512
 """Maximum number of public images in a batch for teachers."""
+DENSE_BATCH = 16
+"""Maximum number of images whose logits of all pixels are in memory, before the task selects those to distil."""
 LEAST_AGREEMENT = 0.5
 """Share of public images on which the average and the ensemble must predict the same class, for the guard."""
 LEAST_GAIN = 0.02
@@ -228,8 +230,14 @@ class TeacherBatches:
         """
         for batch in self.batches:
             images = read_images(batch)
-            logits = engine.shared_logits(teachers, images, batch_statistics=self.batch_statistics)
-            yield task.distilled(logits)
+            images_at_once = len(images)
+            if task.per_pixel and not self.batch_statistics:
+                images_at_once = DENSE_BATCH
+            parts = []
+            for part in images.split(images_at_once):
+                logits = engine.shared_logits(teachers, part, batch_statistics=self.batch_statistics)
+                parts.append(task.distilled(logits))
+            yield torch.cat(parts, 1)
 
 
 def _distinct_in_order_of_use(indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,17 +2,26 @@
 """Training, distillation and prediction of masks, from data to scores."""
 
 import copy
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 import perada
 from perada.core.checks import OptionError
 from perada.core.rounds import Phase
+from perada.core.states import get_state, stack
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.transforms import augment, prepare_images
+from perada.engine.engine import Engine
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
+from perada.server.distill import Distillation, TeacherBatches
 from perada.tasks import Segmentation
 from tests.masks import SIZE, UNet, hospitals, squares
 
@@ -182,3 +191,114 @@ def test_a_network_of_the_other_kind_is_rejected(task):
 def test_algorithms_that_count_classes_are_rejected(network):
     with pytest.raises(ValueError, match="class"):
         fit(network, algorithm="fedrod")
+
+
+def test_predicted_masks_are_files_of_the_size_of_their_images(network, tmp_path):
+    run = fit(network)
+    images = squares(3, 9).tensors[0]
+    names = ["a/1.png", "a/1.jpg", "b/2.png"]
+    sizes = [(32, 32), (40, 20), (16, 64)]
+    for name, size, image in zip(names, sizes, images, strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.fromarray(image.permute(1, 2, 0).numpy()).resize(size).save(tmp_path / name)
+    predictions = run.predict([tmp_path / name for name in names], client=0)
+    relative = replace(predictions, paths=tuple(names), sources=predictions.paths)
+    folder = relative.save_masks(tmp_path / "masks")
+    written = ["a/1.png.png", "a/1.jpg.png", "b/2.png"]
+    for row, (name, size) in enumerate(zip(written, sizes, strict=True)):
+        with Image.open(folder / name) as mask:
+            assert mask.size == size
+            if row == 0:
+                assert np.array_equal(np.array(mask), predictions.labels[row].numpy())
+    absolute = predictions.save_masks(tmp_path / "others")
+    assert sorted(path.name for path in absolute.iterdir()) == ["000000_1.png", "000001_1.png", "000002_2.png"]
+    with pytest.raises(ValueError, match="masks are not written to a table; write them with save_masks"):
+        predictions.to_csv(tmp_path / "table.csv")
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+def test_private_sums_are_those_of_clipped_gradients_of_images(network, engine):
+    """Without noise, the update is the sum of the clipped gradients divided by the mean batch size."""
+    data = FederatedData([squares(6, 0)], [squares(2, 1)])
+    privacy = {"noise_multiplier": 1e-6, "max_norm": 0.01, "delta": 1e-5, "sampling": "shuffle"}
+    run = fit(network, FederatedDataModule(data, batch_size="full"), adapter="head", engine=engine, privacy=privacy)
+    images, masks = data.train[0].tensors
+    model = copy.deepcopy(network).requires_grad_(False)
+    model.out.requires_grad_(True)
+    parameters = list(model.out.parameters())
+    sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters]
+    for image, mask in zip(images, masks, strict=True):
+        loss = F.cross_entropy(model(prepare_images(image.unsqueeze(0))), mask.long().unsqueeze(0))
+        gradients = torch.autograd.grad(loss, parameters)
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for total, gradient in zip(sums, gradients, strict=True):
+            total += gradient * min(1.0, 0.01 / float(norm))
+    trained = run.global_model().out
+    for parameter, total, value in zip(parameters, sums, (trained.weight, trained.bias), strict=True):
+        change = (value - parameter).double()
+        torch.testing.assert_close(change, -0.1 * total / 6, rtol=1e-2, atol=1e-6)
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(network, tmp_path):
+    options = {"adapter": "lora", "algorithm": "perada", "distillation": {"steps": 1, "batch_size": 4}}
+    data = {"batch_size": 4, "flip": True, "crop_padding": 2}
+    through = fit(network, FederatedDataModule(hospitals(), **data), rounds=2, **options)
+    callbacks = [ModelCheckpoint(tmp_path / "checkpoints")]
+    fit(
+        network,
+        FederatedDataModule(hospitals(), **data),
+        rounds=1,
+        default_root_dir=tmp_path,
+        enable_checkpointing=True,
+        callbacks=callbacks,
+        **options,
+    )
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    resumed = fit(
+        network,
+        FederatedDataModule(hospitals(), **data),
+        rounds=2,
+        callbacks=[ModelCheckpoint(tmp_path / "resumed")],
+        ckpt_path=str(checkpoint),
+        **options,
+    )
+    for client in range(3):
+        for value, expected in zip(
+            resumed.state("personal", client).values(), through.state("personal", client).values(), strict=True
+        ):
+            assert torch.equal(value, expected)
+
+
+def test_teachers_run_on_few_images_at_once_and_keep_the_grid(network, monkeypatch):
+    engine = Engine(insert_adapter(build_backbone(network, 3, per_pixel=True), "head").model, "loop", per_pixel=True)
+    states = stack([get_state(engine.model)] * 2)
+    images = prepare_images(squares(5, 3).tensors[0])
+    monkeypatch.setattr("perada.server.distill.DENSE_BATCH", 2)
+    batches = TeacherBatches.of_steps(torch.tensor([[0, 3, 1], [4, 1, 2]]), Distillation(), engine)
+    task = Segmentation(distill_stride=8)
+    (logits,) = batches.logits(engine, states, lambda rows: images[rows], task)
+    with torch.no_grad():
+        expected = network.eval()(images).movedim(1, -1)[:, ::8, ::8]
+    torch.testing.assert_close(logits, expected.expand(2, *expected.shape))
+
+
+def test_models_of_all_clients_run_in_groups_that_fit_in_memory(network, monkeypatch):
+    expected = fit(network, algorithm="standalone", adapter="head").metrics
+    monkeypatch.setattr("perada.federation.evaluation.PIXELS_AT_ONCE", 1)
+    assert fit(network, algorithm="standalone", adapter="head").metrics["clients"] == expected["clients"]
+
+
+def test_the_memory_of_teachers_logits_is_announced(network, caplog):
+    data = FederatedDataModule(hospitals(), batch_size=4, task=Segmentation(distill_stride=4))
+    with caplog.at_level("INFO"):
+        fit(network, data, "perada", "head", distillation={"steps": 1, "batch_size": 4})
+    # 4 images, 8 x 8 pixels, 3 classes, 8 bytes
+    assert "logits of 4 public images take 0.0 MB on the server, 192 numbers for each" in caplog.text
+
+
+def test_what_compares_predictions_of_images_is_rejected(network):
+    options = {"algorithm": "perada", "adapter": "head"}
+    with pytest.raises(ValueError, match=r"guard='predictions' counts the classes .* labels are one class per pixel"):
+        fit(network, **options, distillation={"steps": 1, "guard": "predictions"})
+    with pytest.raises(ValueError, match=r"personal_distance.*models predict pixels"):
+        fit(network, **options, distillation={"steps": 1}, evaluation={"diagnostics": ["personal_distance"]})
