@@ -239,6 +239,7 @@ def test_private_sums_are_those_of_clipped_gradients_of_images(network, engine):
         torch.testing.assert_close(change, -0.1 * total / 6, rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 def test_a_resumed_run_is_the_same_to_the_bit(network, tmp_path):
     options = {"adapter": "lora", "algorithm": "perada", "distillation": {"steps": 1, "batch_size": 4}}
     data = {"batch_size": 4, "flip": True, "crop_padding": 2}
@@ -258,7 +259,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(network, tmp_path):
         network,
         FederatedDataModule(hospitals(), **data),
         rounds=2,
-        callbacks=[ModelCheckpoint(tmp_path / "resumed")],
+        callbacks=[ModelCheckpoint(tmp_path / "checkpoints")],
         ckpt_path=str(checkpoint),
         **options,
     )
