@@ -48,7 +48,7 @@ from perada.lightning.trainer_attributes import callbacks_of, is_dev_run
 from perada.lightning.trainer_setup import check_devices, check_trainer, check_words
 from perada.lightning.trainers import TRAINER_DEFAULTS, as_callback_list, default_components
 from perada.privacy import ClientPrivacy, Privacy
-from perada.results.report import client_table, epsilon_text, mode_line, notes_on_means, shift_tables
+from perada.results.report import client_table, epsilon_text, mode_line, notes_on_means, shift_tables, unit_of
 from perada.results.restore import plain_data
 
 REFUSALS = (ValueError, TypeError, OSError, ImportError, ArgumentError, MisconfigurationException)
@@ -263,19 +263,21 @@ class PeradaCLI(LightningCLI):
             return
         data = self.datamodule
         metrics = self.loop.outcome(self.model).metrics
+        unit = unit_of(self.model.task.record())
         if metrics["clients"]:
-            print(client_table(metrics["clients"], data.train_sizes, self.loop.test_mode, data.client_names))
+            print(client_table(metrics["clients"], data.train_sizes, self.loop.test_mode, data.client_names, unit))
             for line in self._notes(metrics.get("test_images", [])):
                 print(f"\n{line}")
-        for shift_table in shift_tables(metrics.get("shifts", {})):
+        for shift_table in shift_tables(metrics.get("shifts", {}), unit):
             print(f"\n{shift_table}")
         if mode_line(self.model.scores):
-            print(mode_line(self.model.scores))
+            print(mode_line(self.model.scores, unit))
 
     def _notes(self, test_images: Sequence[int]) -> list[str]:
         """Return lines on what the mean over clients hides."""
         participation = self.loop.context.federation.participation
-        return notes_on_means(self.model.scores, test_images, participation.recent, participation.span)
+        unit = unit_of(self.model.task.record())
+        return notes_on_means(self.model.scores, test_images, participation.recent, participation.span, unit)
 
     def before_predict(self) -> None:
         """Write the predictions into a file."""

@@ -19,7 +19,7 @@ from perada.lightning.federated_loop import PROGRESS_METRICS, FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.trainer_attributes import callbacks_of
 from perada.results.inference import save_mask
-from perada.results.report import ENTROPY, cell, title
+from perada.results.report import ENTROPY, SHARES, cell, title, unit_of
 
 SCORE_GROUPS = ("personal/", "global/")
 """How names of scores begin."""
@@ -55,7 +55,7 @@ class RoundProgressBar(TQDMProgressBar):
         for name, value in super().get_metrics(trainer, pl_module).items():
             # Names without a group are Lightning's, such as the version number of the logger.
             if "/" in name and isinstance(value, float):
-                metrics[title(name)] = _with_unit(name, value)
+                metrics[title(name)] = _with_unit(name, value, pl_module)
             else:
                 metrics[name] = value
         return metrics
@@ -104,17 +104,21 @@ class RoundLines(ProgressBar):
         record = _last_record(trainer)
         for name, value in record.items():
             if name.startswith(SCORE_GROUPS) and not is_spread(name):
-                fields.append(f"{title(name)} {_with_unit(name, value)}")
+                fields.append(f"{title(name)} {_with_unit(name, value, pl_module)}")
         for name in PROGRESS_METRICS:
             if name in record:
-                fields.append(f"{title(name)} {_with_unit(name, record[name])}")
+                fields.append(f"{title(name)} {_with_unit(name, record[name], pl_module)}")
         print(f"{_round_title(trainer)}: {', '.join(fields)}", file=sys.stderr, flush=True)
 
 
-def _with_unit(name: str, value: float) -> str:
-    """Format a metric for people, scores in percent."""
-    is_score = name.startswith(SCORE_GROUPS) and name != ENTROPY
-    return f"{cell(name, value)} %" if is_score else cell(name, value)
+def _with_unit(name: str, value: float, pl_module: pl.LightningModule) -> str:
+    """Format a metric for people: scores in percent, or in the targets' units if the module predicts numbers."""
+    if not name.startswith(SCORE_GROUPS) or name == ENTROPY:
+        return cell(name, value)
+    unit = SHARES
+    if isinstance(pl_module, FederatedClassifier):
+        unit = unit_of(pl_module.task.record())
+    return unit.text(value)
 
 
 def _last_record(trainer: pl.Trainer) -> dict[str, float]:

@@ -15,10 +15,10 @@ In the record of a single client's adapter, ``others`` of each level is the larg
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from huggingface_hub import ModelCard
@@ -27,7 +27,16 @@ from perada.core.text import printable
 from perada.models.backbones import size_to_build
 from perada.privacy.options import ClientPrivacy, Privacy, options_of
 from perada.results.models import Models
-from perada.results.report import TEST_MODE, epsilon_text, mean_and_std, percent, table
+from perada.results.report import (
+    TEST_MODE,
+    ScoreUnit,
+    epsilon_text,
+    mean_and_std,
+    percent,
+    score_title,
+    table,
+    unit_of,
+)
 from perada.results.run_file import check_list
 from perada.server import SecureSums
 
@@ -54,6 +63,56 @@ def code(value: object) -> str:
     return f"`{re.sub('[`<>]', chr(39), printable(str(value)))[:100]}`"
 
 
+class TaskWords(NamedTuple):
+    """What a card says about a task.
+
+    Attributes:
+        sentence: Beginning of a sentence that ends with the number of classes and their name.
+        targets: Name of the classes after their number; empty for numbers.
+        metric: Title of the scores' metric.
+        unit: Unit of the scores.
+        predictions: How predictions follow from the outputs of the model.
+    """
+
+    sentence: str
+    targets: str
+    metric: str
+    unit: ScoreUnit
+    predictions: str
+
+
+def task_words(task: Record) -> TaskWords:
+    """Return what a card says about a task, from its record (:meth:`.Task.record`)."""
+    name = task.get("default_metric", "accuracy")
+    # Words from a file may be hostile.
+    metric = score_title(name) if re.fullmatch("[a-z0-9_]+", name) else code(name)
+    unit = unit_of(task)
+    if not task.get("has_classes", True):
+        options = task["init_args"]
+        predictions = "they are the predictions"
+        if options.get("std") is not None or options.get("mean") is not None:
+            std = _number_text(options.get("std"), 1.0)
+            mean = _number_text(options.get("mean"), 0.0)
+            predictions = f"the predictions are {mean} + {std} · outputs"
+        return TaskWords("Image regression. Numbers per image:", "", metric, unit, predictions)
+    if task.get("per_pixel", False):
+        sentence = "Image segmentation. Each pixel has one of"
+        return TaskWords(sentence, "classes", metric, unit, "a softmax over the classes makes probabilities of them")
+    if task.get("exclusive", True):
+        sentence = "Image classification. Each image has one of"
+        return TaskWords(sentence, "classes", metric, unit, "a softmax over the classes makes probabilities of them")
+    sentence = "Image classification. Each image may have several of"
+    return TaskWords(sentence, "classes", metric, unit, "a sigmoid of each makes probabilities of them")
+
+
+def _number_text(numbers: Sequence[float] | float | None, default: float) -> str:
+    """Return a number, or several in brackets, from a file that may be hostile."""
+    if isinstance(numbers, Sequence) and not isinstance(numbers, str):
+        return f"({', '.join(f'{float(number):.7g}' for number in numbers)})"
+    number = default if numbers is None else float(numbers)
+    return f"{number:.7g}"
+
+
 @cache
 def _template(name: str) -> jinja2.Template:
     """Load a template of this package, with the functions that templates call."""
@@ -66,6 +125,7 @@ def _template(name: str) -> jinja2.Template:
     environment.filters |= {"code": code, "repr": repr}
     environment.globals |= {"table": table, "percent": percent, "epsilon": epsilon_text, "mean_and_std": mean_and_std}
     environment.globals["TEST_MODE"] = TEST_MODE
+    environment.globals["task_words"] = task_words
     return environment.get_template(f"{name}.md.j2")
 
 

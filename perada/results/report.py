@@ -3,7 +3,9 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, pstdev
+from typing import Any
 
 from perada.core.text import is_spread, printable
 
@@ -96,6 +98,56 @@ ROWS = 20
 """Largest number of clients in a table."""
 SHIFTS_FILE = "shifts.json"
 """Scores by kind of corruption and severity, in a run's folder."""
+
+
+@dataclass(frozen=True)
+class ScoreUnit:
+    """How scores are shown.
+
+    Attributes:
+        factor: Factor of the number that is shown.
+        symbol: What follows a number, with a space before it.
+        format_spec: Format of a number.
+    """
+
+    factor: float
+    symbol: str
+    format_spec: str
+
+    def number(self, score: float) -> str:
+        """Format a score without its unit; a dash for NaN.
+
+        >>> SHARES.number(0.5), NUMBERS.number(12.3456)
+        ('50.00', '12.35')
+        """
+        return "–" if math.isnan(score) else format(self.factor * score, self.format_spec)
+
+    def text(self, score: float) -> str:
+        """Format a score with its unit.
+
+        >>> SHARES.text(0.5), NUMBERS.text(12.3456)
+        ('50.00 %', '12.35')
+        """
+        return self.number(score) + self.symbol
+
+    def label(self, quantity: str) -> str:
+        """Label an axis.
+
+        >>> SHARES.label("score"), NUMBERS.label("score")
+        ('score in %', 'score')
+        """
+        return f"{quantity} in{self.symbol}" if self.symbol else quantity
+
+
+SHARES = ScoreUnit(factor=100, symbol=" %", format_spec=".2f")
+"""Unit of scores between 0 and 1."""
+NUMBERS = ScoreUnit(factor=1, symbol="", format_spec=".4g")
+"""Unit of scores of predicted numbers, which have the unit of the targets."""
+
+
+def unit_of(task: Mapping[str, Any]) -> ScoreUnit:
+    """Return the unit of the scores of a task, from its record (:meth:`.Task.record`)."""
+    return SHARES if task.get("has_classes", True) else NUMBERS
 
 
 def title(name: str) -> str:
@@ -244,6 +296,7 @@ def client_table(
     sizes: Sequence[int],
     test_mode: bool = False,
     names: Sequence[str] | None = None,
+    unit: ScoreUnit = SHARES,
 ) -> str:
     """Lay out a table with one row per client, up to ``ROWS``, and mean and standard deviation over all clients.
 
@@ -252,16 +305,17 @@ def client_table(
         sizes: Training images of each client.
         test_mode: Whether to add :data:`TEST_MODE`.
         names: Names of the clients; their numbers by default.
+        unit: Unit of the scores.
     """
     names = names or [str(client) for client in range(len(sizes))]
     rows = []
     for client, size in enumerate(sizes[:ROWS]):
-        cells = [cell(name, values[client]) for name, values in scores.items()]
+        cells = [cell(name, values[client], unit) for name, values in scores.items()]
         rows.append([names[client], str(size), *cells])
     if len(sizes) > ROWS:
         empty_cells = [""] * (1 + len(scores))
         rows.append([f"… {len(sizes) - ROWS} more", *empty_cells])
-    rows.append(["mean ± std", "", *(_mean_cell(name, values) for name, values in scores.items())])
+    rows.append(["mean ± std", "", *(_mean_cell(name, values, unit) for name, values in scores.items())])
     titles = [title(name) for name in scores]
     text = table(["client", "training images", *titles], rows)
     if test_mode:
@@ -270,7 +324,11 @@ def client_table(
 
 
 def notes_on_means(
-    means: Mapping[str, float], test_images: Sequence[int], recent: Sequence[bool], span: int
+    means: Mapping[str, float],
+    test_images: Sequence[int],
+    recent: Sequence[bool],
+    span: int,
+    unit: ScoreUnit = SHARES,
 ) -> list[str]:
     """Return the lines below the table of clients that qualify the mean score on own images.
 
@@ -279,11 +337,12 @@ def notes_on_means(
         test_images: Numbers of test images of the clients.
         recent: Whether each client took part in one of the last rounds.
         span: Number of these rounds.
+        unit: Unit of the scores.
     """
     score = SCORES[0]
     lines = []
     for name in scores_beside([means], test_images):
-        value = percent(means.get(name, math.nan))
+        value = unit.number(means.get(name, math.nan))
         if name.endswith("_weighted"):
             tested = [count for count in test_images if count]
             lines.append(
@@ -301,7 +360,7 @@ def notes_on_means(
     return lines
 
 
-def _mean_cell(name: str, values: Sequence[float]) -> str:
+def _mean_cell(name: str, values: Sequence[float], unit: ScoreUnit) -> str:
     """Format the mean ± standard deviation over the clients that have the score."""
     if name == LAST_ROUND:
         return ""
@@ -310,7 +369,7 @@ def _mean_cell(name: str, values: Sequence[float]) -> str:
         return mean_and_std(available) if available else "–"
     if not available:
         return "– ± –"
-    return f"{percent(fmean(available))} ± {percent(pstdev(available))}"
+    return f"{unit.number(fmean(available))} ± {unit.number(pstdev(available))}"
 
 
 def shift_names(names: Iterable[str]) -> list[str]:
@@ -328,11 +387,14 @@ def shift_names(names: Iterable[str]) -> list[str]:
     return sorted(scores - {*SCORES, *MODES}, key=sort_key)
 
 
-def shift_tables(shifts: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> list[str]:
+def shift_tables(
+    shifts: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], unit: ScoreUnit = SHARES
+) -> list[str]:
     """Lay out a table of the score by kind of corruption and severity, for each shift and model.
 
     Args:
         shifts: By shift and kind, the ``severity`` values, and the score at each of them by model.
+        unit: Unit of the scores.
     """
     tables = []
     for shift, curve_of_kind in shifts.items():
@@ -346,19 +408,19 @@ def shift_tables(shifts: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]
             rows = []
             for kind, curve in curve_of_kind.items():
                 scores = dict(zip(curve["severity"], curve[model], strict=True))
-                cells = [percent(scores.get(severity, math.nan)) for severity in all_severities]
-                rows.append([kind, *cells, percent(fmean(curve[model]))])
+                cells = [unit.number(scores.get(severity, math.nan)) for severity in all_severities]
+                rows.append([kind, *cells, unit.number(fmean(curve[model]))])
             tables.append(table(header, rows))
     return tables
 
 
-def mode_line(scores: Mapping[str, float]) -> str:
+def mode_line(scores: Mapping[str, float], unit: ScoreUnit = SHARES) -> str:
     """Format the scores of an ensemble's single models on one line; empty without an ensemble."""
-    return ", ".join(f"{title(name)} {cell(name, scores[name])}" for name in MODES if name in scores)
+    return ", ".join(f"{title(name)} {cell(name, scores[name], unit)}" for name in MODES if name in scores)
 
 
-def cell(name: str, value: float) -> str:
-    """Format one metric for a table."""
+def cell(name: str, value: float, unit: ScoreUnit = SHARES) -> str:
+    """Format one metric for a table; ``unit`` is that of scores."""
     if name == LAST_ROUND:
         return round_text(value)
     if name.startswith(PRIVACY):
@@ -369,7 +431,7 @@ def cell(name: str, value: float) -> str:
         return f"{value:.4g}"
     if name == ENTROPY:
         return f"{value:.4f} nats"
-    return percent(value)
+    return unit.number(value)
 
 
 def round_text(value: float) -> str:

@@ -298,7 +298,7 @@ class RunFile:
         check_list([info.get("adapter_of", ""), *(info.get("training") or {}).keys()], None, kind=str)
         task = info.get("task") or {}
         check_list([task.get("class_path", ""), task.get("default_metric", "")], 2, kind=str)
-        check_list([task.get("exclusive", True)], 1, kind=bool)
+        check_list([task.get(name, True) for name in ("has_classes", "exclusive", "per_pixel")], 3, kind=bool)
         if not isinstance(task.get("init_args", {}), dict):
             raise TypeError("the options of the task are not a mapping")
         missing = _REQUIRED_INFO - set(info)

@@ -293,6 +293,7 @@ class Task(ABC):
             "init_args": options,
             "has_classes": self.has_classes,
             "exclusive": self.exclusive,
+            "per_pixel": self.per_pixel,
             "default_metric": self.default_metric,
         }
 

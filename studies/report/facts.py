@@ -153,19 +153,19 @@ def mean_of_scores(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Deciles:
-    """The first and the ninth decile of the clients' scores, in %."""
+    """The first and the ninth decile of numbers."""
 
     first: float
     ninth: float
 
 
 def deciles(values: Sequence[float]) -> Deciles:
-    """Return deciles 1 and 9 in % of the scores that are not NaN.
+    """Return deciles 1 and 9 of the numbers that are not NaN.
 
-    >>> deciles([0.0, 0.5, 1.0])
+    >>> deciles([0.0, 50.0, 100.0])
     Deciles(first=10.0, ninth=90.0)
     """
-    scores = [100 * value for value in values if not math.isnan(value)]
+    scores = [value for value in values if not math.isnan(value)]
     if not scores:
         return Deciles(math.nan, math.nan)
     if len(scores) == 1:

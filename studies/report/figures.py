@@ -68,20 +68,20 @@ def curves(record: RunRecord, name: str) -> RenderedFigure | None:
         for index, score in enumerate(scores):
             curve = Curve()
             if score == OWN_SCORE and score in record.initial:
-                curve.add(0, 100 * mean_of_scores(record.initial[score]))
+                curve.add(0, record.unit.factor * mean_of_scores(record.initial[score]))
             for row in record.rounds:
                 if score in row:
-                    curve.add(row["round"] + 1, 100 * row[score])
+                    curve.add(row["round"] + 1, record.unit.factor * row[score])
             draw_line(axes, index, curve.x, curve.y, TITLES[score])
         if record.by_round:
             lowest, highest = _client_band(record)
             axes.fill_between(
                 lowest.x, lowest.y, highest.y, color=COLOURS[0], alpha=0.18, linewidth=0, label="middle 80 % of clients"
             )
-        axes.set(ylabel="score in %")
+        axes.set(ylabel=record.unit.label("score"))
         label_round_axis(axes, "rounds done")
         add_legend(figure)
-        last_scores = ", ".join(f"{TITLES[score]} {100 * record.last(score):.1f} %" for score in scores)
+        last_scores = ", ".join(f"{TITLES[score]} {record.unit.text(record.last(score))}" for score in scores)
         return render(figure, name, f"Scores by round. After the last one: {last_scores}.")
 
 
@@ -95,7 +95,7 @@ def _client_band(record: RunRecord) -> tuple[Curve, Curve]:
     for evaluation in record.by_round:
         evaluations.append((evaluation.round + 1, evaluation.scores))
     for rounds_done, scores in evaluations:
-        spread = deciles(scores)
+        spread = deciles([record.unit.factor * score for score in scores])
         first_decile.add(rounds_done, spread.first)
         ninth_decile.add(rounds_done, spread.ninth)
     return first_decile, ninth_decile
@@ -144,13 +144,13 @@ def before_and_after(record: RunRecord, name: str) -> RenderedFigure | None:
         line_width = 0.4
     with report_style():
         figure, axes = new_axes(4.5, height)
-        scores_after = [100 * after[client] for client in clients]
+        scores_after = [record.unit.factor * after[client] for client in clients]
         if before:
-            scores_before = [100 * before[client] for client in clients]
+            scores_before = [record.unit.factor * before[client] for client in clients]
             axes.hlines(ranks, scores_before, scores_after, color=GREY, linewidth=line_width)
             axes.plot(scores_before, ranks, "o", markersize=marker_size, mfc="none", color=COLOURS[1], label="before")
         axes.plot(scores_after, ranks, "o", markersize=marker_size, color=COLOURS[0], label="after")
-        axes.set_xlabel("score on the client's own images in %")
+        axes.set_xlabel(record.unit.label("score on the client's own images"))
         if has_names:
             axes.set_ylabel("client")
             axes.set_yticks(ranks, names)
@@ -159,15 +159,20 @@ def before_and_after(record: RunRecord, name: str) -> RenderedFigure | None:
             axes.set_yticks([], [])
         add_legend(figure)
 
-        worst = f"{scores_after[0]:.1f} % (client {names[0]})"
-        best = f"{scores_after[-1]:.1f} % (client {names[-1]})"
+        worst = f"{scores_after[0]:.1f}{record.unit.symbol} (client {names[0]})"
+        best = f"{scores_after[-1]:.1f}{record.unit.symbol} (client {names[-1]})"
         alt = f"Each client's score on its own images, sorted. From {worst} to {best}."
         if scores_after[0] == scores_after[-1]:
-            alt = f"Each client's score on its own images. All clients have {scores_after[0]:.1f} %."
+            alt = f"Each client's score on its own images. All clients have {scores_after[0]:.1f}{record.unit.symbol}."
         if before:
-            num_better = sum(after[client] > before[client] for client in clients)
+            num_better = sum(_is_better(record, after[client], before[client]) for client in clients)
             alt += f" Better than before: {num_better} of {len(clients)}."
         return render(figure, name, alt)
+
+
+def _is_better(record: RunRecord, score: float, other: float) -> bool:
+    """Return whether a score is better than another one."""
+    return score < other if record.lower_is_better else score > other
 
 
 def personal_and_global(record: RunRecord, name: str) -> RenderedFigure | None:
@@ -182,9 +187,9 @@ def personal_and_global(record: RunRecord, name: str) -> RenderedFigure | None:
         if math.isnan(personal + shared):
             continue
         names.append(short_label(record.client_names[client], 20))
-        points.add(100 * shared, 100 * personal)
-        num_better += personal > shared
-        num_worse += personal < shared
+        points.add(record.unit.factor * shared, record.unit.factor * personal)
+        num_better += _is_better(record, personal, shared)
+        num_worse += _is_better(record, shared, personal)
     num_clients = len(points.x)
     if not num_clients:
         return None
@@ -196,7 +201,7 @@ def personal_and_global(record: RunRecord, name: str) -> RenderedFigure | None:
         axes.plot(points.x, points.y, "o", color=COLOURS[0], alpha=0.7, markersize=marker_size)
         if num_clients <= MAX_NAMED_POINTS:
             _name_points(axes, points, names)
-        axes.set(xlabel="global model in %", ylabel="client's own model in %")
+        axes.set(xlabel=record.unit.label("global model"), ylabel=record.unit.label("client's own model"))
         return render(
             figure,
             name,
@@ -225,13 +230,13 @@ def communication(record: RunRecord, name: str) -> RenderedFigure | None:
         for score in scores:
             curve = Curve()
             if score in record.initial:
-                curve.add(0.0, 100 * mean_of_scores(record.initial[score]))
+                curve.add(0.0, record.unit.factor * mean_of_scores(record.initial[score]))
             for megabytes, row in zip(total_sent, record.rounds, strict=True):
                 if score in row:
-                    curve.add(megabytes, 100 * row[score])
+                    curve.add(megabytes, record.unit.factor * row[score])
             # The same colours as in the figure of the scores by round.
             draw_line(axes, SCORES.index(score), curve.x, curve.y, TITLES[score])
-        axes.set(xlabel="megabytes sent so far by all clients and the server", ylabel="score in %")
+        axes.set(xlabel="megabytes sent so far by all clients and the server", ylabel=record.unit.label("score"))
         add_legend(figure)
         return render(figure, name, f"Scores against communication; {total_sent[-1]:.2f} MB were sent in total.")
 
@@ -245,14 +250,18 @@ def shifts(record: RunRecord, name: str) -> RenderedFigure | None:
     with report_style():
         width = min(max(2.6 + 0.55 * num_columns, 4.4), 8.5)
         figure, axes = new_axes(width, 1.5 + 0.24 * len(grid.row_names))
-        image = axes.imshow(grid.percent, aspect="auto", cmap=fading_colormap(), vmin=0, vmax=100, interpolation="none")
-        write_in_cells(axes, grid.percent, lambda score: "" if math.isnan(score) else f"{score:.0f}")
+        # Numbers have no highest score: the colours then end at the largest one.
+        highest = 100 if record.has_classes else None
+        image = axes.imshow(
+            grid.scores, aspect="auto", cmap=fading_colormap(), vmin=0, vmax=highest, interpolation="none"
+        )
+        write_in_cells(axes, grid.scores, lambda score: "" if math.isnan(score) else f"{score:.0f}")
         axes.grid(False)
         set_tick_names(axes.xaxis, grid.column_names)
         set_tick_names(axes.yaxis, grid.row_names)
         axes.tick_params(axis="x", rotation=90)
         axes.set_xlabel("model and severity")
-        figure.colorbar(image, label="score in %")
+        figure.colorbar(image, label=record.unit.label("score"))
         return render(figure, name, "Scores by kind of corruption and severity.", wide=num_columns > 8)
 
 
@@ -263,12 +272,12 @@ class ShiftGrid:
     Attributes:
         row_names: Names of the kinds, with the shift if there are several.
         column_names: Model and severity.
-        percent: Scores in %, (rows, columns); NaN where a kind was not scored.
+        scores: Scores in their unit, (rows, columns); NaN where a kind was not scored.
     """
 
     row_names: list[str]
     column_names: list[str]
-    percent: list[list[float]]
+    scores: list[list[float]]
 
 
 def _shift_grid(record: RunRecord) -> ShiftGrid:
@@ -287,10 +296,10 @@ def _shift_grid(record: RunRecord) -> ShiftGrid:
             scores_of_row.append(scores)
             columns.update(scores)
     ordered_columns = sorted(columns, key=lambda column: (column[0] != "personal", column[1]))
-    percent = []
+    rows = []
     for scores in scores_of_row:
-        percent.append([100 * scores.get(column, math.nan) for column in ordered_columns])
-    return ShiftGrid(row_names, [f"{model} {severity:g}" for model, severity in ordered_columns], percent)
+        rows.append([record.unit.factor * scores.get(column, math.nan) for column in ordered_columns])
+    return ShiftGrid(row_names, [f"{model} {severity:g}" for model, severity in ordered_columns], rows)
 
 
 def epsilon(record: RunRecord, name: str) -> RenderedFigure | None:

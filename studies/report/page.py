@@ -12,7 +12,7 @@ from pathlib import Path
 
 from perada.core.files import write_atomic, writing
 from perada.core.text import cell_text, printable
-from perada.results.report import SCORES, percent, score_title, scores_beside, title
+from perada.results.report import SCORES, score_title, scores_beside, title
 from perada.results.run_file import RUN_FILE
 from perada.studies.drawing import check_drawing
 from perada.studies.report.figures import OWN_SCORE
@@ -150,25 +150,18 @@ def _subtitle(record: RunRecord) -> str:
     backbone = info.get("backbone") or "a custom network"
     clients = counted(len(record.client_names), "client")
     classes = counted(info["num_classes"], "class", "es")
+    if not record.has_classes:
+        classes = counted(info["num_classes"], "target")
     rounds = counted(len(record.rounds), "round")
     sentence = f"{algorithm} on {backbone}, {clients}, {classes}, {rounds}"
     if info.get("seed") is not None:
         sentence += f", seed {info['seed']}"
     if "training" in info:
-        return f"{sentence}. Scores are {_first_metric(record)}, in %."
+        metric = score_title(record.first_metric)
+        if record.unit.symbol:
+            metric += f", in{record.unit.symbol}"
+        return f"{sentence}. Scores are {metric}."
     return f"{sentence}."
-
-
-def _first_metric(record: RunRecord) -> str:
-    """Return the title of the scores' metric, the first of several."""
-    training = record.info.get("training") or {}
-    metric = training.get("metric") or "auto"
-    # A list of metrics, or a dictionary of a metric's name and its options, or a list of these.
-    while metric and isinstance(metric, list | dict):
-        metric = next(iter(metric))
-    if metric == "auto":
-        metric = record.task["default_metric"]
-    return score_title(str(metric))
 
 
 def counted(number: int, word: str, plural: str = "s") -> str:
@@ -193,12 +186,12 @@ def _facts(record: RunRecord) -> list[Fact]:
     facts = []
     initial = [score for score in record.initial.get(OWN_SCORE, []) if not math.isnan(score)]
     if initial:
-        facts.append(Fact(f"{title(OWN_SCORE)}, before training", f"{percent(sum(initial) / len(initial))} %"))
+        facts.append(Fact(f"{title(OWN_SCORE)}, before training", record.unit.text(sum(initial) / len(initial))))
     own_score, *other_scores = SCORES
     for name in (own_score, *scores_beside(record.rounds[-1:], record.test_images), *other_scores):
         score = record.last(name)
         if not math.isnan(score):
-            facts.append(Fact(title(name), f"{percent(score)} %"))
+            facts.append(Fact(title(name), record.unit.text(score)))
     return facts
 
 

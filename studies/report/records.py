@@ -21,21 +21,25 @@ from perada.results.report import (
     SCORES,
     SHIFTS_FILE,
     TEST_MODE,
+    ScoreUnit,
     cell,
     scores_beside,
     shift_names,
     shift_tables,
     table,
     title,
+    unit_of,
 )
 from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, published, read_run
 
 Counts = list[list[int]]
 """A table of numbers of images."""
-CLASSIFICATION = {"exclusive": True, "default_metric": "accuracy"}
+CLASSIFICATION = {"has_classes": True, "exclusive": True, "default_metric": "accuracy"}
 """What a page needs of the record of :class:`.Classification`, whose module would import torch."""
 
 
+ERRORS = ("ece", "mae", "mse", "rmse")
+"""Metrics of which a lower score is better, by their short names."""
 SCORES_LEFT_OUT = "Scores, losses and diagnostics of private runs are left out; --scores=true includes them."
 
 
@@ -114,7 +118,34 @@ class RunRecord:
     @property
     def several_labels(self) -> bool:
         """Whether an image may have several labels."""
-        return not self.task["exclusive"]
+        return self.has_classes and not self.task["exclusive"]
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether classes or labels are predicted, and not numbers."""
+        return bool(self.task.get("has_classes", True))
+
+    @property
+    def first_metric(self) -> str:
+        """The metric of the scores, the first of several."""
+        training = self.info.get("training") or {}
+        metric = training.get("metric") or "auto"
+        # A list of metrics, or a dictionary of a metric's name and its options, or a list of these.
+        while metric and isinstance(metric, list | dict):
+            metric = next(iter(metric))
+        if metric == "auto":
+            metric = self.task["default_metric"]
+        return str(metric)
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether a lower score is better; errors that users name themselves are not known as such."""
+        return self.first_metric.removesuffix("_per_target") in ERRORS
+
+    @property
+    def unit(self) -> ScoreUnit:
+        """The unit of the scores."""
+        return unit_of(self.task)
 
     @property
     def private(self) -> bool:
@@ -348,13 +379,13 @@ def run_report(folder: Path) -> str:
     for round_metrics in record.rounds:
         cells = [str(int(round_metrics["round"]) + 1)]
         for name in columns:
-            cells.append(cell(name, round_metrics[name]) if name in round_metrics else "")
+            cells.append(cell(name, round_metrics[name], record.unit) if name in round_metrics else "")
         rows.append(cells)
     header = ["round", *(title(name) for name in columns)]
     parts = [table(header, rows)]
     if "privacy/test_mode" in record.metric_names:
         parts.append(TEST_MODE)
-    return "\n\n".join([*parts, *shift_tables(record.shifts)])
+    return "\n\n".join([*parts, *shift_tables(record.shifts, record.unit)])
 
 
 def _report_columns(record: RunRecord) -> list[str]:

@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from perada.results.report import LAST_ROUND, PRIVACY, SCORES, epsilon_text, round_text, shift_names, title
+from perada.results.report import (
+    LAST_ROUND,
+    PRIVACY,
+    SCORES,
+    SHARES,
+    ScoreUnit,
+    epsilon_text,
+    round_text,
+    shift_names,
+    title,
+)
 from perada.studies.report import class_figures, figures
 from perada.studies.report.facts import (
     accuracies,
@@ -41,11 +51,12 @@ class Table:
         name: Name of the file, without an extension.
         caption: Caption in the page.
         header: Names of the columns.
-        rows: Texts, integers, and scores from 0 to 1, which the page shows in %. The page shows a column whose name
+        rows: Texts, integers, and scores, which the page shows in ``unit``. The page shows a column whose name
             begins with :data:`SPREAD` in the cells of the column before it.
         plain: Columns whose numbers are not scores.
         metrics: Whether the columns, or the first cells of the rows, are metrics. The file has their names, the page
             their titles.
+        unit: How the page shows scores.
     """
 
     name: str
@@ -54,6 +65,7 @@ class Table:
     rows: list[list[Cell]]
     plain: Sequence[str] = ()
     metrics: Literal["", "columns", "rows"] = ""
+    unit: ScoreUnit = SHARES
 
     @property
     def visible_columns(self) -> list[int]:
@@ -110,7 +122,7 @@ class Table:
         if math.isnan(cell):
             return "–"
         if name not in self.plain:
-            return f"{100 * cell:.2f}"
+            return self.unit.number(cell)
         if "ε" in name:
             return epsilon_text(cell)
         is_large_integer = cell >= 1000 and cell == int(cell)
@@ -168,6 +180,9 @@ def sections(record: RunRecord, prefix: str = "") -> list[Section]:
         _privacy(record, prefix),
         _settings(record, prefix),
     ]
+    for section in all_sections:
+        for table in section.tables:
+            table.unit = record.unit
     return [section for section in all_sections if section.figures or section.tables or section.text]
 
 
@@ -200,10 +215,12 @@ def _rounds(record: RunRecord, prefix: str) -> Section:
         plain=[name for name in names if not _is_score(name)],
         metrics="columns",
     )
+    scores_title = record.unit.label("Scores")
+    intro = f"{scores_title} after each round. The band holds the middle 80 % of clients; round 0 is before training."
     return Section(
         key="rounds",
         title="Rounds",
-        intro="Scores in % after each round. The band holds the middle 80 % of clients; round 0 is before training.",
+        intro=intro,
         figures=_draw(record, prefix, [figures.curves, figures.losses]),
         tables=_tables_with_rows(table),
     )

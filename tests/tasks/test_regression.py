@@ -3,6 +3,8 @@
 
 import copy
 import csv
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -286,3 +288,34 @@ def test_what_needs_classes_is_rejected(options, message):
 def test_mixed_images_are_rejected():
     with pytest.raises(ValueError, match=r"targets of Regression\(\) cannot be mixed"):
         FederatedDataModule(hospitals(), task=Regression(), mixup=0.2).setup()
+
+
+def test_cards_name_the_task_and_the_scores_in_the_units_of_the_targets(tmp_path):
+    run = fit(task=Regression(mean=50, std=10), model=network())
+    run.save(tmp_path / "run")
+    score = run.metrics["rounds"][-1]["global/global_test"]
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "Image regression. Numbers per image: 1.\n" in card
+    assert f"- mae on the test images of all clients: {score:.4g}\n" in card
+    assert "%" not in card
+
+
+def test_lines_of_rounds_have_no_percent(capsys):
+    run = fit(task=Regression(mean=50, std=10))
+    score = run.metrics["rounds"][-1]["global/global_test"]
+    lines = capsys.readouterr().err
+    assert f"global model {score:.4g}" in lines
+    assert "%" not in lines
+
+
+def test_a_report_has_no_percent_and_no_classes(tmp_path):
+    run = fit(task=Regression(mean=50, std=10))
+    folder = run.save(tmp_path / "run")
+    command = [sys.executable, "-m", "perada", "report", str(folder), "--output", str(tmp_path / "page")]
+    subprocess.run(command, check=True, capture_output=True)
+    (page,) = (tmp_path / "page").glob("*.html")
+    text = page.read_text()
+    assert "Scores are mae." in text
+    assert "1 target," in text
+    assert f"{run.metrics['clients']['personal/local_test'][0]:.4g}" in text
+    assert "Confusion" not in text
