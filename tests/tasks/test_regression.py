@@ -275,7 +275,7 @@ def test_targets_of_another_form_are_rejected():
         ({"algorithm": "fedrod"}, "requires each client's number of images per class"),
         (
             {"algorithm": "perada", "adapter": "lora", "distillation": {"guard": "predictions"}},
-            "counts predicted classes",
+            "labels are numbers; leave guard out",
         ),
         ({"evaluation": {"diagnostics": ["ensemble_error"]}}, "the models predict numbers"),
     ],
