@@ -37,7 +37,9 @@ UNSUPPORTED = {
     "precision='16-mixed'": "the loss scale is shared by all clients; use 'bf16-mixed'",
     "max_failures": "--min-sites sets how many sites must answer; leave it out",
     "diagnostics": "they need data from all clients in one place; leave them out",
-    "balanced weights of the task": "the labels of a site never leave it; give the weights as numbers",
+    "a task with options that are computed from all labels": (
+        "the labels of a site never leave it; give numbers instead of 'balanced' or 'all'"
+    ),
     "shifts": "they are drawn from the test images of all clients; leave them out",
 }
 """Options that cannot be used in a deployment, and why."""
@@ -84,7 +86,7 @@ class Recipe:
             "precision='16-mixed'": getattr(trainer.precision_plugin, "scaler", None) is not None,
             "max_failures": self.loop.max_failures is not None,
             "diagnostics": bool(self.loop.evaluation.diagnostics),
-            "balanced weights of the task": task is not None and task.uses_all_targets,
+            "a task with options that are computed from all labels": task is not None and task.uses_all_targets,
             "shifts": bool(self.data.shifts),
         }
         for option, reason in UNSUPPORTED.items():

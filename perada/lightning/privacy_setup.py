@@ -89,8 +89,8 @@ def _check_options(context: RunContext) -> None:
         )
     if data.chosen_task is not None and data.chosen_task.uses_all_targets:
         raise _privacy_error(
-            f"task={data.chosen_task} would compute weights from the clients' labels without noise, which no ledger "
-            "counts; give the weights as numbers"
+            f"task={data.chosen_task} would compute its options from the clients' labels without noise, which no "
+            "ledger counts; give them as numbers"
         )
     if is_sample_level and data.chosen_task is not None and data.chosen_task.uses_client_counts:
         raise _privacy_error(

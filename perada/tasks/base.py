@@ -194,6 +194,11 @@ class Task(ABC):
         return {}
 
     @property
+    def border_target(self) -> int:
+        """Target of the pixels that augmentation adds around an image, if there is a prediction for each pixel."""
+        return 0
+
+    @property
     def uses_all_targets(self) -> bool:
         """Whether an option is computed from the training targets of all clients (:meth:`fitted_to`)."""
         return False

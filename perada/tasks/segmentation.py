@@ -84,6 +84,11 @@ class Segmentation(ClassTask):
             )
 
     @property
+    def border_target(self) -> int:
+        """Pixels from outside of an image do not count."""
+        return self.ignore_index
+
+    @property
     def uses_all_targets(self) -> bool:
         """Whether the weights are computed from all clients' counts."""
         return self.class_weights == BALANCED

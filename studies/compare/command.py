@@ -12,6 +12,7 @@ from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
 from perada.core.quiet import info_messages_disabled
+from perada.results.report import unit_of
 from perada.studies.compare.configured import MakeCLI
 from perada.studies.compare.grid import Observation, Point, Sampler, has_range, inside, points, propose
 from perada.studies.compare.plan import CHOSEN_BY, Job, Plan, Row, words
@@ -98,7 +99,8 @@ class Comparison:
                 continue
             chosen_points[row] = best.point
             values = " ".join(words(best.point))
-            print(f"{trials[0].label}: {values} chosen, validation score {score_text(best.record)} %")
+            unit = unit_of(best.record).symbol
+            print(f"{trials[0].label}: {values} chosen, validation score {score_text(best.record)}{unit}")
         return chosen_points
 
     def _run(self, jobs: Iterable[Job]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from perada.core.digests import check_sealed, sealed
 from perada.core.files import write_atomic
-from perada.results.report import percent
+from perada.results.report import unit_of
 from perada.studies.compare.grid import Point
 from perada.studies.compare.plan import CHOSEN_BY, Job
 
@@ -161,11 +161,11 @@ def score(record: Record | None) -> float | None:
 
 
 def score_text(record: Record) -> str:
-    """Return a score in %, as it is printed: an error without the minus that it is chosen by."""
+    """Return a score as it is printed, without its unit: an error has no minus, by which it is chosen."""
     value = score(record)
     if value is None:
         return "failed" if "failed" in record else "diverged"
-    return percent(-value if lower_is_better(record) else value)
+    return unit_of(record).number(-value if lower_is_better(record) else value)
 
 
 def lower_is_better(record: Record) -> bool:

@@ -123,6 +123,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], scores_start: bool) -> Result:
     federation = loop.context.federation
     result["run"] = _json_numbers(cli.model.scores) | {
         "diverged": _has_diverged(cli),
+        "has_classes": cli.model.task.has_classes,
         "local_steps": loop.history[-1]["step"],
         "num_clients": loop.num_clients,
         "last_rounds": list(federation.last_rounds),
@@ -168,7 +169,13 @@ def _fewest_and_most(test_images: Sequence[int]) -> list[int]:
 
 def _full_model_size(model: FederatedClassifier) -> dict[str, float]:
     """Return the parameters and megabytes of the model that full fine-tuning would train."""
-    backbone = build_backbone(model.backbone, model.num_classes, pretrained=False, image_size=model.image_size)
+    backbone = build_backbone(
+        model.backbone,
+        model.num_classes,
+        pretrained=False,
+        image_size=model.image_size,
+        per_pixel=model.task.per_pixel,
+    )
     parameters = list(backbone.model.parameters())
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*parameters, *backbone.model.buffers()))
     return {

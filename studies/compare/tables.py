@@ -12,12 +12,14 @@ from perada.results.report import (
     ENTROPY,
     MODES,
     SCORES,
+    ScoreUnit,
     epsilon_text,
     percent,
     scores_beside,
     shift_names,
     table,
     title,
+    unit_of,
 )
 from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, named
 from perada.studies.compare.results import (
@@ -167,8 +169,10 @@ def _full_fine_tuning_rows(records: Sequence[Record], columns: Columns) -> list[
 
 def _score_note(records: Sequence[Record], rows_by_name: dict[str, list[Record]]) -> str:
     unit = "%"
+    if not all(record.get("has_classes", True) for record in records):
+        unit = "the units of the targets"
     if any(record.get(ENTROPY) is not None for record in records):
-        unit = "%, entropy in nats"
+        unit += ", entropy in nats"
     note = (
         f"Scores in {unit}. Each client's personal model is tested on the "
         "client's own test images and on those of all clients (means over clients), the global model on the latter. "
@@ -280,17 +284,23 @@ def grid_table(records: Sequence[Record]) -> str:
             is_chosen = best is not None and record["point"] == best.point
             values = [record["point"].get(name, "") for name in options]
             rows.append([label, *values, score_text(record), "chosen" if is_chosen else ""])
-    note = _grid_note(list(options), list(chosen_by), lower_chosen=all(lower_is_better(record) for record in trials))
+    note = _grid_note(
+        list(options),
+        list(chosen_by),
+        lower_chosen=all(lower_is_better(record) for record in trials),
+        unit=unit_of(trials[0]),
+    )
     return _printable([table(["", *options, "score", ""], rows), note, *_failures(trials)])
 
 
-def _grid_note(options: Sequence[str], chosen_by: Sequence[str], lower_chosen: bool) -> str:
+def _grid_note(options: Sequence[str], chosen_by: Sequence[str], *, lower_chosen: bool, unit: ScoreUnit) -> str:
     """Return the explanation of the grid's scores.
 
     Args:
         options: Options that were tuned.
         chosen_by: Scores that chose, with a minus if lower values are better.
         lower_chosen: Whether the lowest score is chosen in all rows; then the minus is left out.
+        unit: Unit of the scores.
     """
     scores = []
     for signed_name in chosen_by:
@@ -300,7 +310,8 @@ def _grid_note(options: Sequence[str], chosen_by: Sequence[str], lower_chosen: b
     if len(scores) > 1:
         scores_text = f"mean of {scores_text}"
     direction = "; the lowest is chosen" if lower_chosen else ""
-    return f"Scores of {' and '.join(options)} in %: {scores_text}, of held-out validation images{direction}."
+    quantity = unit.label(f"Scores of {' and '.join(options)}")
+    return f"{quantity}: {scores_text}, of held-out validation images{direction}."
 
 
 def curve_tables(records: Sequence[Record]) -> str:
@@ -356,7 +367,7 @@ def _over_seeds(runs: Sequence[Record], name: str) -> str:
     elif name.startswith(DIAGNOSED):
         text_of = "{:.4g}".format
     else:
-        text_of = percent
+        text_of = unit_of(runs[0]).number
     return _mean([run[name] for run in runs if run.get(name) is not None], text_of)
 
 

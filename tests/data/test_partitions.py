@@ -433,3 +433,13 @@ def test_a_file_that_is_not_there(tmp_path):
     part = Split(np.zeros(5, int), np.arange(5))
     with pytest.raises(FileNotFoundError, match=r"partition\.json in the folder of an earlier run"):
         FromFile(str(tmp_path / "none")).split(part, part, 0)
+
+
+def test_numbers_are_not_divided_by_class():
+    numbers = Split(np.linspace(20.0, 80.0, 40, dtype=np.float32), np.arange(40))
+    with pytest.raises(
+        ValueError, match="Dirichlet divides images by their class, but their labels are numbers; choose IID"
+    ):
+        Dirichlet(4, alpha=0.5).split(numbers, numbers, 0)
+    train_rows, _ = IID(4).split(numbers, numbers, 0)
+    assert sorted(np.concatenate(train_rows)) == list(range(40))

@@ -295,7 +295,8 @@ def test_weights_from_the_labels_of_all_sites_are_rejected(tmp_path):
     data["task"] = {"class_path": "Classification", "init_args": {"class_weights": "balanced"}}
     own = {"dataset": "Digits", "partition": PARTITION, "client": 1}
     with pytest.raises(
-        ValueError, match="balanced weights of the task cannot be used in a deployment: the labels of a"
+        ValueError,
+        match="a task with options that are computed from all labels cannot be used in a deployment: the labels of a",
     ):
         written(tmp_path / "site", RECIPE | {"data": data}, own)
 

@@ -131,7 +131,7 @@ BALANCED = {
 @pytest.mark.parametrize("case", BALANCED)
 def test_balanced_weights_are_rejected_with_differential_privacy(case, protection):
     task, targets = BALANCED[case]
-    with pytest.raises(OptionError, match="would compute weights from the clients' labels without noise"):
+    with pytest.raises(OptionError, match="would compute its options from the clients' labels without noise"):
         fit(data(task, targets), **{protection: {"noise_multiplier": 1.0}})
 
 

@@ -21,7 +21,7 @@ from perada.core.seeding import generator
 from perada.core.states import to_device_async
 from perada.data.batches.mixing import Mixing
 from perada.engine.engine import real_rows
-from perada.tasks import Classification, Segmentation, Task
+from perada.tasks import Classification, Task
 
 BatchT = TypeVar("BatchT", CohortBatch, dict[str, CohortBatch], EvalBatch, Tensor)
 WHOLE_SCALE = 65535
@@ -538,9 +538,9 @@ class Preparation:
             crops_of_clients.append(draw_crops(count, self.flip, self.crop_padding, source))
         crops = pad(torch.cat(crops_of_clients), batch.counts).flatten(0, 1)
         x = augment(batch.x.flatten(0, 1), crops, self.crop_padding).view_as(batch.x)
-        if not isinstance(self.task, Segmentation):
+        if not self.task.per_pixel:
             return batch._replace(x=x)
         # Pixels that come from outside of the image have no class.
         masks = batch.y.flatten(0, 1).unsqueeze(1)
-        y = augment(masks, crops, self.crop_padding, self.task.ignore_index).view_as(batch.y)
+        y = augment(masks, crops, self.crop_padding, self.task.border_target).view_as(batch.y)
         return batch._replace(x=x, y=y)

@@ -329,6 +329,11 @@ class LabelPartition(Partition):
                     f"{type(self).__name__} divides images by their class, but their labels are masks; choose IID, "
                     "QuantitySkew, or ByDomain with a column"
                 )
+            if train.labels.ndim == 1 and np.issubdtype(train.labels.dtype, np.floating):
+                raise ValueError(
+                    f"{type(self).__name__} divides images by their class, but their labels are numbers; choose IID, "
+                    "QuantitySkew, or a column of the table (column=)"
+                )
             return train.labels, test.labels
         # An empty split may have no columns.
         values = np.concatenate([split.columns[self.column] for split in (train, test) if len(split)])

@@ -1160,6 +1160,22 @@ def test_the_lower_error_is_chosen():
     assert "-personal" not in shown
 
 
+def test_scores_of_numbers_have_the_targets_units():
+    """Mean absolute errors of 12.5 and 7.25 years, by which the lower is chosen."""
+    records = [
+        record("fedavg", stage="tune", point={"lr": lr}, has_classes=False, diverged=False)
+        | {"personal/local_test": error, "chosen_by": ["-personal/local_test"]}
+        for lr, error in (("0.1", 12.5), ("0.3", 7.25))
+    ]
+    grid = grid_table(records)
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in grid.splitlines()[2:4]]
+    assert cells == [["fedavg", "0.1", "12.5", ""], ["fedavg", "0.3", "7.25", "chosen"]]
+    assert "Scores of lr: own images" in grid and "%" not in grid
+    text = summary([one | {"stage": "run"} for one in records[:1]])
+    assert rows(text)["fedavg"]["own images"] == "12.5"
+    assert "Scores in the units of the targets." in text
+
+
 def test_scores_to_choose_by_are_those_of_the_metrics():
     falls = score_names(["accuracy", "ece", {"MulticlassHammingDistance": {"name": "off"}}])
     assert falls["personal/local_test"] is falls["personal/local_test_worst"] is falls["global/global_test"] is False
