@@ -43,6 +43,8 @@ BENCHMARKS = {
     "privacy_audit": "privacy_audit",
     "privacy_trials": "privacy_trials",
     "few_shot": "few_shot",
+    "rare_classes": "rare_labels",
+    "unknown_labels": "rare_labels",
     "growth": "growth",
     "attacks": "attacks",
     "deploy": "deploy",
@@ -70,9 +72,9 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Speed, as ratios within one run, memory, the audit of the reported ε, accuracy under attack, and "
-        "clients that join. `python -m benchmarks faults` puts faults into runs instead, and `python -m benchmarks "
-        "peers` runs other frameworks beside perada.",
+        description="Speed, as ratios within one run, memory, the audit of the reported ε, accuracy under attack, "
+        "clients that join, and options of tasks. `python -m benchmarks faults` puts faults into runs instead, and "
+        "`python -m benchmarks peers` runs other frameworks beside perada.",
     )
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="By default all.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -92,6 +92,8 @@ def test_every_benchmark_runs(tmp_path):
             "privacy_audit",
             "privacy_trials",
             "few_shot",
+            "rare_classes",
+            "unknown_labels",
             "growth",
             "deploy",
             "attacks",
