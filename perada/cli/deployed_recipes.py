@@ -47,7 +47,7 @@ PARTITION_OPTIONS = ("seed", "train_limit", "test_limit")
 """Options that determine how a data set is partitioned: a site that names dataset and partition has the recipe's."""
 SHARED_IMAGE_OPTIONS = ("size", "gray", "full_scale", "test_share", "seed")
 """Options of a recipe's image set with which a site, too, reads its files and selects its test images."""
-SHARED_TABLE_OPTIONS = ("path", "label", "split", "separator", "unknown", "blank", "group")
+SHARED_TABLE_OPTIONS = ("path", "label", "split", "separator", "unknown", "blank", "numbers", "group")
 """The same, if both the recipe and the site have a table."""
 SINGLE_CLIENT = {"class_path": "IID", "init_args": {"num_clients": 1}}
 """Partition of a site's dataset, all of whose images belong to the site."""

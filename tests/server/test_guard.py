@@ -184,7 +184,10 @@ def test_each_round_is_told_in_the_metrics_and_secure_sums_decide_alike():
 
 
 def test_images_with_several_labels_are_refused():
-    with pytest.raises(ValueError, match="guard='predictions' counts predicted classes, but these images have several"):
+    with pytest.raises(
+        ValueError,
+        match="guard='predictions' counts the classes that are predicted for images, but the labels are several",
+    ):
         run(multilabel=True)
 
 

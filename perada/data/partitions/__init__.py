@@ -26,6 +26,7 @@ from perada.data.partitions.shares import (
     rows_by_value,
     split_evenly,
 )
+from perada.tasks.multi_label import UNKNOWN
 
 Assignment = tuple[list[Array], list[Array]]
 
@@ -329,7 +330,7 @@ class LabelPartition(Partition):
                     f"{type(self).__name__} divides images by their class, but their labels are masks; choose IID, "
                     "QuantitySkew, or ByDomain with a column"
                 )
-            if train.labels.ndim == 1 and np.issubdtype(train.labels.dtype, np.floating):
+            if _are_numbers(train.labels):
                 raise ValueError(
                     f"{type(self).__name__} divides images by their class, but their labels are numbers; choose IID, "
                     "QuantitySkew, or a column of the table (column=)"
@@ -340,6 +341,14 @@ class LabelPartition(Partition):
         _, numbers = np.unique(values, return_inverse=True)
         numbers = numbers.reshape(-1, 1)
         return numbers[: len(train)], numbers[len(train) :]
+
+
+def _are_numbers(labels: Array) -> bool:
+    """Return whether labels are numbers to predict, and neither classes nor zeros, ones and unknown labels."""
+    if not np.issubdtype(labels.dtype, np.floating):
+        return False
+    known_labels = labels[~np.isnan(labels)]
+    return labels.ndim == 1 or not np.isin(known_labels, (0, 1, UNKNOWN)).all()
 
 
 @dataclass(repr=False, eq=False)

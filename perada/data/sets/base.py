@@ -154,6 +154,8 @@ class Manifest:
         num_classes: Number of classes if they have no names.
         identities: See :attr:`ImageSet.identities`.
         masks: File of the mask of each image; ``None`` if labels are not masks.
+        numbers: Numbers float (N, D) that are the labels, with their names in ``classes``; ``None`` if labels are not
+            numbers.
     """
 
     paths: list[str]
@@ -164,6 +166,7 @@ class Manifest:
     num_classes: int | None = None
     identities: Array | None = None
     masks: list[str] | None = None
+    numbers: Array | None = None
 
     def rows(self, rows: Array) -> "Manifest":
         """Return the images at ``rows``, in this order, without their splits."""
@@ -174,6 +177,7 @@ class Manifest:
             labels=None if self.labels is None else self.labels[rows],
             identities=None if self.identities is None else self.identities[rows],
             masks=None if self.masks is None else [self.masks[row] for row in rows],
+            numbers=None if self.numbers is None else self.numbers[rows],
             split=None,
         )
 

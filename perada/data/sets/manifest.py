@@ -119,6 +119,8 @@ class ImageFiles(ImageSet):
         if manifest.masks is not None:
             with ThreadPoolExecutor(_NUM_READERS) as pool:
                 return stack_masks(list(pool.map(self.read_mask, manifest.masks, manifest.paths)))
+        if manifest.numbers is not None:
+            return torch.from_numpy(manifest.numbers)
         if manifest.labels is None:
             return None
         return torch.from_numpy(manifest.labels)
@@ -227,6 +229,8 @@ class OwnImages(ImageFiles):
     def _assign_splits(self, manifest: Manifest) -> Manifest:
         if manifest.masks is not None:
             manifest = replace(manifest, classes=self._class_names)
+        elif manifest.numbers is not None:
+            self._check_no_class_names()
         elif self._class_names is not None:
             manifest = renumber_labels(manifest, self._class_names, self.source_name)
         # Names of classes and clients are compared when FederatedData is made.
@@ -238,6 +242,16 @@ class OwnImages(ImageFiles):
             split = self._normalise_split(manifest, manifest.split.tolist())
         self._check_classes(manifest, split == "train")
         return replace(manifest, split=split)
+
+    def _check_no_class_names(self) -> None:
+        """Raise an OptionError if classes are named, and the labels are numbers."""
+        if self._class_names is not None:
+            raise OptionError(
+                f"classes={list(self._class_names)} cannot be combined with numbers, which have the names of their "
+                "columns; leave classes out",
+                name="classes",
+                value=self._class_names,
+            )
 
     def _draw_split(self, manifest: Manifest) -> Array:
         """Choose the test images of a source without splits by their identities."""
@@ -333,7 +347,8 @@ class OwnImages(ImageFiles):
 
     def _check_classes(self, manifest: Manifest, is_train: Array) -> None:
         """Raise a ValueError if a class has no training images, unless the user has named the classes."""
-        if self._class_names is not None or manifest.masks is not None:
+        has_classes = manifest.masks is None and manifest.numbers is None
+        if self._class_names is not None or not has_classes:
             return
         assert manifest.labels is not None and manifest.classes is not None
         labels = manifest.labels[is_train]

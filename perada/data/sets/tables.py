@@ -27,7 +27,7 @@ from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, explain_read_errors, number_labels
 from perada.data.sets.manifest import SPLITS, ListedImages, Listing
 from perada.data.sets.masks import check_mask_values
-from perada.tasks import Classification, MultiLabel, Segmentation, Task
+from perada.tasks import Classification, MultiLabel, Regression, Segmentation, Task
 from perada.tasks.multi_label import UNKNOWN
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class ImageTable(ListedImages):
             mention few findings.
         mask: Column of the files of masks, which are then the labels (:class:`.ImageMasks`); null for no masks.
         mask_values: Value of each class in the masks, as of :class:`.ImageMasks`.
+        numbers: Column, or columns, of numbers such as an age, which are then the labels. They need the task
+            :class:`.Regression`; null for labels that are names.
         encoding: Encoding of a text file, such as ``cp1252`` as Excel writes it on Windows; null for UTF-8, or for
             UTF-16 or UTF-32 with a byte-order mark.
         **options: Options of :class:`.ListedImages`.
@@ -86,11 +88,19 @@ class ImageTable(ListedImages):
         blank: Blank = "unknown",
         mask: str | None = None,
         mask_values: list[int] | None = None,
+        numbers: str | list[str] | None = None,
         encoding: str | None = None,
         **options: Any,
     ) -> None:
         check_encoding(encoding)
         _check_unknown(unknown, blank, label)
+        if numbers is not None and mask is not None:
+            raise OptionError(
+                f"numbers={numbers!r} cannot be combined with mask={mask!r}: the labels are either numbers or masks; "
+                "leave one out",
+                name="numbers",
+                value=numbers,
+            )
         super().__init__(str(Path(table).parent) if folder is None else folder, **options)
         self.table = table
         self.folder = folder
@@ -102,6 +112,7 @@ class ImageTable(ListedImages):
         self.blank = blank
         self.mask = mask
         self.mask_values = check_mask_values(mask_values)
+        self.numbers = numbers
         self.encoding = encoding
         self.source_name = table
 
@@ -110,6 +121,8 @@ class ImageTable(ListedImages):
         """What is learnt from the labels, which is known without reading the table."""
         if self.mask is not None:
             return Segmentation()
+        if self.numbers is not None:
+            return Regression()
         if self.separator is not None or not isinstance(self.label, str):
             return MultiLabel()
         return Classification()
@@ -132,7 +145,12 @@ class ImageTable(ListedImages):
         classes: tuple[str, ...] | None = None
         labels: Array | None = None
         masks: list[str] | None = None
-        if self.mask is None:
+        numbers: Array | None = None
+        if self.numbers is not None:
+            names = [self.numbers] if isinstance(self.numbers, str) else self.numbers
+            classes = tuple(names)
+            numbers = np.stack([self._read_numbers(name) for name in names], 1)
+        elif self.mask is None:
             classes, labels = self._number_labels()
         else:
             masks = self._existing_paths(self.column("mask", self.mask, "fill in the mask, or take the row out"))
@@ -142,7 +160,16 @@ class ImageTable(ListedImages):
         split = None
         if split_column:
             split = np.array(self.column("split", split_column))
-        return Manifest(paths, labels, classes, self.extra_columns(), split, masks=masks)
+        return Manifest(paths, labels, classes, self.extra_columns(), split, masks=masks, numbers=numbers)
+
+    def _read_numbers(self, name: str) -> Array:
+        """Return the numbers float32 (N,) in a column; raise a ValueError that names the rows of other cells."""
+        cells = [str(cell).strip() for cell in self.column("numbers", name, "fill it in, or take the row out")]
+        not_numbers = [row for row, cell in enumerate(cells) if not _NUMBER.fullmatch(cell)]
+        if not_numbers:
+            problem = f"{name} is {cells[not_numbers[0]]!r}, which is not a number"
+            self.reject_rows(not_numbers, problem, "correct it, with a point for decimals, or take the row out")
+        return np.array(cells, dtype=np.float32)
 
     def _existing_paths(self, files: Sequence[str]) -> list[str]:
         """Return the path of the file of each row; raise a ValueError that names rows whose file does not exist."""
@@ -250,7 +277,8 @@ class ImageTable(ListedImages):
             if float(cell) % 1:
                 raise ValueError(
                     f"{self.table}: {name} holds {len(values)} different numbers in {len(column)} rows, such as "
-                    f"{cell}, instead of classes; choose a different column, or divide the numbers into ranges"
+                    f"{cell}, instead of classes; choose a different column, divide the numbers "
+                    f"into ranges, or predict them (numbers: {name}, and task: Regression)"
                 )
 
 

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables with columns of numbers, from the file to a trained and saved run."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import perada
+from perada.core.checks import OptionError
+from perada.data import IID, Dirichlet, FederatedDataModule, ImageTable
+from perada.tasks import Regression
+
+AGES = [20.5, 31, 48, 55, 62, 70, 24, 37, 41, 59, 66, 78]
+DOSES = [0.1, 0.2, 0.4, 0.3, 0.9, 0.7, 0.2, 0.1, 0.5, 0.6, 0.8, 1.1]
+SPLITS = ["train"] * 8 + ["test"] * 4
+
+
+def write(folder, ages=AGES):
+    """Gray images whose brightness follows the age, and their table."""
+    rows = []
+    for number, (age, dose, split) in enumerate(zip(ages, DOSES, SPLITS, strict=True)):
+        pixels = np.full((16, 16), 2 * AGES[number], dtype=np.uint8)
+        pixels[:, number] = 0
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        rows.append([f"{number}.png", age, dose, split])
+    with (folder / "table.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["path", "age", "dose", "split"], *rows])
+    return str(folder / "table.csv")
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_columns_of_numbers_are_the_labels(tmp_path, in_memory):
+    table = ImageTable(write(tmp_path), numbers=["age", "dose"], size=16, in_memory=in_memory)
+    train = table.with_split(True)
+    np.testing.assert_allclose(train.labels, np.stack([AGES[:8], DOSES[:8]], 1), rtol=1e-6)
+    np.testing.assert_allclose(table.with_split(False).labels[:, 0], AGES[8:])
+    assert list(train.classes) == ["age", "dose"]
+    assert table.task == Regression()
+    _, target = train[3]
+    torch.testing.assert_close(target, torch.tensor([55.0, 0.3]))
+
+
+def test_a_run_predicts_numbers_in_the_units_of_the_table(tmp_path):
+    data = FederatedDataModule(
+        dataset=ImageTable(write(tmp_path), numbers="age", size=16),
+        partition=IID(2),
+        batch_size=4,
+        task=Regression(standardize="all"),
+    )
+    run = perada.finetune(
+        "test_resnet", data, pretrained=False, algorithm="fedavg", adapter="full", rounds=1, local_steps=1, seed=0
+    )
+    mean, std = np.mean(AGES[:8]), np.std(AGES[:8])
+    assert run.info["task"]["init_args"]["mean"] == pytest.approx([mean])
+    assert run.info["task"]["init_args"]["std"] == pytest.approx([std])
+    loaded = perada.Run.load(run.save(tmp_path / "run"))
+    predictions = loaded.predict([tmp_path / "9.png"], client=0)
+    assert predictions.classes == ("age",)
+    # A single step leaves predictions near the mean.
+    assert predictions.labels.item() == pytest.approx(mean, abs=3 * std)
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("", "row 4: age is empty; fill it in, or take the row out"),
+        (
+            "old",
+            "row 4: age is 'old', which is not a number; correct it, with a point for decimals, or take the row out",
+        ),
+        ("3,5", "row 4: age is '3,5', which is not a number"),
+        ("nan", "row 4: age is 'nan', which is not a number"),
+    ],
+)
+def test_rows_without_a_number_are_named(tmp_path, cell, message):
+    table = ImageTable(write(tmp_path, [*AGES[:2], cell, *AGES[3:]]), numbers="age", size=16)
+    with pytest.raises(ValueError, match=message):
+        _ = table.labels
+
+
+def test_what_does_not_go_with_numbers_is_rejected(tmp_path):
+    table = write(tmp_path)
+    with pytest.raises(OptionError, match="numbers='age' cannot be combined with mask='dose'"):
+        ImageTable(table, numbers="age", mask="dose")
+    with pytest.raises(OptionError, match=r"classes=\['old', 'young'\] cannot be combined with numbers"):
+        _ = ImageTable(table, numbers="age", classes=["old", "young"]).labels
+    for numbers in ("age", ["age", "dose"]):
+        data = FederatedDataModule(
+            dataset=ImageTable(table, numbers=numbers, size=16), partition=Dirichlet(2, alpha=0.5)
+        )
+        with pytest.raises(ValueError, match="Dirichlet divides images by their class, but their labels are numbers"):
+            data.setup("fit")
+
+
+def test_a_column_of_measurements_as_classes_proposes_the_task(tmp_path):
+    ages = [age + 0.25 for age in AGES]
+    with pytest.raises(ValueError, match=r"or predict them \(numbers: age, and task: Regression\)"):
+        _ = ImageTable(write(tmp_path, ages), label="age", size=16).labels
