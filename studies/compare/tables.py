@@ -12,6 +12,7 @@ from perada.results.report import (
     ENTROPY,
     MODES,
     SCORES,
+    SHARES,
     ScoreUnit,
     epsilon_text,
     percent,
@@ -284,12 +285,10 @@ def grid_table(records: Sequence[Record]) -> str:
             is_chosen = best is not None and record["point"] == best.point
             values = [record["point"].get(name, "") for name in options]
             rows.append([label, *values, score_text(record), "chosen" if is_chosen else ""])
-    note = _grid_note(
-        list(options),
-        list(chosen_by),
-        lower_chosen=all(lower_is_better(record) for record in trials),
-        unit=unit_of(trials[0]),
-    )
+    # A file without trials has a table without rows.
+    unit = unit_of(trials[0]) if trials else SHARES
+    all_lower = all(lower_is_better(record) for record in trials)
+    note = _grid_note(list(options), list(chosen_by), lower_chosen=all_lower, unit=unit)
     return _printable([table(["", *options, "score", ""], rows), note, *_failures(trials)])
 
 
