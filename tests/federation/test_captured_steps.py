@@ -28,7 +28,11 @@ def tape(monkeypatch):
     """A tape, by which steps are captured where that is asked for."""
     tape = Tape()
     monkeypatch.setattr("perada.federation.cohort.open_graphs", lambda device, **facts: StepGraphs(tape))
-    return tape
+    # A GPU, where steps are captured, has one worker. On a CPU with more threads, chunks would share the tape.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tape
+    torch.set_num_threads(threads)
 
 
 def final_states(case, graphs, rounds=2, training=SGD, **options):
