@@ -146,19 +146,27 @@ def metric_names(choice: MetricChoice) -> list[str]:
     return [name for name, _, _ in _entries(choice)]
 
 
-def score_names(choice: MetricChoice) -> dict[str, bool]:
+def score_names(choice: MetricChoice, task: Task | None = None) -> dict[str, bool]:
     """Return the names of the scores of personal and global models, and whether a lower score is better.
+
+    Args:
+        choice: Value of the option ``metric``.
+        task: What the models predict, which ``auto`` chooses the metric by; None if the labels decide, whose tasks have
+            metrics of which higher scores are better.
 
     >>> score_names(["accuracy", "ece"])["global/global_test_ece"]
     True
     """
     scores: dict[str, bool] = {}
     for place, entry in enumerate(_entries(choice)):
-        class_name = f"Multiclass{SHORT_NAMES[entry.kind].class_name}" if entry.kind in SHORT_NAMES else entry.kind
+        kind = entry.kind
+        if kind == "auto" and task is not None:
+            kind = task.default_metric
+        class_name = f"Multiclass{SHORT_NAMES[kind].class_name}" if kind in SHORT_NAMES else kind
         metric_class = _torchmetrics_class(class_name)
         lower_is_better = metric_class is not None and metric_class.higher_is_better is False
-        if entry.kind in SUMMED_METRICS:
-            lower_is_better = SUMMED_METRICS[entry.kind].lower_is_better
+        if kind in SUMMED_METRICS:
+            lower_is_better = SUMMED_METRICS[kind].lower_is_better
         for name in ("personal/local_test", "personal/global_test", "global/global_test"):
             full_name = f"{name}_{entry.name}" if place else name
             scores[full_name] = lower_is_better

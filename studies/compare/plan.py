@@ -316,7 +316,7 @@ class Plan:
         if grid and global_scores and not cli.loop.algorithm.global_model:
             name = row.algorithm or type(cli.loop.algorithm).__name__
             raise ValueError(f"--choose_by {global_scores[0]}: {name} has no global model; leave it or the score out")
-        self._set_signs(score_names(cli.loop.evaluation.metric))
+        self._set_signs(score_names(cli.loop.evaluation.metric, cli.datamodule.chosen_task))
         if row.algorithm:
             entry_of(row.algorithm).check(cli.config.federated.algorithm)
         if cli.loop.test_mode:

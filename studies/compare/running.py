@@ -117,7 +117,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], scores_start: bool) -> Result:
     result: Result = {}
     if scores_start:
         cli.trainer.test(cli.model, cli.datamodule, verbose=False)  # with the shifts
-        result["start"] = _json_numbers(cli.model.scores)
+        result["start"] = _json_numbers(cli.model.scores) | {"has_classes": cli.model.task.has_classes}
     seconds = _fit(cli)
     loop = cli.loop
     federation = loop.context.federation

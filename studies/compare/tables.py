@@ -116,7 +116,7 @@ def _summary_columns(records: Sequence[Record]) -> Columns:
     """Return the columns of the summary that some record has a value for."""
     columns: Columns = {}
     for name in _summary_scores(records):
-        columns[title(name)] = partial(_over_seeds, name=name)
+        columns[title(name)] = partial(_score_over_seeds, name=name)
     for name in _epsilons_of(records):
         columns[EPSILONS[name].heading] = partial(_epsilon_over_seeds, name=name)
     if any(_lost_in_aggregation(record) is not None for record in records):
@@ -331,7 +331,8 @@ def curve_tables(records: Sequence[Record]) -> str:
                 continue
             cells = []
             for number in sorted(rounds):
-                cells.append(_over_seeds([history.get(number, {}) for history in histories], name))
+                metrics_of_seeds = [history.get(number, {}) for history in histories]
+                cells.append(_over_seeds(metrics_of_seeds, name, unit_of(records_of_row[0])))
             rows.append([label, *cells])
         if rows:
             tables.append(table([f"{title(name)} after round", *(str(number) for number in sorted(rounds))], rows))
@@ -358,15 +359,21 @@ def _failures(records: Sequence[Record]) -> list[str]:
     return ["\n".join(["Failed:", "", *lines])] if lines else []
 
 
-def _over_seeds(runs: Sequence[Record], name: str) -> str:
-    """Return the cell of a score or diagnostic."""
+def _score_over_seeds(runs: Sequence[Record], name: str) -> str:
+    """Return the cell of a score or diagnostic, in the unit of the runs' scores."""
+    unit = unit_of(runs[0]) if runs else SHARES
+    return _over_seeds(runs, name, unit)
+
+
+def _over_seeds(runs: Sequence[Record], name: str, unit: ScoreUnit) -> str:
+    """Return the cell of a score or diagnostic; ``unit`` is that of scores."""
     text_of: Callable[[float], str]
     if name == ENTROPY:
         text_of = "{:.2f}".format
     elif name.startswith(DIAGNOSED):
         text_of = "{:.4g}".format
     else:
-        text_of = unit_of(runs[0]).number
+        text_of = unit.number
     return _mean([run[name] for run in runs if run.get(name) is not None], text_of)
 
 

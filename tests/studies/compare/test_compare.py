@@ -35,6 +35,7 @@ from perada.studies.compare.plan import CHOSEN_BY, Plan
 from perada.studies.compare.results import Results, choose, score
 from perada.studies.compare.running import Task, epsilons, runner, same_budget
 from perada.studies.compare.tables import curve_tables, grid_table, summary
+from perada.tasks import Classification, Regression
 from tests import recipes
 from tests.digests import without
 
@@ -1174,6 +1175,15 @@ def test_scores_of_numbers_have_the_targets_units():
     text = summary([one | {"stage": "run"} for one in records[:1]])
     assert rows(text)["fedavg"]["own images"] == "12.5"
     assert "Scores in the units of the targets." in text
+    history = [{"round": 0, "personal/local_test": 14.5}, {"round": 1, "personal/local_test": 12.5}]
+    curves = curve_tables([records[0] | {"stage": "run", "history": history}])
+    assert list(rows(curves)["fedavg"].values()) == ["14.5", "12.5"]
+
+
+def test_the_task_decides_which_scores_of_the_automatic_metric_are_better():
+    assert score_names("auto", Regression())["personal/local_test"] is True
+    assert score_names("auto", Classification())["personal/local_test"] is False
+    assert score_names("auto")["personal/local_test"] is False
 
 
 def test_scores_to_choose_by_are_those_of_the_metrics():
