@@ -363,19 +363,25 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
             f"distillation: guard={distillation.guard!r} counts the classes that are predicted for images, but the "
             f"labels are {settings.training.task.labels_per_image}; {remedy}"
         )
-    if algorithm.uses_distillation and distillation.validate_every and not has_classes:
-        raise OptionError(
-            f"distillation: validate_every={distillation.validate_every} selects the state of the best accuracy, but "
-            "the models predict numbers; leave validate_every out",
-            name="distillation: validate_every",
-            value=distillation.validate_every,
+    if algorithm.uses_distillation and distillation.validate_every:
+        _check_validation(distillation.validate_every, has_classes, labelled)
+
+
+def _check_validation(validate_every: int, has_classes: bool, labelled: int) -> None:
+    """Raise an OptionError if the best state of distillation cannot be selected by the server's labelled images."""
+    problem = ""
+    if not has_classes:
+        problem = "selects the state of the best accuracy, but the models predict numbers; leave validate_every out"
+    elif not labelled:
+        problem = (
+            "requires labelled images on the server, but the data has none; provide server_validation (or "
+            "validation_fraction), or set validate_every to 0"
         )
-    if algorithm.uses_distillation and distillation.validate_every and not labelled:
+    if problem:
         raise OptionError(
-            f"distillation: validate_every={distillation.validate_every} requires labelled images on the server, but "
-            "the data has none; provide server_validation (or validation_fraction), or set validate_every to 0",
+            f"distillation: validate_every={validate_every} {problem}",
             name="distillation: validate_every",
-            value=distillation.validate_every,
+            value=validate_every,
         )
 
 

@@ -72,7 +72,8 @@ class Dice(_Overlap):
         return torch.cat([dice.where(occurs, 0), occurs.to(dice)], -1)
 
     def _scores(self, sums: Tensor) -> Tensor:
-        sums_of_dice, images = sums.chunk(2, -1)
+        sums_of_dice = sums[..., : self.classes]
+        images = sums[..., self.classes :]
         # 0 / 0 is NaN.
         return sums_of_dice / images
 
@@ -84,6 +85,8 @@ class IntersectionOverUnion(_Overlap):
         return torch.cat([intersections, predicted_sizes, true_sizes], -1)
 
     def _scores(self, sums: Tensor) -> Tensor:
-        intersections, predicted_sizes, true_sizes = sums.chunk(3, -1)
+        intersections = sums[..., : self.classes]
+        predicted_sizes = sums[..., self.classes : 2 * self.classes]
+        true_sizes = sums[..., 2 * self.classes :]
         scores = intersections / (predicted_sizes + true_sizes - intersections)
         return scores.where(true_sizes > 0, torch.nan)
