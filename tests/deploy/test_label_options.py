@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 from perada.data import FederatedData
 from perada.server import SecureSums
-from perada.tasks import Classification, MultiLabel
+from perada.tasks import Classification, MultiLabel, Regression
 
 from .parties import Parties
 from .test_parity import assert_equal
@@ -19,6 +19,7 @@ OPTIONS = {
     "label_smoothing": {"task": Classification(label_smoothing=0.2)},
     "focal_gamma": {"task": Classification(focal_gamma=2.0)},
     "unknown labels": {"task": MultiLabel(positive_weights=WEIGHTS)},
+    "numbers": {"task": Regression("huber", mean=[1.0, 0.0, 20.0], std=[0.5, 2.0, 10.0])},
     "mixed images": {"mixup": 0.4, "cutmix": 1.0},
     "balanced sampling": {"sampling": "balanced"},
 }
@@ -34,6 +35,17 @@ def with_unknown_labels(data):
         labels[1::3, 0] = -1.0
         labels[2::4, 1:] = torch.nan
         return TensorDataset(images, labels)
+
+    return FederatedData([*map(relabelled, data.train)], [*map(relabelled, data.test)], data.public)
+
+
+def with_numbers(data):
+    """Replace the classes of a federation by three numbers of different sizes."""
+
+    def relabelled(dataset):
+        images, classes = dataset.tensors
+        brightness = images.flatten(1).float().mean(1)
+        return TensorDataset(images, torch.stack([classes.float(), brightness, 10.0 * classes + 5], 1))
 
     return FederatedData([*map(relabelled, data.train)], [*map(relabelled, data.test)], data.public)
 
@@ -57,6 +69,8 @@ def test_a_deployed_run_equals_its_simulation(case, secure_sums, tiny, tmp_path)
     parties = Parties(tiny, tmp_path, "perada", loop=loop, data=OPTIONS[case])
     if case == "weights per client":
         parties.whole = with_few_of_a_class(parties.whole)
+    if case == "numbers":
+        parties.whole = with_numbers(parties.whole)
     if case == "unknown labels":
         parties.whole = with_unknown_labels(parties.whole)
     assert_equal(parties)

@@ -11,12 +11,14 @@ from torch.func import functional_call
 
 from perada.engine import Engine
 from perada.privacy import Privacy
-from perada.tasks import Classification, MultiLabel
+from perada.tasks import Classification, MultiLabel, Regression
 
 from .opacus_loop import NoisyGradients
 from .test_gradients import CLASSES, COUNTS, assert_same, model, query
 
 WEIGHTS = [1.0, 4.0, 0.5, 2.0]
+MEANS = [0.0, 10.0, -3.0, 100.0]
+STDS = [1.0, 2.0, 0.5, 30.0]
 
 
 def weighted(logits, label):
@@ -40,6 +42,21 @@ def of_known_labels(logits, labels):
     return sum(terms) / len(terms) if terms else logits.sum() * 0
 
 
+def of_numbers(outputs, targets):
+    terms = []
+    for output, target, mean, std in zip(outputs[0], targets[0], MEANS, STDS, strict=True):
+        deviation = abs(output - (target - mean) / std)
+        terms.append(deviation**2 / 2 if deviation <= 0.7 else 0.7 * (deviation - 0.35))
+    return sum(terms) / len(terms)
+
+
+def numbers():
+    """Targets in the units of the means, some of them far away."""
+    random = torch.Generator().manual_seed(4)
+    deviations = 3 * torch.randn(len(COUNTS), max(COUNTS), CLASSES, generator=random)
+    return torch.tensor(MEANS) + torch.tensor(STDS) * deviations
+
+
 def unknown_labels():
     """Vectors of labels with NaN and -1, of which the last image has no known one."""
     labels = torch.randint(2, (len(COUNTS), max(COUNTS), CLASSES), generator=torch.Generator().manual_seed(3)).float()
@@ -53,6 +70,7 @@ CASES = {
     "class_weights": (Classification(class_weights=WEIGHTS), weighted),
     "label_smoothing": (Classification(label_smoothing=0.2), smoothed),
     "focal_gamma": (Classification(focal_gamma=2.0), focal),
+    "numbers": (Regression("huber", delta=0.7, mean=MEANS, std=STDS), of_numbers),
     "unknown labels": (MultiLabel(positive_weights=WEIGHTS), of_known_labels),
 }
 
@@ -79,6 +97,8 @@ def test_each_image_is_clipped_by_the_gradient_of_its_own_loss(case):
     task, loss_of_image = CASES[case]
     net = model("small")
     asked = query(net)
+    if case == "numbers":
+        asked = replace(asked, y=numbers())
     if case == "unknown labels":
         asked = replace(asked, y=unknown_labels())
     gradients = [list(image_gradients(net, asked, client, loss_of_image)) for client in range(len(COUNTS))]
