@@ -23,6 +23,7 @@ from perada.results.cards import privacy_lines, render_template
 from perada.results.clients import check_none_lost, forget, joined_clients
 from perada.results.formats import FILES, export_model
 from perada.results.inference import find_images
+from perada.results.report import unit_of
 from perada.results.run import Run
 from perada.results.run_file import layout_of
 
@@ -249,7 +250,8 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
     folder = joined.add_client(path, client) if output is None else joined.export(output)
     sample_level = (joined.info.get("privacy") or {}).get("sample")
     record = joined.info["joined"][-1]
-    print(render_template("joined", record=record, client=client, sample_level=sample_level, folder=folder))
+    unit = unit_of(joined.info["task"])
+    print(render_template("joined", record=record, client=client, sample_level=sample_level, folder=folder, unit=unit))
 
 
 def remove_client(parser: ArgumentParser, words: list[str]) -> None:

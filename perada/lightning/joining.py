@@ -21,6 +21,7 @@ from perada.lightning.privacy_setup import check_pretraining
 from perada.lightning.run_record import LOCAL_SCORE, RECORDED_OPTIONS
 from perada.lightning.trainers import make_trainer
 from perada.privacy import Privacy
+from perada.results.report import unit_of
 from perada.results.run import Run
 from perada.tasks.base import make_task
 
@@ -137,7 +138,7 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
     if before is not None and after is not None:
         test = datamodule.checked.test
         images = 0 if test is None else sum(test.sizes)
-        _warn_if_worse(name, before, after, lower_is_better=module.metrics[0].lower_is_better, images=images)
+        _warn_if_worse(name, before, after, images, module)
     steps_per_round = sum(phase.local_steps(datamodule.train_sizes[0], datamodule.batch_size) for phase in phases)
     record = {
         "name": name,
@@ -195,13 +196,22 @@ def _local_score(scores: Mapping[str, Sequence[float]]) -> float | None:
     return scores[LOCAL_SCORE][0]
 
 
-def _warn_if_worse(name: str, before: float, after: float, *, lower_is_better: bool, images: int) -> None:
-    """Warn if the client's model is worse after training than before."""
-    is_worse = after > before if lower_is_better else after < before
+def _warn_if_worse(name: str, before: float, after: float, images: int, module: FederatedClassifier) -> None:
+    """Warn if the client's model is worse after training than before.
+
+    Args:
+        name: Name of the client.
+        before: Score of the model before training.
+        after: Score of the model after training.
+        images: Number of test images that the model is scored on.
+        module: The module that was trained, whose first metric the scores are.
+    """
+    is_worse = after > before if module.metrics[0].lower_is_better else after < before
+    unit = unit_of(module.task.record())
     # The scores before training are rounded when they are recorded, so equal scores may differ a little.
     if is_worse and not math.isclose(after, before, abs_tol=1e-4):
         rank_zero_warn(
             f"client {name!r}: its personal model is worse than the global model on its {images} test images, "
-            f"{100 * after:.2f} % after {100 * before:.2f} %; use the global model for it, or train less or with "
+            f"{unit.text(after)} after {unit.text(before)}; use the global model for it, or train less or with "
             "different options (rounds, local_steps, lr)"
         )

@@ -94,7 +94,7 @@ def task_words(task: Record) -> TaskWords:
             std = _number_text(options.get("std"), 1.0)
             mean = _number_text(options.get("mean"), 0.0)
             predictions = f"the predictions are {mean} + {std} · outputs"
-        return TaskWords("Image regression. Numbers per image:", "", metric, unit, predictions)
+        return TaskWords("Image regression. The number of targets is", "", metric, unit, predictions)
     if task.get("per_pixel", False):
         sentence = "Image segmentation. Each pixel has one of"
         return TaskWords(sentence, "classes", metric, unit, "a softmax over the classes makes probabilities of them")
@@ -108,6 +108,8 @@ def task_words(task: Record) -> TaskWords:
 def _number_text(numbers: Sequence[float] | float | None, default: float) -> str:
     """Return a number, or several in brackets, from a file that may be hostile."""
     if isinstance(numbers, Sequence) and not isinstance(numbers, str):
+        if len(numbers) == 1:
+            return f"{float(numbers[0]):.7g}"
         return f"({', '.join(f'{float(number):.7g}' for number in numbers)})"
     number = default if numbers is None else float(numbers)
     return f"{number:.7g}"

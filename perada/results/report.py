@@ -83,6 +83,13 @@ SCORE_TITLES = {
     "precision_macro": "macro precision",
     "recall_macro": "macro recall",
     "ece": "ECE",
+    "dice": "Dice",
+    "miou": "mean IoU",
+    "mae": "MAE",
+    "mse": "MSE",
+    "rmse": "RMSE",
+    "r2": "R²",
+    "pearson": "Pearson correlation",
     "mcc": "MCC",
     "kappa": "Cohen's κ",
 }

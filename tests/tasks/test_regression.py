@@ -20,6 +20,9 @@ from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.transforms import prepare_images
 from perada.federation.metrics import make_metrics, score_names
 from perada.federation.scores import Scores
+from perada.results.cards import render_template
+from perada.results.formats import export_model
+from perada.results.report import unit_of
 from perada.tasks import Regression, task_of_labels
 from perada.tasks.base import make_task
 
@@ -295,8 +298,8 @@ def test_cards_name_the_task_and_the_scores_in_the_units_of_the_targets(tmp_path
     run.save(tmp_path / "run")
     score = run.metrics["rounds"][-1]["global/global_test"]
     card = (tmp_path / "run" / "README.md").read_text()
-    assert "Image regression. Numbers per image: 1.\n" in card
-    assert f"- mae on the test images of all clients: {score:.4g}\n" in card
+    assert "Image regression. The number of targets is 1.\n" in card
+    assert f"- MAE on the test images of all clients: {score:.4g}\n" in card
     assert "%" not in card
 
 
@@ -315,7 +318,59 @@ def test_a_report_has_no_percent_and_no_classes(tmp_path):
     subprocess.run(command, check=True, capture_output=True)
     (page,) = (tmp_path / "page").glob("*.html")
     text = page.read_text()
-    assert "Scores are mae." in text
+    assert "Scores are MAE." in text
     assert "1 target," in text
     assert f"{run.metrics['clients']['personal/local_test'][0]:.4g}" in text
     assert "Confusion" not in text
+
+
+def test_a_client_that_joins_is_scored_in_the_units_of_the_targets(tmp_path):
+    model = network()
+    run = fit(algorithm="ditto", model=copy.deepcopy(model), task=Regression(mean=50, std=20), local_steps=3)
+    newcomer = FederatedData([hospital(7)], [hospital(8, 6)])
+    joined = perada.personalize(run, newcomer, "newcomer", rounds=1, local_steps=3, lr=0.05)
+    images, numbers = newcomer.test[0].tensors
+    predicted = joined.predict(images, client="newcomer").labels.flatten()
+    record = joined.info["joined"][-1]
+    assert record["after"] == pytest.approx(float((predicted - numbers).abs().mean()), rel=1e-4)
+    text = render_template(
+        "joined", record=record, client=2, sample_level=None, folder=tmp_path, unit=unit_of(joined.info["task"])
+    )
+    assert f"newcomer (8 images): {record['before']:.4g} before, {record['after']:.4g} after on its own" in text
+
+
+def test_a_client_whose_error_grows_is_warned_of(recwarn):
+    run = fit(algorithm="ditto", model=network(), task=Regression(mean=50, std=20), local_steps=3)
+    newcomer = FederatedData([hospital(7)], [hospital(8, 6)])
+    joined = perada.personalize(run, newcomer, "newcomer", rounds=1, local_steps=5, lr=3.0)
+    record = joined.info["joined"][-1]
+    assert record["after"] > record["before"]
+    warnings = [str(warning.message) for warning in recwarn if "is worse than the global model" in str(warning.message)]
+    assert len(warnings) == 1
+    assert f"{record['after']:.4g} after {record['before']:.4g}" in warnings[0]
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
+    def data():
+        return FederatedDataModule(hospitals(), batch_size=4, task=Regression("huber", standardize="all"))
+
+    model = network()
+    straight = fit(data(), "perada", model=copy.deepcopy(model), rounds=4, distillation={"steps": 2})
+    options = {"distillation": {"steps": 2}, "default_root_dir": tmp_path, "enable_checkpointing": True}
+    fit(data(), "perada", model=copy.deepcopy(model), rounds=2, **options)
+    resumed = fit(data(), "perada", model=copy.deepcopy(model), rounds=4, ckpt_path="last", **options)
+    for kind, client in (("global", None), ("personal", 0), ("personal", 1)):
+        state = straight.state(kind, client)
+        for key, value in resumed.state(kind, client).items():
+            assert torch.equal(value, state[key]), key
+
+
+def test_an_exported_model_returns_standardised_outputs(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    run = fit(task=Regression(mean=50, std=20), model=network(), rounds=2)
+    export_model(run, None, "onnx", tmp_path / "model")
+    images = hospitals().test[0].tensors[0]
+    session = onnxruntime.InferenceSession(str(tmp_path / "model" / "model.onnx"))
+    (outputs,) = session.run(None, {"images": prepare_images(images).numpy()})
+    torch.testing.assert_close(50 + 20 * torch.from_numpy(outputs), run.predict(images).labels, rtol=1e-4, atol=1e-3)
+    assert "the predictions are 50 + 20 · outputs" in (tmp_path / "model" / "README.md").read_text()
