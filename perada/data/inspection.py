@@ -53,7 +53,7 @@ from perada.data.partitions.division import Division, positions
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import ImageSet, split_of
 from perada.data.sets.manifest import ImageFiles
-from perada.tasks import task_of_labels
+from perada.tasks import Task, task_of_labels
 
 OnBroken = Literal["refuse", "skip"]
 _FEW_NUMBERS = 2**16
@@ -159,7 +159,9 @@ def inspect_division(division: Division) -> Inspection:
     train_set = cast(ImageSet, resolve_subset(data.train[0]).base)
     test_set = cast(ImageSet, resolve_subset(test[0]).base)
     labels_of_sets = [images.labels for images in (train_set, test_set) if images.labels is not None]
-    num_classes = data.num_classes or max(task_of_labels(labels).count_classes(labels) for labels in labels_of_sets)
+    # Tables know what their columns mean; of other sets, the labels show it.
+    task: Task = getattr(train_set, "task", None) or task_of_labels(labels_of_sets[0])
+    num_classes = data.num_classes or max(task.count_classes(labels) for labels in labels_of_sets)
     train_facts = _read_all(train_set)
     test_facts = _read_all(test_set)
     readable = [facts for facts in train_facts + test_facts if not facts.error]
@@ -167,10 +169,10 @@ def inspect_division(division: Division) -> Inspection:
     inspection = Inspection(
         clients=list(data.client_names or map(str, range(len(data.train)))),
         classes=list(data.classes or map(str, range(num_classes))),
-        train=np.stack([_class_counts(dataset, num_classes) for dataset in data.train]),
-        test=np.stack([_class_counts(dataset, num_classes) for dataset in test]),
-        unknown_train=np.stack([_unknown_counts(dataset, num_classes) for dataset in data.train]),
-        unknown_test=np.stack([_unknown_counts(dataset, num_classes) for dataset in test]),
+        train=np.stack([_class_counts(dataset, task, num_classes) for dataset in data.train]),
+        test=np.stack([_class_counts(dataset, task, num_classes) for dataset in test]),
+        unknown_train=np.stack([_unknown_counts(dataset, task, num_classes) for dataset in data.train]),
+        unknown_test=np.stack([_unknown_counts(dataset, task, num_classes) for dataset in test]),
         images=np.array([[length(dataset) for dataset in pair] for pair in zip(data.train, test, strict=True)]),
         sizes=np.array([facts.size for facts in readable], dtype=np.int64).reshape(-1, 2),
         modes=Counter(facts.mode for facts in readable),
@@ -194,22 +196,24 @@ def _read_all(images: ImageSet) -> list[_ImageFacts]:
         return list(tqdm(results, total=len(images), desc="reading", leave=False, disable=None))
 
 
-def _class_counts(dataset: Dataset[Any], num_classes: int) -> Array:
+def _class_counts(dataset: Dataset[Any], task: Task, num_classes: int) -> Array:
     """Count the images (K,) of each class, or with several labels or masks, the images that have each."""
     labels = declared_labels(dataset)
     assert isinstance(labels, torch.Tensor)
-    array: Array = task_of_labels(labels).class_counts(labels, num_classes).numpy()
+    if not task.has_classes:
+        # Every image has every number.
+        return np.full(num_classes, len(labels))
+    array: Array = task.class_counts(labels, num_classes).numpy()
     return array
 
 
-def _unknown_counts(dataset: Dataset[Any], num_classes: int) -> Array:
+def _unknown_counts(dataset: Dataset[Any], task: Task, num_classes: int) -> Array:
     """Count the images (K,) whose label is unknown, which happens only with several labels."""
     labels = declared_labels(dataset)
     assert isinstance(labels, torch.Tensor)
     if labels.ndim != 2:
         return np.zeros(num_classes, dtype=np.int64)
-    is_known = task_of_labels(labels).known(labels)
-    array: Array = (~is_known).sum(0).numpy()
+    array: Array = (~task.known(labels)).sum(0).numpy()
     return array
 
 

@@ -11,6 +11,8 @@ from PIL import Image
 import perada
 from perada.core.checks import OptionError
 from perada.data import IID, Dirichlet, FederatedDataModule, ImageTable
+from perada.data.inspection import inspect_division
+from perada.data.partitions.division import Division
 from perada.tasks import Regression
 
 AGES = [20.5, 31, 48, 55, 62, 70, 24, 37, 41, 59, 66, 78]
@@ -85,6 +87,10 @@ def test_what_does_not_go_with_numbers_is_rejected(tmp_path):
     table = write(tmp_path)
     with pytest.raises(OptionError, match="numbers='age' cannot be combined with mask='dose'"):
         ImageTable(table, numbers="age", mask="dose")
+    with pytest.raises(OptionError, match=r"label=\['age', 'dose'\] cannot be combined with numbers='age'"):
+        ImageTable(table, numbers="age", label=["age", "dose"])
+    with pytest.raises(OptionError, match=r"separator=';' cannot be combined with mask='dose'"):
+        ImageTable(table, mask="dose", separator=";")
     with pytest.raises(OptionError, match=r"classes=\['old', 'young'\] cannot be combined with numbers"):
         _ = ImageTable(table, numbers="age", classes=["old", "young"]).labels
     for numbers in ("age", ["age", "dose"]):
@@ -99,3 +105,13 @@ def test_a_column_of_measurements_as_classes_proposes_the_task(tmp_path):
     ages = [age + 0.25 for age in AGES]
     with pytest.raises(ValueError, match=r"or predict them \(numbers: age, and task: Regression\)"):
         _ = ImageTable(write(tmp_path, ages), label="age", size=16).labels
+
+
+def test_an_inspection_counts_images_and_not_numbers(tmp_path):
+    """Doses are mostly below 1, and no image lacks one."""
+    table = ImageTable(write(tmp_path), numbers=["age", "dose"], size=16)
+    inspection = inspect_division(Division(table, IID(2)))
+    assert inspection.classes == ["age", "dose"]
+    assert inspection.train.tolist() == [[4, 4], [4, 4]]
+    assert inspection.test.sum(0).tolist() == [4, 4]
+    assert not inspection.unknown_train.any()

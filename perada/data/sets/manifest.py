@@ -259,7 +259,7 @@ class OwnImages(ImageFiles):
         split = np.full(len(manifest.paths), "train")
         no_clients = np.zeros(len(split), np.int64)
         if manifest.labels is None:
-            # Masks: an image has no class of its own.
+            # Masks and numbers: an image has no class.
             classes_of_images = [[0] for _ in manifest.paths]
         elif manifest.labels.ndim == 2:
             # Unknown labels are not 0.

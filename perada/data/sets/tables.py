@@ -94,13 +94,7 @@ class ImageTable(ListedImages):
     ) -> None:
         check_encoding(encoding)
         _check_unknown(unknown, blank, label)
-        if numbers is not None and mask is not None:
-            raise OptionError(
-                f"numbers={numbers!r} cannot be combined with mask={mask!r}: the labels are either numbers or masks; "
-                "leave one out",
-                name="numbers",
-                value=numbers,
-            )
+        _check_one_kind_of_label(mask, numbers, separator, label)
         super().__init__(str(Path(table).parent) if folder is None else folder, **options)
         self.table = table
         self.folder = folder
@@ -479,6 +473,25 @@ class HuggingFace(ListedImages):
         if has_lists:
             return number_labels(words_of_images, classes)
         return number_labels([words[0] for words in words_of_images], classes)
+
+
+def _check_one_kind_of_label(
+    mask: str | None, numbers: str | list[str] | None, separator: str | None, label: str | list[str]
+) -> None:
+    """Raise an OptionError if options of a table select different kinds of labels."""
+    selected = {"mask": mask, "numbers": numbers, "separator": separator}
+    if not isinstance(label, str):
+        selected["label"] = label
+    names = [name for name, value in selected.items() if value is not None]
+    if len(names) > 1:
+        first = names[0]
+        second = names[1]
+        raise OptionError(
+            f"{second}={selected[second]!r} cannot be combined with {first}={selected[first]!r}: labels are either "
+            "masks, numbers, names in one column, or columns of zeros and ones; leave one out",
+            name=second,
+            value=selected[second],
+        )
 
 
 def _check_unknown(unknown: Unknown | dict[str, Unknown], blank: Blank, label: str | list[str]) -> None:
