@@ -20,7 +20,7 @@ from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits, SiteFile
 from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, read_runs
 from perada.privacy.accounting import Ledger
-from perada.results.report import epsilon_text, round_text, table
+from perada.results.report import NUMBERS, SHARES, epsilon_text, round_text, table
 
 if TYPE_CHECKING:
     from perada.deploy.sums.party import Party
@@ -244,6 +244,7 @@ def run_status(progress: RunProgress) -> str:
 def format_rounds(progress: RunProgress) -> str:
     """Format a table of the rounds of a deployed run, counted from 1."""
     has_sums = any(record.summed for record in progress.records)
+    unit = SHARES if progress.has_classes else NUMBERS
     rows = []
     for record, metrics in zip(progress.records, progress.history, strict=True):
         score = metrics.get("personal/local_test", math.nan)
@@ -256,11 +257,11 @@ def format_rounds(progress: RunProgress) -> str:
             record.void or "–",
             f"{record.seconds:.1f}",
             f"{record.up + record.down:.2f}",
-            "–" if math.isnan(score) else f"{100 * score:.1f}",
+            unit.number(score),
         ]
         rows.append(row)
     sum_header = ["in the sum"] if has_sums else []
-    header = ["round", "answered", *sum_header, "missing", "outside", "void", "s", "MB", "own images %"]
+    header = ["round", "answered", *sum_header, "missing", "outside", "void", "s", "MB", f"own images{unit.symbol}"]
     return table(header, rows)
 
 

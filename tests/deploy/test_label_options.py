@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from perada.cli.deploy_status import format_rounds
 from perada.data import FederatedData
 from perada.server import SecureSums
 from perada.tasks import Classification, MultiLabel, Regression
@@ -73,4 +74,7 @@ def test_a_deployed_run_equals_its_simulation(case, secure_sums, tiny, tmp_path)
         parties.whole = with_numbers(parties.whole)
     if case == "unknown labels":
         parties.whole = with_unknown_labels(parties.whole)
-    assert_equal(parties)
+    loop, coordinator = assert_equal(parties)
+    error_of_numbers = loop.history[-1]["personal/local_test"]
+    rounds = format_rounds(coordinator.progress)
+    assert (f" {error_of_numbers:.4g} |" in rounds and "%" not in rounds) == (case == "numbers")

@@ -140,7 +140,7 @@ class Coordinator:
     def _begin(self) -> RunProgress:
         """Return the progress of a new run."""
         recipe = self.recipe
-        progress = RunProgress(secrets.token_hex(16), recipe.digest, recipe.rounds)
+        progress = RunProgress(secrets.token_hex(16), recipe.digest, recipe.rounds, has_classes=recipe.task.has_classes)
         if recipe.classes is not None:
             progress.labels = labels_digest(recipe.num_classes, recipe.task, recipe.classes)
         return progress

@@ -108,6 +108,7 @@ class RunProgress:
         tuned: Whether the fine-tuning after the last round is completed.
         scored: Round after which models were last scored; -1 if they never were.
         roster: All sites that ever joined, in the order of their numbers.
+        has_classes: Whether models predict classes, whose scores are shown in percent, and not numbers.
         labels: Digest of the classes, which must be the same at all sites; empty until it is known.
         records: Events of each round.
         history: Metrics of each round.
@@ -126,6 +127,7 @@ class RunProgress:
     tuned: bool = False
     scored: int = -1
     roster: list[Member] = field(default_factory=list)
+    has_classes: bool = True
     labels: str = ""
     records: list[RoundRecord] = field(default_factory=list)
     history: list[dict[str, float]] = field(default_factory=list)
