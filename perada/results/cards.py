@@ -31,6 +31,7 @@ from perada.results.report import (
     TEST_MODE,
     ScoreUnit,
     epsilon_text,
+    first_metric,
     mean_and_std,
     percent,
     score_title,
@@ -69,23 +70,27 @@ class TaskWords(NamedTuple):
     Attributes:
         sentence: Beginning of a sentence that ends with the number of classes and their name.
         targets: Name of the classes after their number; empty for numbers.
-        metric: Title of the scores' metric.
         unit: Unit of the scores.
         predictions: How predictions follow from the outputs of the model.
+        pipeline_tag: The Hub's name of the task.
     """
 
     sentence: str
     targets: str
-    metric: str
     unit: ScoreUnit
     predictions: str
+    pipeline_tag: str
+
+
+def metric_title(info: Record) -> str:
+    """Return the title of the metric of a run's scores, from ``Run.info``."""
+    name = first_metric(info)
+    # Words from a file may be hostile.
+    return score_title(name) if re.fullmatch("[a-z0-9_]+", name) else code(name)
 
 
 def task_words(task: Record) -> TaskWords:
     """Return what a card says about a task, from its record (:meth:`.Task.record`)."""
-    name = task.get("default_metric", "accuracy")
-    # Words from a file may be hostile.
-    metric = score_title(name) if re.fullmatch("[a-z0-9_]+", name) else code(name)
     unit = unit_of(task)
     if not task.get("has_classes", True):
         options = task["init_args"]
@@ -94,15 +99,25 @@ def task_words(task: Record) -> TaskWords:
             std = _number_text(options.get("std"), 1.0)
             mean = _number_text(options.get("mean"), 0.0)
             predictions = f"the predictions are {mean} + {std} · outputs"
-        return TaskWords("Image regression. The number of targets is", "", metric, unit, predictions)
+        return TaskWords(
+            sentence="Image regression. The number of targets is",
+            targets="",
+            unit=unit,
+            predictions=predictions,
+            # The Hub has no task for numbers of images.
+            pipeline_tag="other",
+        )
+    sentence = "Image classification. Each image may have several of"
+    predictions = "a softmax over the classes makes probabilities of them"
+    pipeline_tag = "image-classification"
     if task.get("per_pixel", False):
         sentence = "Image segmentation. Each pixel has one of"
-        return TaskWords(sentence, "classes", metric, unit, "a softmax over the classes makes probabilities of them")
-    if task.get("exclusive", True):
+        pipeline_tag = "image-segmentation"
+    elif task.get("exclusive", True):
         sentence = "Image classification. Each image has one of"
-        return TaskWords(sentence, "classes", metric, unit, "a softmax over the classes makes probabilities of them")
-    sentence = "Image classification. Each image may have several of"
-    return TaskWords(sentence, "classes", metric, unit, "a sigmoid of each makes probabilities of them")
+    else:
+        predictions = "a sigmoid of each makes probabilities of them"
+    return TaskWords(sentence, "classes", unit, predictions, pipeline_tag)
 
 
 def _number_text(numbers: Sequence[float] | float | None, default: float) -> str:
@@ -127,7 +142,7 @@ def _template(name: str) -> jinja2.Template:
     environment.filters |= {"code": code, "repr": repr}
     environment.globals |= {"table": table, "percent": percent, "epsilon": epsilon_text, "mean_and_std": mean_and_std}
     environment.globals["TEST_MODE"] = TEST_MODE
-    environment.globals["task_words"] = task_words
+    environment.globals |= {"task_words": task_words, "metric_title": metric_title}
     return environment.get_template(f"{name}.md.j2")
 
 
@@ -196,7 +211,8 @@ class Cards:
         hub_name = None
         if self.run.info["pretrained"] is True and self.base is not None and "/" in self.base:
             hub_name = self.base
-        with_header = _set_header(text, self.license, hub_name)
+        pipeline_tag = task_words(self.run.info["task"]).pipeline_tag
+        with_header = _set_header(text, self.license, hub_name, pipeline_tag)
         other_parts = "\n\n".join(filter(None, _WRITTEN_PART.split(with_header))).rstrip()
         written_part = f"{_CARD_START}\n{written_text}\n{_CARD_END}\n"
         path.write_text(f"{other_parts}\n\n{written_part}", encoding="utf-8")
@@ -231,7 +247,7 @@ class Cards:
 
 
 @lru_cache(8)  # most clients of a run have the same header, and parsing its YAML takes longer than all else
-def _set_header(text: str, license: str, base: str | None) -> str:
+def _set_header(text: str, license: str, base: str | None, pipeline_tag: str) -> str:
     """Set the fields of the header that the Hub reads."""
     card = ModelCard(text, ignore_metadata_errors=True)
     header = card.data.to_dict()  # type: ignore[no-untyped-call]  # of huggingface_hub
@@ -240,7 +256,7 @@ def _set_header(text: str, license: str, base: str | None) -> str:
     header |= {
         "library_name": "peft",
         "license": license,
-        "pipeline_tag": "image-classification",
+        "pipeline_tag": pipeline_tag,
         "tags": ["federated-learning", "perada"],
     }
     if base is not None:

@@ -61,6 +61,7 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
     metadata = {
         "preprocessing": json.dumps(run.preprocessing.record()),
         "classes": json.dumps(run.info.get("classes")),
+        "task": json.dumps(run.info["task"]),
         "client": json.dumps(client),
         "backbone": json.dumps(run.info["backbone"]),
     }

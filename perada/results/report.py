@@ -157,6 +157,25 @@ def unit_of(task: Mapping[str, Any]) -> ScoreUnit:
     return SHARES if task.get("has_classes", True) else NUMBERS
 
 
+def first_metric(info: Mapping[str, Any]) -> str:
+    """Return the metric of the scores of a run, the first of several, from ``Run.info``.
+
+    >>> first_metric({"training": {"metric": [{"MulticlassFBetaScore": {"beta": 2.0}}, "auroc"]}})
+    'MulticlassFBetaScore'
+    >>> first_metric({"training": {"metric": "auto"}, "task": {"default_metric": "dice"}}), first_metric({})
+    ('dice', 'accuracy')
+    """
+    training = info.get("training") or {}
+    metric = training.get("metric") or "auto"
+    # A list of metrics, or a dictionary of a metric's name and its options, or a list of these.
+    while metric and isinstance(metric, list | tuple | dict):
+        metric = next(iter(metric))
+    if metric == "auto":
+        task = info.get("task") or {}
+        metric = task.get("default_metric", "accuracy")
+    return str(metric)
+
+
 def title(name: str) -> str:
     """Return the title of a metric in tables: words, also for a metric that perada does not know.
 

@@ -23,6 +23,7 @@ from perada.results.report import (
     TEST_MODE,
     ScoreUnit,
     cell,
+    first_metric,
     scores_beside,
     shift_names,
     shift_tables,
@@ -128,14 +129,7 @@ class RunRecord:
     @property
     def first_metric(self) -> str:
         """The metric of the scores, the first of several."""
-        training = self.info.get("training") or {}
-        metric = training.get("metric") or "auto"
-        # A list of metrics, or a dictionary of a metric's name and its options, or a list of these.
-        while metric and isinstance(metric, list | dict):
-            metric = next(iter(metric))
-        if metric == "auto":
-            metric = self.task["default_metric"]
-        return str(metric)
+        return first_metric(self.info)
 
     @property
     def lower_is_better(self) -> bool:

@@ -3,12 +3,14 @@
 
 import copy
 import csv
+import json
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from sklearn import metrics as sklearn_metrics
 from torch import nn
 from torch.nn import functional as F
@@ -301,6 +303,7 @@ def test_cards_name_the_task_and_the_scores_in_the_units_of_the_targets(tmp_path
     assert "Image regression. The number of targets is 1.\n" in card
     assert f"- MAE on the test images of all clients: {score:.4g}\n" in card
     assert "%" not in card
+    assert ModelCard(card).data.pipeline_tag == "other"  # the Hub has no task for numbers of images
 
 
 def test_lines_of_rounds_have_no_percent(capsys):
@@ -373,4 +376,6 @@ def test_an_exported_model_returns_standardised_outputs(tmp_path):
     session = onnxruntime.InferenceSession(str(tmp_path / "model" / "model.onnx"))
     (outputs,) = session.run(None, {"images": prepare_images(images).numpy()})
     torch.testing.assert_close(50 + 20 * torch.from_numpy(outputs), run.predict(images).labels, rtol=1e-4, atol=1e-3)
+    recorded = json.loads(session.get_modelmeta().custom_metadata_map["task"])
+    assert recorded["init_args"]["std"] == 20
     assert "the predictions are 50 + 20 · outputs" in (tmp_path / "model" / "README.md").read_text()

@@ -2,11 +2,14 @@
 """Training, distillation and prediction of masks, from data to scores."""
 
 import copy
+import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from PIL import Image
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.nn import functional as F
@@ -21,6 +24,7 @@ from perada.data.batches.transforms import augment, prepare_images
 from perada.engine.engine import Engine
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
+from perada.results.formats import export_model
 from perada.server.distill import Distillation, TeacherBatches
 from perada.tasks import Segmentation
 from tests.masks import SIZE, UNet, hospitals, squares
@@ -303,3 +307,52 @@ def test_what_compares_predictions_of_images_is_rejected(network):
         fit(network, **options, distillation={"steps": 1, "guard": "predictions"})
     with pytest.raises(ValueError, match=r"personal_distance.*models predict pixels"):
         fit(network, **options, distillation={"steps": 1}, evaluation={"diagnostics": ["personal_distance"]})
+
+
+@pytest.mark.slow  # the exporter of ONNX takes seconds to load
+@pytest.mark.parametrize("backbone", ["module", "smp:unet-resnet18"])
+def test_onnx_has_the_logits_of_each_pixel_for_any_number_of_images(network, backbone, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    if backbone.startswith("smp:"):
+        pytest.importorskip("segmentation_models_pytorch")
+        network = backbone
+    federated = replace(hospitals(2), classes=("background", "red", "green"))
+    data = FederatedDataModule(federated, batch_size="full", task=Segmentation("both"))
+    run = fit(network, data, "fedper", "lora", local_steps=2)
+    summary = export_model(run, 1, "onnx", tmp_path / "model")
+    assert "The adapter is merged" in summary
+    session = onnxruntime.InferenceSession(tmp_path / "model" / "model.onnx")
+    for count in (1, 3):
+        images = squares(count, 9).tensors[0]
+        (logits,) = session.run(None, {"images": run.preprocessing.batch(list(images)).numpy()})
+        assert logits.shape == (count, 3, SIZE, SIZE)
+        predictions = run.predict(images, client=1)
+        probabilities = torch.from_numpy(logits).softmax(1).movedim(1, -1)
+        torch.testing.assert_close(probabilities, predictions.probabilities, rtol=0, atol=1e-4)
+        assert np.mean(logits.argmax(1) == predictions.labels.numpy()) > 0.999
+    metadata = session.get_modelmeta().custom_metadata_map
+    assert json.loads(metadata["classes"]) == ["background", "red", "green"]
+    assert json.loads(metadata["task"])["init_args"]["ignore_index"] == 255
+    text = (tmp_path / "model" / "README.md").read_text()
+    assert "to outputs (B, 3, H, W); a softmax over the classes makes probabilities of them" in text
+
+
+@pytest.mark.parametrize("metric", ["auto", "miou"])
+def test_cards_name_task_and_metric_and_load_a_named_network(metric, tmp_path, monkeypatch):
+    pytest.importorskip("segmentation_models_pytorch")
+    data = FederatedDataModule(replace(hospitals(2), classes=("background", "red", "green")), batch_size="full")
+    run = fit("smp:unet-resnet18", data, "fedper", "lora", evaluation={"metric": metric})
+    run.export(tmp_path)
+    card = ModelCard.load(tmp_path / "client_1" / "README.md")
+    assert card.data.pipeline_tag == "image-segmentation"
+    assert "Image segmentation. Each pixel has one of 3 classes: `background`, `red`, `green`." in card.text
+    score = 100 * run.metrics["clients"]["personal/local_test"][1]
+    name = "Dice" if metric == "auto" else "mean IoU"
+    assert f"- {name} on the client's own test images: {score:.2f} %" in card.text
+    lines = re.search(r"```python\n(.*?)\n```", card.text, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path / "client_1")
+    loaded = {}
+    exec(lines, loaded)
+    images = prepare_images(squares(2, 9).tensors[0])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded["model"](images), run.personal(1)(images), rtol=0, atol=1e-5)
