@@ -211,7 +211,7 @@ class AddingModel(BaseTuner, Generic[ConfigT]):
             if not config.target_modules:
                 raise ValueError(
                     f"the {self.method} adapter fits {self.families}, not {type(self.model).__name__}; choose a "
-                    "different adapter, or name the modules in target_modules"
+                    "different adapter, such as 'lora', or name the modules in target_modules"
                 )
         return peft_config
 

@@ -98,8 +98,8 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
     or dictionaries of their fields. A recipe has sections of the same names.
 
     Args:
-        backbone: A timm model name, ``hf:`` and a transformers name or folder, ``char_lstm`` for texts, or a module
-            that maps images to logits.
+        backbone: A timm model name, ``hf:`` and a transformers name or folder, ``smp:`` and a segmentation network
+            (docs/tasks.md), ``char_lstm`` for texts, or a module that maps images to logits.
         data: One dataset per client (:class:`perada.data.FederatedData`), or a datamodule.
         adapter: ``residual``, ``bottleneck``, ``prompt``, ``lora``, ``dual_lora``, ``ia3``, ``head``, ``bias_norm``,
             ``full``, or a PEFT config.

@@ -20,9 +20,12 @@ from perada.engine.stacked_layers import (
     StackedBatchNorm,
     StackedChannelDropout,
     StackedConv2d,
+    StackedConvTranspose2d,
     StackedDropout,
+    StackedInstanceNorm,
     StackedLinear,
     StackedNorm,
+    StackedPReLU,
     drop_rate,
 )
 from perada.engine.substitutes import FrozenSubstitute
@@ -34,10 +37,14 @@ TwinFactory = Callable[[nn.Module, FoldContext], nn.Module]
 TWINS: dict[type[nn.Module], TwinFactory] = {
     nn.Linear: StackedLinear,
     nn.Conv2d: StackedConv2d,
+    nn.ConvTranspose2d: StackedConvTranspose2d,
+    nn.PReLU: StackedPReLU,
     nn.BatchNorm1d: StackedBatchNorm,
     nn.BatchNorm2d: StackedBatchNorm,
     nn.LayerNorm: StackedNorm,
     nn.GroupNorm: StackedNorm,
+    nn.InstanceNorm1d: StackedInstanceNorm,
+    nn.InstanceNorm2d: StackedInstanceNorm,
 }
 RANDOM_TWINS: dict[type[nn.Module], TwinFactory] = {
     nn.Dropout: StackedDropout,
@@ -119,7 +126,7 @@ class _Folder:
         elif not self._random_only:
             trained_inside = {name for name, value in module.named_parameters() if value.requires_grad}
             # A twin stacks a module's own parameters, and not those of modules in it.
-            if kind in TWINS and trained == trained_inside:
+            if _has_twin(module) and trained == trained_inside:
                 return TWINS[kind](module, self.context)
             if trained <= ROW_PARAMETERS.get(kind, frozenset()):
                 for name in trained:
@@ -152,6 +159,14 @@ class _Folder:
         if not any_replaced:
             return module
         return shell(module, children)
+
+
+def _has_twin(module: nn.Module) -> bool:
+    """Return whether a layer with trained parameters has a stacked version."""
+    if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d) and module.track_running_stats:
+        # Its running statistics would have to be those of each client's real rows.
+        return False
+    return type(module) in TWINS
 
 
 def _frozen_substitute(module: nn.Module) -> nn.Module | None:

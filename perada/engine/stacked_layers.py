@@ -207,6 +207,44 @@ class StackedConv2d(StackedLayer):
         return _joined(outputs)
 
 
+class StackedConvTranspose2d(StackedLayer):
+    """C transposed convolutions on one batch: one native call per client."""
+
+    weight: Tensor
+
+    def forward(self, x_R: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Map (R, in, H, W) to (R, out, H', W'); ``output_size`` is (H', W'), as in torch's layer."""
+        conv: nn.ConvTranspose2d = self.original[0]
+        image_axes = 2
+        output_padding = conv._output_padding(
+            x_R,
+            output_size,
+            list(conv.stride),
+            list(conv.padding),
+            list(conv.kernel_size),
+            image_axes,
+            list(conv.dilation),
+        )
+
+        def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return F.conv_transpose2d(
+                x, weight, bias, conv.stride, conv.padding, output_padding, conv.groups, conv.dilation
+            )
+
+        common_weight = self.common("weight")
+        if common_weight is not None:
+            # One convolution for the rows of all clients, which can differ only in their biases.
+            out = convolve(x_R, common_weight, None)
+            return self.shifted(out, [1, -1, 1, 1])
+        x_CB = _split_clients(x_R, self.context.clients)
+        weights = self.weight.unbind()
+        biases = _unbound(self.stacked("bias"), len(x_CB))
+        outputs = []
+        for x, client_weight, client_bias in zip(x_CB, weights, biases, strict=True):
+            outputs.append(convolve(x, client_weight, client_bias))
+        return _joined(outputs)
+
+
 def _only_tap(conv: nn.Conv2d, x_R: Tensor) -> tuple[int, int] | None:
     """Return row and column of the tap of a larger kernel that falls on the only pixel of maps (R, in, 1, 1).
 
@@ -433,6 +471,28 @@ class StackedNorm(StackedLayer):
         shape = [1] * leading_axes + list(norm.normalized_shape)
         normalised = F.layer_norm(x_R, norm.normalized_shape, None, None, norm.eps)
         return self.affine(normalised, shape)
+
+
+class StackedInstanceNorm(StackedLayer):
+    """C instance normalisations without running statistics, which normalise each image by itself."""
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Normalise (R, D, ...)."""
+        norm = self.original[0]
+        normalised = F.instance_norm(x_R, eps=norm.eps)
+        image_axes = x_R.dim() - 2
+        return self.affine(normalised, [1, -1] + [1] * image_axes)
+
+
+class StackedPReLU(StackedLayer):
+    """C activations with learned slopes of negative values, one for all channels or one for each."""
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Activate (R, D, ...)."""
+        image_axes = x_R.dim() - 2
+        negative = self.scaled(x_R, [1, -1] + [1] * image_axes)
+        # Not clamp(), which has a gradient of 1 at 0 where torch's layer has the slope.
+        return torch.where(x_R > 0, x_R, negative)
 
 
 class StackedDropout(StackedLayer):

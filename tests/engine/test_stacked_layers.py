@@ -32,6 +32,14 @@ LAYERS = {
     "conv in groups": (lambda: nn.Conv2d(6, 6, 3, groups=3, padding="same"), IMAGE),
     "conv 1x1 in groups": (lambda: nn.Conv2d(6, 6, 1, groups=2), IMAGE),
     "conv padded by reflection": (lambda: nn.Conv2d(6, 4, 3, padding=1, padding_mode="reflect"), IMAGE),
+    "transposed conv": (lambda: nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1, output_padding=1), IMAGE),
+    "transposed conv without bias": (lambda: nn.ConvTranspose2d(6, 4, 2, stride=2, bias=False), IMAGE),
+    "transposed conv in groups": (lambda: nn.ConvTranspose2d(6, 4, 3, groups=2, dilation=2), IMAGE),
+    "prelu": (lambda: nn.PReLU(), IMAGE),
+    "prelu by channel": (lambda: nn.PReLU(6), IMAGE),
+    "prelu, flat": (lambda: nn.PReLU(6), FLAT),
+    "instance norm": (lambda: nn.InstanceNorm2d(6, eps=1e-3, affine=True), IMAGE),
+    "instance norm 1d": (lambda: nn.InstanceNorm1d(7, affine=True), TOKENS),
     "batch norm 1d": (lambda: nn.BatchNorm1d(6), FLAT),
     "batch norm": (lambda: nn.BatchNorm2d(6, momentum=0.3, eps=1e-3), IMAGE),
     "batch norm, cumulative": (lambda: nn.BatchNorm2d(6, momentum=None), IMAGE),
@@ -72,6 +80,30 @@ def test_the_gradient_of_stacked_weights_lies_in_memory_as_they_do():
     assert gradient.is_contiguous()
     close(gradient, torch.einsum("cno,cni->coi", of_out.view(CLIENTS, ROWS, 5), x))
     assert torch.autograd.gradgradcheck(run, (x, weight))  # what a user's algorithm may ask for
+
+
+def test_the_slope_of_a_stacked_prelu_is_also_the_gradient_at_zero():
+    folded = fold(nn.PReLU().double())
+    folded.context.clients = 2
+    x = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
+    slopes = torch.tensor([[0.25], [0.5]], dtype=torch.float64)
+    functional_call(folded.model, {"weight": slopes}, (x,)).sum().backward()
+    assert x.grad.flatten().tolist() == [0.25, 0.5]
+
+
+def test_a_transposed_convolution_takes_the_size_of_its_output():
+    single = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1).double()
+    folded = fold(single)
+    folded.context.clients = 2
+    x = torch.randn(4, 2, 5, 5, dtype=torch.float64)
+    stacked = stack([get_state(single)] * 2)
+    out = functional_call(folded.model, stacked, (x,), {"output_size": [10, 10]})
+    close(out, single(x, output_size=[10, 10]))
+
+
+def test_an_instance_norm_with_running_statistics_has_no_stacked_version():
+    folded = fold(nn.Sequential(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)))
+    assert folded.missing == {"0": "InstanceNorm2d"}
 
 
 @pytest.mark.parametrize("trained", ["all", "weight", "bias"])
@@ -163,7 +195,7 @@ def test_trained_modules_without_a_twin_are_named():
 def test_a_norm_whose_activation_is_trained_has_no_twin():
     norm = BatchNormAct2d(4, act_layer=nn.PReLU)
     norm.requires_grad_(True)
-    assert set(fold(nn.Sequential(norm)).missing) == {"0", "0.act"}
+    assert set(fold(nn.Sequential(norm)).missing) == {"0"}
     norm.act.requires_grad_(False)
     assert not fold(nn.Sequential(norm)).missing
 

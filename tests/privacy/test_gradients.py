@@ -44,6 +44,24 @@ class Small(nn.Module):
         return self.fc(self.last(x.mean((2, 3))))
 
 
+class UpAndDown(nn.Module):
+    """The layers of MONAI's networks: instance normalisation, learned slopes, a transposed convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Conv2d(3, 6, 3, stride=4, padding=1)
+        self.norm = nn.InstanceNorm2d(6, affine=True)
+        self.act = nn.PReLU()
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2)
+        self.act_by_channel = nn.PReLU(4)
+        self.fc = nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        x = self.act(self.norm(self.down(x)))
+        x = self.act_by_channel(self.up(x))
+        return self.fc(x.square().mean((2, 3)))
+
+
 class Shared(nn.Module):
     """A linear layer that is used twice, on three positions of an image."""
 
@@ -63,6 +81,8 @@ def model(kind):
         return insert_adapter(build_backbone(Shared(), CLASSES), "full").model
     if kind == "small":
         return insert_adapter(build_backbone(Small(), CLASSES), "full").model
+    if kind == "up and down":
+        return insert_adapter(build_backbone(UpAndDown(), CLASSES), "full").model
     size = 32 if "vit" in kind else None
     name, adapter = kind.split("/")
     options = {"norm": "group", "train_norms": False} if adapter == "residual" else {}
@@ -70,7 +90,7 @@ def model(kind):
     return insert_adapter(backbone, CONFIGS.get(adapter, adapter), **options).model
 
 
-FOLDED_ALONE = ["test_vit/ia3", "test_vit/vera", "test_convnext/bias_norm"]
+FOLDED_ALONE = ["up and down", "test_vit/ia3", "test_vit/vera", "test_convnext/bias_norm"]
 """Whose layers Opacus does not know."""
 CONFIGS = {"vera": peft.VeraConfig(r=4), "gated": DualLoraConfig(r=2, gate=True)}
 KINDS = [
