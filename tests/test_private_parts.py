@@ -272,6 +272,13 @@ def test_convolutions_take_other_weights():
     assert not isinstance(nn.Linear(1, 1), nn.modules.conv._ConvNd)
 
 
+def test_transposed_convolutions_compute_their_output_padding():
+    conv = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1)
+    x = torch.randn(1, 2, 5, 5)
+    # A map of 5 pixels becomes one of (5 - 1) * 2 - 2 * 1 + 3 = 9, so an output of 10 takes a padding of 1.
+    assert list(conv._output_padding(x, [10, 9], [2, 2], [1, 1], [3, 3], 2, [1, 1])) == [1, 0]
+
+
 def test_convolutions_have_their_padding_by_side():
     conv = nn.Conv2d(3, 4, (3, 4), padding="same")
     # (left, right, top, bottom): 1 of the 3 that a kernel of 4 columns needs goes left.
