@@ -215,21 +215,22 @@ class StackedConvTranspose2d(StackedLayer):
     def forward(self, x_R: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Map (R, in, H, W) to (R, out, H', W'); ``output_size`` is (H', W'), as in torch's layer."""
         conv: nn.ConvTranspose2d = self.original[0]
+        padding = conv.padding
+        # Only other convolutions accept a string.
+        assert isinstance(padding, tuple)
         image_axes = 2
         output_padding = conv._output_padding(
             x_R,
             output_size,
             list(conv.stride),
-            list(conv.padding),
+            list(padding),
             list(conv.kernel_size),
             image_axes,
             list(conv.dilation),
         )
 
         def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return F.conv_transpose2d(
-                x, weight, bias, conv.stride, conv.padding, output_padding, conv.groups, conv.dilation
-            )
+            return F.conv_transpose2d(x, weight, bias, conv.stride, padding, output_padding, conv.groups, conv.dilation)
 
         common_weight = self.common("weight")
         if common_weight is not None:
