@@ -164,7 +164,9 @@ class MultiLabel(Task):
         return f"vectors of {classes} entries"
 
     def renumber(self, targets: Tensor, class_numbers: Sequence[int], classes: int) -> Tensor:
-        """Move each label to its place in the run; labels that the client does not know are absent."""
-        renumbered = targets.new_zeros(len(targets), classes)
-        renumbered[:, list(class_numbers)] = targets
+        """Move each label to its place in the run; labels that the client's data do not have are unknown."""
+        # An unknown label is negative.
+        dtype = targets.dtype if targets.dtype.is_signed else torch.float32
+        renumbered = torch.full((len(targets), classes), UNKNOWN, dtype=dtype)
+        renumbered[:, list(class_numbers)] = targets.to(dtype)
         return renumbered

@@ -248,6 +248,31 @@ def test_classes_are_found_by_name(tiny):
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.filterwarnings("ignore:labels are unknown in more than half:UserWarning")
+def test_labels_that_the_newcomer_lacks_are_unknown():
+    random = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 2, (16, 3), generator=random).float()
+    images = torch.randint(0, 256, (16, 3, 8, 8), generator=random, dtype=torch.uint8)
+    hospitals = [TensorDataset(images[:8], labels[:8]), TensorDataset(images[8:], labels[8:])]
+    data = FederatedData(hospitals, hospitals, classes=["edema", "fracture", "nodule"])
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3))
+    options = {"adapter": "full", "algorithm": "ditto", "accelerator": "cpu", "logger": False}
+    run = perada.finetune(network, data, pretrained=False, rounds=1, local_steps=2, **options)
+
+    # In the order of its own table, which has no column for nodules; and with a column that is unknown.
+    two_labels = TensorDataset(images, labels[:, [1, 0]])
+    unknown = labels.clone()
+    unknown[:, 2] = float("nan")
+    lacking = FederatedData([two_labels], [two_labels], classes=["fracture", "edema"])
+    complete = FederatedData([TensorDataset(images, unknown)], [TensorDataset(images, unknown)], classes=data.classes)
+    joined = [perada.personalize(run, of_one, "late", rounds=1, accelerator="cpu") for of_one in (lacking, complete)]
+    states = [result.state("personal", "late") for result in joined]
+    for key, value in states[0].items():
+        assert torch.equal(value, states[1][key])
+    records = [result.info["joined"][-1] for result in joined]
+    assert records[0]["after"] == records[1]["after"]
+
+
 @pytest.mark.slow
 def test_one_client_is_taken_from_several_by_name(tiny):
     run, one = finished(tiny), newcomer()

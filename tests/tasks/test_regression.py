@@ -266,6 +266,14 @@ def test_numbers_that_are_missing_name_the_client(kind, value):
         data.setup()
 
 
+def test_targets_move_to_their_places_in_the_run():
+    task = Regression()
+    targets = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    assert task.renumber(targets, [2, 0, 1], 3).tolist() == [[2.0, 3.0, 1.0], [5.0, 6.0, 4.0]]
+    with pytest.raises(ValueError, match=r"the data have 2 of the run's 3 targets; provide all of them"):
+        task.renumber(targets[:, :2], [0, 2], 3)
+
+
 def test_targets_of_another_form_are_rejected():
     masks = TensorDataset(hospital(0).tensors[0], torch.zeros(8, 8, 8, dtype=torch.uint8))
     with pytest.raises(OptionError, match=r"needs numbers, but the labels are one class per pixel"):

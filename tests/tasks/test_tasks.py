@@ -100,8 +100,16 @@ def test_targets_of_its_own_kind_fit(task, targets):
 
 def test_a_client_that_knows_some_classes_is_renumbered():
     assert Classification().renumber(torch.tensor([0, 1, 1]), [2, 0], 3).tolist() == [2, 0, 0]
-    moved = MultiLabel().renumber(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), [2, 0], 3)
-    assert moved.tolist() == [[0, 0, 1], [1, 0, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.bool])
+def test_labels_that_the_data_of_a_client_lack_are_unknown(dtype):
+    labels = torch.tensor([[1, 0], [1, 1]], dtype=dtype)
+    renumbered = MultiLabel().renumber(labels, [2, 0], 3)
+    assert renumbered.tolist() == [[0, -1, 1], [1, -1, 1]]
+    logits = torch.randn(2, 3)
+    losses_of_its_labels = MultiLabel().loss(logits[:, [2, 0]], labels)
+    assert torch.equal(MultiLabel().loss(logits, renumbered), losses_of_its_labels)
 
 
 @pytest.mark.parametrize("task", [Classification(), MultiLabel()], ids=repr)
