@@ -321,11 +321,17 @@ def run_demo(
     check_flower()
     started_at = time.monotonic()
     temporary = tempfile.TemporaryDirectory(prefix="pd")
+    print(
+        f"Three sites on this machine train the recipe digits for {rounds} rounds, with TLS and signed keys. This takes "
+        "a few minutes.",
+        flush=True,
+    )
     with _exit_on_signals(), temporary as folder, Demo(Path(folder), SITES, ENVIRONMENT) as running:
         running.begin(rounds, recipe_digest, secure_sums)
         link = Link(f"127.0.0.1:{running.port}", running.folder / "keys" / "ca.crt")
         code = run_app(running.app, link, Terms(len(SITES), state=str(keep or running.folder / "server")))
-    print(f"All processes have ended, and all files are removed; {time.monotonic() - started_at:.0f} s")
+    seconds = time.monotonic() - started_at
+    print(f"Finished in {seconds:.0f} s. All processes have ended, and all files were removed.")
     return code
 
 

@@ -25,6 +25,9 @@ from perada.results.report import NUMBERS, SHARES, epsilon_text, round_text, tab
 if TYPE_CHECKING:
     from perada.deploy.sums.party import Party
 
+NONE = "–"
+"""Cell of a table that has nothing to show."""
+
 
 class StepCost(NamedTuple):
     """Cost of one local step of a client.
@@ -242,29 +245,35 @@ def run_status(progress: RunProgress) -> str:
 
 
 def format_rounds(progress: RunProgress) -> str:
-    """Format a table of the rounds of a deployed run, counted from 1."""
+    """Format a table of the rounds of a deployed run, counted from 1.
+
+    Columns of problems are left out if no round had any.
+    """
     has_sums = any(record.summed for record in progress.records)
+    missing = [_format_reasons(dict.fromkeys(record.away, "away") | record.failed) for record in progress.records]
+    not_joined = [_format_reasons(record.outside) for record in progress.records]
+    no_update = [record.void or NONE for record in progress.records]
+    problems = {"missing": missing, "not joined": not_joined, "no update because": no_update}
+    shown_problems = {title: cells for title, cells in problems.items() if set(cells) != {NONE}}
     unit = SHARES if progress.has_classes else NUMBERS
     rows = []
-    for record, metrics in zip(progress.records, progress.history, strict=True):
+    for index, (record, metrics) in enumerate(zip(progress.records, progress.history, strict=True)):
         score = metrics.get("personal/local_test", math.nan)
-        row = [str(record.round + 1), f"{len(record.answered)}/{len(record.selected)}"]
+        row = [str(record.round + 1), f"{len(record.answered)} of {len(record.selected)}"]
         if has_sums:
-            row.append(", ".join(record.summed) or "–")
+            row.append(", ".join(record.summed) or NONE)
+        row += [cells[index] for cells in shown_problems.values()]
         row += [
-            _format_reasons(dict.fromkeys(record.away, "away") | record.failed),
-            _format_reasons(record.outside),
-            record.void or "–",
             f"{record.seconds:.1f}",
             f"{record.up + record.down:.2f}",
             unit.number(score),
         ]
         rows.append(row)
     sum_header = ["in the sum"] if has_sums else []
-    header = ["round", "answered", *sum_header, "missing", "outside", "void", "s", "MB", f"own images{unit.symbol}"]
+    header = ["round", "sites used", *sum_header, *shown_problems, "seconds", "MB", f"own images{unit.symbol}"]
     return table(header, rows)
 
 
 def _format_reasons(reasons: Mapping[str, str]) -> str:
     """Format sites, each with its reason."""
-    return ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "–"
+    return ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or NONE

@@ -157,11 +157,11 @@ def _log_error_of_thread(error: threading.ExceptHookArgs) -> None:
 
 
 class TextLines:
-    """Passes on the lines of another program unchanged."""
+    """Passes on the lines of another program, without the codes of colours, which Flower also writes to files."""
 
     def feed(self, text: str) -> list[str]:
         """Add a line, and return the lines that can be printed now."""
-        return [text.rstrip()]
+        return [_COLOUR.sub("", text.rstrip())]
 
     def flush(self) -> list[str]:
         """Return the lines held back, once no more are expected for now."""

@@ -303,9 +303,13 @@ def test_the_commands_of_the_page_are_read_by_the_program(tmp_path, monkeypatch)
         (
             "echo Successfully started run 42; echo round 0",
             "finished:completed",
-            "Flower's run 42 is finished:completed",
+            "Flower's run 42 has the status finished:completed",
         ),
-        ("echo Successfully started run 42; exit 1", "finished:failed", "Flower's run 42 is finished:failed"),
+        (
+            "echo Successfully started run 42; exit 1",
+            "finished:failed",
+            "Flower's run 42 has the status finished:failed",
+        ),
         ("echo no such SuperLink; exit 1", "", "no such SuperLink"),
         (
             "echo Successfully started run 42; sleep 0.3; kill -INT $PPID; exec sleep 20",

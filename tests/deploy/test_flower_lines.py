@@ -105,7 +105,11 @@ def program(tmp_path, monkeypatch, run, listed):
         ("echo '[]'", "does not answer", "--database"),
         pytest.param("exec sleep 30", "does not answer", "--database", marks=pytest.mark.slow),  # two seconds each
         ("""echo '{"success": true, "runs": []}'""", "has no such run", "without the --database"),
-        ("""echo '{"success": true, "runs": [{"status": "finished:failed"}]}'""", "is finished:failed", "suspended"),
+        (
+            """echo '{"success": true, "runs": [{"status": "finished:failed"}]}'""",
+            "has the status finished:failed",
+            "suspended",
+        ),
     ],
 )
 def test_a_superlink_that_died_is_said(listed, status, reason, log_format, tmp_path, monkeypatch, capfd):

@@ -49,7 +49,7 @@ def untimed(progress):
 def test_over_flower_or_in_one_process(tmp_path, capfd):
     assert run_demo(1, recipe_digest, tmp_path / "flower") == 0
     said = capfd.readouterr().out
-    assert "is finished:completed" in said
+    assert "has the status finished:completed" in said
     assert "3 of 3 sites replied" in said
     (over, states), (here, expected) = records.read_progress(tmp_path / "flower"), local(tmp_path, 1)
     assert [member.name for member in over.roster] == [member.name for member in here.roster] == list(SITES)

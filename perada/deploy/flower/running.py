@@ -220,7 +220,7 @@ def run_app(app: Path, link: Link, terms: Terms, monitoring: Monitoring = DEFAUL
         if run is None:
             return 1
         status, reason = _status(name, run, environment)
-    print_lines(f"Flower's run {run} is {status}")
+    print_lines(f"Flower's run {run} has the status {status}")
     if status == "finished:completed":
         return 0
     print_lines(f"{reason}. Run the same command with --resume to continue after the last closed round")

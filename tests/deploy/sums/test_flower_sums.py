@@ -30,7 +30,7 @@ FOUR = ("alpha", "beta", "gamma", "delta")
 def test_over_flower_it_is_the_simulation_to_the_bit(tmp_path, capfd, monkeypatch):
     assert run_demo(2, recipe_digest, tmp_path / "server", secure_sums=True) == 0
     said = capfd.readouterr().out
-    assert "is finished:completed" in said and "All processes have ended" in said
+    assert "has the status finished:completed" in said and "All processes have ended" in said
     assert "mask (update, attempt 1), round 2: 3 of 3 sites replied in" in said
     progress, states = records.read_progress(tmp_path / "server")
     assert [record.summed for record in progress.records] == [[*deployment.SITES]] * 2
