@@ -322,8 +322,8 @@ def run_demo(
     started_at = time.monotonic()
     temporary = tempfile.TemporaryDirectory(prefix="pd")
     print(
-        f"Three sites on this machine train the recipe digits for {rounds} rounds, with TLS and signed keys. This takes "
-        "a few minutes.",
+        f"Three sites on this machine train the recipe digits for {rounds} rounds, with TLS and signed keys. "
+        "This takes a few minutes.",
         flush=True,
     )
     with _exit_on_signals(), temporary as folder, Demo(Path(folder), SITES, ENVIRONMENT) as running:

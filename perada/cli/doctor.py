@@ -229,8 +229,8 @@ def _check_extras() -> Iterator[Check]:
             complete.append(extra)
         if any(" is not installed" not in violation for violation in violations):
             yield Check("warn", f"perada[{extra}]: {', '.join(violations)}; pip install 'perada[{extra}]'")
-    also_incomplete = f"; incomplete: {', '.join(incomplete)}" if incomplete else ""
-    yield Check("pass", f"complete extras: {', '.join(complete) or 'none'}{also_incomplete}")
+    not_installed = f"; not installed completely: {', '.join(incomplete)}" if incomplete else ""
+    yield Check("pass", f"installed extras: {', '.join(complete) or 'none'}{not_installed}")
 
 
 def _check_imports(everything: bool) -> Iterator[Check]:
@@ -302,4 +302,4 @@ def _check_machine() -> Iterator[Check]:
 
         speed_up = product_seconds(torch.float32) / product_seconds(torch.bfloat16)
         advice = "bf16-mixed may pay off" if speed_up > 1 else "stay with precision 32-true"
-        yield Check("pass", f"a matrix product in bfloat16 is {speed_up:.1f} times as fast as in float32: {advice}")
+        yield Check("pass", f"a matrix product in bfloat16 is {speed_up:.2g} times as fast as in float32: {advice}")

@@ -102,7 +102,7 @@ def overview() -> str:
         by_group[path.parent.name].append(path)
     methods = [path.stem for path in by_group["method"]]
     blocks = [
-        ["Data sets, each with a backbone and a budget:", *_short_lines(by_group["data"])],
+        ["Datasets, each with a backbone and a budget:", *_short_lines(by_group["data"])],
         ["Methods, method/NAME:", *_columns(methods)],
         ["Privacy, privacy/NAME:", *_short_lines(by_group["privacy"])],
         ["Tables and figures of papers, for `perada compare paper/NAME`:", *_paper_lines(by_group["paper"])],

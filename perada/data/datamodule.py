@@ -87,8 +87,9 @@ class FederatedDataModule(pl.LightningDataModule):
         augment_public: Augment the public images of distillation in the same way, anew in each step. Teachers and
             student see the same images.
         num_classes: Number of classes; null for that of the dataset.
-        task: What is learnt from the labels (docs/tasks.md), with its options: :class:`.Classification` or
-            :class:`.MultiLabel`. By default chosen from the labels: one class, or several labels per image.
+        task: What is learnt from the labels (docs/tasks.md), with its options: :class:`.Classification`,
+            :class:`.MultiLabel`, :class:`.Segmentation`, :class:`.Regression` or a custom class. By default chosen from
+            the labels: one class, or several labels per image.
         device_cache_mb: Keep sets of tensors up to this size on the accelerator, and cached features of their images.
         shifts: Shifted test sets by name: :class:`.Corruptions`, :class:`.LabelShift`, an image set with the same
             classes, whose test split is used, or short forms (docs/shifts.md). Not with ``evaluate_on: validation``.

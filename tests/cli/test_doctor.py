@@ -107,7 +107,7 @@ def test_an_extra_is_complete_or_missing_or_of_another_version(capsys, monkeypat
     monkeypatch.setattr(doctor, "requires", lambda name: asked if name == "perada" else None)
     _, checks = shown(capsys)
     (line,) = (line for line in checks["pass"] if "extras" in line)
-    complete, _, incomplete = line.removeprefix("complete extras: ").partition("; incomplete: ")
+    complete, _, incomplete = line.removeprefix("installed extras: ").partition("; not installed completely: ")
     assert (complete, sorted(incomplete.split(", "))) == ("report", ["flower", "tune"])
     assert f"perada[tune]: torch is {version('torch')}, not <1; pip install 'perada[tune]'" in checks["warn"]
 

@@ -33,9 +33,9 @@ def test_a_folder_is_shown_with_its_counts(tmp_path, capsys):
         assert [sum(part) for part in parts] == [10] * 3 and min(map(min, parts)) > 0
         assert whole == tuple(map(sum, zip(*parts, strict=True)))
     assert [sum(map(int, cell.split(" / "))) for cell in rows["all"]] == [40] * 3 + [120]
-    assert "width 6 to 6 (median 6), height 4 to 4 (median 4)" in printed
-    assert "Modes: 120 RGB" in printed
-    assert printed.splitlines()[-2] == "This can be used."
+    assert "Size in pixels: width 6, height 4" in printed
+    assert "Colour modes (Pillow): 120 RGB" in printed
+    assert printed.splitlines()[-2] == "The images can be used."
     with Image.open(tmp_path / "new" / "x.png") as figure:
         assert figure.size[0] > 100
 
@@ -78,7 +78,7 @@ def test_every_fault_is_found(damaged):
     assert "Only one client has it (1):\n- class y: a" in text
     assert "- fewer than 5 training images of the class: y\n- fewer than 10 training images: a, b\n" in text
     assert "- no test images: b" in text
-    assert text.endswith("This cannot be used until it is fixed.")
+    assert text.endswith("Fix these problems before training.")
 
 
 def test_the_exit_status_says_whether_it_can_be_used(damaged, capsys):
