@@ -51,6 +51,10 @@ MAX_MODELS = 1000
 MAX_RANK = 10**6
 MAX_ENTRIES = 64
 """Largest number of entries of a dictionary in a response."""
+MAX_SUMMANDS = 2**16
+"""Largest number of sums of a metric in a response."""
+MAX_SUM = 1e30
+"""Largest magnitude of such a sum."""
 MAX_DIMENSIONS = 16
 """Largest number of dimensions of a tensor."""
 MAX_TABLE_BYTES = 2**22
@@ -196,8 +200,9 @@ class Response(Header):
         code: ``ok``, or why not.
         answers: Digest of the request that it answers.
         facts: What the site allows to be sent: ``size`` (training images), ``tests`` (test images), ``labels`` (a
-            digest of the classes), ``losses`` by role, ``counts`` (correct and all predictions) and ``scores`` (by
-            metric) of the ``personal`` and the ``global`` model, and ``epsilon`` by ledger.
+            digest of the classes), ``losses`` by role, ``counts`` (correct and all predictions), ``sums`` (lists of
+            numbers by metric) and ``scores`` (by metric) of the ``personal`` and the ``global`` model, and ``epsilon``
+            by ledger.
         sums: Content of a step of a secure sum.
     """
 
@@ -228,6 +233,9 @@ def _check_fact(name: str, value: Any) -> None:  # noqa: ANN401  # anything that
     elif name == "scores" and set(value) <= {"personal", "global"}:
         for scores in value.values():
             _check_numbers(scores, optional=True)
+    elif name == "sums" and set(value) <= {"personal", "global"}:
+        for sums in value.values():
+            _check_sums(sums)
     elif name == "counts" and set(value) <= {"personal", "global"}:
         for correct, total in value.values():
             check_integer("all predictions", total, le=MAX_IMAGES)
@@ -250,9 +258,24 @@ def _check_numbers(values: Mapping[str, object], optional: bool, least: float = 
     """Check a dictionary of at most `MAX_ENTRIES` finite numbers; with ``optional`` None is allowed."""
     check_integer("the number of entries", len(values), 0, le=MAX_ENTRIES)
     for key, value in values.items():
-        if not re.fullmatch(r"[\w.-]{1,64}", key):
-            raise ValueError(f"invalid entry name {key!r}")
+        _check_entry_name(key)
         check_number(key, value, ge=least, le=1e12, optional=optional)
+
+
+def _check_sums(sums_of_metrics: Mapping[str, object]) -> None:
+    """Check a dictionary of at most `MAX_ENTRIES` lists of at most `MAX_SUMMANDS` finite numbers."""
+    check_integer("the number of entries", len(sums_of_metrics), 0, le=MAX_ENTRIES)
+    for name, sums in sums_of_metrics.items():
+        _check_entry_name(name)
+        if not isinstance(sums, list) or len(sums) > MAX_SUMMANDS:
+            raise ValueError(f"the sums of {name!r} must be a list of at most {MAX_SUMMANDS} numbers")
+        for value in sums:
+            check_number(f"a sum of {name!r}", value, ge=-MAX_SUM, le=MAX_SUM)
+
+
+def _check_entry_name(name: str) -> None:
+    if not re.fullmatch(r"[\w.-]{1,64}", name):
+        raise ValueError(f"invalid entry name {name!r}")
 
 
 def digest(message: bytes) -> str:

@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,9 @@ from perada.data import FederatedDataModule
 from perada.data.batches.public import augment_public_images, public_indices
 from perada.data.batches.samples import make_store
 from perada.data.batches.transforms import Preparation
+from perada.deploy.scores import count_summands, summand_names
 from perada.deploy.sums.vector import Contents
+from perada.deploy.transport import MAX_MESSAGE_BYTES
 from perada.federation.settings import Settings, Storage
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
@@ -106,16 +109,7 @@ class Recipe:
         return self.trainer.strategy.root_device
 
     def build(self, num_classes: int, task: Task) -> None:
-        """Build the network, without caching features: server and sites must compute the same bits from images.
-
-        Raises:
-            ValueError: If the labels are masks, whose scores and secure sums of logits are not transmitted yet.
-        """
-        if task.per_pixel:
-            raise ValueError(
-                "segmentation cannot be deployed yet: scores of masks are not transmitted; train it in a simulation "
-                "(perada fit)"
-            )
+        """Build the network, without caching features: server and sites must compute the same bits from images."""
         self.module.build(
             num_classes,
             task,
@@ -194,35 +188,54 @@ class Recipe:
         return ClientLevel(options, loop.seed, sites, self.rounds, sums=loop.secure_sums)
 
     def contents(self, round: int, images: "PublicImages") -> "Contents":
-        """Return the layout of a site's contribution to the secure sum of a round."""
+        """Return the layout of a site's contribution to the secure sum of a round.
+
+        Raises:
+            ValueError: If it is larger than a message can be.
+        """
         loop = self.loop
         assert loop.secure_sums is not None
         example = self.sent(round)
         if self.noisy and loop.client_privacy is not None:
             example = example_contribution(example, loop.client_privacy.clipping == "adaptive")
-        num_images = self.teacher_batches(round, images).size if self.distils(round) else 0
+        logits: tuple[int, ...] = (0, 0)
+        if self.distils(round):
+            logits = (self.teacher_batches(round, images).size, *self._shape_of_distilled_logits(images))
         is_private = loop.privacy is not None or loop.client_privacy is not None
-        return Contents(
+        contents = Contents(
             options=loop.secure_sums,
             example=example,
-            logits=(num_images, self.module.num_classes or 0) if num_images else (0, 0),
+            logits=logits,
             metric_names=() if is_private else tuple(sorted(self.template.opened)),
             equal=loop.weighting == "uniform",
             noisy=self.noisy,
         )
+        _check_message_size(contents)
+        return contents
+
+    def _shape_of_distilled_logits(self, images: "PublicImages") -> tuple[int, ...]:
+        """Return the shape (..., K) of the logits of a public image that are distilled."""
+        task = self.module.task
+        pixels = images.image_size if task.per_pixel else ()
+        logits = torch.empty(*pixels, self.module.num_classes or 0, device="meta")
+        return tuple(task.distilled(logits).shape)
 
     def contents_of_scores(self) -> Contents:
-        """Return the layout of a site's contribution to a secure sum of scores.
-
-        It consists of the site's score and its square for each metric, and of the numbers of correct and of all
-        predictions of its own model and of the global model.
-        """
+        """Return the layout of a site's contribution to a secure sum of scores."""
         assert self.loop.secure_sums is not None
-        names = []
-        for metric in self.module.metrics:
-            names += [f"own/{metric.name}", f"square/{metric.name}"]
-        names += ["own/right", "own/all", "global/right", "global/all"]
+        names = summand_names(self.module.metrics, self.num_summands)
         return Contents(self.loop.secure_sums, {}, metric_names=tuple(names))
+
+    @cached_property
+    def num_summands(self) -> dict[str, int]:
+        """Number of sums of each metric that is computed from sums over images, by name."""
+        return count_summands(self.module.metrics, self.module.task, self.module.num_classes or 0)
+
+    @property
+    def max_pixels(self) -> float:
+        """Largest number of pixels of an image; infinite if the recipe does not set a size."""
+        image_size = self.data.image_size
+        return math.inf if image_size is None else float(image_size) ** 2
 
     def distils(self, round: int) -> bool:
         """Return whether the server distils after a round. With secure sums, sites then also sum their logits."""
@@ -323,6 +336,12 @@ class PublicImages:
         images = to_device_async(self._raw_images(indices % self.public_size), device)
         return self._preparation(augment_public_images(images, indices, self.public_size, self._preparation))
 
+    @property
+    def image_size(self) -> tuple[int, ...]:
+        """Height and width of the prepared images."""
+        prepared = self.public_images(torch.zeros(1, dtype=torch.int64), torch.device("cpu"))
+        return tuple(prepared.shape[-2:])
+
     def digest(self, positions: Tensor) -> str:
         """Return the SHA-256 of public images before they are augmented and prepared, in hexadecimal digits."""
         sha256 = hashlib.sha256()
@@ -373,3 +392,16 @@ def initial_stacks(client_state: Stacks) -> Stacks:
 def _first_row(stack: State) -> State:
     """Return the state of the first client of a stack."""
     return {key: value[0] for key, value in stack.items()}
+
+
+def _check_message_size(contents: Contents) -> None:
+    """Raise a ValueError if a site's contribution to a secure sum is larger than a message can be."""
+    num_bytes = 8 * contents.size
+    if num_bytes <= MAX_MESSAGE_BYTES:
+        return
+    logits_bytes = 8 * math.prod(contents.logits)
+    raise ValueError(
+        f"secure_sums: each site would send {num_bytes / 1e9:.2f} GB per round, {logits_bytes / 1e9:.2f} GB of them "
+        f"logits of {contents.logits[0]:,} public images, but a message has at most {MAX_MESSAGE_BYTES / 1e9:.2f} GB; "
+        "lower the distillation's steps or batch_size or the data's image_size, or raise the task's distill_stride"
+    )

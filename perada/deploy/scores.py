@@ -8,10 +8,84 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perada.deploy.sums.vector import SumResult
 from perada.federation.metrics import Metric, spread
+from perada.federation.scores import Scores
+from perada.tasks import Task
 
 Facts = Mapping[str, Any]
 """What a site sends beside its update (:class:`perada.deploy.protocol.Response`)."""
+
+
+def count_summands(metrics: Sequence[Metric], task: Task, classes: int) -> dict[str, int]:
+    """Return how many sums each metric is computed from that is computed from sums over images.
+
+    Args:
+        metrics: Metrics of the run.
+        task: What the models predict.
+        classes: Number of classes K.
+    """
+    pixels = (1, 1) if task.per_pixel else ()
+    predicted = task.predicted(torch.zeros(1, 1, *pixels, classes))
+    targets = task.blank_targets((1, *pixels), classes, predicted.device)
+    return {
+        metric.name: metric.summed.summands(predicted, targets).shape[-1]
+        for metric in metrics
+        if metric.summed is not None
+    }
+
+
+def counts_of(scores: Mapping[str, Scores], test_size: int) -> dict[str, Any]:
+    """Return the facts that a site sends with ``counts``: what scores on the test images of several sites follow from.
+
+    Args:
+        scores: Scores of the site's models by name.
+        test_size: Number of the site's test images.
+    """
+    counts = {model: score.counts[:, 0, 0].tolist() for model, score in scores.items() if score.counts.any()}
+    sums: dict[str, dict[str, list[float]]] = {}
+    for model, score in scores.items():
+        if score.sums:
+            sums[model] = {name: values[0, 0].tolist() for name, values in score.sums.items()}
+    facts: dict[str, Any] = {"counts": counts, "sums": sums}
+    facts = {name: by_model for name, by_model in facts.items() if by_model}
+    return facts | {"tests": test_size} if facts else {}
+
+
+def impossible_sums(
+    metrics: Sequence[Metric], num_summands: Mapping[str, int], facts: Facts, max_pixels: float = math.inf
+) -> str:
+    """Return why the sums that a site sends cannot be those of its test images; "" if they can.
+
+    Args:
+        metrics: Metrics of the run.
+        num_summands: Number of sums of each metric, from :func:`count_summands`.
+        facts: What the site has sent.
+        max_pixels: Largest number of pixels of an image.
+    """
+    summed = {metric.name: metric.summed for metric in metrics}
+    num_images = facts.get("tests", math.inf)
+    for model, sums_of_metrics in facts.get("sums", {}).items():
+        for name, values in sums_of_metrics.items():
+            metric = summed.get(name)
+            if metric is None:
+                return f"{name!r} of the {model} model is not computed from sums"
+            if len(values) != num_summands[name]:
+                return f"{name!r} of the {model} model has {len(values)} sums, expected {num_summands[name]}"
+            if not metric.is_possible(_as_sums(values), num_images, max_pixels):
+                return f"{name!r} of the {model} model has sums that no {num_images} test images can have"
+    return ""
+
+
+def _as_sums(values: Sequence[float]) -> Tensor:
+    """Return the sums of a metric as a tensor (S,)."""
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _score(metric: Metric, sums: Tensor) -> float:
+    """Return a metric's score from its sums (S,), rounded as in a simulation; of classes, the mean."""
+    assert metric.summed is not None
+    return float(metric.summed.score(sums).to(torch.get_default_dtype()).nanmean())
 
 
 def mean_scores(
@@ -19,7 +93,9 @@ def mean_scores(
     facts: Sequence[Facts],
     recent: Sequence[bool] | None = None,
 ) -> dict[str, float]:
-    """Average the scores of the sites' models on their own images, and the global model's accuracy on all images.
+    """Average the scores of the sites' models on their own images, and score the global model on all images.
+
+    For the latter only accuracy and metrics that are computed from sums over images can be.
 
     Args:
         metrics: Metrics of the run; the names of scores of the first one have no suffix.
@@ -29,7 +105,7 @@ def mean_scores(
     scores: dict[str, float] = {}
     counts_of_sites = [fact.get("counts", {}) for fact in facts]
     global_counts = [counts["global"] for counts in counts_of_sites if "global" in counts and counts["global"][1]]
-    weights = _test_sizes(counts_of_sites)
+    weights = _test_sizes(facts)
     for index, metric in enumerate(metrics):
         suffix = f"_{metric.name}" if index else ""
         local_scores = [local_score(fact, metric) for fact in facts]
@@ -37,6 +113,11 @@ def mean_scores(
             scores |= spread(
                 f"personal/local_test{suffix}", torch.tensor(local_scores), metric.lower_is_better, weights, recent
             )
+        pooled = _pooled_sums(metric, facts)
+        if pooled is not None:
+            global_score = _score(metric, pooled)
+            if math.isfinite(global_score):
+                scores[f"global/global_test{suffix}"] = global_score
         if metric.is_accuracy and global_counts:
             correct = sum(correct for correct, _ in global_counts)
             total = sum(total for _, total in global_counts)
@@ -44,13 +125,20 @@ def mean_scores(
     return scores
 
 
-def _test_sizes(counts_of_sites: Sequence[Mapping[str, Any]]) -> Tensor | None:
+def _test_sizes(facts: Sequence[Facts]) -> Tensor | None:
     """Return the number of test images of each site; None if any site does not report it."""
-    sizes = []
-    for counts in counts_of_sites:
-        _, total = counts.get("personal", counts.get("global", [0, 0]))
-        sizes.append(total)
+    sizes = [fact.get("tests", 0) for fact in facts]
     return torch.tensor(sizes, dtype=torch.float64) if sizes and all(sizes) else None
+
+
+def _pooled_sums(metric: Metric, facts: Sequence[Facts]) -> Tensor | None:
+    """Return the sums (S,) of a metric of the global model over the images of all sites; None if none sends them."""
+    sums_of_sites = []
+    for fact in facts:
+        values = fact.get("sums", {}).get("global", {}).get(metric.name)
+        if values is not None:
+            sums_of_sites.append(_as_sums(values))
+    return torch.stack(sums_of_sites).sum(0) if sums_of_sites else None
 
 
 def local_score(facts: Facts, metric: Metric) -> float:
@@ -59,16 +147,58 @@ def local_score(facts: Facts, metric: Metric) -> float:
         if metric.is_accuracy and model in facts.get("counts", {}):
             correct, total = facts["counts"][model]
             return correct / total if total else math.nan
+        sums = facts.get("sums", {}).get(model, {}).get(metric.name)
+        if sums is not None:
+            return _score(metric, _as_sums(sums))
         value = facts.get("scores", {}).get(model, {}).get(metric.name)
         if value is not None:
             return float(value)
     return math.nan
 
 
-def score_summands(metrics: Sequence[Metric], facts: Facts) -> dict[str, float]:
+def summand_names(metrics: Sequence[Metric], num_summands: Mapping[str, int]) -> list[str]:
+    """Return the names of a site's contribution to a secure sum of scores.
+
+    For each metric these are the score of the site's own model, its square, and its product with the number of test
+    images; of the global model the sums of each metric that is computed from sums over images, and the numbers of
+    correct and of all predictions.
+
+    Args:
+        metrics: Metrics of the run.
+        num_summands: Number of sums of each such metric, from :func:`count_summands`.
+    """
+    names = []
+    for metric in metrics:
+        names += [f"own/{metric.name}", f"square/{metric.name}", f"weighted/{metric.name}"]
+    for name, length in num_summands.items():
+        names += _pooled_names(name, length)
+    return [*names, "own/tests", "global/right", "global/all"]
+
+
+def _pooled_names(metric_name: str, length: int) -> list[str]:
+    """Return the names of the global model's sums for a metric."""
+    return [f"pooled/{metric_name}:{index}" for index in range(length)]
+
+
+def claimed_name(name: str) -> str:
+    """Return the name under which a site announces a summand: one for all sums of a metric.
+
+    >>> claimed_name("pooled/miou:7"), claimed_name("own/miou")
+    ('pooled/miou', 'own/miou')
+    """
+    return name.partition(":")[0]
+
+
+def score_summands(metrics: Sequence[Metric], facts: Facts, limit: float = math.inf) -> dict[str, float]:
     """Return a site's contribution to a secure sum of scores, limited to those that may leave it.
 
-    The names are those of :meth:`.Recipe.contents_of_scores`.
+    Args:
+        metrics: Metrics of the run.
+        facts: What may leave the site.
+        limit: Magnitude below which numbers can be summed. A metric with larger sums is left out.
+
+    Returns:
+        Numbers by some of the names of :func:`summand_names`.
     """
     summands: dict[str, float] = {}
     for metric in metrics:
@@ -76,31 +206,38 @@ def score_summands(metrics: Sequence[Metric], facts: Facts) -> dict[str, float]:
         if math.isfinite(score):
             summands[f"own/{metric.name}"] = score
             summands[f"square/{metric.name}"] = score**2
-    counts = facts.get("counts", {})
-    counts_by_model = {"own": counts.get("personal", counts.get("global")), "global": counts.get("global")}
-    for model, pair in counts_by_model.items():
-        if pair is not None:
-            correct, total = pair
-            summands[f"{model}/right"] = float(correct)
-            summands[f"{model}/all"] = float(total)
+            if "tests" in facts:
+                summands[f"weighted/{metric.name}"] = score * facts["tests"]
+    if "tests" in facts:
+        summands["own/tests"] = float(facts["tests"])
+    for name, sums in facts.get("sums", {}).get("global", {}).items():
+        if max(map(abs, sums)) < limit:
+            summands |= zip(_pooled_names(name, len(sums)), sums, strict=True)
+    if "global" in facts.get("counts", {}):
+        correct, total = facts["counts"]["global"]
+        summands["global/right"] = float(correct)
+        summands["global/all"] = float(total)
     return summands
 
 
-def scores_of_sums(metrics: Sequence[Metric], means: Mapping[str, float]) -> dict[str, float]:
-    """Return the scores of :func:`mean_scores` that follow from means over the sites, so not the worst ones.
+def scores_of_sums(
+    metrics: Sequence[Metric], num_summands: Mapping[str, int], result: SumResult, max_pixels: float = math.inf
+) -> dict[str, float]:
+    """Return the scores of :func:`mean_scores` that follow from sums over the sites, so not the worst ones.
 
     Args:
         metrics: Metrics of the run.
-        means: Mean over the sites of each number of :func:`score_summands`.
+        num_summands: Number of sums of each metric, from :func:`count_summands`.
+        result: Sums and means over the sites of the numbers of :func:`score_summands`.
+        max_pixels: Largest number of pixels of an image.
     """
+    means = result.metrics
     scores: dict[str, float] = {}
-    accuracies = {}
-    for model in ("own", "global"):
-        if f"{model}/right" in means and means.get(f"{model}/all"):
-            accuracies[model] = means[f"{model}/right"] / means[f"{model}/all"]
+    accuracy = math.nan
+    if "global/right" in means and means.get("global/all"):
+        accuracy = means["global/right"] / means["global/all"]
     for index, metric in enumerate(metrics):
         suffix = f"_{metric.name}" if index else ""
-        is_accuracy = metric.is_accuracy
         name = f"personal/local_test{suffix}"
         # A site that lies can remove one of the two numbers.
         mean = means.get(f"own/{metric.name}", math.nan)
@@ -108,8 +245,22 @@ def scores_of_sums(metrics: Sequence[Metric], means: Mapping[str, float]) -> dic
         if math.isfinite(mean) and math.isfinite(mean_square):
             scores[name] = mean
             scores[f"{name}_std"] = math.sqrt(max(0.0, mean_square - mean**2))
-            if is_accuracy and "own" in accuracies:
-                scores[f"{name}_weighted"] = accuracies["own"]
-        if is_accuracy and "global" in accuracies:
-            scores[f"global/global_test{suffix}"] = accuracies["global"]
+            if f"weighted/{metric.name}" in means and means.get("own/tests"):
+                scores[f"{name}_weighted"] = means[f"weighted/{metric.name}"] / means["own/tests"]
+        global_score = accuracy if metric.is_accuracy else _score_of_total(metric, num_summands, result, max_pixels)
+        if math.isfinite(global_score):
+            scores[f"global/global_test{suffix}"] = global_score
     return scores
+
+
+def _score_of_total(metric: Metric, num_summands: Mapping[str, int], result: SumResult, max_pixels: float) -> float:
+    """Return the global model's score on the images of all sites; NaN if their sums are missing or impossible."""
+    if metric.summed is None:
+        return math.nan
+    names = _pooled_names(metric.name, num_summands[metric.name])
+    # A site that lies can remove some of them, or make them impossible.
+    if not all(name in result.totals for name in names):
+        return math.nan
+    sums = _as_sums([result.totals[name] for name in names])
+    num_images = result.totals.get("own/tests", math.inf)
+    return _score(metric, sums) if metric.summed.is_possible(sums, num_images, max_pixels) else math.nan

@@ -152,6 +152,11 @@ class Scores:
         """Numbers of right and of all predictions, (2, P, G) on the CPU; zeros unless a metric is accuracy."""
         return self._counts.cpu()
 
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """Sums (P, G, S) of the summed metrics by name, on the CPU; empty before the first batch."""
+        return {name: sums.cpu() for name, sums in self._sums.items()}
+
     def merge(self, ranks: Ranks) -> None:
         """Add the counts of the other processes. A collective: all must call this once, at the end."""
         ranks.sum_([self._counts])
@@ -163,7 +168,7 @@ class Scores:
 
     def _merge_sums(self, ranks: Ranks) -> None:
         """Add the sums of the other processes. A collective."""
-        sums_of_ranks = ranks.gather({name: sums.cpu() for name, sums in self._sums.items()})
+        sums_of_ranks = ranks.gather(self.sums)
         self._sums = {}
         for sums_of_rank in sums_of_ranks:
             for name, sums in sums_of_rank.items():

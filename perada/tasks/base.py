@@ -41,6 +41,16 @@ class SummedMetric(ABC):
         A score is NaN if it is not defined, for example for a class that does not occur.
         """
 
+    def is_possible(self, sums: Tensor, max_images: float, max_pixels: float) -> bool:
+        """Return whether sums (S,) can be those of images; a dishonest site of a deployment may report others.
+
+        Args:
+            sums: Sums of the summands.
+            max_images: Largest number of images that they may be of.
+            max_pixels: Largest number of pixels of an image.
+        """
+        return bool(sums.isfinite().all())
+
 
 class Task(ABC):
     """What the network predicts for an image, and how predictions are compared with targets.

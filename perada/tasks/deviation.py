@@ -40,6 +40,11 @@ class _Deviation(SummedMetric):
             return scores
         return scores.nanmean(-1)
 
+    def is_possible(self, sums: Tensor, max_images: float, max_pixels: float) -> bool:
+        """Return whether the sums are finite, and of no more images than there are."""
+        images = sums[-self.targets :]
+        return bool(sums.isfinite().all() and (0 <= images).all() and (images <= max_images).all())
+
     @abstractmethod
     def _terms(self, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return what is summed, each (p, N, D), of centred predictions x and targets y (p, N, D)."""

@@ -71,6 +71,13 @@ class Dice(_Overlap):
         dice = 2 * intersections / (predicted_sizes + true_sizes).clamp(min=1)
         return torch.cat([dice.where(occurs, 0), occurs.to(dice)], -1)
 
+    def is_possible(self, sums: Tensor, max_images: float, max_pixels: float) -> bool:
+        """Return whether no class is in more images than there are, or overlaps by more than all of it."""
+        sums_of_dice = sums[: self.classes]
+        images = sums[self.classes :]
+        # All comparisons are false for NaN.
+        return bool((0 <= sums_of_dice).all() and (sums_of_dice <= images).all() and (images <= max_images).all())
+
     def _scores(self, sums: Tensor) -> Tensor:
         sums_of_dice = sums[..., : self.classes]
         images = sums[..., self.classes :]
@@ -83,6 +90,16 @@ class IntersectionOverUnion(_Overlap):
 
     def _summands(self, intersections: Tensor, predicted_sizes: Tensor, true_sizes: Tensor) -> Tensor:
         return torch.cat([intersections, predicted_sizes, true_sizes], -1)
+
+    def is_possible(self, sums: Tensor, max_images: float, max_pixels: float) -> bool:
+        """Return whether regions overlap by no more than all of them, and fill the same number of pixels."""
+        intersections, predicted_sizes, true_sizes = sums.split(self.classes)
+        smaller_sizes = torch.minimum(predicted_sizes, true_sizes)
+        # All comparisons are false for NaN.
+        fits_regions = (0 <= intersections).all() and (intersections <= smaller_sizes).all()
+        # Each pixel that counts has one true and one predicted class.
+        num_pixels = true_sizes.sum()
+        return bool(fits_regions and predicted_sizes.sum() == num_pixels and num_pixels <= max_images * max_pixels)
 
     def _scores(self, sums: Tensor) -> Tensor:
         intersections = sums[..., : self.classes]

@@ -86,7 +86,7 @@ def test_each_reply_has_a_line_that_says_what_left(tiny, tmp_path):
     ] + [(None, None, None)]
     facts = [entry["left"]["facts"] for entry in entries]
     assert facts[0] == ["labels", "size", "tests"] and facts[1] == facts[2] == ["losses.local", "losses.personal"]
-    assert facts[3:] == [["counts.global", "counts.personal"], [], []]
+    assert facts[3:] == [["counts.global", "counts.personal", "tests"], [], []]
     sent = {key: value.nbytes for key, value in client.recipe.template.sent.items()}
     assert [entry["left"]["tensors"] for entry in entries] == [{}, sent, sent, {}, {}, {}]
     assert [entry["left"]["bytes"] for entry in entries] == [len(reply) for reply in replies]

@@ -30,7 +30,7 @@ from perada.deploy.protocol import (
     spec_of,
 )
 from perada.deploy.recipe import ServerRecipe, labels_digest
-from perada.deploy.scores import mean_scores, scores_of_sums
+from perada.deploy.scores import impossible_sums, mean_scores, scores_of_sums
 from perada.deploy.server import SERVER_STATE
 from perada.deploy.server.progress import (
     RoundRecord,
@@ -768,18 +768,24 @@ class Coordinator:
             num_models = stack_size(members)
         responses, _ = self._ask_everyone("evaluate", tensors, models=num_models, strides=strides_of(state))
 
-        metrics = self.recipe.module.metrics
+        recipe = self.recipe
+        metrics = recipe.module.metrics
+        for name, response in list(responses.items()):
+            problem = impossible_sums(metrics, recipe.num_summands, response.facts, recipe.max_pixels)
+            if problem:
+                log.warning("evaluate: site %s: malformed: %s", name, problem, extra={"site": name})
+                del responses[name]
         recent_by_number = participation_of(progress, self.sample).recent
         recent = [recent_by_number[self.roster.numbers[name]] for name in responses]
         scores = mean_scores(metrics, [response.facts for response in responses.values()], recent)
-        if self.settings.secure_sums is not None and not self.recipe.noisy:  # sites that add noise send no scores
+        if self.settings.secure_sums is not None and not recipe.noisy:  # sites that add noise send no scores
             adding: dict[str, tuple[Response, State]] = {
                 name: (response, {}) for name, response in responses.items() if response.sums.get("adds")
             }
             try:
-                contents = self.recipe.contents_of_scores()
+                contents = recipe.contents_of_scores()
                 _, result = self._sum("scores", RoundRecord(progress.done), adding, contents)
-                scores = scores_of_sums(metrics, result.metrics)
+                scores = scores_of_sums(metrics, recipe.num_summands, result, recipe.max_pixels)
             except RefusalError as refusal:
                 log.warning("no scores after round %d: %s", progress.done, refusal)
         progress.history[-1] |= scores

@@ -21,6 +21,7 @@ from perada.data.federated import FederatedData
 from perada.data.fingerprints import Fingerprint, fingerprint_of
 from perada.deploy.protocol import RefusalError, Request
 from perada.deploy.recipe import Recipe, initial_stacks, labels_digest
+from perada.deploy.scores import claimed_name
 from perada.deploy.site.budget import SiteBudget
 from perada.deploy.site.file import Limits
 from perada.deploy.site.level import SitePrivacy
@@ -396,7 +397,7 @@ class Client:
             raise RefusalError(str(error), "broken") from None
 
     def _public_logits(self, round: int, summing: SummingState) -> Tensor:
-        """Return the logits (images, classes) of the site's update on the public images of a round."""
+        """Return the logits (images, ..., classes) of the site's update on the public images of a round."""
         recipe = self.recipe
         state = recipe.template.initial | summing.received | summing.update
         model = expand(to_device(state, recipe.device), 1)
@@ -412,7 +413,10 @@ class Client:
 
     def scores_vector(self, state: RunState, num_sites: int, shared_metric_names: Collection[str]) -> Uint64Vector:
         """Return the site's vector for a sum of scores, with those that may be added up."""
-        metrics = {name: value for name, value in state.scoring.metrics.items() if name in shared_metric_names}
+        metrics = {}
+        for name, value in state.scoring.metrics.items():
+            if claimed_name(name) in shared_metric_names:
+                metrics[name] = value
         return self.recipe.contents_of_scores().vector({}, 1.0, None, metrics, num_sites)
 
     def score(self, request: Request, shared: State, members: State, state: RunState) -> dict[str, Scores]:

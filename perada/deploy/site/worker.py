@@ -31,7 +31,7 @@ from perada.deploy.protocol import (
     spec_of,
     unpack,
 )
-from perada.deploy.scores import score_summands
+from perada.deploy.scores import claimed_name, counts_of, score_summands
 from perada.deploy.site.budget import add_step_without_noise, explain_image_epsilon, explain_site_epsilon
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits
@@ -365,12 +365,13 @@ class SiteWorker:
         # No ledger counts scores, so a site whose privacy is protected as a whole sends none.
         if self.may_send & {"counts", "scores"} and client.site_privacy is None:
             scores = client.score(request, shared, members, state)
-            counts = {name: score.counts[:, 0, 0].tolist() for name, score in scores.items() if score.counts.any()}
             values = {name: _mean_scores(score) for name, score in scores.items() if score}
-            facts = self._allowed("counts", {"counts": counts}) | self._allowed("scores", {"scores": values})
+            counts = counts_of(scores, client.test_size)
+            facts = self._allowed("counts", counts) | self._allowed("scores", {"scores": values})
         metrics: dict[str, float] = {}
-        if client.settings.secure_sums is not None:
-            metrics = score_summands(client.module.metrics, facts)
+        secure_sums = client.settings.secure_sums
+        if secure_sums is not None:
+            metrics = score_summands(client.module.metrics, facts, secure_sums.limit(request.clients))
             facts = {}
         ledger = self.store.totals.ledger
         if client.site_privacy is None and (facts or metrics):
@@ -416,7 +417,7 @@ class SiteWorker:
         from perada.deploy.sums.keys import SiteClaims
 
         metrics = state.scoring.metrics if request.of == "scores" else state.summing.losses
-        return SiteClaims([*metrics], state.summing.heard)
+        return SiteClaims({claimed_name(name) for name in metrics}, state.summing.heard)
 
     def _sum_terms(self, client: Client, request: Request, state: RunState) -> "SumTerms":
         """Return the terms of the sum that a request is about, as the site knows them."""

@@ -39,13 +39,16 @@ class SumResult(NamedTuple):
 
     Attributes:
         mean: Weighted mean of the states that they sent.
-        logits: Sum (images, classes) of their logits on the public images, in fixed point; None without distillation.
+        logits: Sum (images, ..., classes) of their logits on the public images, in fixed point; None without
+            distillation.
         metrics: Mean of each metric over the sites that have it.
+        totals: Sum of each metric over the sites that have it.
     """
 
     mean: State
     logits: Tensor | None
     metrics: dict[str, float]
+    totals: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ class Contents:
     Args:
         options: Options of the recipe.
         example: Example of what a site sends (no client axis).
-        logits: Number of public images and of classes; (0, 0) in a round that is not distilled.
+        logits: Shape (images, ..., classes) of the logits on the public images, with axes for pixels if there are any;
+            (0, 0) in a round that is not distilled.
         metric_names: Names of other numbers, such as training losses, which a site may have or not.
         equal: Whether each site's weight is one rather than its number of images.
         noisy: Whether the example holds noisy changes, which sites send as integers, rather than states.
@@ -65,7 +69,7 @@ class Contents:
 
     options: SecureSums
     example: State
-    logits: tuple[int, int] = (0, 0)
+    logits: tuple[int, ...] = (0, 0)
     metric_names: tuple[str, ...] = ()
     equal: bool = True
     noisy: bool = False
@@ -89,7 +93,7 @@ class Contents:
         Args:
             sent: State of the site, or its noisy change in integers.
             weight: Weight of the site.
-            logits: Logits (images, classes) on the public images; None in a round that is not distilled.
+            logits: Logits (images, ..., classes) on the public images; None in a round that is not distilled.
             metrics: The site's metrics by name.
             num_sites: Number of sites in the sum.
 
@@ -143,11 +147,18 @@ class Contents:
         mean = {}
         for (key, example), part in zip(self.example.items(), states, strict=True):
             mean[key] = self._mean(key, part, weight).view(example.shape)
-        metrics = {}
+        total_of: dict[str, float] = {}
+        mean_of: dict[str, float] = {}
         for name, total_value, count in zip(self.metric_names, totals, counts, strict=True):
             if count in range(1, num_sites + 1):
-                metrics[name] = total_value / count
-        return SumResult(mean, logits.view(self.logits).clone() if num_logits else None, metrics)
+                total_of[name] = total_value
+                mean_of[name] = total_value / count
+        return SumResult(
+            mean=mean,
+            logits=logits.view(self.logits).clone() if num_logits else None,
+            metrics=mean_of,
+            totals=total_of,
+        )
 
     def _mean(self, key: str, total: Tensor, weight: float) -> Tensor:
         """Return the mean of a flat tensor in the dtype of the example's, from its sum in fixed point."""

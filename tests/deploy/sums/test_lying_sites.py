@@ -99,7 +99,7 @@ def test_a_sum_that_cannot_be_is_void_and_the_run_goes_on(change, weighting, tin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["own/accuracy", "square/accuracy", "own/right", "own/all", "global/right"])
+@pytest.mark.parametrize("name", ["own/accuracy", "square/accuracy", "weighted/accuracy", "own/tests", "global/right"])
 def test_counts_of_scores_that_add_up_to_none_stop_nothing(name, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     workers = made.workers()
