@@ -199,12 +199,23 @@ def _sources(dataset: Dataset[Any]) -> Iterator[object]:
 def check_trained_norms(module: FederatedClassifier) -> None:
     """Raise an OptionError if BatchNorm layers are trained privately."""
     trained = [key.removesuffix(".running_var") for key in module.tensor_names.keys if key.endswith("running_var")]
-    if trained:
-        raise _privacy_error(
-            f"{trained[0]!r} and {len(trained) - 1} more are trained BatchNorm layers: an image's gradient then "
-            "depends on the other images of its batch; choose lora, bottleneck or head, a residual adapter with "
-            "norm='group' and train_norms=False (adapter_options), or a backbone with LayerNorm or GroupNorm"
+    if not trained:
+        return
+    remedy = (
+        "choose lora, bottleneck or head, a residual adapter with norm='group' and train_norms=False "
+        "(adapter_options), or a backbone with LayerNorm or GroupNorm"
+    )
+    decoder = module.adapted.backbone.decoder if module.adapted is not None else None
+    if decoder is not None and any(name.startswith(f"{decoder}.") for name in trained):
+        # It is trained as part of the head, whatever the adapter.
+        remedy = (
+            "choose 'smp:fpn-ENCODER', whose decoder has GroupNorm, with the adapter lora, or pass a network such as "
+            "segmentation_models_pytorch.Unet(..., decoder_use_norm=False)"
         )
+    raise _privacy_error(
+        f"{trained[0]!r} and {len(trained) - 1} more are trained BatchNorm layers: an image's gradient then depends on "
+        f"the other images of its batch; {remedy}"
+    )
 
 
 def check_private_gradients(

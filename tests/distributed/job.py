@@ -18,6 +18,8 @@ from perada.adapters import DualLoraConfig
 from perada.algorithms import FedEnsemble, FFALoRA, HetLoRA, PerAda
 from perada.data import Corruptions, ImageSet
 from perada.server import SVD, FedAdam, FLTrust, LoRAFair
+from perada.tasks import Segmentation
+from tests.masks import UNet, squares
 from tests.options import sections
 
 SIZES, CLASSES = (9, 5, 14, 7, 20), 3
@@ -39,6 +41,12 @@ def vit(norm: bool, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 8, "depth": 2, "num_heads": 2}
     return VisionTransformer(**sizes, num_classes=CLASSES).to(dtype)
+
+
+def unet(norm: bool, dtype: torch.dtype) -> nn.Module:
+    """A small U-Net with GroupNorm."""
+    torch.manual_seed(0)
+    return UNet().to(dtype)
 
 
 CASES = {
@@ -95,6 +103,7 @@ CASES = {
     "moon": {"algorithm": "moon", "augmented": True},
     "mixed images, drawn by class": {"algorithm": "ditto", "mixed": True},
     "fedrod": {"algorithm": "fedrod"},
+    "masks": {"algorithm": "perada", "net": unet, "masks": True, "metric": ["dice", "miou", "accuracy"], **DISTILS},
     "fedbe": {"algorithm": "fedbe", **DISTILS},
     "fedper": {"algorithm": "fedper", "weighting": "samples"},
     "fedbabu": {"algorithm": "fedbabu"},
@@ -175,6 +184,15 @@ def federation(dtype: torch.dtype) -> perada.FederatedData:
     )
 
 
+def segmented() -> perada.FederatedDataModule:
+    """Five clients with a mask for each image."""
+    train = [squares(n, client, 10 * client, size=16) for client, n in enumerate(SIZES)]
+    test = [squares(n, 10 + client, 10 * client, size=16) for client, n in enumerate((6, 4, 7, 5, 3))]
+    data = perada.FederatedData(train, test, squares(12, 20, size=16))
+    task = Segmentation("both", distill_stride=2)
+    return perada.FederatedDataModule(data, batch_size=4, crop_padding=2, flip=True, task=task)
+
+
 class Other(ImageSet):
     """Another set of three classes."""
 
@@ -204,6 +222,8 @@ def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
     options |= CASES.get(case, SECURE) | extra
     norm, dtype, net = options.pop("norm"), options.pop("dtype"), options.pop("net", network)
     data = federation(dtype)
+    if options.pop("masks", False):
+        data = segmented()
     if options.pop("augmented", False):
         data = perada.FederatedDataModule(data, batch_size=4, crop_padding=2, flip=True)
     if options.pop("mixed", False):

@@ -274,6 +274,43 @@ def test_a_resumed_run_is_the_same_to_the_bit(network, tmp_path):
             assert torch.equal(value, expected)
 
 
+@pytest.mark.filterwarnings("ignore:client .* its personal model is worse:UserWarning")
+def test_a_client_that_joins_equals_a_plain_loop(network):
+    data = FederatedDataModule(hospitals(), batch_size="full", task=Segmentation("both"))
+    run = fit(network, data, algorithm="ditto", algorithm_options={"prox_strength": 0.7})
+    newcomer = FederatedData([squares(6, 50, 30)], [squares(4, 51, 30)])
+    joined = perada.personalize(run, newcomer, "newcomer", rounds=1, local_steps=2, lr=0.05)
+    images, masks = newcomer.train[0].tensors
+    model = copy.deepcopy(run.global_model()).requires_grad_(True).train()
+    anchor = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(2):
+        logits = model(prepare_images(images))
+        p = logits.softmax(1)
+        g = F.one_hot(masks.long(), 3).movedim(-1, 1)
+        dice = (2 * (p * g).sum((2, 3)) + 1) / (p.sum((2, 3)) + g.sum((2, 3)) + 1)
+        loss = F.cross_entropy(logits, masks.long()) + (1 - dice.mean(1)).mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient, start in zip(model.parameters(), gradients, anchor, strict=True):
+                parameter -= 0.05 * (gradient + 0.7 * (parameter - start))
+    state = joined.state("personal", "newcomer")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+    test_images, test_masks = newcomer.test[0].tensors
+    predicted = joined.predict(test_images, client="newcomer").labels
+    dice_of_classes = []
+    for k in range(3):
+        of_images = []
+        for prediction, mask in zip(predicted == k, test_masks == k, strict=True):
+            if mask.any():
+                of_images.append(2 * float((prediction & mask).sum()) / float(prediction.sum() + mask.sum()))
+        dice_of_classes.append(sum(of_images) / len(of_images))
+    assert joined.info["joined"][-1]["after"] == pytest.approx(sum(dice_of_classes) / 3, rel=1e-5)
+    for client in range(3):
+        for name, value in run.state("personal", client).items():
+            assert torch.equal(joined.state("personal", client)[name], value)
+
+
 def test_teachers_run_on_few_images_at_once_and_keep_the_grid(network, monkeypatch):
     engine = Engine(insert_adapter(build_backbone(network, 3, per_pixel=True), "head").model, "loop", per_pixel=True)
     states = stack([get_state(engine.model)] * 2)
