@@ -10,7 +10,7 @@ from PIL import Image
 
 import perada
 from perada.core.checks import OptionError
-from perada.data import IID, ByDomain, Dirichlet, FederatedDataModule, ImageMasks, ImageTable
+from perada.data import IID, ByDomain, Dirichlet, FederatedDataModule, HuggingFace, ImageMasks, ImageTable
 from perada.data.batches.transforms import MissingImageError, UnreadableImageError, resize_masks
 from perada.tasks import Segmentation
 from tests.masks import UNet, squares
@@ -189,3 +189,105 @@ def test_a_row_without_mask_is_named(tmp_path):
     table = ImageTable(str(tmp_path / "table.csv"), mask="outline")
     with pytest.raises(ValueError, match=r"table.csv, row 3: .*masks/x.png does not exist; correct the path"):
         _ = table.labels
+
+
+@pytest.mark.parametrize("orientation", [3, 6, 8])
+def test_masks_have_the_size_of_the_upright_image(tmp_path, orientation):
+    """Photographs are stored as the sensor lies; what labelling tools show is turned by their metadata."""
+    shown = np.zeros((20, 30), dtype=np.uint8)
+    shown[2:8, 4:10] = 1
+    for kind in ("images", "masks"):
+        (tmp_path / kind).mkdir()
+    image = Image.fromarray(np.stack([200 * shown] * 3, 2))
+    # Stored such that the rotation in the metadata restores it.
+    turn = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
+    exif = Image.Exif()
+    exif[274] = orientation
+    for name in "ab":
+        image.transpose(turn[orientation]).save(tmp_path / "images" / f"{name}.png", exif=exif)
+        Image.fromarray(shown).save(tmp_path / "masks" / f"{name}.png")
+    images = ImageMasks(str(tmp_path), size=30)
+    pixels, mask = images[0]
+    # Image and mask differ at most where the image is blurred, at the border of the square.
+    assert int(((pixels[0] > 100) != (mask == 1)).sum()) <= 4
+    assert int(mask.sum()) >= 6 * 9 - 6
+    image.transpose(turn[orientation]).save(tmp_path / "masks" / "a.png")
+    Image.fromarray(shown.T).save(tmp_path / "masks" / "b.png")
+    with pytest.raises(UnreadableImageError):
+        _ = [ImageMasks(str(tmp_path), size=30, train=train).labels for train in (True, False)]
+
+
+def write_set(folder, count=8, mode="L", values=(0, 1, 2), **columns):
+    """A set of Hugging Face with a column of images and one of masks; returns the masks."""
+    datasets = pytest.importorskip("datasets")
+    content = {"photo": [], "outline": []}
+    masks = []
+    for image, mask in squares(count, 0):
+        content["photo"].append(Image.fromarray(image.permute(1, 2, 0).numpy()))
+        stored = Image.fromarray(np.array(values, dtype=np.uint8)[mask.numpy()])
+        if mode == "P":
+            stored.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
+        content["outline"].append(stored)
+        masks.append(mask)
+    features = {"photo": datasets.Image(), "outline": datasets.Image()}
+    features |= {name: datasets.Value("string") for name in columns}
+    dataset = datasets.Dataset.from_dict(content | columns, features=datasets.Features(features))
+    parts = {"train": dataset.select(range(count - 2)), "test": dataset.select(range(count - 2, count))}
+    datasets.DatasetDict(parts).save_to_disk(folder)
+    return masks
+
+
+@pytest.mark.parametrize("mode", ["L", "P"])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_masks_in_a_column_of_a_hugging_face_set(tmp_path, mode, in_memory):
+    masks = write_set(tmp_path / "pairs", mode=mode)
+    train = HuggingFace(str(tmp_path / "pairs"), mask="outline", size=SIZE, in_memory=in_memory)
+    test = train.with_split(False)
+    assert torch.equal(train.labels, torch.stack(masks[:6]))
+    assert torch.equal(test.labels, torch.stack(masks[6:]))
+    assert torch.equal(train[2][0], squares(8, 0)[2][0])
+    assert torch.equal(train[2][1], masks[2])
+    small = HuggingFace(str(tmp_path / "pairs"), mask="outline", size=SIZE // 2)
+    rows = np.arange(1, SIZE, 2)
+    assert torch.equal(small.labels, torch.stack(masks[:6])[:, rows][:, :, rows])
+
+
+def test_a_hugging_face_set_with_masks_is_trained_on(tmp_path):
+    clients = ["north", "south"] * 4
+    masks = write_set(tmp_path / "pairs", values=(0, 128, 255), client=clients)
+    options = {"name": str(tmp_path / "pairs"), "mask": "outline", "size": SIZE}
+    images = HuggingFace(**options, mask_values=[0, 128, 255], classes=["none", "red", "green"])
+    assert torch.equal(images.labels, torch.stack(masks[:6]))
+    data = FederatedDataModule(dataset=images, partition=ByDomain(column="client"), batch_size="full")
+    options = {"rounds": 1, "local_steps": 1, "adapter": "head", "pretrained": False, "algorithm": "fedavg"}
+    run = perada.finetune(UNet(), data, **options)
+    assert data.client_names == ["north", "south"]
+    assert data.task == Segmentation()
+    assert run.info["classes"] == ["none", "red", "green"]
+    assert 0 < run.metrics["rounds"][-1]["personal/local_test"] < 1
+
+
+def test_masks_of_a_hugging_face_set_that_cannot_be_used_are_named(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    name = str(tmp_path / "pairs")
+    write_set(name, values=(0, 128, 255))
+    with pytest.raises(
+        UnreadableImageError,
+        match=r"pairs, train\[0\], column outline, has the values 128, which mask_values does not list",
+    ):
+        _ = HuggingFace(name, mask="outline", mask_values=[0, 255], size=SIZE).labels
+    with pytest.raises(ValueError, match=r"mask: .*pairs has no column 'outlines'; did you mean 'outline'\?"):
+        _ = HuggingFace(name, mask="outlines").labels
+    with pytest.raises(ValueError, match=r"image: .*pairs has several \(photo, outline\) of the columns of images"):
+        _ = HuggingFace(name).labels
+    with pytest.raises(OptionError, match=r"label='a' cannot be combined with mask='outline'"):
+        HuggingFace(name, mask="outline", label="a")
+    image = Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8))
+    content = {"photo": [image] * 3, "outline": [None] * 3, "note": ["a"] * 3}
+    features = {"photo": datasets.Image(), "outline": datasets.Image(), "note": datasets.Value("string")}
+    dataset = datasets.Dataset.from_dict(content, features=datasets.Features(features))
+    dataset.save_to_disk(tmp_path / "empty")
+    with pytest.raises(MissingImageError, match=r"empty, train\[\d\], has no mask: take the row out"):
+        _ = HuggingFace(str(tmp_path / "empty"), mask="outline").labels
+    with pytest.raises(ValueError, match=r"mask: column 'note' of .*empty contains .*, not masks"):
+        _ = HuggingFace(str(tmp_path / "empty"), mask="note").labels

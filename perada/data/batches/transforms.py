@@ -64,7 +64,7 @@ def decode(image: Image.Image, mode: str | None = None, full_scale: float | None
     [[[0, 255]]]
     """
     load_pixels(image)
-    image = _upright(image)
+    image = upright(image)
     if image.mode in _DEEP_MODES:
         image = _scale_to_8_bits(image, full_scale)
     elif image.has_transparency_data:
@@ -105,7 +105,7 @@ def load_pixels(image: Image.Image) -> None:
         image.filename = filename
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def upright(image: Image.Image) -> Image.Image:
     """Rotate or mirror a loaded image according to its metadata.
 
     ``ImageOps.exif_transpose`` is not used: it rewrites the metadata, which fails if any field has a value of the wrong
@@ -113,6 +113,16 @@ def _upright(image: Image.Image) -> Image.Image:
     """
     transpose = _TRANSPOSE_BY_ORIENTATION.get(_orientation(image) or 1)
     return image if transpose is None else image.transpose(transpose)
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Return width and height of an opened image after :func:`upright`. Only the pixels of a TIFF are loaded for it."""
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        # Pillow rotates some of them itself, at the end of load().
+        load_pixels(image)
+    width, height = image.size
+    is_turned_by_90_degrees = (_orientation(image) or 1) >= 5
+    return (height, width) if is_turned_by_90_degrees else (width, height)
 
 
 def _orientation(image: Image.Image) -> int | None:

@@ -26,7 +26,7 @@ from perada.data.batches.transforms import MissingImageError, read_image, resize
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, explain_read_errors, number_labels
 from perada.data.sets.manifest import SPLITS, ListedImages, Listing
-from perada.data.sets.masks import check_mask_values
+from perada.data.sets.masks import check_mask_values, decode_mask
 from perada.tasks import Classification, MultiLabel, Regression, Segmentation, Task
 from perada.tasks.multi_label import UNKNOWN
 
@@ -281,8 +281,8 @@ class HuggingFace(ListedImages):
 
     A folder was written by ``save_to_disk``, or is one that ``load_dataset`` reads: Parquet files, or images with or
     without ``metadata.csv``. Code that comes with a dataset is never run. Labels are class labels, integers, words, or
-    lists of these if an image may have several. Class labels keep their names and order, without those that no image
-    has.
+    lists of these if an image may have several; or masks, in a second column of images. Class labels keep their names
+    and order, without those that no image has.
 
     Args:
         name: Name on the Hub, such as ``flwrlabs/office-home``, or a folder.
@@ -291,6 +291,8 @@ class HuggingFace(ListedImages):
         splits: Splits to use; null for all whose names are known.
         image: Column of the images; null for the only one.
         label: Column of the labels; null for ``label``, ``labels`` or ``fine_label``, or the only class labels.
+        mask: Column of the masks, which are then the labels (:class:`.ImageMasks`); null for no masks.
+        mask_values: Value of each class in the masks, as of :class:`.ImageMasks`.
         **options: Options of :class:`.ListedImages`.
     """
 
@@ -302,8 +304,17 @@ class HuggingFace(ListedImages):
         splits: list[str] | None = None,
         image: str | None = None,
         label: str | None = None,
+        mask: str | None = None,
+        mask_values: list[int] | None = None,
         **options: Any,
     ) -> None:
+        if mask is not None and label is not None:
+            raise OptionError(
+                f"label={label!r} cannot be combined with mask={mask!r}: labels are either masks or classes of images; "
+                "leave one out",
+                name="label",
+                value=label,
+            )
         super().__init__(name, **options)
         self.name = name.removeprefix("hf:")  # the prefix of datasets on the command line
         self.config = config
@@ -311,6 +322,8 @@ class HuggingFace(ListedImages):
         self.splits = splits
         self.image = image
         self.label = label
+        self.mask = mask
+        self.mask_values = check_mask_values(mask_values)
         self.source_name = self.name
 
     @cached_property
@@ -409,20 +422,47 @@ class HuggingFace(ListedImages):
         return column
 
     @cached_property
-    def _images(self) -> "Dataset":
-        """The column of images, as stored bytes."""
+    def _image_columns(self) -> list[str]:
+        """Names of the columns of images, which masks are, too."""
         from datasets import Image as ImageFeature
 
-        image_columns = [name for name, feature in self._rows.features.items() if isinstance(feature, ImageFeature)]
-        column = self._select_column("image", image_columns, "of images", image_columns)
+        return [name for name, feature in self._rows.features.items() if isinstance(feature, ImageFeature)]
+
+    def _stored_images(self, column: str) -> "Dataset":
+        """Return a column of images, as stored bytes."""
+        from datasets import Image as ImageFeature
+
         return self._rows.select_columns([column]).cast_column(column, ImageFeature(decode=False))
+
+    @cached_property
+    def _images(self) -> "Dataset":
+        """The column of images, as stored bytes."""
+        candidates = [name for name in self._image_columns if name != self.mask]
+        column = self._select_column("image", candidates, "of images", self._image_columns)
+        return self._stored_images(column)
+
+    @cached_property
+    def _masks(self) -> "Dataset":
+        """The column of masks, as stored bytes."""
+        column = self._select_column("mask", [], "of images", self._image_columns)
+        return self._stored_images(column)
 
     def content(self, path: str) -> bytes:
         """Return the stored bytes of the image ``split[row]``."""
-        (stored,) = self._images[self._row_of_path[path]].values()
+        return self._content(self._images, path, "image")
+
+    def _content(self, column: "Dataset", path: str, what: str) -> bytes:
+        """Return the stored bytes of row ``split[row]``; raise a MissingImageError that names ``what`` is missing."""
+        (stored,) = column[self._row_of_path[path]].values()
         if stored is None:
-            raise MissingImageError(f"{self.name}, {path}, has no image", "take the row out")
+            raise MissingImageError(f"{self.name}, {path}, has no {what}", "take the row out")
         return stored["bytes"] or Path(stored["path"]).read_bytes()
+
+    def read_mask(self, path: str, image_path: str) -> Tensor:
+        """Read the mask (size, size) of row ``split[row]``; see :func:`.decode_mask`."""
+        mask = io.BytesIO(self._content(self._masks, path, "mask"))
+        image = io.BytesIO(self.content(image_path))
+        return decode_mask(mask, image, self.size, self.mask_values, f"{self.name}, {path}, column {self.mask},")
 
     def _digest(self, path: str) -> str:
         return hashlib.sha256(self.content(path)).hexdigest()
@@ -435,12 +475,22 @@ class HuggingFace(ListedImages):
 
     def read_manifest(self) -> Manifest:
         """List the rows of the splits that are used."""
-        self._images  # noqa: B018  # missing images are reported before anything else
-        classes, labels = self._number_labels()
+        # Missing columns are reported before anything else.
+        if self.mask is not None:
+            self._masks  # noqa: B018  # computed on first use
+        self._images  # noqa: B018  # likewise
         paths = list(self._row_of_path)
+        classes: tuple[str, ...] | None = None
+        labels: Array | None = None
+        masks: list[str] | None = None
+        if self.mask is None:
+            classes, labels = self._number_labels()
+        else:
+            masks = paths
         split = np.array([path.rpartition("[")[0] for path in paths])
         uses_several_splits = len({*split, *(self.splits or ())}) > 1
-        return Manifest(paths, labels, classes, self.extra_columns(), split if uses_several_splits else None)
+        split_or_none = split if uses_several_splits else None
+        return Manifest(paths, labels, classes, self.extra_columns(), split_or_none, masks=masks)
 
     def _number_labels(self) -> tuple[tuple[str, ...], Array]:
         """Return the classes and the labels of all rows."""
