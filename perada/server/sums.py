@@ -23,8 +23,8 @@ class SecureSums:
         min_sites: Smallest number of clients in a sum; a round with fewer is void. In a sum of two, each knows the
             other's part.
         threshold: More than this share of a round's clients must stay until its end; at least 2/3. Up to half of
-            ``min_sites`` may then collude with the server: to have two lists of one sum signed, it needs the help of
-            2 :meth:`least` − n of n sites.
+            ``min_sites`` may then collude with the server: if t of n sites must stay, it needs the help of 2 t − n
+            sites to have two lists of one sum signed.
         fraction_bits: Bits after the binary point. The error of a mean is at most 2^−(``fraction_bits`` + 1). An
             update that does not fit into the bits before the point is dropped; nothing is clipped.
 

@@ -330,7 +330,7 @@ def test_epsilon_equals_opacus_and_the_card_says_against_whom():
         with np.errstate(divide="ignore"):
             assert spent == pytest.approx(opacus.get_epsilon(1e-3) if times else 0.0, rel=1e-12)
     assert record["sums"] == {"min_sites": 3, "threshold": 2 / 3}
-    assert "It holds against the server too" in privacy_card(run.info["privacy"], None)
+    assert "It also protects against the server" in privacy_card(run.info["privacy"], None)
     check_record(run.info["privacy"], 4)
     record["sums"]["threshold"] = 0.1
     with pytest.raises(ValueError, match=r"threshold must be .*, got 0\.1"):

@@ -87,7 +87,7 @@ def test_a_saved_run_has_scores_only_where_it_is_not_private(tmp_path, section):
     assert scored(tmp_path / "asked") and not scored(tmp_path / "never")
     if section is not None:
         card = (tmp_path / "saved" / "client_0" / "README.md").read_text()
-        assert "They are left out: scores follow from the clients' images" in card
+        assert "Scores are omitted: they depend on the clients' images" in card
         assert "Public images that the server distilled on" in card
         assert ("A person with several images" in card) == (section == "privacy")
     loaded = Run.load(tmp_path / "saved", backbone=network())

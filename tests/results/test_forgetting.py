@@ -39,7 +39,7 @@ def test_nothing_of_the_client_is_left_and_the_others_stay(copied, tiny, capsys)
     before, measured = content(copied), json.loads((copied / "run.json").read_text())["metrics"]
     scores = measured["clients"]
     main(["clients", "remove", str(copied), "--client", SECRET])
-    assert "This does not undo what others learned" in capsys.readouterr().out
+    assert "This does not undo what others have learned" in capsys.readouterr().out
     after = content(copied)
     assert not any(name.startswith("client_1/") for name in after)
     assert all(after[name] == before[name] for name in after if name != "run.json")

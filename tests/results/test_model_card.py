@@ -55,7 +55,7 @@ def test_the_card_says_what_the_run_was(tmp_path):
     for text in (
         "# The adapter of client `south`",
         "3 classes: `benign`, `a''script'`, `other`",
-        "the client's own 6 training images and, by way of the global adapter, on 14 training images of 2 clients",
+        "the client's own 6 training images and, through the global adapter, on 14 training images of 2 clients",
         f"- accuracy on the client's own test images: {score:.2f} %",
     ):
         assert text in card.text

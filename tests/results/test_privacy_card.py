@@ -58,7 +58,7 @@ def test_a_clients_card_has_its_own_epsilon_the_release_first(client):
     assert [row[::3] for row in rows] == [["release", f"{RELEASE[client]:.2f}"], ["server", f"{SERVER[client]:.2f}"]]
     assert rows[0][2] == "whoever gets this adapter"
     others = max(value for other, value in enumerate(SERVER) if other != client)
-    assert f"other clients reached it through the server alone: their ε is at most {others:.2f}." in card
+    assert f"other clients influenced it only through the server: their ε is at most {others:.2f}." in card
     sigma, rate = [1.5, 1.5, 0.75, 3.0][client], [0.25, 0.125, 0.5, 0.2][client]
     assert f"with probability {rate:g} (Poisson sampling)" in card
     assert f"1 times the noise multiplier {sigma:g}." in card
@@ -101,14 +101,14 @@ def test_the_card_says_what_was_done_and_what_is_not_covered(options, words, oth
     card = privacy_card(sample(**options), 1)
     assert words in card
     assert others not in card
-    assert "images are taken as known" in card
+    assert "are treated as public" in card
 
 
 def test_without_noise_the_card_says_so():
     record = sample(noise_multiplier=0.0)
     record["sample"] |= {"noise_multipliers": [0.0] * 4, "server": [math.inf] * 4, "release": [math.inf] * 4}
     assert [row[-1] for row in tables(privacy_card(record, 2))] == ["∞", "∞"]
-    assert "**There was no noise, so that nothing is guaranteed.**" in privacy_card(record, 2)
+    assert "**No noise was added, so there is no guarantee.**" in privacy_card(record, 2)
     assert tables(privacy_card(record, None))[0][2:] == ["∞", "∞"]
     assert "no noise" not in privacy_card(sample(), 2)
 
@@ -127,7 +127,7 @@ def test_clients_as_a_whole():
     assert tables(shared) == [[f"{np.mean(CLIENT):.2f} ± {np.std(CLIENT):.2f}", "1.00"]]
     assert "not against the server" in shared
     assert tables(own) == [["0.62"]]
-    assert "client 2's own: **as a whole, that client is not protected by it.**" in own
+    assert "belongs to client 2: **it does not protect that client as a whole.**" in own
     for card in (shared, own):
         assert "clipped to the norm 0.5, and" in card
         assert "noise multiplier 2, without amplification" in card
@@ -152,7 +152,7 @@ def test_lines_beside_an_export():
     expected = [np.mean(RELEASE), np.std(RELEASE), max(RELEASE), np.mean(SERVER), np.std(SERVER), max(SERVER)]
     assert figures == pytest.approx(expected, abs=0.005)
     assert first.index("release ledger, personal adapters") < first.index("server ledger")
-    assert "at most 1.00 (the global adapter alone" in second
+    assert "at most 1.00 (only the global adapter" in second
 
 
 def test_the_program_shows_what_an_export_costs(tmp_path, monkeypatch, capsys):
