@@ -88,8 +88,8 @@ def test_a_saved_run_has_scores_only_where_it_is_not_private(tmp_path, section):
     if section is not None:
         card = (tmp_path / "saved" / "client_0" / "README.md").read_text()
         assert "Scores are omitted: they depend on the clients' images" in card
-        assert "Public images that the server distilled on" in card
-        assert ("A person with several images" in card) == (section == "privacy")
+        assert "Public and labelled images of the server" in card
+        assert ("For a person with k images" in card) == (section == "privacy")
     loaded = Run.load(tmp_path / "saved", backbone=network())
     assert loaded.num_clients == 2 and [row["round"] for row in loaded.metrics["rounds"]] == [0, 1]
     if section == "privacy":

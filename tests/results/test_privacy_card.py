@@ -70,7 +70,7 @@ def test_the_global_card_has_the_server_ledger_over_all_clients():
     assert tables(card) == [
         [
             "server",
-            "all that clients sent, of which this is made",
+            "all that clients sent, from which this adapter was computed",
             f"{np.mean(SERVER):.2f} ± {np.std(SERVER):.2f}",
             "4.50",
         ]
@@ -94,7 +94,7 @@ def test_a_training_without_privacy_has_no_section():
         ({"sampling": "shuffle"}, "no amplification is claimed", "Poisson"),
         ({"accountant": "prv"}, "Opacus's accountant `prv`", "report too little"),
         ({"secure_rng": False}, "> **Test mode, not private: the noise is derived from the run's seed", "`prv`"),
-        ({"secure_rng": True}, "Settings chosen by several runs", "seed"),
+        ({"secure_rng": True}, "Further runs on the same images", "seed"),
     ],
 )
 def test_the_card_says_what_was_done_and_what_is_not_covered(options, words, others):
