@@ -322,7 +322,7 @@ def run_demo(
     started_at = time.monotonic()
     temporary = tempfile.TemporaryDirectory(prefix="pd")
     print(
-        f"Three sites on this machine train the recipe digits for {rounds} rounds, with TLS and signed keys. "
+        f"Three sites on this machine train the recipe digits, with TLS and signed keys; rounds: {rounds}. "
         "This takes a few minutes.",
         flush=True,
     )
