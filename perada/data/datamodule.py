@@ -84,7 +84,7 @@ class FederatedDataModule(pl.LightningDataModule):
             λ ~ Beta(α, α), such as 1.0; 0 for none.
         sampling: How the images of a client's steps are drawn: ``uniform``, each once before any is repeated; or
             ``balanced``, with replacement and each of the client's classes equally likely.
-        augment_public: Augment the public images of distillation in the same way, anew in each step. Teachers and
+        augment_public: Augment the public images of distillation in the same way, redrawn in each step. Teachers and
             student see the same images.
         num_classes: Number of classes; null for that of the dataset.
         task: What is learnt from the labels (docs/tasks.md), with its options: :class:`.Classification`,

@@ -439,7 +439,7 @@ class Aggregation:
         predict: ``predict(models, N, labelled)`` gives probabilities (C, N, K) of models (C, ...) on N of the server's
             images, fewer where there are fewer, and the labels as 0 and 1 (N, K). They are public ones, which the seed
             and the round draw, and have no labels (None), or the first ``labelled`` ones. All ranks call it alike.
-            None unless the rule says what it ``needs``.
+            None unless the rule declares its ``needs``.
         factors: The pairs of LoRA's factors among the parameters.
         metrics: Metrics of the round, to which the rule adds its own.
     """

@@ -96,7 +96,7 @@ class Distillation:
             student, predict the classes more evenly than the average. Otherwise the average stays. ``None`` distils
             always.
         share_steps: Divide the images of each step among several devices and add up their gradients, which pays for
-            large batches. Results are then those of one device but for rounding, which Adam makes larger wherever a
+            large batches. Results are then those of one device up to rounding, which Adam amplifies wherever a
             gradient is nearly zero; without it, all devices take the same steps.
     """
 

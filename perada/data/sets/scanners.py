@@ -198,7 +198,7 @@ class _Scans:
 
 
 class Scanners(ImageSet):
-    """A set of images, each seen through one of several generated scanners: hospitals with devices of their own.
+    """A set of images, each seen through one of several simulated scanners, as in hospitals with different devices.
 
     Each image belongs to one scanner, which the column ``scanner`` names. ``ByDomain(column="scanner")`` makes a client
     of each, and ``ByDomain(column="scanner", within=...)`` several. A set without labels, such as
@@ -212,7 +212,7 @@ class Scanners(ImageSet):
         alpha: Divide each class among the scanners in proportions drawn from a Dirichlet distribution, as
             :class:`Dirichlet` does; null for equal shares at random.
         min_per_scanner: Minimum number of images of each scanner, with ``alpha``.
-        test_share: Divide both splits of ``dataset`` anew: this share of each scanner's images is the test split. Null
+        test_share: Redraw both splits of ``dataset``: this share of each scanner's images is the test split. Null
             keeps the splits.
         size: Height and width in pixels to which images are resized before they are scanned; null keeps them.
         seed: A different seed gives a different assignment and different noise.
