@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number of clients that train at the same time on a processor."""
 
-import copy
 import math
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from perada.core.states import parameter_keys
+from perada.engine.without_numbers import meta_copy
 
 CACHE_BYTES = 48 * 2**20
 """Size of states, gradients and optimiser states of several clients that train together.
@@ -74,12 +73,11 @@ def activation_bytes(model: nn.Module, image: Tensor) -> int | None:
     Returns:
         The bytes; None if the model cannot run without numbers, for example because it reads some.
     """
-    tensors = {}
-    meta_tensors_by_id = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        tensors[name] = tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
-        meta_tensors_by_id[id(tensor)] = tensors[name]
-    weights = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in tensors.values()}
+    copied = meta_copy(model)
+    if copied is None:
+        return None
+    tensors = [*copied.parameters(), *copied.buffers()]
+    weights = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in tensors}
     # By storage, as several operations may keep the same activations. Holding the storages keeps their numbers unique.
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -93,10 +91,8 @@ def activation_bytes(model: nn.Module, image: Tensor) -> int | None:
     # Two of them: BatchNorm cannot train on a single image whose map is a single pixel.
     images = image.new_empty(2, *image.shape, device="meta")
     try:
-        # A copy, as a network may store what it computes. deepcopy() takes what is in its memo, by id, for copied.
-        copied = copy.deepcopy(model, meta_tensors_by_id)
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), saved_tensors_hooks(count, lambda tensor: tensor):
-            functional_call(copied, tensors, (images,))
+            copied(images)
     except Exception:  # a network of the caller's own may do anything with its numbers
         return None
     return math.ceil(sum(storage.nbytes() for storage in storages.values()) / len(images))

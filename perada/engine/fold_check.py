@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from perada.core.seeding import Streams, generator, seeded
-from perada.core.states import State, clone, get_state, parameter_keys, stack
+from perada.core.states import State, batch_norms, clone, get_state, parameter_keys, stack
 from perada.engine.engine import Engine
 
-ROWS = 2
-"""Number of images per client: enough for a BatchNorm, few enough for a large model on a CPU."""
+NORM_ROWS = 2
+"""Number of images per client where a norm uses the statistics of a batch, which one image may not have."""
 TOLERANCE = 1e-4
 """Largest accepted difference of logits in the model's precision, relative to the largest logit."""
 TOLERANCE_DOUBLE = 1e-6
@@ -78,11 +78,13 @@ def _find_obstacle(model: nn.Module, x: Tensor, channels_last: bool, tolerance: 
     """
     folded = Engine(model, "folded", channels_last=channels_last)
     loop = Engine(model, "loop", channels_last=channels_last)
+    # As few as possible: passes of a large model take seconds on a CPU.
+    rows = NORM_ROWS if batch_norms(model) else 1
     if len(x) > 1:
-        two_clients = x[:2, :ROWS]
+        two_clients = x[:2, :rows]
     else:
         # There is a single client, whose mirrored images are used for the second one.
-        two_clients = torch.stack([x[0, :ROWS], x[0, :ROWS].flip(-1)])
+        two_clients = torch.stack([x[0, :rows], x[0, :rows].flip(-1)])
     states = stack(perturbed_states(get_state(model), parameter_keys(model), clients=2))
     batches = [two_clients]
     if two_clients.is_floating_point():

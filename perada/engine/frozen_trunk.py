@@ -25,6 +25,7 @@ from perada.core.states import clone, tied_names, train_mode
 from perada.engine.fold import draws, fold
 from perada.engine.stacked_layers import StackedDropout
 from perada.engine.substitutes import WrappingSubstitute
+from perada.engine.without_numbers import share_before_trained
 
 
 class _FeaturesComplete(Exception):
@@ -189,6 +190,11 @@ def find_trunk(model: nn.Module, image: Tensor, least_share: float = 0.0) -> Fro
     Returns:
         The trunk; None if no module is constant, or if passes on features fail, give other logits, or save less.
     """
+    # Passes without numbers take no time. They count a few operators otherwise, so they decide clear cases only.
+    if least_share > 0:
+        largest_share = share_before_trained(model, image)
+        if largest_share is not None and largest_share < least_share / 2:
+            return None
     # Three different examples. Tokens cannot be scaled, so a text gets the same tokens in another order.
     third_image = 0.5 * image if image.is_floating_point() else image.roll(1)
     x_R = torch.stack([image, image.flip(-1), third_image])

@@ -104,6 +104,17 @@ def test_networks_that_keep_images_apart_are_folded(name, clients):
     assert check_fold(model, torch.randn(clients, 6, 3, 32, 32)) is None
 
 
+@pytest.mark.parametrize(("layers", "images"), [((), 1), ((nn.BatchNorm1d(8),), 2)])
+def test_only_batch_statistics_need_more_than_one_image_of_a_client(layers, images):
+    rows = set()
+    first = nn.Flatten()
+    first.register_forward_hook(lambda layer, inputs, out: rows.add(len(out)))
+    network = nn.Sequential(first, nn.Linear(12, 8), *layers, nn.Linear(8, 3))
+    model = insert_adapter(build_backbone(network, 3), "full").model
+    assert check_fold(model, torch.randn(2, 6, 3, 2, 2)) is None
+    assert max(rows) == 2 * images  # two clients in a folded pass
+
+
 def test_a_network_that_draws_from_the_global_stream_is_compared_where_it_does_not():
     layers = [nn.Flatten(), nn.Linear(64, 3)]
 

@@ -15,6 +15,7 @@ from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.features import BLOCK, FeatureCache, FeatureStore
 from perada.data.batches.samples import make_store
 from perada.engine import Engine
+from perada.engine.without_numbers import share_before_trained
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 from tests.options import sections
@@ -171,6 +172,36 @@ def test_nothing_is_found_where_it_would_be_wrong():
     flat = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     flat[0].requires_grad_(False)
     assert Engine(flat).find_trunk(torch.randn(6)) is None  # features would look like images
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pass_without_numbers_bounds_the_share_of_the_features(name):
+    model = MODELS[name][0]()
+    before = get_state(model)
+    image = torch.randn(3, SIDE, SIDE)
+    bound = share_before_trained(model, image)
+    assert all(torch.equal(value, before[key]) for key, value in get_state(model).items())
+    prefix = Engine(model).find_trunk(image)
+    # It counts attention, which passes on a CPU do not, and no matrix products in place of convolutions.
+    assert bound is None or 2 * bound >= prefix.share
+
+
+def test_the_share_before_trained_layers_is_that_of_the_operations():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 24, bias=False), nn.Linear(24, 4, bias=False), nn.Identity())
+    model[1].requires_grad_(False)
+    assert share_before_trained(model, torch.zeros(2, 2, 2)) == 8 * 24 / (8 * 24 + 24 * 4)
+    assert share_before_trained(model.requires_grad_(True), torch.zeros(2, 2, 2)) == 0
+
+
+def test_no_image_is_computed_where_few_frozen_layers_come_first():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 2), nn.Linear(2, 400), nn.Linear(400, 4))
+    model[1].requires_grad_(False)
+    passes = []
+    model[3].register_forward_hook(lambda layer, inputs, out: passes.append(out.device.type))
+    assert Engine(model).find_trunk(torch.zeros(2, 2, 2), least_share=0.1) is None
+    assert passes == ["meta"]
+    assert Engine(model).find_trunk(torch.ones(2, 2, 2)).needed == ("1",)
+    assert "cpu" in passes
 
 
 def test_what_comes_after_dropout_is_not_constant():
