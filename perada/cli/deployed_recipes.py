@@ -47,8 +47,12 @@ PARTITION_OPTIONS = ("seed", "train_limit", "test_limit")
 """Options that determine how a data set is partitioned: a site that names dataset and partition has the recipe's."""
 SHARED_IMAGE_OPTIONS = ("size", "gray", "full_scale", "test_share", "seed")
 """Options of a recipe's image set with which a site, too, reads its files and selects its test images."""
-SHARED_TABLE_OPTIONS = ("path", "label", "split", "separator", "unknown", "blank", "numbers", "group")
+SHARED_TABLE_OPTIONS = ("path", "label", "split", "separator", "unknown", "blank", "numbers", "group", "mask")
 """The same, if both the recipe and the site have a table."""
+MASK_OPTIONS = ("mask_values",)
+"""The same, if the recipe's images have masks."""
+MASK_FOLDER_OPTIONS = ("images", "masks")
+"""The same, if both the recipe and the site have folders of images and of masks."""
 SINGLE_CLIENT = {"class_path": "IID", "init_args": {"num_clients": 1}}
 """Partition of a site's dataset, all of whose images belong to the site."""
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "devices=1", "num_nodes=1")
@@ -154,13 +158,22 @@ def _site_images(
         class_names: Names of the classes, if the recipe has them.
     """
     recipe_class, recipe_options = _split_class_entry(recipe_data.get("dataset"))
-    site_class = "ImageTable" if "table" in site_data else "Images"
+    if "table" in site_data:
+        site_class = "ImageTable"
+    elif recipe_class == "ImageMasks" or recipe_options.get("mask"):
+        site_class = "ImageMasks"
+    else:
+        site_class = "Images"
     shared: tuple[str, ...] = ()
     dataset_class = getattr(perada.data, recipe_class, None)
     if isinstance(dataset_class, type) and issubclass(dataset_class, OwnImages):
         shared = SHARED_IMAGE_OPTIONS
         if recipe_class == site_class == "ImageTable":
             shared += SHARED_TABLE_OPTIONS
+        if recipe_class == site_class == "ImageMasks":
+            shared += MASK_FOLDER_OPTIONS
+        if site_class in ("ImageTable", "ImageMasks"):
+            shared += MASK_OPTIONS
     options = {key: recipe_options[key] for key in shared if key in recipe_options}
     if not shared and recipe_data.get("image_size"):
         # The recipe's set is of other images, and has no options of files.

@@ -18,6 +18,7 @@ from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, number_labels, renumber_labels
 from perada.data.sets.manifest import SPLITS, ImageFiles, OwnImages
 from perada.data.sets.masks import check_mask_values
+from perada.tasks import Segmentation, Task
 
 FIELDS = ("client", "class", "split", "group", "domain")
 UNSUPPORTED_EXTENSIONS = tuple(".avif .dcm .dicom .gif .heic .heif .jfif .jp2 .j2k .jxl .nii .nii.gz .svs .tga".split())
@@ -125,6 +126,11 @@ class ImageMasks(OwnImages):
         self.images_folder = images
         self.masks_folder = masks
         self.mask_values = check_mask_values(mask_values)
+
+    @property
+    def task(self) -> Task:
+        """What is learnt from the masks, which is known without reading them."""
+        return Segmentation()
 
     def read_manifest(self) -> Manifest:
         """List the images and their masks.

@@ -70,12 +70,17 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
     """
     check_target(folder, name)
     has_secure_sums = re.search(r"^[^#\n]*secure_sums", recipe, re.MULTILINE)
+    has_masks = re.search(r"^[^#\n]*ImageMasks", recipe, re.MULTILINE)
+    folders = 'layout: "{class}/*"              # which folders are classes'
+    if has_masks:
+        folders = "# root has the folders images and masks, with the same names in both"
     options = vars(Terms()) | vars(Monitoring())
     values = {
         "name": name,
         "sha256": hashlib.sha256(recipe.encode()).hexdigest(),
         "digest": digest,
         "host": host,
+        "folders": folders,
         "hides": "" if has_secure_sums else "# ",  # comments the section out
         "config": "\n".join(f"{key} = {json.dumps(value)}" for key, value in options.items()),  # JSON is TOML here
     }

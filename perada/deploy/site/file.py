@@ -78,8 +78,9 @@ class SiteFile:
     Args:
         name: Name of the site in its own log.
         recipes: What is approved of each recipe.
-        data: Options of :class:`perada.data.Images` or :class:`perada.data.ImageTable`; or the section ``data`` of a
-            recipe with ``dataset`` and ``partition``, and the number ``client`` of the site among its clients.
+        data: Options of :class:`perada.data.Images`, :class:`perada.data.ImageMasks` if the recipe's images have
+            masks, or :class:`perada.data.ImageTable`; or the section ``data`` of a recipe with ``dataset`` and
+            ``partition``, and the number ``client`` of the site among its clients.
         state: Folder of its personal state and its ledgers.
         socket: Where the worker listens; None if the file does not set it.
         may_send: What may leave in addition to updates.
