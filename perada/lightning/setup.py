@@ -323,6 +323,9 @@ def _announce_teachers_logits(context: RunContext, images: Tensor) -> None:
         f"distillation: the teachers' logits of {num_images:,} public images take {megabytes:,.1f} MB on the server, "
         f"{numbers:,} numbers for each; a larger distill_stride of the task lowers them"
     )
+    if settings.secure_sums is not None:
+        # Sites mask 64-bit integers.
+        rank_zero_info(f"secure_sums: in a deployment, each site sends {megabytes:,.1f} MB of these logits per round")
 
 
 def _prepare_trainer(context: RunContext) -> None:

@@ -336,6 +336,15 @@ def test_the_memory_of_teachers_logits_is_announced(network, caplog):
         fit(network, data, "perada", "head", distillation={"steps": 1, "batch_size": 4})
     # 4 images, 8 x 8 pixels, 3 classes, 8 bytes
     assert "logits of 4 public images take 0.0 MB on the server, 192 numbers for each" in caplog.text
+    assert "secure_sums" not in caplog.text
+
+
+def test_the_logits_that_sites_send_under_masks_are_announced(network, caplog):
+    data = FederatedDataModule(hospitals(), batch_size=4)
+    with caplog.at_level("INFO"):
+        fit(network, data, "perada", "head", distillation={"steps": 2, "batch_size": 4}, secure_sums={})
+    # 8 images, 32 x 32 pixels, 3 classes, 8 bytes
+    assert "secure_sums: in a deployment, each site sends 0.2 MB of these logits per round" in caplog.text
 
 
 def test_what_compares_predictions_of_images_is_rejected(network):
