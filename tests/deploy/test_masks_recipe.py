@@ -3,6 +3,7 @@
 
 import csv
 import re
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -117,7 +118,7 @@ def test_it_goes_from_init_to_predicted_masks(tmp_path, monkeypatch, capsys):
     files = [str(site(path, scans(tmp_path / name, seed), root=name)) for seed, name in enumerate(("north", "south"))]
     for file in files:
         content = yaml.safe_load((tmp_path / file).read_text())
-        content["recipes"][0]["digest"] = digest
+        content["recipes"][0] |= {"digest": digest, "sha256": sha256(path.read_bytes()).hexdigest()}
         (tmp_path / file).write_text(yaml.safe_dump(content | {"may_send": ["counts"]}))
     main(["deploy", "run", "federation.yaml", "--local", *files, "--folder", "srv", "--min-sites", "2"])
     main(["deploy", "status", "srv"])
