@@ -19,7 +19,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from perada.core.checks import check_choice, check_integer
 from perada.core.files import writing
 from perada.core.text import abbreviated, printable
-from perada.data import IID, ByDomain, HuggingFace, Images, ImageTable
+from perada.data import IID, ByDomain, HuggingFace, ImageMasks, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
 from perada.data.partitions.shares import Array
@@ -32,7 +32,7 @@ from perada.studies.drawing import check_drawing, new_figure
 from perada.studies.report.class_figures import partition_figure
 from perada.studies.report.plotting import report_style
 
-Source = Images | ImageTable | HuggingFace
+Source = Images | ImageMasks | ImageTable | HuggingFace
 SOURCE_HELP = "Folder of images, table (.csv, .tsv, .parquet), or hf:NAME, a Hugging Face dataset or its folder."
 TABLES = (".csv", ".tsv", ".parquet")
 MIN_IMAGES_OF_CLIENT = 10
@@ -112,6 +112,8 @@ def make_division(source: str, images_class: type[Source], options: dict[str, An
     images = images_class(name, **options)
     if isinstance(images, Images):
         has_clients = "{client}" in images.layout
+    elif isinstance(images, ImageMasks):
+        has_clients = "client" in images.columns
     else:
         has_clients = images.client is not None or "client" in images.listing.columns
     return Division(images, ByDomain("client") if has_clients else IID(1))

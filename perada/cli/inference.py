@@ -16,10 +16,9 @@ from perada.algorithms import Algorithm
 from perada.cli.data import SOURCE_HELP, Source, add_options, make_division, recipe_division, source_class
 from perada.cli.parser import with_own_classes
 from perada.core.yaml_files import read_yaml
-from perada.data import Images
-from perada.data.partitions.division import Division
+from perada.data import FederatedData, HuggingFace, ImageMasks, Images, ImageTable
 from perada.lightning.joining import check_name, personalize
-from perada.results.cards import privacy_lines, render_template
+from perada.results.cards import metric_title, privacy_lines, render_template
 from perada.results.clients import check_none_lost, forget, joined_clients
 from perada.results.formats import FILES, export_model
 from perada.results.inference import find_images
@@ -222,7 +221,8 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
     )
     skipped: set[str | int] = {"run", "data", "name", "algorithm", "progress"}
     training_names = parser.add_function_arguments(personalize, skip=skipped, as_group=False)
-    words, images_class = _find_source(words)
+    words, source = _find_source(words)
+    images_class = _class_of_joining(source, words)
     if images_class is not None:
         add_options(parser, images_class, "images")
         # --images is --data here, and not the file of options that jsonargparse would read.
@@ -241,17 +241,21 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
     if output is not None and output.absolute() != path.absolute():
         check_none_lost(output, run.info)
     if images_class is None:
-        division = recipe_division(["--config", options.data])
+        data = recipe_division(["--config", options.data]).share_out()
     else:
-        division = _read_like_run(run, images_class, options.data, vars(options.images))
+        data = _read_like_run(run, images_class, options.data, vars(options.images))
     training = {name: options[name] for name in training_names}
-    joined = personalize(run, division.share_out(), options.client, **training, progress=sys.stderr.isatty())
+    joined = personalize(run, data, options.client, **training, progress=sys.stderr.isatty())
     client = joined.num_clients - 1
     folder = joined.add_client(path, client) if output is None else joined.export(output)
     sample_level = (joined.info.get("privacy") or {}).get("sample")
     record = joined.info["joined"][-1]
     unit = unit_of(joined.info["task"])
-    print(render_template("joined", record=record, client=client, sample_level=sample_level, folder=folder, unit=unit))
+    metric = metric_title(joined.info)
+    text = render_template(
+        "joined", record=record, client=client, sample_level=sample_level, folder=folder, unit=unit, metric=metric
+    )
+    print(text)
 
 
 def remove_client(parser: ArgumentParser, words: list[str]) -> None:
@@ -263,12 +267,8 @@ def remove_client(parser: ArgumentParser, words: list[str]) -> None:
     print(render_template("forgotten", number=number, **options))
 
 
-def _find_source(words: list[str]) -> tuple[list[str], type[Source] | None]:
-    """Find the data on a command line.
-
-    Returns:
-        The words with ``--data`` in place of ``--images``, and the class that reads the data; None for a recipe.
-    """
+def _find_source(words: list[str]) -> tuple[list[str], str]:
+    """Return the words of a command line with ``--data`` in place of ``--images``, and its value; empty without one."""
     renamed = []
     positions = []
     for position, word in enumerate(words):
@@ -281,19 +281,108 @@ def _find_source(words: list[str]) -> tuple[list[str], type[Source] | None]:
     if len(positions) > 1:
         raise ValueError("--images and --data are the same option; use only one")
     if not positions:
-        return renamed, Images
+        return renamed, ""
     _, _, source = renamed[positions[0]].partition("=")
     if not source:
         source = "".join(renamed[positions[0] + 1 : positions[0] + 2])
-    return renamed, source_class(source) if source else Images
+    return renamed, source
 
 
-def _read_like_run(run: Run, images_class: type[Source], source: str, options: dict[str, Any]) -> Division:
-    """Return the images of a source, read like the run's."""
+def _class_of_joining(source: str, words: list[str]) -> type[Source] | None:
+    """Return the class that reads a client's data; None for a recipe.
+
+    A folder has masks if folders ``images`` and ``masks`` in it are beside each other, or options name them.
+    """
+    if not source:
+        return Images
+    images_class = source_class(source)
+    if images_class is not Images:
+        return images_class
+    has_options = any(word.startswith(("--images.mask", "--images.images")) for word in words)
+    if has_options or any((folder.parent / "images").is_dir() for folder in Path(source).rglob("masks")):
+        return ImageMasks
+    return Images
+
+
+def _read_like_run(run: Run, images_class: type[Source], source: str, options: dict[str, Any]) -> FederatedData:
+    """Return the images of a source, read and labelled like the run's."""
     preprocessing = run.preprocessing
     size = max(preprocessing.resize[0][:2]) if preprocessing.resize else preprocessing.shape[-1]
     full_scale = options["full_scale"]
     if full_scale is None:
         full_scale = preprocessing.full_scale
     gray = options["gray"] or preprocessing.channels == 1
-    return make_division(source, images_class, options | {"size": size, "gray": gray, "full_scale": full_scale})
+    options = options | {"size": size, "gray": gray, "full_scale": full_scale}
+    task = run.info["task"]
+    if task["per_pixel"]:
+        options = _with_masks(run, images_class, source, options)
+    elif not task["has_classes"]:
+        options = _with_numbers(run, images_class, source, options)
+    data = make_division(source, images_class, options).share_out()
+    names_in_run = run.info.get("classes") or []
+    if not task["has_classes"] and not {*(data.classes or ())} <= {*names_in_run}:
+        # Columns with other names were listed in the order of the run's numbers.
+        data = replace(data, classes=None)
+    return data
+
+
+def _with_masks(run: Run, images_class: type[Source], source: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a source whose masks have the classes of the run.
+
+    Raises:
+        ValueError: If the source has no masks.
+    """
+    if images_class is Images:
+        raise ValueError(
+            f"--data={source}: the run predicts masks, but this folder has no folders images and masks; add them, or "
+            "pass a table with a column of masks (--images.mask=COLUMN)"
+        )
+    if options["classes"] is None:
+        # Masks have no names of classes: their numbers are those of the run.
+        options = options | {"classes": run.info.get("classes")}
+    if images_class is ImageMasks or options["mask"] is not None:
+        return options
+    columns = _columns_of(images_class, source, options)
+    if "mask" not in columns:
+        raise ValueError(
+            f"--data={source}: the run predicts masks; name their column with --images.mask, one of "
+            f"{', '.join(map(repr, columns))}"
+        )
+    return options | {"mask": "mask"}
+
+
+def _with_numbers(run: Run, images_class: type[Source], source: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a table whose numbers are those of the run, by default in columns of the same names.
+
+    Raises:
+        ValueError: If the source is not a table, or its columns are unknown.
+    """
+    num_targets = run.info["num_classes"]
+    names: list[str] = run.info.get("classes") or []
+    description = ", ".join(names) or f"{num_targets} number{'s' if num_targets > 1 else ''}"
+    if images_class is not ImageTable:
+        raise ValueError(f"--data={source}: the run predicts {description}; pass a table with a column for each number")
+    if options["numbers"] is None:
+        columns = _columns_of(images_class, source, options)
+        if not names or not {*names} <= {*columns}:
+            raise ValueError(
+                f"--data={source}: the run predicts {description}; name the columns of these numbers with "
+                f"--images.numbers, of {', '.join(map(repr, columns))}"
+            )
+        return options | {"numbers": names}
+    columns_of_numbers = options["numbers"]
+    if isinstance(columns_of_numbers, str):
+        columns_of_numbers = [columns_of_numbers]
+    if len(columns_of_numbers) != num_targets:
+        raise ValueError(
+            f"--images.numbers names {len(columns_of_numbers)} columns ({', '.join(columns_of_numbers)}), but the run "
+            f"predicts {description}"
+        )
+    return options
+
+
+def _columns_of(images_class: type[Source], source: str, options: dict[str, Any]) -> list[str]:
+    """Return the columns of a table, or of a set of Hugging Face."""
+    images = make_division(source, images_class, options).dataset
+    assert isinstance(images, ImageTable | HuggingFace)
+    return list(images.listing.columns)

@@ -273,6 +273,12 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
         help="Include scores and losses in the page. By default only for runs without privacy, since privacy "
         "accounting does not cover them.",
     )
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        help="Folder of `perada predict --config` with masks: the page shows some test images with their true and "
+        "predicted masks. By default it shows no images.",
+    )
     options = parser.parse_args(words)
     output: Path | None = options.output
     if output is None and (options.open or options.watch):
@@ -280,6 +286,7 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
         if first_run.is_file():
             raise ValueError(f"{str(first_run)!r} is a file; add --output, the folder of the page")
         output = first_run / "report"
+    _check_pictures(options.pictures, output, watched=options.watch)
     if output is None:
         blocks = []
         for path in options.runs:
@@ -308,9 +315,19 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
         print(SCORES_LEFT_OUT)
     # Drawing takes seconds, and the path is known before.
     print(f"Page: {page}", flush=True)
-    write_page(output, records, options.scores)
+    write_page(output, records, options.scores, pictures=options.pictures)
     if options.open:
         _open_in_browser(page)
+
+
+def _check_pictures(pictures: Path | None, output: Path | None, *, watched: bool) -> None:
+    """Raise a ValueError if there are pictures, but no page of a finished run to show them on."""
+    if pictures is None:
+        return
+    if output is None:
+        raise ValueError("--pictures needs --output, the folder of the page")
+    if watched:
+        raise ValueError("--pictures cannot be combined with --watch, since masks are predicted after the last round")
 
 
 def _open_in_browser(page: Path) -> None:

@@ -265,7 +265,16 @@ class PeradaCLI(LightningCLI):
         metrics = self.loop.outcome(self.model).metrics
         unit = unit_of(self.model.task.record())
         if metrics["clients"]:
-            print(client_table(metrics["clients"], data.train_sizes, self.loop.test_mode, data.client_names, unit))
+            print(
+                client_table(
+                    metrics["clients"],
+                    data.train_sizes,
+                    test_mode=self.loop.test_mode,
+                    names=data.client_names,
+                    unit=unit,
+                    metric=self.model.metrics[0].name,
+                )
+            )
             for line in self._notes(metrics.get("test_images", [])):
                 print(f"\n{line}")
         for shift_table in shift_tables(metrics.get("shifts", {}), unit):

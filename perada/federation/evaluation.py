@@ -15,6 +15,7 @@ from perada.core.seeding import generator
 from perada.core.states import State, stack_size, to_device_async
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, spread
+from perada.federation.number_counts import NumberCounts
 from perada.federation.scores import Scores, Tally, probabilities
 
 
@@ -63,9 +64,9 @@ class EvaluationPass:
         if federation.rounds_done:
             # Before the first round nobody took part, and there is no mean over recent clients.
             self._recent = federation.participation.recent
-        self._tallies: dict[str, Tally] = {}
-        if self.task.has_classes:
-            self._tallies = {"personal": Tally(self.task), "global": Tally(self.task)}
+        self._tallies: dict[str, Tally | NumberCounts] = {}
+        for model in ("personal", "global"):
+            self._tallies[model] = Tally(self.task) if self.task.has_classes else NumberCounts(self.task)
         self.per_class: dict[str, Tensor] = {}
 
     def step(self, batch: EvalBatch, index: int) -> None:
@@ -92,8 +93,7 @@ class EvaluationPass:
         logits = self.task.ensemble(logits_of_members, federation.settings.algorithm.average)
         one_model = logits.unsqueeze(0)
         self._global_scores.update(one_model, batch.y)
-        if self._tallies:
-            self._tallies["global"].update(logits, batch.y, owner)
+        self._tallies["global"].update(logits, batch.y, owner)
         if len(logits_of_members) > 1:
             self._member_scores.update(logits_of_members, batch.y)
             if self.task.has_classes:
@@ -117,8 +117,7 @@ class EvaluationPass:
             # Each process counts the images whose owner's model it has.
             counted = to_device_async(self._owned, owner.device)[owner]
         self._client_scores.update(owner_logits.unsqueeze(0), batch.y, owner, counted=counted)
-        if self._tallies:
-            self._tallies["personal"].update(owner_logits, batch.y, owner, counted)
+        self._tallies["personal"].update(owner_logits, batch.y, owner, counted)
 
     def _score_everywhere(self, batch: EvalBatch, owner: Tensor) -> Tensor | None:
         """Score the models that run on everyone's images.
@@ -232,11 +231,11 @@ class EvaluationPass:
             Entries in plain types:
 
             - ``test_images``: the number of images that each client is scored on (M,);
-            - ``predictions``: by ``personal`` and ``global``, a :meth:`.Tally.record`, if predictions are of classes;
+            - ``predictions``: by ``personal`` and ``global``, a record of :class:`.Tally` or :class:`.NumberCounts`;
             - ``global/local_test``: the global model's score on each client's test images (M,), with personal models;
             - ``per_class``: scores of each class.
 
-            A private run has neither confusions nor scores of classes.
+            A private run has neither confusions nor scores of classes, nor counts of predicted numbers.
         """
         ranks = self.federation.ranks
         names = []
@@ -246,13 +245,14 @@ class EvaluationPass:
             names.append("global")
         predictions = {}
         for name in names:
-            if self._tallies:
-                predictions[name] = self._tallies[name].record(ranks)
+            predictions[name] = self._tallies[name].record(ranks)
         details: dict[str, Any] = {"test_images": self._sizes.tolist(), "predictions": predictions}
         if self.federation.protection.private:
             # Rows of a confusion matrix tell how many images of each class a client has.
             for record in predictions.values():
                 record.pop("confusion", None)
+                # The bins of numbers begin and end near the targets of single images.
+                record.pop("numbers", None)
         else:
             # Scores of one class show how few images of it a client has.
             details["per_class"] = {name: scores.tolist() for name, scores in self.per_class.items()}

@@ -9,20 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.callbacks import ProgressBar, TQDMProgressBar
 from torch import Tensor
 from tqdm import tqdm
 
 from perada.core.files import writing
+from perada.core.rounds import EvalBatch
 from perada.core.text import is_spread
+from perada.data import FederatedDataModule
 from perada.lightning.federated_loop import PROGRESS_METRICS, FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.trainer_attributes import callbacks_of
-from perada.results.inference import save_mask
-from perada.results.report import ENTROPY, SHARES, cell, title, unit_of
+from perada.results.inference import save_mask, save_picture
+from perada.results.report import ENTROPY, SHARES, cell, title, title_with_metric, unit_of
 
 SCORE_GROUPS = ("personal/", "global/")
 """How names of scores begin."""
+_ROUNDING = 1e-3
+"""Rounding errors of images in [0, 1], whose normalisation is undone."""
 
 
 def _round_title(trainer: pl.Trainer) -> str:
@@ -55,7 +60,7 @@ class RoundProgressBar(TQDMProgressBar):
         for name, value in super().get_metrics(trainer, pl_module).items():
             # Names without a group are Lightning's, such as the version number of the logger.
             if "/" in name and isinstance(value, float):
-                metrics[title(name)] = _with_unit(name, value, pl_module)
+                metrics[_title_of(name, pl_module)] = _with_unit(name, value, pl_module)
             else:
                 metrics[name] = value
         return metrics
@@ -104,11 +109,19 @@ class RoundLines(ProgressBar):
         record = _last_record(trainer)
         for name, value in record.items():
             if name.startswith(SCORE_GROUPS) and not is_spread(name):
-                fields.append(f"{title(name)} {_with_unit(name, value, pl_module)}")
+                fields.append(f"{_title_of(name, pl_module)} {_with_unit(name, value, pl_module)}")
         for name in PROGRESS_METRICS:
             if name in record:
                 fields.append(f"{title(name)} {_with_unit(name, record[name], pl_module)}")
         print(f"{_round_title(trainer)}: {', '.join(fields)}", file=sys.stderr, flush=True)
+
+
+def _title_of(name: str, pl_module: pl.LightningModule) -> str:
+    """Return the title of a metric for people, with the name of what the module is scored by."""
+    # There are no metrics before the data are set up.
+    if isinstance(pl_module, FederatedClassifier) and pl_module.metrics:
+        return title_with_metric(name, pl_module.metrics[0].name)
+    return title(name)
 
 
 def _with_unit(name: str, value: float, pl_module: pl.LightningModule) -> str:
@@ -141,7 +154,8 @@ class PredictionFile(pl.Callback):
 
     Columns: ``image`` (counted over all clients' test sets, in order of client), ``client`` who owns it, ``label``, and
     what the owner's ``personal`` and the ``global`` model predict (where there is one). The 0/1 labels of a multi-label
-    image, and several numbers, are separated by spaces. Masks are PNG files beside the table, which has their paths.
+    image, and several numbers, are separated by spaces. Masks, and then also the images (``picture``), are PNG files
+    beside the table, which has their paths.
     """
 
     path: Path | None = None
@@ -172,17 +186,19 @@ class PredictionFile(pl.Callback):
             columns.append(task.predicted(logits))
         self._header = ["image", "client", "label", *models]
         if task.per_pixel:
-            self._add_masks(trainer, columns)
+            self._header.insert(2, "picture")
+            self._add_masks(trainer, columns, _pictures_of(batch, trainer))
             return
         for values in zip(*[column.tolist() for column in columns], strict=True):
             self._rows.append([str(len(self._rows)), *map(_csv_cell, values)])
 
-    def _add_masks(self, trainer: pl.Trainer, columns: Sequence[Tensor]) -> None:
-        """Write the masks of a batch, and add a row with their paths for each image.
+    def _add_masks(self, trainer: pl.Trainer, columns: Sequence[Tensor], pictures: Tensor) -> None:
+        """Write the images and masks of a batch, and add a row with their paths for each image.
 
         Args:
             trainer: The trainer.
             columns: The owners (B,), the masks (B, H, W), and the masks that the models predict.
+            pictures: The images uint8 (B, Ch, H, W).
         """
         # log_dir is a collective: all processes ask for it, and rank 0 writes.
         folder = trainer.log_dir if trainer.loggers else None
@@ -190,10 +206,13 @@ class PredictionFile(pl.Callback):
         for row, owner in enumerate(owners.tolist()):
             image = len(self._rows)
             cells = [str(image), str(owner)]
-            for name, masks in zip(self._header[2:], masks_of_columns, strict=True):
-                cells.append(f"predictions/{name}/{image:06d}.png")
-                if folder and trainer.is_global_zero:
-                    save_mask(masks[row], Path(folder) / cells[-1])
+            paths = [f"predictions/{name}/{image:06d}.png" for name in self._header[2:]]
+            cells += paths
+            if folder and trainer.is_global_zero:
+                picture_path, *mask_paths = paths
+                save_picture(pictures[row], Path(folder) / picture_path)
+                for masks, path in zip(masks_of_columns, mask_paths, strict=True):
+                    save_mask(masks[row], Path(folder) / path)
             self._rows.append(cells)
 
     def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -206,6 +225,26 @@ class PredictionFile(pl.Callback):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with writing(self.path), self.path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([self._header, *self._rows])
+
+
+def _pictures_of(batch: object, trainer: pl.Trainer) -> Tensor:
+    """Return the prepared images of a batch as uint8 (B, Ch, H, W): normalised images as they were before it.
+
+    Images that were prepared otherwise are scaled so that black and white are the smallest and the largest value.
+    """
+    assert isinstance(batch, EvalBatch)
+    x: Tensor = batch.x.float().cpu()
+    datamodule = getattr(trainer, "datamodule", None)
+    image = datamodule.prepare.image if isinstance(datamodule, FederatedDataModule) else None
+    if image is not None and len(image.mean) == x.shape[1]:
+        mean, std = torch.tensor([image.mean, image.std]).view(2, -1, 1, 1)
+        restored: Tensor = x * std + mean
+        if float(restored.min()) >= -_ROUNDING and float(restored.max()) <= 1 + _ROUNDING:
+            return (255 * restored).round().clamp(0, 255).to(torch.uint8)
+    low = x.amin((1, 2, 3), keepdim=True)
+    high = x.amax((1, 2, 3), keepdim=True)
+    scaled: Tensor = 255 * (x - low) / (high - low).clamp(min=_ROUNDING)
+    return scaled.round().to(torch.uint8)
 
 
 def _csv_cell(value: object) -> str:

@@ -130,6 +130,14 @@ def save_mask(mask: Tensor, path: Path, size: tuple[int, int] | None = None) -> 
         Image.fromarray(pixels).save(path)
 
 
+def save_picture(image: Tensor, path: Path) -> None:
+    """Write an image uint8 (Ch, H, W), grey or RGB, as a PNG file, whose folder is created."""
+    pixels = image.squeeze(0) if len(image) == 1 else image.movedim(0, -1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        Image.fromarray(pixels.cpu().numpy()).save(path)
+
+
 def _name_of_mask(paths: Sequence[str], row: int) -> str:
     """Return the path of an image's mask without extension, inside the folder of masks."""
     path = Path(paths[row])

@@ -208,6 +208,19 @@ def title(name: str) -> str:
     return _spaced(name)
 
 
+def title_with_metric(name: str, metric: str) -> str:
+    """Return the title of a metric; that of a plain score names the ``metric`` that it is, unless it is accuracy.
+
+    >>> title_with_metric("personal/local_test", "dice"), title_with_metric("personal/local_test", "accuracy")
+    ('own images, Dice', 'own images')
+    >>> title_with_metric("personal/local_test_ece", "auroc")
+    'own images, ECE'
+    """
+    if name in SCORES and metric != "accuracy":
+        return f"{title(name)}, {score_title(metric)}"
+    return title(name)
+
+
 def score_title(metric: str) -> str:
     """Return the title of a metric that models are scored by.
 
@@ -323,6 +336,7 @@ def client_table(
     test_mode: bool = False,
     names: Sequence[str] | None = None,
     unit: ScoreUnit = SHARES,
+    metric: str = "accuracy",
 ) -> str:
     """Lay out a table with one row per client, up to ``ROWS``, and mean and standard deviation over all clients.
 
@@ -332,6 +346,7 @@ def client_table(
         test_mode: Whether to add :data:`TEST_MODE`.
         names: Names of the clients; their numbers by default.
         unit: Unit of the scores.
+        metric: The metric of the scores, the first of several.
     """
     names = names or [str(client) for client in range(len(sizes))]
     rows = []
@@ -342,7 +357,7 @@ def client_table(
         empty_cells = [""] * (1 + len(scores))
         rows.append([f"… {len(sizes) - ROWS} more", *empty_cells])
     rows.append(["mean ± std", "", *(_mean_cell(name, values, unit) for name, values in scores.items())])
-    titles = [title(name) for name in scores]
+    titles = [title_with_metric(name, metric) for name in scores]
     text = table(["client", "training images", *titles], rows)
     if test_mode:
         text += f"\n\n{TEST_MODE}"

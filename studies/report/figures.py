@@ -78,7 +78,7 @@ def curves(record: RunRecord, name: str) -> RenderedFigure | None:
             axes.fill_between(
                 lowest.x, lowest.y, highest.y, color=COLOURS[0], alpha=0.18, linewidth=0, label="middle 80 % of clients"
             )
-        axes.set(ylabel=record.unit.label("score"))
+        axes.set(ylabel=record.unit.label(record.score_name))
         label_round_axis(axes, "rounds done")
         add_legend(figure)
         last_scores = ", ".join(f"{TITLES[score]} {record.unit.text(record.last(score))}" for score in scores)
@@ -150,7 +150,7 @@ def before_and_after(record: RunRecord, name: str) -> RenderedFigure | None:
             axes.hlines(ranks, scores_before, scores_after, color=GREY, linewidth=line_width)
             axes.plot(scores_before, ranks, "o", markersize=marker_size, mfc="none", color=COLOURS[1], label="before")
         axes.plot(scores_after, ranks, "o", markersize=marker_size, color=COLOURS[0], label="after")
-        axes.set_xlabel(record.unit.label("score on the client's own images"))
+        axes.set_xlabel(record.unit.label(f"{record.score_name} on the client's own images"))
         if has_names:
             axes.set_ylabel("client")
             axes.set_yticks(ranks, names)
@@ -201,7 +201,10 @@ def personal_and_global(record: RunRecord, name: str) -> RenderedFigure | None:
         axes.plot(points.x, points.y, "o", color=COLOURS[0], alpha=0.7, markersize=marker_size)
         if num_clients <= MAX_NAMED_POINTS:
             _name_points(axes, points, names)
-        axes.set(xlabel=record.unit.label("global model"), ylabel=record.unit.label("client's own model"))
+        axes.set(
+            xlabel=record.unit.label(f"global model, {record.score_name}"),
+            ylabel=record.unit.label(f"client's own model, {record.score_name}"),
+        )
         return render(
             figure,
             name,
@@ -236,7 +239,9 @@ def communication(record: RunRecord, name: str) -> RenderedFigure | None:
                     curve.add(megabytes, record.unit.factor * row[score])
             # The same colours as in the figure of the scores by round.
             draw_line(axes, SCORES.index(score), curve.x, curve.y, TITLES[score])
-        axes.set(xlabel="megabytes sent so far by all clients and the server", ylabel=record.unit.label("score"))
+        axes.set(
+            xlabel="megabytes sent so far by all clients and the server", ylabel=record.unit.label(record.score_name)
+        )
         add_legend(figure)
         return render(figure, name, f"Scores against communication; {total_sent[-1]:.2f} MB were sent in total.")
 
@@ -261,7 +266,7 @@ def shifts(record: RunRecord, name: str) -> RenderedFigure | None:
         set_tick_names(axes.yaxis, grid.row_names)
         axes.tick_params(axis="x", rotation=90)
         axes.set_xlabel("model and severity")
-        figure.colorbar(image, label=record.unit.label("score"))
+        figure.colorbar(image, label=record.unit.label(record.score_name))
         return render(figure, name, "Scores by kind of corruption and severity.", wide=num_columns > 8)
 
 

@@ -5,17 +5,18 @@ import csv
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 
 from perada.core.files import write_atomic, writing
 from perada.core.text import cell_text, printable
-from perada.results.report import SCORES, score_title, scores_beside, title
+from perada.results.report import SCORES, score_title, scores_beside, title_with_metric
 from perada.results.run_file import RUN_FILE
 from perada.studies.drawing import check_drawing
 from perada.studies.report.figures import OWN_SCORE
+from perada.studies.report.pictures import read_examples
 from perada.studies.report.records import RunRecord
 from perada.studies.report.sections import MAX_ROWS, Cell, Section, Table, sections
 from perada.studies.report.several import comparison
@@ -44,7 +45,12 @@ def check_page(output: Path) -> None:
 
 
 def write_page(
-    output: Path, records: Sequence[RunRecord], scores: bool | None = None, *, refresh: int | None = None
+    output: Path,
+    records: Sequence[RunRecord],
+    scores: bool | None = None,
+    *,
+    refresh: int | None = None,
+    pictures: Path | None = None,
 ) -> Path:
     """Write ``index.html``, and next to it each figure as PNG and each table as CSV.
 
@@ -54,10 +60,16 @@ def write_page(
         scores: Whether to show scores, losses and diagnostics. By default those of private runs are left out, since
             they follow from the clients' images and no ledger counts them.
         refresh: Seconds after which a browser reloads the page; by default it never does.
+        pictures: Folder of ``perada predict --config`` with masks, of which some are shown with their images.
 
     Returns:
         The page's path. It loads nothing from a network, and has no script; names of clients and classes are text.
+
+    Raises:
+        ValueError: If pictures cannot be shown for these runs.
     """
+    if pictures is not None:
+        records = [_with_pictures(records, scores, pictures)]
     visible_records = []
     for record in records:
         has_scores = not record.private if scores is None else scores
@@ -84,6 +96,24 @@ def write_page(
                 (output / f"{table.name}.csv").write_text(as_csv(table), encoding="utf-8")
     write_atomic(path, page.encode())  # a browser may reload it at any time
     return path
+
+
+def _with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: Path) -> RunRecord:
+    """Return the record of the only run with the test images to show.
+
+    Raises:
+        ValueError: If there are several runs, or the run is private and its scores are left out.
+        FileNotFoundError: If there are no pictures.
+    """
+    if len(records) != 1 or not records[0].info:
+        raise ValueError("--pictures needs a single run, and one that was scored; pass one folder of a run")
+    record = records[0]
+    if record.private and not scores:
+        raise ValueError(
+            "--pictures shows test images, but the run is private and its ε does not cover them; add --scores=true, "
+            "or leave --pictures out"
+        )
+    return replace(record, examples=read_examples(pictures, len(record.client_names)))
 
 
 def _run_parts(records: Sequence[RunRecord]) -> list[RunPart]:
@@ -186,12 +216,13 @@ def _facts(record: RunRecord) -> list[Fact]:
     facts = []
     initial = [score for score in record.initial.get(OWN_SCORE, []) if not math.isnan(score)]
     if initial:
-        facts.append(Fact(f"{title(OWN_SCORE)}, before training", record.unit.text(sum(initial) / len(initial))))
+        own_title = title_with_metric(OWN_SCORE, record.first_metric)
+        facts.append(Fact(f"{own_title}, before training", record.unit.text(sum(initial) / len(initial))))
     own_score, *other_scores = SCORES
     for name in (own_score, *scores_beside(record.rounds[-1:], record.test_images), *other_scores):
         score = record.last(name)
         if not math.isnan(score):
-            facts.append(Fact(title(name), record.unit.text(score)))
+            facts.append(Fact(title_with_metric(name, record.first_metric), record.unit.text(score)))
     return facts
 
 

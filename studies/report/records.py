@@ -10,8 +10,9 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perada.core.digests import check_sealed
 from perada.results.report import (
@@ -24,14 +25,19 @@ from perada.results.report import (
     ScoreUnit,
     cell,
     first_metric,
+    score_title,
     scores_beside,
     shift_names,
     shift_tables,
     table,
-    title,
+    title_with_metric,
     unit_of,
 )
 from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, published, read_run
+
+if TYPE_CHECKING:
+    # It imports numpy and Pillow, without which tables of a run are printed faster.
+    from perada.studies.report.pictures import MaskExample
 
 Counts = list[list[int]]
 """A table of numbers of images."""
@@ -52,6 +58,32 @@ class RoundScores:
     scores: list[float]
 
 
+@dataclass(frozen=True)
+class NumberBins:
+    """Counts of one predicted number over test images, as in :meth:`.NumberCounts.record`.
+
+    Attributes:
+        edges: Edges (B + 1) of the bins of true values and of predictions.
+        counts: Images (B, B) by the bin of the true value (row) and of the prediction.
+        residual_edges: Edges (R + 1) of the bins of residuals, prediction − true value.
+        residual_counts: Images (R) by the bin of the residual.
+        residual_mean: Mean residual.
+        residual_std: Standard deviation of the residuals.
+    """
+
+    edges: list[float]
+    counts: Counts
+    residual_edges: list[float]
+    residual_counts: list[int]
+    residual_mean: float
+    residual_std: float
+
+    @property
+    def num_images(self) -> int:
+        """Number of images."""
+        return sum(self.residual_counts)
+
+
 @dataclass
 class RunRecord:
     """A run as described by its files; everything missing there is empty.
@@ -64,6 +96,8 @@ class RunRecord:
         global_local: The global model's score on the images of each client.
         confusion: Rows of client, class, predicted class and number of images, by model.
         calibration: ``count``, number of ``right`` predictions and mean ``confidence`` of each bin, by model.
+        numbers: Counts of each predicted number, by model.
+        examples: Test images with their masks, if the page shows any.
         train_sizes: Training images of each client.
         test_images: Test images of each client; for a run of a comparison the fewest and the most of a client.
         command: The command line, word by word.
@@ -84,7 +118,9 @@ class RunRecord:
     partition: dict[str, Counts] = field(default_factory=dict)
     confusion: dict[str, Counts] = field(default_factory=dict)
     calibration: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    numbers: dict[str, list[NumberBins]] = field(default_factory=dict)
     shifts: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
+    examples: "list[MaskExample]" = field(default_factory=list)
     train_sizes: list[int] = field(default_factory=list)
     test_images: list[int] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
@@ -142,6 +178,13 @@ class RunRecord:
         return unit_of(self.task)
 
     @property
+    def score_name(self) -> str:
+        """The name of what scores are, for axes of figures: the metric if the run's files have it."""
+        if "training" not in self.info:
+            return "score"
+        return score_title(self.first_metric)
+
+    @property
     def private(self) -> bool:
         """Whether the run was private, at the level of images or of clients."""
         has_ledgers = any(name.startswith(PRIVACY) for name in self.metric_names)
@@ -169,6 +212,7 @@ class RunRecord:
             partition={},
             confusion={},
             calibration={},
+            numbers={},
             shifts={},
             test_images=[],
             without_scores=True,
@@ -281,9 +325,16 @@ def _record_of_run(folder: Path, run_file: RunFile) -> RunRecord:
     for model, counts in predictions.items():
         if "confusion" in counts:
             confusion[model] = counts["confusion"]
-        calibration[model] = counts["calibration"]
+        if "calibration" in counts:
+            calibration[model] = counts["calibration"]
 
     num_classes = run_file.info["num_classes"]
+    numbers: dict[str, list[NumberBins]] = {}
+    for model, counts in predictions.items():
+        bins_of_targets = [NumberBins(**bins) for bins in counts.get("numbers", [])]
+        _check_number_bins(bins_of_targets, num_classes)
+        if bins_of_targets:
+            numbers[model] = bins_of_targets
     check_list(list(partition.values()), None, run_file.num_clients, num_classes, kind=int)
     _check_confusion(confusion, run_file.num_clients, num_classes)
     for bins in calibration.values():
@@ -304,6 +355,7 @@ def _record_of_run(folder: Path, run_file: RunFile) -> RunRecord:
         partition=partition,
         confusion=confusion,
         calibration=calibration,
+        numbers=numbers,
         shifts=_checked_shifts(metrics.get("shifts", {})),
         train_sizes=run_file.train_sizes,
         test_images=metrics.get("test_images", []),
@@ -319,6 +371,23 @@ def _check_confusion(confusion: dict[str, Counts], num_clients: int, num_classes
         for client, label, predicted, _ in rows:
             if client >= num_clients or label >= num_classes or predicted >= num_classes:
                 raise ValueError("confusion refers to a client or a class that does not exist")
+
+
+def _check_number_bins(bins_of_targets: Sequence[NumberBins], num_targets: int) -> None:
+    """Check that there is an entry for each target, and a count for each bin."""
+    if len(bins_of_targets) not in (0, num_targets):
+        raise ValueError(f"numbers has {len(bins_of_targets)} targets instead of {num_targets}")
+    for bins in bins_of_targets:
+        num_bins = len(bins.counts)
+        check_list(bins.counts, num_bins, num_bins, kind=int)
+        check_list(bins.residual_counts, None, kind=int)
+        check_list(bins.edges, num_bins + 1)
+        check_list(bins.residual_edges, len(bins.residual_counts) + 1)
+        check_list([bins.residual_mean, bins.residual_std], 2)
+        for edges in (bins.edges, bins.residual_edges):
+            are_increasing = all(left < right for left, right in pairwise(edges))
+            if not are_increasing or not all(map(math.isfinite, edges)):
+                raise ValueError("the edges of the bins of numbers must be finite and increasing")
 
 
 def _rounded(scores: Sequence[float]) -> list[float]:
@@ -375,7 +444,7 @@ def run_report(folder: Path) -> str:
         for name in columns:
             cells.append(cell(name, round_metrics[name], record.unit) if name in round_metrics else "")
         rows.append(cells)
-    header = ["round", *(title(name) for name in columns)]
+    header = ["round", *(title_with_metric(name, record.first_metric) for name in columns)]
     parts = [table(header, rows)]
     if "privacy/test_mode" in record.metric_names:
         parts.append(TEST_MODE)

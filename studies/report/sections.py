@@ -18,7 +18,7 @@ from perada.results.report import (
     shift_names,
     title,
 )
-from perada.studies.report import class_figures, figures
+from perada.studies.report import class_figures, figures, mask_figures, number_figures
 from perada.studies.report.facts import (
     accuracies,
     confusion_tables,
@@ -175,6 +175,8 @@ def sections(record: RunRecord, prefix: str = "") -> list[Section]:
         _partition(record, prefix),
         _confusion(record, prefix),
         _calibration(record, prefix),
+        _numbers(record, prefix),
+        _masks(record, prefix),
         _communication(record, prefix),
         _shifts(record, prefix),
         _privacy(record, prefix),
@@ -372,6 +374,37 @@ def _calibration(record: RunRecord, prefix: str) -> Section:
         f"error (ECE): {', '.join(errors)}.",
         figures=_draw(record, prefix, [class_figures.calibration]),
         tables=_tables_with_rows(table),
+    )
+
+
+def _numbers(record: RunRecord, prefix: str) -> Section:
+    rows: list[list[Cell]] = []
+    for model, bins_of_targets in record.numbers.items():
+        for bins, target in zip(bins_of_targets, record.class_names, strict=True):
+            rows.append([model_title(model), target, bins.num_images, bins.residual_mean, bins.residual_std])
+    table = Table(
+        name=f"{prefix}residuals",
+        caption="Residuals of each number, over all clients",
+        header=["model", "number", "test images", "mean residual", "standard deviation"],
+        rows=rows,
+    )
+    return Section(
+        key="numbers",
+        title="Predicted numbers",
+        intro="Predictions against true values: on the line, they are equal. A residual is a prediction minus the true "
+        "value. The figures are drawn from counts; the outermost bins also count what lies beyond.",
+        figures=_draw(record, prefix, [number_figures.predicted_and_true, number_figures.residuals]),
+        tables=_tables_with_rows(table),
+    )
+
+
+def _masks(record: RunRecord, prefix: str) -> Section:
+    return Section(
+        key="masks",
+        title="Masks",
+        intro="Test images of some clients, with the true mask and the predicted ones. Share this page only with those "
+        "who may see them.",
+        figures=_draw(record, prefix, [mask_figures.masks]),
     )
 
 

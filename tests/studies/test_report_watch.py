@@ -98,7 +98,9 @@ def test_the_path_is_printed_before_the_page_is_drawn_and_opened(tmp_path, capsy
     (tmp_path / "metrics.csv").write_text(HEADER + "0,0.25,1\n")
     steps = []
     draw = page.write_page
-    monkeypatch.setattr(page, "write_page", lambda *args: (steps.append(capsys.readouterr().out), draw(*args))[1])
+    monkeypatch.setattr(
+        page, "write_page", lambda *args, **options: (steps.append(capsys.readouterr().out), draw(*args, **options))[1]
+    )
     monkeypatch.setattr("webbrowser.open", steps.append)
     main(["report", str(tmp_path), "--open"])
     path = tmp_path / "report" / "index.html"

@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from perada.federation.scores import Scores
 from perada.results.cards import render_template
 from perada.results.formats import export_model
 from perada.results.report import unit_of
+from perada.studies.report.page import write_page
+from perada.studies.report.records import read_records
 from perada.tasks import Regression, task_of_labels
 from perada.tasks.base import make_task
 
@@ -318,7 +321,7 @@ def test_lines_of_rounds_have_no_percent(capsys):
     run = fit(task=Regression(mean=50, std=10))
     score = run.metrics["rounds"][-1]["global/global_test"]
     lines = capsys.readouterr().err
-    assert f"global model {score:.4g}" in lines
+    assert f"global model, MAE {score:.4g}" in lines
     assert "%" not in lines
 
 
@@ -335,6 +338,35 @@ def test_a_report_has_no_percent_and_no_classes(tmp_path):
     assert "Confusion" not in text
 
 
+@pytest.mark.parametrize("targets", [1, 2])
+def test_a_report_draws_predicted_against_true_numbers_and_residuals(tmp_path, targets):
+    data = replace(hospitals(targets), classes=["age", "weight"][:targets])
+    run = fit(
+        FederatedDataModule(data, batch_size=4, task=Regression(mean=50, std=10)), "ditto", model=network(targets)
+    )
+    write_page(tmp_path / "page", read_records(run.save(tmp_path / "run")))
+    predicted = [run.predict(dataset.tensors[0], client).labels for client, dataset in enumerate(data.test)]
+    residuals = torch.cat(predicted) - torch.cat([dataset.tensors[1].view(-1, targets) for dataset in data.test])
+    with (tmp_path / "page" / "residuals.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["model"] == "personal models"]
+    assert [row["number"] for row in rows] == ["age", "weight"][:targets]
+    for row, values in zip(rows, residuals.T, strict=True):
+        assert int(row["test images"]) == len(values)
+        assert float(row["mean residual"]) == pytest.approx(float(values.mean()), rel=1e-4)
+        assert float(row["standard deviation"]) == pytest.approx(float(values.std(correction=0)), rel=1e-4)
+    text = (tmp_path / "page" / "index.html").read_text()
+    assert "Predicted numbers" in text
+    mean = float(residuals[:, 0].mean())
+    assert f"age: residuals have mean {mean:.4g} and standard deviation" in text
+    for name in ("predicted_and_true", "residuals"):
+        assert (tmp_path / "page" / f"{name}.png").stat().st_size > 1000
+
+
+def test_the_record_of_a_private_run_has_no_counts_of_numbers():
+    run = fit(task=Regression(mean=50, std=10), privacy={"noise_multiplier": 1.0, "delta": 1e-3, "max_norm": 1.0})
+    assert run.metrics["predictions"] == {"personal": {}, "global": {}} or run.metrics["predictions"] == {"global": {}}
+
+
 def test_a_client_that_joins_is_scored_in_the_units_of_the_targets(tmp_path):
     model = network()
     run = fit(algorithm="ditto", model=copy.deepcopy(model), task=Regression(mean=50, std=20), local_steps=3)
@@ -345,9 +377,18 @@ def test_a_client_that_joins_is_scored_in_the_units_of_the_targets(tmp_path):
     record = joined.info["joined"][-1]
     assert record["after"] == pytest.approx(float((predicted - numbers).abs().mean()), rel=1e-4)
     text = render_template(
-        "joined", record=record, client=2, sample_level=None, folder=tmp_path, unit=unit_of(joined.info["task"])
+        "joined",
+        record=record,
+        client=2,
+        sample_level=None,
+        folder=tmp_path,
+        unit=unit_of(joined.info["task"]),
+        metric="MAE",
     )
-    assert f"newcomer (8 images): {record['before']:.4g} before, {record['after']:.4g} after on its own" in text
+    assert (
+        f"newcomer (8 images): {record['before']:.4g} before, {record['after']:.4g} after on its own test images (MAE)."
+        in text
+    )
 
 
 def test_a_client_whose_error_grows_is_warned_of(recwarn):

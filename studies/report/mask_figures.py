@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figure of test images with their true and predicted masks."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from perada.studies.report.pictures import MaskExample, Pixels
+from perada.studies.report.plotting import COLOURS, RenderedFigure, render, report_style, short_label
+from perada.studies.report.records import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_COLOURS = 20
+"""Number of colours of classes; further classes begin again with the first."""
+IGNORED_COLOUR = "#ffffff"
+"""Colour of pixels that do not count."""
+BACKGROUND_COLOUR = "#d5dae0"
+"""Colour of class 0."""
+_COLUMNS = {"personal": "client's own model", "global": "global model"}
+"""Titles of the models by their columns in the table."""
+
+
+def masks(record: RunRecord, name: str) -> RenderedFigure | None:
+    """Draw test images beside their true masks and the predicted ones, a row for each image."""
+    examples = record.examples
+    if not examples:
+        return None
+    columns = [column for column in _COLUMNS if all(column in example.predictions for example in examples)]
+    if len(columns) == 2 and all(_are_equal(example) for example in examples):
+        # Clients predict with the global model.
+        columns = ["global"]
+    classes = record.class_names
+    ignored = int(record.task.get("init_args", {}).get("ignore_index", 255))
+    with report_style():
+        from matplotlib.figure import Figure
+
+        num_columns = 2 + len(columns)
+        figure = Figure(figsize=(1.7 * num_columns + 0.4, 1.7 * len(examples) + 0.7), layout="constrained")
+        rows = figure.subplots(len(examples), num_columns, squeeze=False)
+        titles = ["image", "true mask", *(_COLUMNS[column] for column in columns)]
+        for axes, title in zip(rows[0], titles, strict=True):
+            axes.set_title(title)
+        for axes_of_row, example in zip(rows, examples, strict=True):
+            axes_of_row[0].set_ylabel(f"{_client_name(record, example)}\nimage {example.number}", fontsize=8)
+            axes_of_row[0].imshow(example.picture, cmap="gray", vmin=0, vmax=255)
+            _draw_mask(axes_of_row[1], example.label, len(classes), ignored)
+            for axes, column in zip(axes_of_row[2:], columns, strict=True):
+                _draw_mask(axes, example.predictions[column], len(classes), ignored)
+            for axes in axes_of_row:
+                axes.set(xticks=[], yticks=[])
+                axes.grid(False)
+        _add_class_legend(figure, record, examples, columns, ignored)
+        return render(figure, name, _description(record, examples, columns, ignored), wide=num_columns > 3)
+
+
+def _are_equal(example: MaskExample) -> bool:
+    first, second = example.predictions.values()
+    return bool(np.array_equal(first, second))
+
+
+def _client_name(record: RunRecord, example: MaskExample) -> str:
+    """Return the name of an image's client, or ``client`` and its number."""
+    if record.info.get("clients"):
+        return short_label(record.client_names[example.client], 18)
+    return f"client {example.client}"
+
+
+def _colour_of_class(number: int) -> str:
+    """Return the colour of a class."""
+    if number == 0:
+        return BACKGROUND_COLOUR
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    place = (number - 1) % MAX_COLOURS
+    if place < len(COLOURS):
+        return COLOURS[place]
+    return to_hex(colormaps["tab20"](place))
+
+
+def _draw_mask(axes: "Axes", mask: Pixels, num_classes: int, ignored: int) -> None:
+    """Draw a mask (H, W) in the colours of its classes."""
+    from matplotlib.colors import to_rgb
+
+    colours = np.ones((*mask.shape, 3))
+    for number in np.unique(mask).tolist():
+        colour = IGNORED_COLOUR if number == ignored or number >= num_classes else _colour_of_class(number)
+        colours[mask == number] = to_rgb(colour)
+    axes.imshow(colours, interpolation="none")
+
+
+def _add_class_legend(
+    figure: "Figure", record: RunRecord, examples: Sequence[MaskExample], columns: Sequence[str], ignored: int
+) -> None:
+    """Add a legend of the classes that occur in the masks that are shown."""
+    from matplotlib.patches import Patch
+
+    numbers: set[int] = set()
+    for example in examples:
+        for mask in (example.label, *(example.predictions[column] for column in columns)):
+            numbers.update(np.unique(mask).tolist())
+    handles = []
+    for number, class_name in enumerate(record.class_names):
+        if number in numbers:
+            label = class_name if record.info.get("classes") else f"class {class_name}"
+            handles.append(Patch(facecolor=_colour_of_class(number), edgecolor="none", label=short_label(label)))
+    if ignored in numbers:
+        handles.append(Patch(facecolor=IGNORED_COLOUR, edgecolor="#808080", label="does not count"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=8, handlelength=1.2)
+
+
+def _description(record: RunRecord, examples: Sequence[MaskExample], columns: Sequence[str], ignored: int) -> str:
+    """Describe the figure, with the share of pixels that each model predicts correctly."""
+    sentences = []
+    for example in examples:
+        counted = example.label != ignored
+        shares = []
+        for column in columns:
+            share = math.nan
+            if counted.any():
+                share = float((example.predictions[column] == example.label)[counted].mean())
+            shares.append(f"{_COLUMNS[column]} {100 * share:.1f} %")
+        sentences.append(f"{_client_name(record, example)}, image {example.number}: {', '.join(shares)}")
+    return f"Test images, their true masks and the predicted ones. Pixels predicted correctly: {'; '.join(sentences)}."

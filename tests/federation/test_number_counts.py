@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts of predicted numbers, against numpy's histograms."""
+
+import numpy as np
+import pytest
+import torch
+
+from perada.core.ranks import Ranks
+from perada.federation.number_counts import BINS, NumberCounts
+from perada.tasks import Regression
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+def test_counts_are_those_of_numpy(targets):
+    random = torch.Generator().manual_seed(0)
+    y = 50 + 10 * torch.randn(300, targets, generator=random)
+    outputs = (y - 50) / 10 + 0.3 * torch.randn(300, targets, generator=random)
+    owner = torch.arange(300) % 3
+    counts = NumberCounts(Regression(mean=50, std=10))
+    for rows in torch.arange(300).split(64):
+        counts.update(outputs[rows], y[rows], owner[rows])
+    records = counts.record(Ranks())["numbers"]
+    assert len(records) == targets
+    for place, record in enumerate(records):
+        truth = y[:, place].double().numpy()
+        predicted = (50 + 10 * outputs[:, place]).double().numpy()
+        edges = np.array(record["edges"])
+        span = truth.max() - truth.min()
+        assert edges[[0, -1]] == pytest.approx([truth.min() - 0.1 * span, truth.max() + 0.1 * span])
+        inside = np.clip(predicted, edges[0], edges[-1])
+        expected, _, _ = np.histogram2d(truth, inside, bins=[edges, edges])
+        assert np.array_equal(record["counts"], expected)
+        residuals = predicted - truth
+        residual_edges = np.array(record["residual_edges"])
+        assert residual_edges[[0, -1]] == pytest.approx(
+            np.quantile(np.abs(residuals), 0.99) * np.array([-1, 1]), rel=1e-5
+        )
+        inside = np.clip(residuals, residual_edges[0], residual_edges[-1])
+        assert np.array_equal(record["residual_counts"], np.histogram(inside, residual_edges)[0])
+        assert record["residual_mean"] == pytest.approx(residuals.mean(), abs=1e-4)
+        assert record["residual_std"] == pytest.approx(residuals.std(), rel=1e-4)
+
+
+def test_only_counted_and_finite_predictions_count():
+    outputs = torch.tensor([[1.0], [2.0], [float("nan")], [3.0], [float("inf")]])
+    counts = NumberCounts(Regression())
+    counts.update(
+        outputs, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.zeros(5, dtype=torch.int64), torch.arange(5) != 1
+    )
+    (record,) = counts.record(Ranks())["numbers"]
+    assert sum(record["residual_counts"]) == 2
+    assert record["residual_mean"] == pytest.approx(-0.5)
+
+
+def test_equal_targets_and_no_images():
+    counts = NumberCounts(Regression())
+    assert counts.record(Ranks()) == {"numbers": []}
+    counts.update(torch.full((3, 1), 7.0), torch.full((3,), 7.0), torch.zeros(3, dtype=torch.int64))
+    (record,) = counts.record(Ranks())["numbers"]
+    assert record["edges"][0] == pytest.approx(6)
+    assert record["edges"][-1] == pytest.approx(8)
+    assert np.array(record["counts"])[BINS // 2, BINS // 2] == 3
+    assert record["residual_std"] == 0
