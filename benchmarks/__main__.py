@@ -45,6 +45,8 @@ BENCHMARKS = {
     "few_shot": "few_shot",
     "rare_classes": "rare_labels",
     "unknown_labels": "rare_labels",
+    "rotation_angle": "scanner_tasks",
+    "segmentation": "scanner_tasks",
     "growth": "growth",
     "attacks": "attacks",
     "deploy": "deploy",

@@ -94,6 +94,8 @@ def test_every_benchmark_runs(tmp_path):
             "few_shot",
             "rare_classes",
             "unknown_labels",
+            "rotation_angle",
+            "segmentation",
             "growth",
             "deploy",
             "attacks",
