@@ -39,7 +39,7 @@ MAX_ANGLE = 60
 """Angles in degrees are uniform between minus this and this."""
 STD_OF_ANGLES = MAX_ANGLE / math.sqrt(3)
 """Standard deviation of the uniform distribution."""
-PASTED_CLASSES = (0, 1, 2, 3)
+PASTED_CLASSES = (0, 1)
 """Digits that are pasted. The class of their pixels is one more, since 0 is the background."""
 OBJECTS_PER_PICTURE = 2
 MIN_GREY = 40
@@ -86,7 +86,7 @@ class Method:
 
 METHODS = (
     Method("training alone", "standalone", "full"),
-    Method("FedAvg", "fedavg", "full"),
+    Method("FedAvg", "fedavg", "residual"),
     Method("FedBN", "fedbn", "full"),
     Method("PerAda", "perada", "residual"),
 )
@@ -97,12 +97,12 @@ class Size:
     """Numbers of a benchmark, full or quick."""
 
     seeds: tuple[int, ...] = SEEDS
-    rates: tuple[float, ...] = (0.003, 0.01, 0.03)
+    rates: tuple[float, ...] = (0.01, 0.03, 0.1)
     rounds: int = 10
     local_epochs: int = 2
     train_images: int = 60
     test_images: int = 40
-    public_images: int = 240
+    public_images: int = 160
     distillation_steps: int = 10
     pretraining_images: int = 2000
     pretraining_epochs: int = 4
@@ -263,9 +263,10 @@ def _train(
 ) -> dict[str, float]:
     """Train, and return the scores after the last round."""
     options: dict[str, Any] = {}
+    if method.adapter == "residual":
+        options["adapter_options"] = experiment.adapter_options
     if method.algorithm == "perada":
         options["distillation"] = {"steps": size.distillation_steps, "batch_size": 64}
-        options["adapter_options"] = experiment.adapter_options
     run = perada.finetune(
         copy.deepcopy(experiment.backbone(size, quick)),
         _hospitals(experiment, size, on_test_images),
@@ -396,8 +397,8 @@ class UNet(nn.Module):
         return logits
 
 
-ADAPTED_LAYERS = r"(encoder|middle|bottom|middle_decoder|decoder)\.[03]"
-"""Convolutions of the U-Net that get adapters: all but the last."""
+ADAPTED_LAYERS = r"(encoder|middle|bottom|middle_decoder|decoder)\.3"
+"""Convolutions of the U-Net that get adapters: the last one of each block."""
 
 
 def _block(channels: int, out_channels: int) -> nn.Sequential:
