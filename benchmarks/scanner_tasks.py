@@ -29,12 +29,14 @@ CHOICE_SEED = 100
 """Of the runs on which the learning rate is chosen."""
 SCANNERS = tuple(DEVICES)[:8]
 """Of the hospitals, one each."""
-SIDE = 32
-"""Height and width of all pictures, in pixels."""
+ROTATED_SIDE = 32
+"""Height and width of the images of rotated digits, in pixels."""
 DIGIT_SIDE = 24
-"""Height and width of the digit that is rotated."""
-PASTED_SIDE = 14
-"""Height and width of the digits that are pasted into a picture."""
+"""Height and width of the digit in such an image."""
+PICTURE_SIDE = 24
+"""Height and width of the pictures into which digits are pasted."""
+PASTED_SIDE = 12
+"""Height and width of such a digit."""
 MAX_ANGLE = 60
 """Angles in degrees are uniform between minus this and this."""
 STD_OF_ANGLES = MAX_ANGLE / math.sqrt(3)
@@ -54,7 +56,7 @@ LOG = Path("lightning_logs/scanner_tasks.jsonl")
 
 @dataclass(frozen=True)
 class Images:
-    """Images (N, 1, 32, 32) and their targets, numbers (N,) or masks (N, 32, 32)."""
+    """Images (N, 1, S, S) and their targets, numbers (N,) or masks (N, S, S)."""
 
     images: Tensor
     targets: Tensor
@@ -97,7 +99,7 @@ class Size:
     """Numbers of a benchmark, full or quick."""
 
     seeds: tuple[int, ...] = SEEDS
-    rates: tuple[float, ...] = (0.01, 0.03, 0.1)
+    num_rates: int = 3
     rounds: int = 10
     local_epochs: int = 2
     train_images: int = 60
@@ -111,7 +113,7 @@ class Size:
 FULL = Size()
 QUICK = Size(
     seeds=SEEDS[:1],
-    rates=FULL.rates[:1],
+    num_rates=1,
     rounds=1,
     local_epochs=1,
     train_images=5,
@@ -146,6 +148,8 @@ class Experiment:
         backbone: Returns the pretrained network, by name or as a module.
         weights: Weights of a network that is given by name.
         adapter_options: Options of PerAda's adapter.
+        side: Height and width of the images in pixels.
+        rates: Learning rates to choose from.
         lower_is_better: Whether the score is an error.
         scale: Factor of scores in the table.
     """
@@ -156,6 +160,8 @@ class Experiment:
     backbone: Callable[[Size, bool], str | nn.Module]
     weights: bool | str
     adapter_options: dict[str, Any]
+    side: int
+    rates: tuple[float, float, float]
     lower_is_better: bool
     scale: float
 
@@ -170,6 +176,8 @@ def rotation_angle(device: torch.device, repeats: int, quick: bool) -> Iterator[
             backbone=lambda size, quick: "test_resnet",
             weights="perada:fashion_test_resnet",
             adapter_options={},
+            side=ROTATED_SIDE,
+            rates=(0.01, 0.03, 0.1),
             lower_is_better=True,
             scale=1,
         ),
@@ -188,6 +196,8 @@ def segmentation(device: torch.device, repeats: int, quick: bool) -> Iterator[di
             backbone=_pretrained_unet,
             weights=False,
             adapter_options={"target_modules": ADAPTED_LAYERS},
+            side=PICTURE_SIDE,
+            rates=(0.03, 0.1, 0.3),
             lower_is_better=False,
             scale=100,
         ),
@@ -214,7 +224,7 @@ def _rows(experiment: Experiment, device: torch.device, quick: bool) -> Iterator
                 return -math.inf
             return -mean if experiment.lower_is_better else mean
 
-        best_rate = max(size.rates, key=quality)
+        best_rate = max(experiment.rates[: size.num_rates], key=quality)
         runs = [scores(best_rate, seed, on_test_images=True) for seed in size.seeds]
         row: dict[str, Any] = {"method": method.name}
         for name in runs[0]:
@@ -280,7 +290,7 @@ def _train(
         lr_local=lr,
         lr_personal=lr,
         training={"momentum": 0.9, "lr_schedule": "cosine"},
-        image_size=SIDE,
+        image_size=experiment.side,
         seed=seed,
         accelerator=device.type,
         check_val_every_n_epoch=size.rounds,
@@ -341,7 +351,7 @@ def _rotated_digits(digits: ImageSet, count: int, random: torch.Generator) -> Im
     rows = torch.randperm(len(digits), generator=random)[:count]
     angles = MAX_ANGLE * (2 * torch.rand(count, generator=random) - 1)
     enlarged = F.interpolate(digits.images[rows].float(), size=DIGIT_SIDE, mode="bilinear", antialias=True)
-    border = (SIDE - DIGIT_SIDE) // 2
+    border = (ROTATED_SIDE - DIGIT_SIDE) // 2
     framed = F.pad(enlarged, (border,) * 4)
     radians = angles.deg2rad()
     zeros = torch.zeros_like(radians)
@@ -362,11 +372,11 @@ def _pasted_digits(digits: ImageSet, count: int, random: torch.Generator) -> Ima
 
 def _pasted(objects: Tensor, classes: Tensor, count: int, random: torch.Generator) -> Images:
     """Paste objects (N, 1, H, W) at random places of dark pictures, the later over the earlier."""
-    pictures = torch.zeros(count, 1, SIDE, SIDE)
-    masks = torch.zeros(count, SIDE, SIDE, dtype=torch.uint8)
+    pictures = torch.zeros(count, 1, PICTURE_SIDE, PICTURE_SIDE)
+    masks = torch.zeros(count, PICTURE_SIDE, PICTURE_SIDE, dtype=torch.uint8)
     for picture, mask in zip(pictures, masks, strict=True):
         for row in torch.randint(len(objects), (OBJECTS_PER_PICTURE,), generator=random).tolist():
-            top, left = torch.randint(SIDE - PASTED_SIDE + 1, (2,), generator=random).tolist()
+            top, left = torch.randint(PICTURE_SIDE - PASTED_SIDE + 1, (2,), generator=random).tolist()
             place = (slice(top, top + PASTED_SIDE), slice(left, left + PASTED_SIDE))
             pixels = F.interpolate(objects[row : row + 1].float(), size=PASTED_SIDE, mode="bilinear", antialias=True)
             is_object = pixels[0, 0] >= MIN_GREY

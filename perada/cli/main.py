@@ -71,7 +71,7 @@ COMMANDS: Tree = {
     "doctor": ("cli.doctor:doctor", "Print versions and facts about the machine for a bug report, and check them."),
     "ls": ("cli.main:ls", "List the shipped recipes, or describe some of them."),
     "cp": ("cli.main:cp", "Copy a shipped recipe for editing."),
-    "init": ("cli.data:init", "Ask four questions and write a recipe."),
+    "init": ("cli.init:init", "Ask five questions and write a recipe."),
     "completion": ("cli.completion:completion", "Print a shell script that completes commands and options."),
     "schema": ("cli.parser:schema", "Print a JSON schema of recipes, for editors."),
     "compare": (

@@ -15,7 +15,7 @@ from PIL import Image
 from perada import FederatedClassifier, FederatedLoop
 from perada.api import OPTION_CLASSES
 from perada.cli import main
-from perada.cli.data import QUESTIONS, write_recipe
+from perada.cli.init import QUESTIONS, write_recipe
 from perada.cli.recipes import RECIPES
 from perada.cli.runs import PeradaCLI
 from perada.server import ServerRule
@@ -67,11 +67,11 @@ def test_what_init_writes_runs(words, capsys, validator):
 
 
 def test_answers_are_asked_for(monkeypatch):
-    asked, answers = [], iter(["", "ditto", "7", ""])
+    asked, answers = [], iter(["", "classes", "ditto", "7", ""])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
     main(["init"])
-    assert len(asked) == len(QUESTIONS) == 4
+    assert len(asked) == len(QUESTIONS) == 5
     written = read("recipe.yaml")
     assert (written["federated"]["algorithm"], written["trainer"]["max_epochs"]) == ("ditto", 7)
     assert "public_fraction" not in written["data"]
@@ -110,9 +110,114 @@ def test_tables_are_understood():
         assert data["partition"]["class_path"] == ("ByDomain" if "client" in header else "Dirichlet")
 
 
+def write_scans(foreground=255):
+    """Two hospitals with eight images and masks each, and a table of them with the age of the patient."""
+    rows = ["path,mask_path,site,age"]
+    for hospital in ("north", "south"):
+        for kind in ("images", "masks"):
+            Path(f"scans/{hospital}/{kind}").mkdir(parents=True)
+        for number in range(8):
+            image = np.full((32, 32, 3), 100 + 10 * number + len(rows), np.uint8)
+            mask = np.zeros((32, 32), np.uint8)
+            mask[4:16, 4 + number : 16] = foreground
+            Image.fromarray(image).save(f"scans/{hospital}/images/{number}.png")
+            Image.fromarray(mask).save(f"scans/{hospital}/masks/{number}.png")
+            place = f"scans/{hospital}"
+            rows.append(f"{place}/images/{number}.png,{place}/masks/{number}.png,{hospital},{20 + 1.5 * len(rows)}")
+    Path("masks.csv").write_text("\n".join(rows))
+    columns = [row.split(",") for row in rows]
+    Path("ages.csv").write_text("\n".join(f"{path},{age}" for path, _, _, age in columns))
+
+
+@pytest.mark.parametrize(("foreground", "values"), [(255, {"mask_values": [0, 255]}), (1, {})])
+def test_masks_are_found_in_folders_and_tables(foreground, values):
+    write_scans(foreground)
+    table_options = {"table": "masks.csv", "client": "site", "mask": "mask_path"}
+    for images, expected in (("scans", {"root": "scans"}), ("masks.csv", table_options)):
+        written = yaml.safe_load(write_recipe(images, "perada", "3", ""))
+        assert written["data"]["dataset"]["init_args"] == expected | values
+        assert written["data"]["task"]["class_path"] == "Segmentation"
+        assert written["data"]["partition"]["class_path"] == "ByDomain"
+        assert written["model"]["backbone"] == "smp:unet-resnet18"
+        assert yaml.safe_load(write_recipe(images, "perada", "3", "", "masks")) == written
+
+
+@pytest.mark.parametrize(
+    ("images", "task", "options"),
+    [
+        ("ages.csv", "", {"table": "ages.csv", "numbers": "age"}),
+        ("masks.csv", "numbers", {"table": "masks.csv", "client": "site", "numbers": "age"}),
+    ],
+)
+def test_numbers_are_found_in_tables(images, task, options):
+    write_scans()
+    data = yaml.safe_load(write_recipe(images, "perada", "3", "", task))["data"]
+    assert data["dataset"] == {"class_path": "ImageTable", "init_args": options}
+    assert data["task"] == {"class_path": "Regression", "init_args": {"standardize": "all"}}
+    assert data["partition"]["class_path"] == ("ByDomain" if "client" in options else "IID")
+    private = yaml.safe_load(write_recipe(images, "perada", "3", "8", task))["data"]
+    assert "standardize" not in private["task"]["init_args"]
+
+
+def test_the_task_decides_between_columns():
+    """A column of whole numbers may be a class or a number, and a table may have labels of both kinds."""
+    write_images("scans")
+    header = "path,grade,edema,fracture"
+    rows = [f"scans/{number}.png,{number % 3},{number % 2},{number // 5}" for number in range(10)]
+    Path("t.csv").write_text("\n".join([header, *rows]))
+    expected = {"": ["edema", "fracture"], "labels": ["edema", "fracture"]}
+    for task, label in expected.items():
+        data = yaml.safe_load(write_recipe("t.csv", "fedavg", "3", "", task))["data"]
+        assert data["dataset"]["init_args"] == {"table": "t.csv", "label": label}
+    Path("t.csv").write_text("\n".join(["path,label", *[row[: row.index(",") + 2] for row in rows]]))
+    for task, column in {"": {}, "classes": {}, "numbers": {"numbers": "label"}}.items():
+        data = yaml.safe_load(write_recipe("t.csv", "fedavg", "3", "", task))["data"]
+        assert data["dataset"]["init_args"] == {"table": "t.csv"} | column
+
+
+FEW_STEPS = ["--model.pretrained=false", "--data.image_size=32", "--trainer.logger=false", "--trainer.accelerator=cpu"]
+FEW_STEPS += ["--training.local_steps=1", "--distillation.steps=1", "--trainer.enable_progress_bar=false"]
+FEW_STEPS += ["--data.public_fraction=0.3"]  # of few images
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        ("ages.csv", ["--model.backbone=test_resnet"]),
+        pytest.param("scans", [], marks=pytest.mark.slow),
+        pytest.param("masks.csv", [], marks=pytest.mark.slow),
+    ],
+)
+def test_what_init_writes_for_numbers_and_masks_runs(images, words, capsys, validator):
+    if not words:
+        pytest.importorskip("segmentation_models_pytorch")
+    write_scans()
+    main(["init", "--yes", "--rounds=1", f"--images={images}"])
+    assert [*validator.iter_errors(read("recipe.yaml"))] == []
+    main(["fit", "--config", "recipe.yaml", *FEW_STEPS, *words])
+    assert "mean ± std" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("images", "epsilon", "task", "message"),
+    [
+        ("", "", "masks", "task='masks' needs images with masks, but the digits have classes"),
+        ("scans", "", "numbers", r"task='numbers' needs a table \(.csv, .*\) of the images with their numbers"),
+        ("scans", "8", "", "epsilon='8' cannot be combined with masks"),
+        ("ages.csv", "", "masks", "the column of the masks cannot be inferred from 'path', 'age'; rename it to 'mask'"),
+        ("masks.csv", "", "labels", "the column of the labels cannot be inferred"),
+    ],
+)
+def test_tasks_that_the_images_do_not_allow(images, epsilon, task, message):
+    write_scans()
+    with pytest.raises(ValueError, match=message):
+        write_recipe(images, "perada", "3", epsilon, task)
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
+        ({"task": "boxes"}, "task must be one of 'classes', 'labels', 'numbers', 'masks', got 'boxes'"),
         ({"images": "nowhere"}, "images='nowhere' does not exist; pass a folder or a table"),
         ({"algorithm": "dito"}, "algorithm='dito' is unknown; did you mean 'ditto'?"),
         ({"rounds": "many"}, "rounds must be an integer.*, got 'many'"),

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from perada.cli import main
-from perada.cli.data import table_options, write_recipe
+from perada.cli.init import table_options, write_recipe
 from perada.cli.messages import one_line
 from perada.core.text import case_variants, look_alike
 from perada.data import IID, ByDomain, FederatedData, ImageFolder, Images, ImageTable, UnlabelledFolder
@@ -394,6 +394,6 @@ def test_check_accepts_what_init_writes_for_a_table(header, capsys):
     rows = [",".join([f"scans/{n}.png", "ab"[n % 2], f"site {n % 3}"][:columns]) for n in range(40)]
     Path("t.csv").write_text("\n".join([header, *rows]))
     main(["init", "--yes", "--images=t.csv"])
-    small = ["--model.backbone=test_resnet", "--pretrained=false", "--data.image_size=32", "--trainer.accelerator=cpu"]
+    small = ["--model.backbone=test_resnet", "--model.pretrained=false", "--data.image_size=32", "--trainer.accelerator=cpu"]
     main(["check", "--config", "recipe.yaml", *small])
     assert "error" not in capsys.readouterr().out.lower()

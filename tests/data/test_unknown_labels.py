@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from perada.cli import main
-from perada.cli.data import write_recipe
+from perada.cli.init import write_recipe
 from perada.core.checks import OptionError
 from perada.data import ByDomain, CheXpert, FederatedDataModule, ImageTable
 

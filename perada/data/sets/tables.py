@@ -48,6 +48,27 @@ Blank = Literal["unknown", "absent"]
 """What a blank cell means."""
 
 
+def is_number(cell: str) -> bool:
+    """Return whether a cell is a number.
+
+    >>> is_number("-1.5e3"), is_number("1,5"), is_number("nan")
+    (True, False, False)
+    """
+    return _NUMBER.fullmatch(cell) is not None
+
+
+def holds_measurements(column: Sequence[str]) -> bool:
+    """Return whether a column holds measurements: mostly different numbers, some of which have a fraction.
+
+    >>> holds_measurements(["1.5", "2", "3"]), holds_measurements(["1", "2", "3"])
+    (True, False)
+    """
+    values = {*column}
+    if 2 * len(values) <= len(column) or not all(map(is_number, values)):
+        return False
+    return any(float(value) % 1 for value in values)
+
+
 class ImageTable(ListedImages):
     """Images in a table with one row each: CSV, TSV or Parquet (``pip install 'perada[tables]'``).
 
@@ -159,7 +180,7 @@ class ImageTable(ListedImages):
     def _read_numbers(self, name: str) -> Array:
         """Return the numbers float32 (N,) in a column; raise a ValueError that names the rows of other cells."""
         cells = [str(cell).strip() for cell in self.column("numbers", name, "fill it in, or take the row out")]
-        not_numbers = [row for row, cell in enumerate(cells) if not _NUMBER.fullmatch(cell)]
+        not_numbers = [row for row, cell in enumerate(cells) if not is_number(cell)]
         if not_numbers:
             problem = f"{name} is {cells[not_numbers[0]]!r}, which is not a number"
             self.reject_rows(not_numbers, problem, "correct it, with a point for decimals, or take the row out")
@@ -264,16 +285,14 @@ class ImageTable(ListedImages):
 
     def _check_not_measurements(self, name: str, column: Sequence[str]) -> None:
         """Raise a ValueError if a column holds measurements: mostly different numbers, some with a fraction."""
-        values = {*column}
-        if 2 * len(values) <= len(column) or not all(_NUMBER.fullmatch(value) for value in values):
+        if not holds_measurements(column):
             return
-        for cell in column:
-            if float(cell) % 1:
-                raise ValueError(
-                    f"{self.table}: {name} holds {len(values)} different numbers in {len(column)} rows, such as "
-                    f"{cell}, instead of classes; choose a different column, divide the numbers "
-                    f"into ranges, or predict them (numbers: {name}, and task: Regression)"
-                )
+        cell = next(cell for cell in column if float(cell) % 1)
+        raise ValueError(
+            f"{self.table}: {name} holds {len({*column})} different numbers in {len(column)} rows, such as "
+            f"{cell}, instead of classes; choose a different column, divide the numbers "
+            f"into ranges, or predict them (numbers: {name}, and task: Regression)"
+        )
 
 
 class HuggingFace(ListedImages):

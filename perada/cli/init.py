@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A first recipe for one's own images (`perada init`)."""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import yaml
+from jsonargparse import ArgumentParser
+from PIL import Image
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from perada.cli.data import TABLES, TEMPLATES, source_class
+from perada.core.checks import check_choice, check_integer
+from perada.core.files import writing
+from perada.data import ImageMasks, ImageTable
+from perada.data.sets.folders import list_images, propose_layout
+from perada.data.sets.manifest import SPLITS
+from perada.data.sets.tables import BINARY, UNKNOWN_CELLS, guess_separator, holds_measurements, is_number, read_table
+from perada.privacy.accounting import check_target
+
+TaskName = Literal["classes", "labels", "numbers", "masks"]
+"""What is learnt from the labels: one class or several labels per image, numbers, or a class for each pixel."""
+TASKS = get_args(TaskName)
+FOREGROUND = 255
+"""Value of the foreground in many masks with two classes."""
+MASKS_READ = 20
+"""Masks whose values are looked at."""
+IMAGES_PER_CLIENT = 20
+"""Images of a client in a first recipe that divides the images at random."""
+COMMON_COLUMNS = {  # names with underscores between words, the commonest first
+    "path": (
+        "path",
+        "file",
+        "filename",
+        "file_name",
+        "filepath",
+        "file_path",
+        "image",
+        "image_path",
+        "image_file",
+        "imagepath",
+        "img",
+        "img_path",
+        "image_name",
+        "relative_path",
+    ),
+    "label": ("label", "labels", "class", "class_name", "target", "category", "diagnosis", "finding", "findings", "y"),
+    "client": (
+        "client",
+        "client_id",
+        "client_name",
+        "site",
+        "site_id",
+        "hospital",
+        "institution",
+        "institute",
+        "center",
+        "centre",
+        "clinic",
+        "user",
+        "user_id",
+        "device",
+    ),
+    "group": ("group", "patient", "patient_id", "patientid", "subject", "subject_id", "person", "person_id"),
+    "split": ("split", "set", "subset", "phase", "fold"),
+    "mask": ("mask", "mask_path", "mask_file", "mask_filename", "mask_name", "segmentation", "seg", "annotation"),
+}
+QUESTIONS = {
+    "images": ("Your images, a folder or a table; empty for the handwritten digits that come with perada", ""),
+    "task": (
+        "What is learnt from the labels: classes, labels (several per image), numbers or masks; empty to infer it from "
+        "the images",
+        "",
+    ),
+    "algorithm": ("Algorithm: perada and ditto train one model per client, fedavg one for all clients", "perada"),
+    "rounds": ("Communication rounds", "30"),
+    "epsilon": ("Privacy: the ε that training may spend on each image, such as 8; empty for no privacy", ""),
+}
+
+
+def init(parser: ArgumentParser, words: list[str]) -> None:
+    """Ask for everything that no option sets, and write a recipe."""
+    for name, (question, default) in QUESTIONS.items():
+        value = "PATH" if name == "images" else name.upper()
+        parser.add_argument(f"--{name}", type=str, metavar=value, help=f"{question}. (default: {default or 'none'})")
+    parser.add_argument("--output", type=Path, default=Path("recipe.yaml"), help="File to write.")
+    parser.add_argument(
+        "--yes", action="store_true", help="Do not ask; use the default of everything that no option sets."
+    )
+    parser.add_argument("--force", action="store_true", help="Overwrite an existing file.")
+    options = parser.parse_args(words)
+    output = options.output
+    if output.exists() and not options.force:
+        raise FileExistsError(f"{str(output)!r} already exists; choose a different --output or add --force")
+    if not options.yes and not sys.stdin.isatty() and any(options[name] is None for name in QUESTIONS):
+        raise ValueError(
+            "there is no terminal for questions; add --yes, and options for everything that should "
+            "differ from the default"
+        )
+    answers = {}
+    for name, (question, default) in QUESTIONS.items():
+        answer = options[name]
+        if answer is None and not options.yes:
+            answer = input(f"{question} [{default}]: ").strip() or None
+        answers[name] = default if answer is None else answer
+    text = write_recipe(**answers)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with writing(output):
+        output.write_text(text, encoding="utf-8")
+    print(f"Wrote {output}; run it with: perada fit --config {output}")
+
+
+def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str, task: str = "") -> str:
+    """Return the text of a recipe for the answers to the questions, each as it was typed.
+
+    Raises:
+        ValueError: If an answer is invalid.
+        FileNotFoundError: If the images are not there.
+    """
+    from perada.algorithms import make_algorithm
+
+    distils = make_algorithm(algorithm).uses_distillation
+    check_integer("rounds", yaml.safe_load(rounds))
+    if epsilon:
+        check_target("epsilon", yaml.safe_load(epsilon))
+    if task:
+        check_choice("task", task, TASKS)
+    template = TEMPLATES.get_template("recipe.yaml.jinja")
+    values: dict[str, Any] = {
+        "images": images,
+        "algorithm": algorithm,
+        "rounds": int(rounds),
+        "epsilon": epsilon,
+        "distils": distils,
+    }
+    if not images:
+        if task not in ("", "classes"):
+            raise ValueError(f"task={task!r} needs images with {task}, but the digits have classes; pass images")
+        return template.render(values)
+    if not Path(images).exists() or source_class(images) is None:
+        raise FileNotFoundError(f"images={images!r} does not exist; pass a folder or a table ({', '.join(TABLES)})")
+    is_table = source_class(images) is ImageTable
+    source = _read_table(images, task) if is_table else _read_folder(images, task)
+    if source.task == "masks" and epsilon:
+        raise ValueError(
+            f"epsilon={epsilon!r} cannot be combined with masks: the decoders of segmentation_models_pytorch train "
+            "BatchNorm, which mixes the images of a batch; leave epsilon out, or pass a network with GroupNorm in "
+            "Python (docs/tasks.md)"
+        )
+    values |= {
+        "kind": source.kind,
+        "options": json.dumps(source.options, ensure_ascii=False),  # JSON is YAML
+        "task": source.task,
+        "unknown_labels": "unknown" in source.options,
+        "blank_labels": "blank" in source.options,
+        "clients": source.has_clients,
+        "num_clients": max(2, min(10, source.num_images // IMAGES_PER_CLIENT)),
+    }
+    return template.render(values)
+
+
+@dataclass(frozen=True)
+class InferredSource:
+    """How images are read.
+
+    Attributes:
+        kind: Name of the class that reads them.
+        options: Its options.
+        task: What is learnt from their labels.
+        num_images: Number of images.
+        has_clients: Whether the source names their clients.
+    """
+
+    kind: str
+    options: dict[str, Any]
+    task: TaskName
+    num_images: int
+    has_clients: bool
+
+
+def _read_table(path: str, task: str) -> InferredSource:
+    """Infer how a table is read, and check its files and labels.
+
+    Raises:
+        ValueError: If the columns cannot be inferred, or a row is wrong.
+    """
+    options = table_options(path, task)
+    image_table = ImageTable(**options)
+    manifest = image_table.read_manifest()
+    inferred_task: TaskName = "classes"
+    if "mask" in options:
+        inferred_task = "masks"
+        options |= _mask_values(manifest.masks or [])
+    elif "numbers" in options:
+        inferred_task = "numbers"
+    elif "separator" in options or isinstance(options.get("label"), list):
+        inferred_task = "labels"
+    has_clients = image_table.client is not None or "client" in image_table.listing.columns
+    return InferredSource("ImageTable", options, inferred_task, len(manifest.paths), has_clients)
+
+
+def _read_folder(folder: str, task: str) -> InferredSource:
+    """Infer how a folder is read: as images and masks, or as images in folders of classes.
+
+    Raises:
+        ValueError: If its layout cannot be inferred, or the task needs a table.
+    """
+    if task in ("labels", "numbers"):
+        raise ValueError(
+            f"task={task!r} needs a table ({', '.join(TABLES)}) of the images with their {task}, but images={folder!r} "
+            "is a folder; pass the table"
+        )
+    files = list_images(Path(folder))
+    names_of_folders = {name for file in files for name in file.split("/")[:-1]}
+    if task == "masks" or (not task and {"images", "masks"} <= names_of_folders):
+        # Reading the list also checks that each image has a mask.
+        manifest = ImageMasks(folder).read_manifest()
+        options = {"root": folder} | _mask_values(manifest.masks or [])
+        return InferredSource("ImageMasks", options, "masks", len(manifest.paths), "client" in manifest.columns)
+    layout = propose_layout(files)
+    if not layout:
+        raise ValueError(_no_layout_message(folder, files))
+    return InferredSource(
+        "Images", {"root": folder, "layout": layout}, "classes", len(files), has_clients="{client}" in layout
+    )
+
+
+def _mask_values(files: Sequence[str]) -> dict[str, list[int]]:
+    """Return the option ``mask_values`` if the first masks have black and white pixels only, and {} otherwise.
+
+    White would otherwise stand for pixels without a class.
+    """
+    values: set[int] = set()
+    for file in files[:MASKS_READ]:
+        with Image.open(file) as mask:
+            values |= {*np.unique(np.array(mask)).tolist()}
+    return {"mask_values": [0, FOREGROUND]} if values == {0, FOREGROUND} else {}
+
+
+def _no_layout_message(images: str, files: list[str]) -> str:
+    """Return why no layout was found for a folder of images, and the remedy."""
+    if all("/" not in file for file in files):
+        return (
+            f"images={images!r} has {len(files)} images but no folders, so their classes are unknown; sort them into "
+            "one folder per class (or client/class), or pass a table (.csv) that lists them"
+        )
+    return (
+        f"images={images!r} has images such as {files[0]!r}, whose folder layout cannot be inferred; write a recipe "
+        "with layout (docs/own_images.md), or pass a table (.csv) that lists them"
+    )
+
+
+def table_options(path: str, task: str = "") -> dict[str, Any]:
+    """Infer the options with which :class:`.ImageTable` reads a table, from its header and rows.
+
+    Args:
+        path: File of the table.
+        task: What is learnt from the labels, one of ``TASKS``; empty to infer it.
+
+    Raises:
+        ValueError: If no column holds the paths of images, or their labels.
+    """
+    columns, _ = read_table(Path(path))
+    values = {name: column.tolist() for name, column in columns.items()}
+    options: dict[str, Any] = {"table": path}
+    path_column = _find_path_column(path, values)
+    first_path = values[path_column][0]
+    if not (Path(path).parent / first_path).is_file() and Path(first_path).is_file():
+        options["folder"] = "."  # paths begin where the command was started
+    columns_by_role = {"path": path_column}
+    for role in ("client", "group", "split"):
+        free_columns = [name for name in values if name not in columns_by_role.values()]
+        name = _find_common_column(role, free_columns)
+        if name is None:
+            continue
+        # A column of other values, such as numbers of folds, is not that of the splits.
+        if role == "split" and not all(str(word).lower() in SPLITS for word in values[name]):
+            continue
+        columns_by_role[role] = name
+    options |= {role: name for role, name in columns_by_role.items() if name != role}
+    free_columns = [name for name in values if name not in columns_by_role.values()]
+    label_options = _label_options({name: values[name] for name in free_columns}, task)
+    if label_options is None:
+        wanted = {"masks": "mask", "numbers": "number"}.get(task, "label")
+        column_name = "mask" if task == "masks" else "label"
+        raise ValueError(
+            f"images={path!r}: the column of the {wanted}s cannot be inferred from {', '.join(map(repr, values))}; "
+            f"rename it to {column_name!r}"
+        )
+    return options | label_options
+
+
+def _label_options(values: dict[str, list[Any]], task: str) -> dict[str, Any] | None:
+    """Infer the options that name the labels; None if they cannot be inferred.
+
+    Args:
+        values: Cells of the columns that have no other role.
+        task: What is learnt from the labels, one of ``TASKS``; empty to infer it.
+    """
+    if task in ("", "masks"):
+        mask = _find_mask_column(values)
+        if mask is not None:
+            return {"mask": mask}
+    numbers = _find_number_column(values, task)
+    if numbers is not None:
+        return {"numbers": numbers}
+    label: str | list[str] | None = None
+    if task not in ("numbers", "masks"):
+        label = _find_label_columns(values, task)
+    if label is None:
+        return None
+    options: dict[str, Any] = {}
+    if label != "label":
+        options["label"] = label
+    if isinstance(label, list):
+        options |= _policies_of_unknown([cell.strip().lower() for name in label for cell in values[name]])
+    elif task != "classes" and all(isinstance(cell, str) for cell in values[label]):
+        separator = guess_separator(values[label])
+        if separator is not None:
+            options["separator"] = separator
+    return options
+
+
+def _policies_of_unknown(cells: Sequence[str]) -> dict[str, str]:
+    """Choose how unknown labels are read, from all cells of the label columns."""
+    has_unknown = not UNKNOWN_CELLS.isdisjoint(cells)
+    has_blank = "" in cells
+    policies = {}
+    if has_unknown and has_blank:
+        # As in CheXpert, where -1 is an uncertain finding, and a blank one that the report does not mention.
+        policies["blank"] = "absent"
+    if has_unknown or has_blank:
+        # Does not invent labels.
+        policies["unknown"] = "ignore"
+    return policies
+
+
+def _find_common_column(role: str, names: list[str]) -> str | None:
+    """Return the column whose name is common for a role; None if there is none."""
+    by_normalized_name = {re.sub(r"[\s_-]+", "_", name.strip().lower()): name for name in names}
+    for common_name in COMMON_COLUMNS[role]:
+        if common_name in by_normalized_name:
+            return by_normalized_name[common_name]
+    return None
+
+
+def _find_path_column(table: str, values: dict[str, list[Any]]) -> str:
+    """Return the column with the paths of images.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    common = _find_common_column("path", list(values))
+    if common is not None:
+        return common
+    for name, column in values.items():
+        if isinstance(column[0], str) and column[0].lower().endswith(IMG_EXTENSIONS):
+            return name
+    raise ValueError(
+        f"images={table!r} has no column of image files among {', '.join(map(repr, values))}; rename the column to "
+        "'path'"
+    )
+
+
+def _find_mask_column(values: dict[str, list[Any]]) -> str | None:
+    """Return the column of the files of masks; None if there is none."""
+    name = _find_common_column("mask", list(values))
+    if name is None or not str(values[name][0]).lower().endswith(IMG_EXTENSIONS):
+        return None
+    return name
+
+
+def _find_number_column(values: dict[str, list[Any]], task: str) -> str | None:
+    """Return the column of numbers to predict; None if there is none, or there are classes and no task is set."""
+    if task not in ("", "numbers"):
+        return None
+    cells = {name: [str(cell).strip() for cell in column] for name, column in values.items()}
+    common = _find_common_column("label", list(values))
+    if common is not None:
+        is_target = holds_measurements(cells[common])
+        if task == "numbers":
+            is_target = all(map(is_number, cells[common]))
+        return common if is_target else None
+    if not task and _find_label_columns(values, task) is not None:
+        return None
+    numeric = [name for name, column in cells.items() if all(map(is_number, column))]
+    measured = [name for name in numeric if holds_measurements(cells[name])]
+    # Whole numbers may be identities of images, so numbers with a fraction come first.
+    candidates = measured or (numeric if task else [])
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _find_label_columns(values: dict[str, list[Any]], task: str) -> str | list[str] | None:
+    """Return the column of the labels, or the columns of zeros and ones; None if they cannot be guessed."""
+    common = _find_common_column("label", list(values))
+    if common is not None:
+        return common
+    binary = [name for name, column in values.items() if _is_binary({str(cell).strip().lower() for cell in column})]
+    if len(binary) > 1 and task != "classes":
+        return binary
+    # A column that has another value in almost every row, such as a number or a date, is no class.
+    classes = [name for name, column in values.items() if 2 * len({str(cell) for cell in column}) <= len(column)]
+    return classes[0] if len(classes) == 1 and task != "labels" else None
+
+
+def _is_binary(cells: set[str]) -> bool:
+    """Return whether the different cells of a column are zeros and ones, some of which may be unknown."""
+    known_cells = cells - UNKNOWN_CELLS - {""}
+    return bool(known_cells) and known_cells <= BINARY
