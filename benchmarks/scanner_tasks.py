@@ -407,8 +407,8 @@ class UNet(nn.Module):
         return logits
 
 
-ADAPTED_LAYERS = r"(encoder|middle|bottom|middle_decoder|decoder)\.3"
-"""Convolutions of the U-Net that get adapters: the last one of each block."""
+ADAPTED_LAYERS = r"(encoder|middle|bottom|middle_decoder|decoder)\.[03]"
+"""Convolutions of the U-Net that get adapters: all but the last."""
 
 
 def _block(channels: int, out_channels: int) -> nn.Sequential:

@@ -394,6 +394,11 @@ def test_check_accepts_what_init_writes_for_a_table(header, capsys):
     rows = [",".join([f"scans/{n}.png", "ab"[n % 2], f"site {n % 3}"][:columns]) for n in range(40)]
     Path("t.csv").write_text("\n".join([header, *rows]))
     main(["init", "--yes", "--images=t.csv"])
-    small = ["--model.backbone=test_resnet", "--model.pretrained=false", "--data.image_size=32", "--trainer.accelerator=cpu"]
+    small = [
+        "--model.backbone=test_resnet",
+        "--model.pretrained=false",
+        "--data.image_size=32",
+        "--trainer.accelerator=cpu",
+    ]
     main(["check", "--config", "recipe.yaml", *small])
     assert "error" not in capsys.readouterr().out.lower()
