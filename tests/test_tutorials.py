@@ -40,7 +40,7 @@ def test_its_outputs_are_there(notebook):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["folder_to_model", "own_algorithm"])
+@pytest.mark.parametrize("name", ["folder_to_model", "own_algorithm", "segmentation_across_hospitals"])
 def test_it_runs_cut_down_to_a_step(name, tmp_path):
     run(ROOT / "docs" / "tutorials" / f"{name}.ipynb", tmp_path, CUT)
 
@@ -68,7 +68,12 @@ def module_of(notebook):
 
 def test_the_blocks_below_are_those_of_the_notebooks():
     found = {notebook.stem: [block.split()[0] for block in shell_blocks(notebook)] for notebook in NOTEBOOKS}
-    assert found == {"folder_to_model": ["pip"], "own_algorithm": ["pip", "perada"], "ten_hospitals": ["pip"]}
+    assert found == {
+        "folder_to_model": ["pip"],
+        "own_algorithm": ["pip", "perada"],
+        "segmentation_across_hospitals": ["pip"],
+        "ten_hospitals": ["pip"],
+    }
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
