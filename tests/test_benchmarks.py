@@ -7,20 +7,23 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
 import yaml
+from PIL import Image, ImageOps
 from torch.nn import functional
 
 import perada
-from benchmarks import protocol
+from benchmarks import protocol, scanner_tasks
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.limit import operations
 from benchmarks.naive import Naive
 from benchmarks.roofline import OperatorMeter
 from benchmarks.round import Turns
 from benchmarks.workload import Workload
+from perada.data import Digits
 from perada.studies.compare.file import leaves
 
 
@@ -127,6 +130,39 @@ def test_no_fault_of_the_quick_campaign_falls(seed):
     ended = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-1000:]
     assert "| bit flipped: checkpoint" in ended.stdout
+
+
+def test_digits_are_rotated_counter_clockwise_by_their_targets():
+    rotated = scanner_tasks._rotated_digits(Digits(), 20, torch.Generator().manual_seed(0))
+    rows = torch.randperm(len(Digits()), generator=torch.Generator().manual_seed(0))[:20]
+    for row, image, angle in zip(rows, rotated.images, rotated.targets.tolist(), strict=True):
+        digit = Image.fromarray(Digits().images[row, 0].numpy()).resize((24, 24), Image.Resampling.BILINEAR)
+        framed = ImageOps.expand(digit, 4)
+        # Pillow's angles are counter-clockwise too.
+        expected = framed.rotate(angle, Image.Resampling.BILINEAR)
+        opposite = framed.rotate(-angle, Image.Resampling.BILINEAR)
+        distance = np.abs(image[0].numpy().astype(float) - np.asarray(expected)).mean()
+        assert distance < 3
+        assert abs(angle) < 5 or distance < np.abs(image[0].numpy().astype(float) - np.asarray(opposite)).mean()
+
+
+def test_masks_of_pasted_digits_are_moved_with_their_pixels():
+    pictures = scanner_tasks._pasted_digits(Digits(), 10, torch.Generator().manual_seed(0))
+    assert torch.equal(pictures.targets > 0, pictures.images[:, 0] >= scanner_tasks.MIN_GREY)
+    assert pictures.targets.unique().tolist() == [0, 1, 2]
+    turned = scanner_tasks._scanned(pictures, "turned")
+    assert torch.equal(turned.targets, pictures.targets.rot90(dims=(1, 2)))
+    assert torch.equal(turned.images, pictures.images.rot90(dims=(2, 3)))
+    negative = scanner_tasks._scanned(pictures, "negative")
+    assert torch.equal(negative.targets, pictures.targets)
+    assert torch.equal(negative.images, 255 - pictures.images)
+
+
+def test_a_benchmark_goes_on_from_the_scores_of_its_commit(tmp_path):
+    runs = iter([{"score": 1.0}, {"score": 2.0}])
+    for commit, expected in (("a", 1.0), ("a", 1.0), ("b", 2.0), ("a", 1.0)):
+        log = scanner_tasks.RunLog(tmp_path / "runs.jsonl", commit)
+        assert log.scores("segmentation/fedavg", lambda: next(runs)) == {"score": expected}
 
 
 def protocol_records():
