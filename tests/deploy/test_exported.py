@@ -145,7 +145,7 @@ def test_private_runs_carry_their_epsilon(told, tmp_path, monkeypatch, capsys):
     assert server.info["privacy"]["sample"]["server"] == [pytest.approx(known)] * 2
     assert said.count(f"ε {expected:.2f}") >= (2 if told else 1)
     card = (tmp_path / "server" / "global" / "README.md").read_text()
-    assert "DP-SGD at the sites" in card and "There was no noise" not in card
+    assert "DP-SGD at the sites" in card and "No noise was added" not in card
     assert f"{expected:.2f}" in card if told else "∞" in card
     assert "noise multiplier 1.5" in (tmp_path / "out" / "client_0" / "README.md").read_text()
 

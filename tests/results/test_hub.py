@@ -191,7 +191,7 @@ def test_what_a_private_adapter_costs_is_the_same_after_the_hub(hub, tmp_path, c
     for card in [*cards, (tmp_path / "again" / "README.md").read_text()]:
         assert "# The adapter of client `south`" in card
         assert rows(card) == {"release": f"{release:.2f}", "server": f"{server[1]:.2f}"}
-        assert f"through the server alone: their ε is at most {server[0]:.2f}" in card
+        assert f"only through the server: their ε is at most {server[0]:.2f}" in card
         assert "accuracy" not in card
     for name in ("me/south", "me/twice"):
         told = json.loads(hub.repos[name]["files"]["run.json"])["metrics"]

@@ -37,8 +37,8 @@ def test_who_only_joined_does_not_count_among_those_who_sent(by_image, tmp_path)
     low, high = sorted(f"{rate:.4g}" for rate in rates[:2])
     assert f"with probability {low} to {high} " in card
     assert f"ε {sum(server[:2]) / 2:.2f} ±" in privacy_lines(by_image.info["privacy"], joined={2})
-    assert "If its images were in the rounds before" in (tmp_path / "client_2" / "README.md").read_text()
-    assert "If its images were in the rounds before" not in (tmp_path / "client_1" / "README.md").read_text()
+    assert "If its images took part in earlier rounds" in (tmp_path / "client_2" / "README.md").read_text()
+    assert "If its images took part in earlier rounds" not in (tmp_path / "client_1" / "README.md").read_text()
 
 
 def test_who_shares_the_global_adapter_is_not_called_unprotected(tmp_path):
@@ -47,7 +47,7 @@ def test_who_shares_the_global_adapter_is_not_called_unprotected(tmp_path):
     folder = run.export(tmp_path)
     assert run.own_clients() == {2}
     cards = [(folder / f"client_{client}" / "README.md").read_text() for client in range(3)]
-    assert ["is not protected by it" in card for card in cards] == [False, False, True]
+    assert ["it does not protect that client as a whole" in card for card in cards] == [False, False, True]
     again = perada.Run.load(folder)
     assert again.own_clients() == {2}
     assert privacy_card(again.info["privacy"], None, joined={2}) in cards[0]
