@@ -38,6 +38,7 @@ BENCHMARKS = {
     "ranks": "ranks",
     "jobs": "jobs",
     "federation_size": "federation_size",
+    "start_up": "start_up",
     "private_step": "private_step",
     "private_memory": "private_step",
     "privacy_audit": "privacy_audit",

@@ -5,8 +5,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from perada.studies.report.pictures import MaskExample, Pixels
 from perada.studies.report.plotting import COLOURS, RenderedFigure, render, report_style, short_label
 from perada.studies.report.records import RunRecord
@@ -59,6 +57,8 @@ def masks(record: RunRecord, name: str) -> RenderedFigure | None:
 
 
 def _are_equal(example: MaskExample) -> bool:
+    import numpy as np
+
     first, second = example.predictions.values()
     return bool(np.array_equal(first, second))
 
@@ -85,6 +85,7 @@ def _colour_of_class(number: int) -> str:
 
 def _draw_mask(axes: "Axes", mask: Pixels, num_classes: int, ignored: int) -> None:
     """Draw a mask (H, W) in the colours of its classes."""
+    import numpy as np
     from matplotlib.colors import to_rgb
 
     colours = np.ones((*mask.shape, 3))
@@ -98,6 +99,7 @@ def _add_class_legend(
     figure: "Figure", record: RunRecord, examples: Sequence[MaskExample], columns: Sequence[str], ignored: int
 ) -> None:
     """Add a legend of the classes that occur in the masks that are shown."""
+    import numpy as np
     from matplotlib.patches import Patch
 
     numbers: set[int] = set()

@@ -4,12 +4,14 @@
 import csv
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-from PIL import Image
+# The command prints the path of its page before it imports anything large.
+if TYPE_CHECKING:
+    import numpy as np
 
-Pixels = np.ndarray[Any, np.dtype[Any]]
+Pixels: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+"""Values of the pixels of an image or a mask."""
 TABLE_FILE = "predictions.csv"
 """Table in the folder of predictions, with the paths of the files."""
 MAX_CLIENTS = 4
@@ -96,6 +98,9 @@ def _read_example(folder: Path, client: int, row: dict[str, str]) -> MaskExample
 
 def _read_pixels(folder: Path, name: str) -> Pixels:
     """Read an image file below the folder."""
+    import numpy as np
+    from PIL import Image
+
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"--pictures={folder}: {TABLE_FILE} names the file {name}, which is outside of the folder")

@@ -188,6 +188,6 @@ def test_first_recipes_name_the_policy(tmp_path, monkeypatch, cells, options):
     dataset = yaml.safe_load(text)["data"]["dataset"]
     assert dataset["init_args"] == {"table": "t.csv", "label": COLUMNS} | options
     assert ("# unknown: ignore leaves" in text) == ("unknown" in options)
-    assert ("# blank: absent takes" in text) == ("blank" in options)
+    assert ("# blank: absent counts" in text) == ("blank" in options)
     Path("mine.yaml").write_text(text)
     assert len(ImageTable(**dataset["init_args"])) == 48
