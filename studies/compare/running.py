@@ -117,25 +117,30 @@ def _run(make_cli: MakeCLI, args: Sequence[str], scores_start: bool) -> Result:
     result: Result = {}
     if scores_start:
         cli.trainer.test(cli.model, cli.datamodule, verbose=False)  # with the shifts
-        result["start"] = _json_numbers(cli.model.scores) | {"has_classes": cli.model.task.has_classes}
+        result["start"] = _json_numbers(cli.model.scores) | _facts_of_scores(cli)
     seconds = _fit(cli)
     loop = cli.loop
     federation = loop.context.federation
     result["run"] = _json_numbers(cli.model.scores) | {
         "diverged": _has_diverged(cli),
-        "has_classes": cli.model.task.has_classes,
         "local_steps": loop.history[-1]["step"],
         "num_clients": loop.num_clients,
         "last_rounds": list(federation.last_rounds),
         "stale_clients": len(federation.participation.stale) if federation.keeps_personal_models else 0,
         "test_images": _fewest_and_most(cli.model.results.details.get("test_images", [])),
         **per_client(loop.history, loop.clients_per_round or loop.num_clients),
+        **_facts_of_scores(cli),
         **_full_model_size(cli.model),
         "seconds_per_round": seconds / len(loop.history),
         **epsilons(loop.history[-1]),
         **curves(loop.history),
     }
     return result
+
+
+def _facts_of_scores(cli: ConfiguredRun) -> Result:
+    """Return what a table needs to label the scores."""
+    return {"has_classes": cli.model.task.has_classes, "metric": cli.model.metrics[0].name}
 
 
 def _fit(cli: ConfiguredRun) -> float:

@@ -16,6 +16,7 @@ from perada.results.report import (
     ScoreUnit,
     epsilon_text,
     percent,
+    score_title,
     scores_beside,
     shift_names,
     table,
@@ -174,8 +175,13 @@ def _score_note(records: Sequence[Record], rows_by_name: dict[str, list[Record]]
         unit = "the units of the targets"
     if any(record.get(ENTROPY) is not None for record in records):
         unit += ", entropy in nats"
+    scores = "Scores"
+    metrics = {record.get("metric") for record in records}
+    if len(metrics) == 1 and None not in metrics:
+        metric = str(metrics.pop())
+        scores += f": {score_title(metric)}"
     note = (
-        f"Scores in {unit}. Each client's personal model is tested on the "
+        f"{scores} in {unit}. Each client's personal model is tested on the "
         "client's own test images and on those of all clients (means over clients), the global model on the latter. "
         "Parameters trained and sent, and MB sent, are of one client in one round."
     )

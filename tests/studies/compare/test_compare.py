@@ -1175,6 +1175,8 @@ def test_scores_of_numbers_have_the_targets_units():
     text = summary([one | {"stage": "run"} for one in records[:1]])
     assert rows(text)["fedavg"]["own images"] == "12.5"
     assert "Scores in the units of the targets." in text
+    text = summary([one | {"stage": "run", "metric": "mae"} for one in records[:1]])
+    assert "Scores: MAE in the units of the targets." in text
     history = [{"round": 0, "personal/local_test": 14.5}, {"round": 1, "personal/local_test": 12.5}]
     curves = curve_tables([records[0] | {"stage": "run", "history": history}])
     assert list(rows(curves)["fedavg"].values()) == ["14.5", "12.5"]
