@@ -108,6 +108,7 @@ class Size:
     distillation_steps: int = 10
     pretraining_images: int = 2000
     pretraining_epochs: int = 4
+    pretrained_on_digits: bool = False  # instead of Fashion-MNIST, which has to be installed
 
 
 FULL = Size()
@@ -122,6 +123,7 @@ QUICK = Size(
     distillation_steps=1,
     pretraining_images=32,
     pretraining_epochs=1,
+    pretrained_on_digits=True,
 )
 
 
@@ -157,7 +159,7 @@ class Experiment:
     name: str
     task: Task
     make_images: Callable[[ImageSet, int, torch.Generator], Images]
-    backbone: Callable[[Size, bool], str | nn.Module]
+    backbone: Callable[[Size], str | nn.Module]
     weights: bool | str
     adapter_options: dict[str, Any]
     side: int
@@ -173,7 +175,7 @@ def rotation_angle(device: torch.device, repeats: int, quick: bool) -> Iterator[
             name="rotation_angle",
             task=AngleRegression("huber", mean=0.0, std=STD_OF_ANGLES),
             make_images=_rotated_digits,
-            backbone=lambda size, quick: "test_resnet",
+            backbone=lambda size: "test_resnet",
             weights="perada:fashion_test_resnet",
             adapter_options={},
             side=ROTATED_SIDE,
@@ -211,26 +213,91 @@ def _rows(experiment: Experiment, device: torch.device, quick: bool) -> Iterator
     warnings.simplefilter("ignore")
     size = QUICK if quick else FULL
     log = RunLog(None if quick else LOG, machine_facts(device.type)["commit"])
+    comparison = _Comparison(experiment, size, device, log)
     for method in METHODS:
-
-        def scores(lr: float, seed: int, on_test_images: bool, method: Method = method) -> dict[str, float]:
-            name = f"{experiment.name}/{method.algorithm}/{lr:g}/{seed}"
-            return log.scores(name, lambda: _train(experiment, method, lr, seed, on_test_images, size, device, quick))
-
-        def quality(lr: float, scores: Callable[..., dict[str, float]] = scores) -> float:
-            held_out = scores(lr, CHOICE_SEED, on_test_images=False)
-            mean = fmean([held_out["own images"], held_out["all hospitals' images"]])
-            if not math.isfinite(mean):
-                return -math.inf
-            return -mean if experiment.lower_is_better else mean
-
-        best_rate = max(experiment.rates[: size.num_rates], key=quality)
-        runs = [scores(best_rate, seed, on_test_images=True) for seed in size.seeds]
-        row: dict[str, Any] = {"method": method.name}
+        best_rate = comparison.best_rate(method)
+        runs = [comparison.scores(method, best_rate, seed) for seed in size.seeds]
+        row = {"method": method.name}
         for name in runs[0]:
-            values = [experiment.scale * run[name] for run in runs] if name != "MB sent" else [runs[0][name]]
-            row[name] = _mean_and_spread(values)
+            row[name] = _mean_and_spread([run[name] for run in runs])
         yield row | {"rate": f"{best_rate:g}"}
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Runs of an experiment's methods, whose scores are logged.
+
+    Attributes:
+        experiment: What the methods are compared on.
+        size: Numbers of the benchmark.
+        device: Where the runs train.
+        log: Scores of finished runs.
+    """
+
+    experiment: Experiment
+    size: Size
+    device: torch.device
+    log: "RunLog"
+
+    def best_rate(self, method: Method) -> float:
+        """Return the learning rate with the best mean of both scores on training images that hospitals hold out."""
+        rates = self.experiment.rates[: self.size.num_rates]
+        best_rate = rates[0]
+        best_quality = -math.inf
+        for rate in rates:
+            scores = self.scores(method, rate, CHOICE_SEED)
+            mean = fmean([scores["own images"], scores["all hospitals' images"]])
+            quality = -mean if self.experiment.lower_is_better else mean
+            # Comparisons with the NaN of a run that has diverged are false.
+            if quality > best_quality:
+                best_rate = rate
+                best_quality = quality
+        return best_rate
+
+    def scores(self, method: Method, rate: float, seed: int) -> dict[str, float]:
+        """Return the scores of a run as the table shows them, from the log if they are there."""
+        name = f"{self.experiment.name}/{method.algorithm}/{rate:g}/{seed}"
+        return self.log.scores(name, lambda: self._train(method, rate, seed))
+
+    def _train(self, method: Method, rate: float, seed: int) -> dict[str, float]:
+        """Train, and return the scores after the last round."""
+        experiment = self.experiment
+        size = self.size
+        options: dict[str, Any] = {}
+        if method.adapter == "residual":
+            options["adapter_options"] = experiment.adapter_options
+        if method.algorithm == "perada":
+            options["distillation"] = {"steps": size.distillation_steps, "batch_size": 64}
+        run = perada.finetune(
+            copy.deepcopy(experiment.backbone(size)),
+            _hospitals(experiment, size, on_test_images=seed != CHOICE_SEED),
+            task=experiment.task,
+            algorithm=method.algorithm,
+            adapter=method.adapter,
+            pretrained=experiment.weights,
+            rounds=size.rounds,
+            local_epochs=size.local_epochs,
+            batch_size=16,
+            lr_local=rate,
+            lr_personal=rate,
+            training={"momentum": 0.9, "lr_schedule": "cosine"},
+            image_size=experiment.side,
+            seed=seed,
+            accelerator=self.device.type,
+            check_val_every_n_epoch=size.rounds,
+            logger=False,
+            enable_progress_bar=False,
+            **options,
+        )
+        last = run.metrics["rounds"][-1]
+        scores = {
+            "own images": experiment.scale * last["personal/local_test"],
+            "all hospitals' images": experiment.scale * last["personal/global_test"],
+        }
+        if "global/global_test" in last:
+            scores["global model"] = experiment.scale * last["global/global_test"]
+        scores["MB sent"] = last["comm/up_mb"] / len(SCANNERS)
+        return scores
 
 
 class RunLog:
@@ -259,54 +326,6 @@ class RunLog:
         with self.path.open("a") as file:
             print(json.dumps({"run": name, "commit": self.commit, "scores": scores}), file=file)
         return scores
-
-
-def _train(
-    experiment: Experiment,
-    method: Method,
-    lr: float,
-    seed: int,
-    on_test_images: bool,
-    size: Size,
-    device: torch.device,
-    quick: bool,
-) -> dict[str, float]:
-    """Train, and return the scores after the last round."""
-    options: dict[str, Any] = {}
-    if method.adapter == "residual":
-        options["adapter_options"] = experiment.adapter_options
-    if method.algorithm == "perada":
-        options["distillation"] = {"steps": size.distillation_steps, "batch_size": 64}
-    run = perada.finetune(
-        copy.deepcopy(experiment.backbone(size, quick)),
-        _hospitals(experiment, size, on_test_images),
-        task=experiment.task,
-        algorithm=method.algorithm,
-        adapter=method.adapter,
-        pretrained=experiment.weights,
-        rounds=size.rounds,
-        local_epochs=size.local_epochs,
-        batch_size=16,
-        lr_local=lr,
-        lr_personal=lr,
-        training={"momentum": 0.9, "lr_schedule": "cosine"},
-        image_size=experiment.side,
-        seed=seed,
-        accelerator=device.type,
-        check_val_every_n_epoch=size.rounds,
-        logger=False,
-        enable_progress_bar=False,
-        **options,
-    )
-    last = run.metrics["rounds"][-1]
-    scores = {
-        "own images": float(last["personal/local_test"]),
-        "all hospitals' images": float(last["personal/global_test"]),
-    }
-    if "global/global_test" in last:
-        scores["global model"] = float(last["global/global_test"])
-    scores["MB sent"] = float(last["comm/up_mb"]) / len(SCANNERS)
-    return scores
 
 
 def _hospitals(experiment: Experiment, size: Size, on_test_images: bool) -> FederatedData:
@@ -423,13 +442,12 @@ def _block(channels: int, out_channels: int) -> nn.Sequential:
 
 
 @cache
-def _pretrained_unet(size: Size, quick: bool) -> nn.Module:
+def _pretrained_unet(size: Size) -> nn.Module:
     """Train a U-Net on garments of Fashion-MNIST pasted into pictures, without scanners, and give it a new last layer.
 
-    The garments stand for the public images, such as ImageNet's, on which backbones are pretrained. Quick runs paste
-    digits, since they need no files.
+    The garments stand for the public images, such as ImageNet's, on which backbones are pretrained.
     """
-    garments: ImageSet = Digits() if quick else FashionMNIST(root=None)
+    garments: ImageSet = Digits() if size.pretrained_on_digits else FashionMNIST(root=None)
     assert garments.images is not None and garments.labels is not None  # the set fits into memory
     torch.manual_seed(0)
     random = torch.Generator().manual_seed(0)
@@ -444,7 +462,7 @@ def _pretrained_unet(size: Size, quick: bool) -> nn.Module:
             logits = network(_normalized(pictures.images[rows])).movedim(1, -1)
             loss = task.loss(logits, pictures.targets[rows]).mean()
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's method has no annotation
+            torch.autograd.backward(loss)
             optimizer.step()
             schedule.step()
     network.out = nn.Conv2d(network.out.in_channels, 1 + len(PASTED_CLASSES), 1)
@@ -457,7 +475,7 @@ def _normalized(images: Tensor) -> Tensor:
 
 
 def _mean_and_spread(values: Sequence[float]) -> str:
-    """Return mean ± standard deviation."""
-    if len(values) == 1:
+    """Return mean ± standard deviation, or the value that is the same for all seeds, such as the megabytes sent."""
+    if len(set(values)) == 1:
         return f"{values[0]:.2f}"
     return f"{fmean(values):.1f} ± {stdev(values):.1f}"

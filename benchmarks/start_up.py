@@ -12,6 +12,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,54 +45,26 @@ def measure(task_name: str) -> dict[str, float]:
 
     after_torch = time.process_time()
     import pytorch_lightning as pl
-    from torch.utils.data import TensorDataset
 
     import perada
-    from perada.data import FederatedData
 
     # Names of perada are imported when they are first used.
-    finetune = perada.finetune
+    _ = perada.finetune
     after_imports = time.process_time()
 
-    from benchmarks.peers.networks import build_network
-    from benchmarks.peers.run_perada import adapter_options, backbone_of, image_size
-    from benchmarks.peers.tasks import NUM_CLASSES, TASKS
+    from benchmarks.peers.prepare import prepare
+    from benchmarks.peers.run_perada import finetune
+    from benchmarks.peers.tasks import TASKS
 
     class StopAtFirstRound(pl.Callback):
         def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             raise FirstRoundError
 
     torch.set_num_threads(1)
-    task = TASKS[task_name]
-    random = torch.Generator().manual_seed(0)
-    train = []
-    for _ in range(task.clients):
-        images = torch.randn(task.images, task.channels, task.side, task.side, generator=random)
-        labels = torch.randint(0, NUM_CLASSES, (task.images,), generator=random)
-        train.append(TensorDataset(images, labels))
-    backbone = backbone_of(task, build_network(task).state_dict())
+    data = prepare(TASKS[task_name], rounds=1)
     before_set_up = time.process_time()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            finetune(
-                backbone,
-                FederatedData(train, num_classes=NUM_CLASSES),
-                adapter=task.adapter,
-                adapter_options=adapter_options(task),
-                pretrained=False,
-                image_size=image_size(task),
-                algorithm=task.algorithm,
-                rounds=1,
-                batch_size=task.batch_size,
-                callbacks=[StopAtFirstRound()],
-                accelerator="cpu",
-                default_root_dir=folder,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-            )
-        except FirstRoundError:
-            pass
+    with tempfile.TemporaryDirectory() as folder, suppress(FirstRoundError):
+        finetune(data, 1, Path(folder), StopAtFirstRound())
     return {
         "importing torch": round(after_torch - start, 1),
         "other imports": round(after_imports - after_torch, 1),

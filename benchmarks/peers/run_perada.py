@@ -51,10 +51,33 @@ def run(data: TaskData, rounds: int, threads: int, folder: Path) -> Training:
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
+    clock = _RoundClock()
+    result = finetune(data, rounds, folder, clock)
+    task = data.task
+    personal_states = {}
+    for client in scored_clients(data, rounds):
+        personal_states[client] = plain_state(task, result.state("personal", client))
+    return Training(
+        round_starts=clock.round_starts,
+        ended=clock.ended,
+        global_state=plain_state(task, result.state("global")),
+        personal_states=personal_states,
+        versions={"pytorch-lightning": pl.__version__, "torch": str(torch.__version__)},
+    )
+
+
+def finetune(data: TaskData, rounds: int, folder: Path, callback: pl.Callback) -> perada.Run:
+    """Call :func:`perada.finetune` for a task.
+
+    Args:
+        data: The task and its data.
+        rounds: Rounds to train for.
+        folder: Where files may be written.
+        callback: What observes the run.
+    """
     task = data.task
     train = [TensorDataset(images, labels) for images, labels in zip(data.images, data.labels, strict=True)]
-    clock = _RoundClock()
-    result = perada.finetune(
+    return perada.finetune(
         backbone_of(task, data.initial_state),
         FederatedData(train, num_classes=NUM_CLASSES),
         adapter=task.adapter,
@@ -69,22 +92,12 @@ def run(data: TaskData, rounds: int, threads: int, folder: Path) -> Training:
         lr_local=task.lr,
         lr_personal=task.lr,
         seed=SEED,
-        callbacks=[clock],
+        callbacks=[callback],
         accelerator="cpu",
         default_root_dir=folder,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
-    )
-    personal_states = {}
-    for client in scored_clients(data, rounds):
-        personal_states[client] = plain_state(task, result.state("personal", client))
-    return Training(
-        round_starts=clock.round_starts,
-        ended=clock.ended,
-        global_state=plain_state(task, result.state("global")),
-        personal_states=personal_states,
-        versions={"pytorch-lightning": pl.__version__, "torch": str(torch.__version__)},
     )
 
 

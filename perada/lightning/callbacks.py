@@ -237,7 +237,8 @@ def _pictures_of(batch: object, trainer: pl.Trainer) -> Tensor:
     datamodule = getattr(trainer, "datamodule", None)
     image = datamodule.prepare.image if isinstance(datamodule, FederatedDataModule) else None
     if image is not None and len(image.mean) == x.shape[1]:
-        mean, std = torch.tensor([image.mean, image.std]).view(2, -1, 1, 1)
+        mean = torch.tensor(image.mean).view(-1, 1, 1)
+        std = torch.tensor(image.std).view(-1, 1, 1)
         restored: Tensor = x * std + mean
         if float(restored.min()) >= -_ROUNDING and float(restored.max()) <= 1 + _ROUNDING:
             return (255 * restored).round().clamp(0, 255).to(torch.uint8)

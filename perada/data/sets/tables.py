@@ -456,15 +456,21 @@ class HuggingFace(ListedImages):
     @cached_property
     def _images(self) -> "Dataset":
         """The column of images, as stored bytes."""
-        candidates = [name for name in self._image_columns if name != self.mask]
-        column = self._select_column("image", candidates, "of images", self._image_columns)
-        return self._stored_images(column)
+        return self._stored_images(self._image_column())
 
     @cached_property
     def _masks(self) -> "Dataset":
         """The column of masks, as stored bytes."""
-        column = self._select_column("mask", [], "of images", self._image_columns)
-        return self._stored_images(column)
+        return self._stored_images(self._mask_column())
+
+    def _image_column(self) -> str:
+        """Return the name of the column of images; raise a ValueError if there is none."""
+        candidates = [name for name in self._image_columns if name != self.mask]
+        return self._select_column("image", candidates, "of images", self._image_columns)
+
+    def _mask_column(self) -> str:
+        """Return the name of the column of masks; raise a ValueError if there is none."""
+        return self._select_column("mask", [], "of images", self._image_columns)
 
     def content(self, path: str) -> bytes:
         """Return the stored bytes of the image ``split[row]``."""
@@ -496,8 +502,8 @@ class HuggingFace(ListedImages):
         """List the rows of the splits that are used."""
         # Missing columns are reported before anything else.
         if self.mask is not None:
-            self._masks  # noqa: B018  # computed on first use
-        self._images  # noqa: B018  # likewise
+            self._mask_column()
+        self._image_column()
         paths = list(self._row_of_path)
         classes: tuple[str, ...] | None = None
         labels: Array | None = None
