@@ -217,7 +217,9 @@ def _read_folder(folder: str, task: str) -> InferredSource:
             "is a folder; pass the table"
         )
     files = list_images(Path(folder))
-    names_of_folders = {name for file in files for name in file.split("/")[:-1]}
+    names_of_folders: set[str] = set()
+    for file in files:
+        names_of_folders.update(file.split("/")[:-1])
     if task == "masks" or (not task and {"images", "masks"} <= names_of_folders):
         # Reading the list also checks that each image has a mask.
         manifest = ImageMasks(folder).read_manifest()
@@ -319,7 +321,10 @@ def _label_options(values: dict[str, list[Any]], task: str) -> dict[str, Any] | 
     if label != "label":
         options["label"] = label
     if isinstance(label, list):
-        options |= _policies_of_unknown([cell.strip().lower() for name in label for cell in values[name]])
+        cells = []
+        for name in label:
+            cells += [cell.strip().lower() for cell in values[name]]
+        options |= _policies_of_unknown(cells)
     elif task != "classes" and all(isinstance(cell, str) for cell in values[label]):
         separator = guess_separator(values[label])
         if separator is not None:
@@ -401,12 +406,20 @@ def _find_label_columns(values: dict[str, list[Any]], task: str) -> str | list[s
     common = _find_common_column("label", list(values))
     if common is not None:
         return common
-    binary = [name for name, column in values.items() if _is_binary({str(cell).strip().lower() for cell in column})]
+    binary: list[str] = []
+    classes: list[str] = []
+    for name, column in values.items():
+        cells = {str(cell).strip().lower() for cell in column}
+        if _is_binary(cells):
+            binary.append(name)
+        # A column that has another value in almost every row, such as a number or a date, is no class.
+        if 2 * len({str(cell) for cell in column}) <= len(column):
+            classes.append(name)
     if len(binary) > 1 and task != "classes":
         return binary
-    # A column that has another value in almost every row, such as a number or a date, is no class.
-    classes = [name for name, column in values.items() if 2 * len({str(cell) for cell in column}) <= len(column)]
-    return classes[0] if len(classes) == 1 and task != "labels" else None
+    if len(classes) == 1 and task != "labels":
+        return classes[0]
+    return None
 
 
 def _is_binary(cells: set[str]) -> bool:
