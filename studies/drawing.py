@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perada.core.checks import check_installed
-from perada.core.files import writing
+from perada.core.files import check_output_folder, writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,11 +16,11 @@ def check_output(output: Path) -> None:
     """Check that a study can be drawn and written into a folder, before anything is computed.
 
     Raises:
-        FileExistsError: If ``output`` is a file.
+        NotADirectoryError: If ``output``, or a folder above it, is a file.
+        PermissionError: If this user may not write to it.
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"{str(output)!r} is a file; choose a folder as output")
+    check_output_folder("--output", output)
     check_drawing("this study")
 
 

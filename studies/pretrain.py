@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from perada.core.files import check_output_file
 from perada.core.rounds import ImageConfig
 from perada.core.seeding import generator, seeded
 from perada.data.batches.transforms import augment, draw_crops, prepare_images
@@ -173,11 +174,13 @@ def pretrain(settings: PretrainSettings) -> Path:
 
     Raises:
         ValueError: If ``settings.output`` does not end in ``.safetensors``.
+        OSError: If it cannot be written.
         FileNotFoundError: If the data are missing.
     """
     output = settings.output
     if output.suffix != ".safetensors":
         raise ValueError(f"output={output} must end in .safetensors, the format of the weights")
+    check_output_file("output", output, "weights.safetensors")
     data = _image_set(settings)
     data.download()
     assert data.num_classes is not None  # the images of all sets are labelled

@@ -14,7 +14,7 @@ import numpy as np
 from jsonargparse import ArgumentParser
 
 from perada.core.checks import check_choice
-from perada.core.files import writing
+from perada.core.files import check_output_file, writing
 from perada.core.text import abbreviated, printable
 from perada.data import IID, ByDomain, HuggingFace, ImageMasks, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
@@ -88,6 +88,7 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
     output = output_options.output
     if output is not None:
         check_drawing("perada data inspect --output")
+        check_output_file("--output", output, "classes.png")
         formats = new_figure(1, 1).canvas.get_supported_filetypes()
         check_choice("--output: the kind of picture", output.suffix.lower().lstrip("."), list(formats))
     if any(word.startswith("--config") for word in words):

@@ -27,6 +27,7 @@ from perada.cli.deployed_recipes import server_recipe, site_recipe
 from perada.cli.inference import print_saved
 from perada.cli.runs import REFUSALS
 from perada.core.checks import check_installed
+from perada.core.files import check_output_folder
 from perada.core.text import printable
 from perada.deploy.exported import export_server_run, export_site_run
 from perada.deploy.flower.certificates import ExpiryOf
@@ -149,8 +150,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="Folder for client_0 and global.")
     options = parser.parse_args(words)
-    if options.output.is_file():
-        raise NotADirectoryError(f"--output={options.output} is a file; choose a folder")
+    check_output_folder("--output", options.output)
     if options.where.is_file():
         run = _run_of_site(read_site(options.where), options.recipe, options.run)
     else:

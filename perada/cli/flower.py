@@ -13,6 +13,7 @@ from jsonargparse import ArgumentParser, Namespace
 from perada.cli.messages import one_line, quiet_libraries
 from perada.cli.recipes import recipe_text
 from perada.core.checks import check_integer
+from perada.core.files import check_new_files
 from perada.deploy.flower.app import check_target, write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, run_app
@@ -75,9 +76,11 @@ def keys_site(parser: ArgumentParser, words: list[str]) -> None:
     options = _parse_folder_and_name(parser, words, "Name of the site, such as st-marys.")
     folder = options.folder
     name = options.name
-    write_site_keys(folder, name)
-    from perada.deploy.sums.identity import write_identity
+    from perada.deploy.sums.identity import identity_files, write_identity
 
+    # Before the first key is written, so that a folder never gets one key without the other.
+    check_new_files(folder, [file.name for file in identity_files(folder, name)])
+    write_site_keys(folder, name)
     write_identity(folder, name)
     print(
         f"Wrote {folder}: send {name}.pub to the server, and {name}.id.pub to the other sites if the recipe has "

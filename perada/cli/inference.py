@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser
 from perada.algorithms import Algorithm
 from perada.cli.data import SOURCE_HELP, Source, add_options, make_division, recipe_division, source_class
 from perada.cli.parser import with_own_classes
+from perada.core.files import check_output_file, check_output_folder
 from perada.core.yaml_files import read_yaml
 from perada.data import FederatedData, HuggingFace, ImageMasks, Images, ImageTable
 from perada.lightning.joining import check_name, personalize
@@ -76,15 +77,17 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     options = parser.parse_args(words)
     output = options.output
     names, paths = find_images(options.images, options.path, options.encoding)
+    check_output_file("--output", output, "predictions.csv")
     if not output.parent.is_dir():
         raise FileNotFoundError(f"--output={output}: the folder {str(output.parent)!r} does not exist; create it")
-    if output.is_dir():
-        raise IsADirectoryError(f"--output={output} is a folder; choose a file, such as {output / 'predictions.csv'}")
     device = options.device
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    run = open_run(options.run)
+    if run.info["task"]["per_pixel"]:
+        check_output_folder("--output", output.with_suffix(""))
     broken: dict[Path, str] = {}  # filled with the files that cannot be read
-    predictions = open_run(options.run).predict(
+    predictions = run.predict(
         paths,
         options.client,
         batch_size=options.batch_size,
@@ -139,8 +142,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--client", help="Name or number of the client whose model to write.")
     parser.add_argument("--scores", type=bool, default=None, help=_SCORES_HELP)
     options = parser.parse_args(words)
-    if options.output.is_file():
-        raise NotADirectoryError(f"--output={options.output} is a file; choose a folder")
+    check_output_folder("--output", options.output)
     if options.format != "peft":
         note = export_model(open_run(options.run), options.client, options.format, options.output)
         print(f"Wrote {options.output / FILES[options.format]}. {note}")
@@ -234,8 +236,8 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
     output = options.output
     if output is None and layout_of(path) == "checkpoints" and path.is_dir():
         raise ValueError(f"{str(path)!r} is a run folder of `perada fit`, which is never changed; set --output FOLDER")
-    if output is not None and output.is_file():
-        raise NotADirectoryError(f"--output={output} is a file; choose a folder")
+    if output is not None:
+        check_output_folder("--output", output)
     run = open_run(path)
     check_name(run, options.client)
     if output is not None and output.absolute() != path.absolute():

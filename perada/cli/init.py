@@ -17,7 +17,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.cli.data import TABLES, TEMPLATES, source_class
 from perada.core.checks import check_choice, check_integer
-from perada.core.files import writing
+from perada.core.files import check_output_file, writing
 from perada.data import ImageMasks, ImageTable
 from perada.data.sets.folders import list_images, propose_layout
 from perada.data.sets.manifest import SPLITS
@@ -96,6 +96,7 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--force", action="store_true", help="Overwrite an existing file.")
     options = parser.parse_args(words)
     output = options.output
+    check_output_file("--output", output, "recipe.yaml")
     if output.exists() and not options.force:
         raise FileExistsError(f"{str(output)!r} already exists; choose a different --output or add --force")
     if not options.yes and not sys.stdin.isatty() and any(options[name] is None for name in QUESTIONS):
@@ -103,17 +104,44 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
             "there is no terminal for questions; add --yes, and options for everything that should "
             "differ from the default"
         )
+    # Options are checked before the first question, and each answer before the next question.
+    for name in QUESTIONS:
+        if options[name] is not None:
+            check_answer(name, options[name])
     answers = {}
     for name, (question, default) in QUESTIONS.items():
         answer = options[name]
         if answer is None and not options.yes:
             answer = input(f"{question} [{default}]: ").strip() or None
+            if answer is not None:
+                check_answer(name, answer)
         answers[name] = default if answer is None else answer
     text = write_recipe(**answers)
     output.parent.mkdir(parents=True, exist_ok=True)
     with writing(output):
         output.write_text(text, encoding="utf-8")
     print(f"Wrote {output}; run it with: perada fit --config {output}")
+
+
+def check_answer(name: str, answer: str) -> None:
+    """Check one answer, as it was typed; an empty one for images, task or epsilon is valid.
+
+    Raises:
+        ValueError: If it is invalid.
+        FileNotFoundError: If the images are not there.
+    """
+    if name == "algorithm":
+        from perada.algorithms import make_algorithm
+
+        make_algorithm(answer)
+    elif name == "rounds":
+        check_integer("rounds", yaml.safe_load(answer))
+    elif name == "epsilon" and answer:
+        check_target("epsilon", yaml.safe_load(answer))
+    elif name == "task" and answer:
+        check_choice("task", answer, TASKS)
+    elif name == "images" and answer and (not Path(answer).exists() or source_class(answer) is None):
+        raise FileNotFoundError(f"images={answer!r} does not exist; pass a folder or a table ({', '.join(TABLES)})")
 
 
 def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str, task: str = "") -> str:
@@ -125,12 +153,10 @@ def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str, task: s
     """
     from perada.algorithms import make_algorithm
 
+    answers = {"algorithm": algorithm, "rounds": rounds, "epsilon": epsilon, "task": task, "images": images}
+    for name, answer in answers.items():
+        check_answer(name, answer)
     distils = make_algorithm(algorithm).uses_distillation
-    check_integer("rounds", yaml.safe_load(rounds))
-    if epsilon:
-        check_target("epsilon", yaml.safe_load(epsilon))
-    if task:
-        check_choice("task", task, TASKS)
     template = TEMPLATES.get_template("recipe.yaml.jinja")
     values: dict[str, Any] = {
         "images": images,
@@ -143,8 +169,6 @@ def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str, task: s
         if task not in ("", "classes"):
             raise ValueError(f"task={task!r} needs images with {task}, but the digits have classes; pass images")
         return template.render(values)
-    if not Path(images).exists() or source_class(images) is None:
-        raise FileNotFoundError(f"images={images!r} does not exist; pass a folder or a table ({', '.join(TABLES)})")
     is_table = source_class(images) is ImageTable
     source = _read_table(images, task) if is_table else _read_folder(images, task)
     if source.task == "masks" and epsilon:

@@ -28,7 +28,7 @@ from perada.cli.recipes import (
     recipe_names,
     recipe_text,
 )
-from perada.core.files import writing
+from perada.core.files import check_output_folder, writing
 from perada.core.garbage import collection_paused, objects_frozen
 from perada.core.interruption import Terminated, received_signal, watch_signals
 from perada.core.yaml_files import read_yaml
@@ -236,6 +236,7 @@ def cp(parser: ArgumentParser, words: list[str]) -> None:
     target = Path(options.destination)
     if target.is_dir():
         target = target / Path(options.name).with_suffix(".yaml").name
+    check_output_folder("destination", target.parent)
     if target.exists() and not options.force:
         raise FileExistsError(f"{str(target)!r} already exists; choose a different destination or add --force")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -295,7 +296,7 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
             blocks.append(_format_tables(path))
         print("\n\n".join(blocks))
         return
-    from perada.studies.report.page import check_page, write_page
+    from perada.studies.report.page import check_page, with_pictures, write_page
     from perada.studies.report.records import SCORES_LEFT_OUT, lack_scores, read_records
     from perada.studies.report.watch import check_watched, watch, write_waiting_page
 
@@ -311,11 +312,13 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
         watch(options.runs, output, options.scores)
         return
     records = [record for path in options.runs for record in read_records(path)]
+    if options.pictures is not None:
+        records = [with_pictures(records, options.scores, options.pictures)]
     if lack_scores(records, options.scores):
         print(SCORES_LEFT_OUT)
     # Drawing takes seconds, and the path is known before.
     print(f"Page: {page}", flush=True)
-    write_page(output, records, options.scores, pictures=options.pictures)
+    write_page(output, records, options.scores)
     if options.open:
         _open_in_browser(page)
 

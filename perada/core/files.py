@@ -92,6 +92,60 @@ def _other_members(group: int) -> set[int]:
     return members - {0, os.geteuid()}
 
 
+def check_output_folder(option: str, folder: Path) -> None:
+    """Check that a folder can be created or written to, before anything is computed.
+
+    Args:
+        option: Option that names it, for the message, such as ``--output``.
+        folder: The folder, which need not exist.
+
+    Raises:
+        NotADirectoryError: If it, or a folder above it, is a file.
+        PermissionError: If this user may not write to it, or may not create it.
+    """
+    for path in (folder, *folder.parents):
+        if path.is_dir():
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(f"{option}={folder}: you may not write to {str(path)!r}; choose another folder")
+            return
+        if path.exists():
+            problem = "is a file" if path == folder else f"cannot be created, since {str(path)!r} is a file"
+            raise NotADirectoryError(f"{option}={folder} {problem}; choose a folder")
+
+
+def check_output_file(option: str, file: Path, example: str) -> None:
+    """Check that a file can be written, before anything is computed; its folder need not exist.
+
+    Args:
+        option: Option that names it, for the message, such as ``--output``.
+        file: The file.
+        example: Name of a file to propose for a folder.
+
+    Raises:
+        IsADirectoryError: If it is a folder.
+        NotADirectoryError: If a folder above it is a file.
+        PermissionError: If this user may not write it.
+    """
+    if file.is_dir():
+        raise IsADirectoryError(f"{option}={file} is a folder; choose a file, such as {file / example}")
+    check_output_folder(option, file.parent)
+
+
+def check_new_files(folder: Path, names: Iterable[str]) -> None:
+    """Check that files can be created in a folder, which need not exist, and that none of them exists.
+
+    Raises:
+        FileExistsError: If one of them exists.
+        NotADirectoryError: If the folder, or one above it, is a file.
+        PermissionError: If this user may not write to it.
+    """
+    check_output_folder("folder", folder)
+    for name in names:
+        file = folder / name
+        if file.exists():
+            raise FileExistsError(f"{str(file)!r} already exists; choose a different folder, or move it away")
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Add the path to disk errors, which ``write()`` leaves out."""

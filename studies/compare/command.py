@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
+from perada.core.files import check_output_file
 from perada.core.quiet import info_messages_disabled
 from perada.results.report import unit_of
 from perada.studies.compare.configured import MakeCLI
@@ -171,10 +172,8 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     _add_options(parser)
     split = _split_words(words, parser)
     options = parser.parse_args(split.of_compare)
-    if options.output is not None and options.output.is_dir():
-        raise IsADirectoryError(
-            f"--output={options.output} is a folder; choose a file, such as {options.output}/results.json"
-        )
+    if options.output is not None:
+        check_output_file("--output", options.output, "results.json")
     results = Results(options.output)
     with info_messages_disabled():
         plan = Plan(make_cli, options, split.of_fit)

@@ -10,13 +10,13 @@ from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 
-from perada.core.files import write_atomic, writing
+from perada.core.files import check_output_folder, write_atomic, writing
 from perada.core.text import cell_text, printable
 from perada.results.report import SCORES, score_title, scores_beside, title_with_metric
 from perada.results.run_file import RUN_FILE
 from perada.studies.drawing import check_drawing
 from perada.studies.report.figures import OWN_SCORE
-from perada.studies.report.pictures import read_examples
+from perada.studies.report.pictures import find_examples
 from perada.studies.report.records import RunRecord
 from perada.studies.report.sections import MAX_ROWS, Cell, Section, Table, sections
 from perada.studies.report.several import comparison
@@ -36,11 +36,11 @@ def check_page(output: Path) -> None:
     """Check that a report can be written to a folder, before anything is read.
 
     Raises:
-        FileExistsError: If ``output`` is a file.
+        NotADirectoryError: If ``output``, or a folder above it, is a file.
+        PermissionError: If this user may not write to it.
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"--output {str(output)!r} is a file; choose a folder")
+    check_output_folder("--output", output)
     check_drawing("perada report --output", "report")
 
 
@@ -50,7 +50,6 @@ def write_page(
     scores: bool | None = None,
     *,
     refresh: int | None = None,
-    pictures: Path | None = None,
 ) -> Path:
     """Write ``index.html``, and next to it each figure as PNG and each table as CSV.
 
@@ -60,16 +59,10 @@ def write_page(
         scores: Whether to show scores, losses and diagnostics. By default those of private runs are left out, since
             they follow from the clients' images and no ledger counts them.
         refresh: Seconds after which a browser reloads the page; by default it never does.
-        pictures: Folder of ``perada predict --config`` with masks, of which some are shown with their images.
 
     Returns:
         The page's path. It loads nothing from a network, and has no script; names of clients and classes are text.
-
-    Raises:
-        ValueError: If pictures cannot be shown for these runs.
     """
-    if pictures is not None:
-        records = [_with_pictures(records, scores, pictures)]
     visible_records = []
     for record in records:
         has_scores = not record.private if scores is None else scores
@@ -98,11 +91,16 @@ def write_page(
     return path
 
 
-def _with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: Path) -> RunRecord:
-    """Return the record of the only run with the test images to show.
+def with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: Path) -> RunRecord:
+    """Return the record of the only run with the test images to show, after checking their files.
+
+    Args:
+        records: The runs of the page.
+        scores: See :func:`write_page`.
+        pictures: Folder of ``perada predict --config`` with masks.
 
     Raises:
-        ValueError: If there are several runs, or the run is private and its scores are left out.
+        ValueError: If there are several runs, the run is private and its scores are left out, or a file does not fit.
         FileNotFoundError: If there are no pictures.
     """
     if len(records) != 1 or not records[0].info:
@@ -113,7 +111,7 @@ def _with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: 
             "--pictures shows test images, but the run is private and its ε does not cover them; add --scores=true, "
             "or leave --pictures out"
         )
-    return replace(record, examples=read_examples(pictures, len(record.client_names)))
+    return replace(record, examples=find_examples(pictures, len(record.client_names)))
 
 
 def _run_parts(records: Sequence[RunRecord]) -> list[RunPart]:

@@ -2,6 +2,7 @@
 """Test images with their true and predicted masks, read from the files of ``perada predict --config``."""
 
 import csv
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,6 +21,29 @@ IMAGES_PER_CLIENT = 2
 """Largest number of images that are shown of a client."""
 MODELS = ("personal", "global")
 """Columns of predicted masks."""
+
+
+REMEDY = "write the predictions again"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True)
+class ExampleFiles:
+    """The files of a test image and of its masks, all PNG files of the same size.
+
+    Attributes:
+        client: Number of the client whose image it is.
+        number: Number of the image in the table.
+        picture: The image.
+        label: The true mask.
+        predictions: Predicted masks by column of the table.
+    """
+
+    client: int
+    number: int
+    picture: Path
+    label: Path
+    predictions: dict[str, Path]
 
 
 @dataclass(frozen=True)
@@ -41,8 +65,8 @@ class MaskExample:
     predictions: dict[str, Pixels]
 
 
-def read_examples(folder: Path, num_clients: int) -> list[MaskExample]:
-    """Read the first test images of the first clients, with their masks.
+def find_examples(folder: Path, num_clients: int) -> list[ExampleFiles]:
+    """Find the first test images of the first clients, and check their files without decoding the pixels.
 
     Args:
         folder: Folder of ``predictions.csv``.
@@ -61,11 +85,12 @@ def read_examples(folder: Path, num_clients: int) -> list[MaskExample]:
     examples = []
     images_of_client: dict[int, int] = {}
     with table.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            if "picture" not in row:
-                raise ValueError(f"--pictures={folder}: {TABLE_FILE} has no masks; its model predicts something else")
-            client = int(row["client"])
-            if not 0 <= client < num_clients:
+        rows = csv.DictReader(file)
+        if not {"client", "image", "picture", "label"} <= {*(rows.fieldnames or ())}:
+            raise ValueError(f"--pictures={folder}: {TABLE_FILE} has no masks; its model predicts something else")
+        for row in rows:
+            client = _read_number(folder, "client", row)
+            if client >= num_clients:
                 raise ValueError(
                     f"--pictures={folder}: {TABLE_FILE} has a client {client}, but the run has {num_clients}; choose "
                     "the predictions of this run"
@@ -74,35 +99,77 @@ def read_examples(folder: Path, num_clients: int) -> list[MaskExample]:
                 break
             images_of_client[client] = images_of_client.get(client, 0) + 1
             if images_of_client[client] <= IMAGES_PER_CLIENT:
-                examples.append(_read_example(folder, client, row))
+                examples.append(_find_example(folder, client, row))
     return examples
 
 
-def _read_example(folder: Path, client: int, row: dict[str, str]) -> MaskExample:
-    """Read the files of a row of the table."""
-    picture = _read_pixels(folder, row["picture"])
-    masks: dict[str, Pixels] = {}
-    for column in ("label", *MODELS):
-        if row.get(column):
-            masks[column] = _read_pixels(folder, row[column])
-    for column, mask in masks.items():
-        if mask.shape != picture.shape[:2]:
-            raise ValueError(
-                f"--pictures={folder}: {row[column]} has the shape {mask.shape}, its image {picture.shape[:2]}; write "
-                "the predictions again"
-            )
+def read_example(files: ExampleFiles) -> MaskExample:
+    """Read the pixels of a test image and of its masks."""
     return MaskExample(
-        client=client, number=int(row["image"]), picture=picture, label=masks.pop("label"), predictions=masks
+        client=files.client,
+        number=files.number,
+        picture=_read_pixels(files.picture),
+        label=_read_pixels(files.label),
+        predictions={column: _read_pixels(path) for column, path in files.predictions.items()},
     )
 
 
-def _read_pixels(folder: Path, name: str) -> Pixels:
-    """Read an image file below the folder."""
-    import numpy as np
-    from PIL import Image
+def _read_number(folder: Path, column: str, row: dict[str, str]) -> int:
+    """Read a number >= 0 of a row of the table."""
+    cell = row[column]
+    if not (cell or "").isdecimal():
+        raise ValueError(
+            f"--pictures={folder}: {column} must be an integer >= 0 in {TABLE_FILE}, got {cell!r}; {REMEDY}"
+        )
+    return int(cell)
 
+
+def _find_example(folder: Path, client: int, row: dict[str, str]) -> ExampleFiles:
+    """Find and check the files of a row of the table."""
+    picture = _find_file(folder, row["picture"])
+    masks: dict[str, Path] = {}
+    for column in ("label", *MODELS):
+        if row.get(column):
+            masks[column] = _find_file(folder, row[column])
+    if "label" not in masks:
+        raise ValueError(f"--pictures={folder}: {row['picture']} has no true mask in {TABLE_FILE}; {REMEDY}")
+    picture_size = _size_of_png(folder, picture)
+    for mask in masks.values():
+        size = _size_of_png(folder, mask)
+        if size != picture_size:
+            raise ValueError(
+                f"--pictures={folder}: {mask.relative_to(folder)} has {size[0]} × {size[1]} pixels, but its image "
+                f"{picture_size[0]} × {picture_size[1]}; {REMEDY}"
+            )
+    number = _read_number(folder, "image", row)
+    return ExampleFiles(client, number, picture, masks.pop("label"), predictions=masks)
+
+
+def _find_file(folder: Path, name: str) -> Path:
+    """Return a file below the folder."""
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"--pictures={folder}: {TABLE_FILE} names the file {name}, which is outside of the folder")
+    if not path.is_file():
+        raise FileNotFoundError(f"--pictures={folder}: the file {name} of {TABLE_FILE} is missing; {REMEDY}")
+    return path
+
+
+def _size_of_png(folder: Path, path: Path) -> tuple[int, int]:
+    """Return the height and width of a PNG file from its header, without the import of Pillow."""
+    with path.open("rb") as file:
+        header = file.read(24)
+    # The signature is followed by the chunk IHDR: its length, its name, and the width and height in big-endian order.
+    if len(header) < 24 or not header.startswith(PNG_SIGNATURE) or header[12:16] != b"IHDR":
+        raise ValueError(f"--pictures={folder}: {path.relative_to(folder)} is not a PNG file; {REMEDY}")
+    width, height = struct.unpack(">II", header[16:24])
+    return height, width
+
+
+def _read_pixels(path: Path) -> Pixels:
+    """Read an image file."""
+    import numpy as np
+    from PIL import Image
+
     with Image.open(path) as image:
         return np.array(image)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perada.core.digests import check_sealed
 from perada.results.report import (
@@ -34,10 +34,7 @@ from perada.results.report import (
     unit_of,
 )
 from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, published, read_run
-
-if TYPE_CHECKING:
-    # It imports numpy and Pillow, without which tables of a run are printed faster.
-    from perada.studies.report.pictures import MaskExample
+from perada.studies.report.pictures import ExampleFiles
 
 Counts = list[list[int]]
 """A table of numbers of images."""
@@ -97,7 +94,7 @@ class RunRecord:
         confusion: Rows of client, class, predicted class and number of images, by model.
         calibration: ``count``, number of ``right`` predictions and mean ``confidence`` of each bin, by model.
         numbers: Counts of each predicted number, by model.
-        examples: Test images with their masks, if the page shows any.
+        examples: Files of test images and their masks, if the page shows any.
         train_sizes: Training images of each client.
         test_images: Test images of each client; for a run of a comparison the fewest and the most of a client.
         command: The command line, word by word.
@@ -120,7 +117,7 @@ class RunRecord:
     calibration: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     numbers: dict[str, list[NumberBins]] = field(default_factory=dict)
     shifts: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
-    examples: "list[MaskExample]" = field(default_factory=list)
+    examples: list[ExampleFiles] = field(default_factory=list)
     train_sizes: list[int] = field(default_factory=list)
     test_images: list[int] = field(default_factory=list)
     command: list[str] = field(default_factory=list)

@@ -68,6 +68,8 @@ def test_folders_of_fit_and_of_export_predict_alike_without_the_data(fashion_roo
         main(["export", "out", "--output=again"])
     with pytest.raises(NotADirectoryError, match=r"--output=a\.csv is a file; choose a folder"):
         main(["export", version, "--output=a.csv"])
+    with pytest.raises(NotADirectoryError, match=r"--output=a\.csv/b cannot be created, since 'a\.csv' is a file"):
+        main(["export", version, "--output=a.csv/b"])
     rows = rows_of(here / "predictions.csv")
     assert [row["path"] for row in rows] == [f"images/{number}.png" for number in range(40)]
     found = {row["path"]: row for row in rows_of(here / "a.csv")}

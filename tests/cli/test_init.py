@@ -230,6 +230,20 @@ def test_answers_that_cannot_be_used(answer, message):
         main(["init", "--yes", *words])
 
 
+def test_options_are_checked_before_the_first_question_and_answers_before_the_next(monkeypatch):
+    questions = []
+    answers = iter(["nowhere"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or next(answers))
+    with pytest.raises(ValueError, match=r"rounds must be an integer >= 1, got 0"):
+        main(["init", "--rounds=0"])
+    assert questions == []
+    with pytest.raises(FileNotFoundError, match=r"images='nowhere' does not exist"):
+        main(["init"])
+    assert len(questions) == 1
+    assert not Path("recipe.yaml").exists()
+
+
 def test_shipped_recipes_fit_the_schema(validator):
     paths = sorted(RECIPES.rglob("*.yaml"))
     assert len(paths) > 40

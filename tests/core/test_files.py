@@ -14,7 +14,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from perada.core.files import LOCK, PREFIX, FolderLock, Scratch, clear, is_owner_only, locked, open_atomic
+from perada.core.files import (
+    LOCK,
+    PREFIX,
+    FolderLock,
+    Scratch,
+    check_output_file,
+    check_output_folder,
+    clear,
+    is_owner_only,
+    locked,
+    open_atomic,
+)
 
 WAITS = "import time; print('ready', flush=True); time.sleep(60)"
 
@@ -177,3 +188,39 @@ def test_a_file_is_only_its_owners_where_its_group_has_no_other_member(monkeypat
     assert is_owner_only(file_of(0o2775, 9), rights=0o2)
     assert not is_owner_only(file_of(0o2775, 7), rights=0o2)
     assert not is_owner_only(file_of(0o702, 9), rights=0o2)
+
+
+@pytest.mark.parametrize("name", ["new", "new/deep", "folder", "folder/new", "file", "file/new", "file/new/deep"])
+def test_a_folder_passes_the_check_exactly_if_it_can_be_created(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    folder = tmp_path / name
+    if "file" in name:
+        with pytest.raises(NotADirectoryError, match=r"--output=.* is a file; choose a folder"):
+            check_output_folder("--output", folder)
+        with pytest.raises((NotADirectoryError, FileExistsError)):
+            folder.mkdir(parents=True, exist_ok=True)
+    else:
+        existed = folder.exists()
+        check_output_folder("--output", folder)
+        assert folder.exists() == existed
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def test_a_folder_of_another_user_is_rejected(tmp_path, monkeypatch):
+    """The system is asked about the folder in which the first new one would be created."""
+    checked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: checked.append((path, mode)) or False)
+    with pytest.raises(PermissionError, match=r"--output=.*deep: you may not write to '.*'; choose another folder"):
+        check_output_folder("--output", tmp_path / "new" / "deep")
+    assert checked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+def test_a_file_may_be_replaced_but_not_a_folder(tmp_path):
+    (tmp_path / "file").touch()
+    check_output_file("--output", tmp_path / "file", "a.csv")
+    check_output_file("--output", tmp_path / "new" / "file", "a.csv")
+    with pytest.raises(IsADirectoryError, match=r"is a folder; choose a file, such as .*/a\.csv"):
+        check_output_file("--output", tmp_path, "a.csv")
+    with pytest.raises(NotADirectoryError, match=r"--output=.*/file is a file; choose a folder"):
+        check_output_file("--output", tmp_path / "file" / "b.csv", "a.csv")

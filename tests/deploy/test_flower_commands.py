@@ -125,6 +125,14 @@ def test_a_sites_identity_is_for_its_worker_alone(tmp_path):
     assert "deploy site /etc/perada/site.yaml\n" in worker and hiding.identity.parent == file.parent
 
 
+def test_a_site_gets_both_of_its_keys_or_none(tmp_path):
+    pytest.importorskip("cryptography")
+    (tmp_path / "st-marys.id.pub").write_text("another key")
+    with pytest.raises(FileExistsError, match=r"st-marys\.id\.pub' already exists; choose a different folder"):
+        main(["deploy", "keys", "site", str(tmp_path), "--name=st-marys"])
+    assert [path.name for path in tmp_path.iterdir()] == ["st-marys.id.pub"]
+
+
 def test_an_identity_that_others_may_read_is_refused(tmp_path, monkeypatch):
     """A group may read it that nobody else is in, as that of a Secret of Kubernetes, which has mode 0440."""
     pytest.importorskip("cryptography")

@@ -405,7 +405,7 @@ def test_options_are_read_by_name(tmp_path, monkeypatch):
 
 def test_what_cannot_be_run_is_refused_before_anything_is_computed(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError, match="is a file; choose a folder as output"):
+    with pytest.raises(NotADirectoryError, match="is a file; choose a folder"):
         local_gd.study(output=tmp_path / "file", quick=True)
     missing = local_gd_head.HeadSettings(root=str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"FashionMNIST was not found in .*; or choose --head.dataset=digits"):

@@ -392,8 +392,10 @@ def test_a_broken_file_is_named_in_one_line(runs, tmp_path, change):
 
 def test_what_cannot_be_written_to_is_refused_first(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError, match=r"--output '.*file' is a file; choose a folder"):
+    with pytest.raises(NotADirectoryError, match=r"--output=.*file is a file; choose a folder"):
         main(["report", "nowhere", "--output", str(tmp_path / "file")])
+    with pytest.raises(NotADirectoryError, match=r"--output=.*page cannot be created, since '.*file' is a file"):
+        main(["report", "nowhere", "--output", str(tmp_path / "file" / "page")])
     with pytest.raises(FileNotFoundError, match=r"has no metrics.csv; pass a run folder"):
         main(["report", str(tmp_path), "--output", str(tmp_path / "page")])
 

@@ -4,14 +4,16 @@
 import csv
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from perada.cli import main
-from perada.studies.report.page import write_page
-from perada.studies.report.pictures import read_examples
+from perada.studies.report.page import with_pictures
+from perada.studies.report.pictures import find_examples, read_example
 from perada.studies.report.records import read_records
 from tests.masks import squares
 
@@ -88,27 +90,87 @@ def test_a_page_shows_images_with_true_and_predicted_masks(predicted, tmp_path):
     assert "true mask" not in (tmp_path / "without" / "index.html").read_text()
 
 
-def test_pictures_that_cannot_be_shown_are_rejected(predicted, tmp_path):
+def test_files_are_checked_by_their_headers_and_read_later(predicted):
+    _, folder = predicted
+    for files in find_examples(folder, 2):
+        example = read_example(files)
+        for path, pixels in ((files.picture, example.picture), (files.label, example.label)):
+            assert np.array_equal(pixels, Image.open(path))
+        assert list(example.predictions) == list(files.predictions)
+
+
+def test_pictures_are_checked_without_the_import_of_numpy(predicted):
+    _, folder = predicted
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom perada.studies.report.pictures import find_examples\n"
+        "assert len(find_examples(Path(sys.argv[1]), 2)) == 4\nprint({'numpy', 'PIL'} & {*sys.modules})"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True)
+    assert ended.stdout == "set()\n"
+
+
+def remove_label(folder):
+    next((folder / "predictions" / "label").iterdir()).unlink()
+
+
+def crop_label(folder):
+    path = folder / "predictions" / "label" / "000000.png"
+    Image.open(path).crop((0, 0, 9, 7)).save(path)
+
+
+def replace_label_by_text(folder):
+    (folder / "predictions" / "label" / "000000.png").write_text("not a picture, but long enough for a header")
+
+
+def misspell_client(folder):
+    table = folder / "predictions.csv"
+    table.write_text(table.read_text().replace("\n0,0,", "\n0,north,", 1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove_label, r"--pictures=.*: the file predictions/label/000000\.png of predictions\.csv is missing; write"),
+        (crop_label, r"label/000000\.png has 7 × 9 pixels, but its image 32 × 32; write the predictions again"),
+        (replace_label_by_text, r"label/000000\.png is not a PNG file; write the predictions again"),
+        (misspell_client, r"client must be an integer >= 0 in predictions\.csv, got 'north'; write"),
+    ],
+)
+def test_damaged_pictures_are_rejected_before_anything_is_printed(predicted, tmp_path, capsys, damage, message):
+    run, folder = predicted
+    shutil.copytree(folder, tmp_path / "copy")
+    damage(tmp_path / "copy")
+    capsys.readouterr()
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        main(["report", str(run), "--pictures", str(tmp_path / "copy"), "--output", str(tmp_path / "page")])
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "page").exists()
+
+
+def test_pictures_that_cannot_be_shown_are_rejected(predicted, tmp_path, capsys):
     run, folder = predicted
     (record,) = read_records(run)
+    capsys.readouterr()
     with pytest.raises(
         FileNotFoundError, match=r"there is no predictions.csv; write one with: perada predict --config"
     ):
         main(["report", str(run), "--pictures", str(tmp_path), "--output", str(tmp_path / "page")])
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "page").exists()
     with pytest.raises(ValueError, match=r"--pictures needs a single run"):
         main(["report", str(run), str(run), "--pictures", str(folder), "--output", str(tmp_path / "page")])
     with pytest.raises(ValueError, match=r"--pictures needs --output"):
         main(["report", str(run), "--pictures", str(folder)])
     with pytest.raises(ValueError, match=r"has a client 1, but the run has 1"):
-        read_examples(folder, 1)
+        find_examples(folder, 1)
     table = (folder / "predictions.csv").read_text()
     (tmp_path / "predictions.csv").write_text(table.replace("predictions/label", "../label"))
     shutil.copytree(folder / "predictions", tmp_path / "predictions")
     with pytest.raises(ValueError, match=r"\.\./label/000000.png, which is outside of the folder"):
-        read_examples(tmp_path, 2)
+        find_examples(tmp_path, 2)
     (tmp_path / "predictions.csv").write_text("image,client,label,personal\n0,0,1,1\n")
     with pytest.raises(ValueError, match=r"predictions.csv has no masks"):
-        read_examples(tmp_path, 2)
+        find_examples(tmp_path, 2)
     record.info["privacy"] = {"client": {}}
     with pytest.raises(ValueError, match=r"the run is private .* --scores=true"):
-        write_page(tmp_path / "page", [record], pictures=folder)
+        with_pictures([record], None, folder)

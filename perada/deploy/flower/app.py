@@ -20,6 +20,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
+from perada.core.files import check_output_folder
 from perada.deploy.flower.socket import ask
 from perada.deploy.monitoring import Monitoring
 from perada.deploy.protocol import digest
@@ -99,11 +100,14 @@ def check_target(folder: Path, name: str) -> None:
     Raises:
         ValueError: If the name cannot be an app's.
         FileExistsError: If the folder is not empty.
+        NotADirectoryError: If a folder above it is a file.
+        PermissionError: If this user may not create it.
     """
     if not re.fullmatch(_APP_NAME, name):
         raise ValueError(
             f"{name!r} is not a valid app name; use lowercase letters, digits and dashes, starting with a letter"
         )
+    check_output_folder("folder", folder.parent)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{str(folder)!r} already exists; choose a different folder")
 

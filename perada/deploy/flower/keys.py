@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perada.core.checks import check_installed, check_integer
+from perada.core.files import check_new_files
 
 try:
     from cryptography import x509
@@ -142,13 +143,10 @@ def write_site_keys(folder: Path, name: str) -> None:
 
 
 def _begin(folder: Path, names: Sequence[str]) -> None:
-    """Create a folder, and check that keys can be written and none of the files exists."""
+    """Check that keys can be written and none of the files exists, and create the folder."""
     check_installed("a key", "flower", "cryptography")
+    check_new_files(folder, names)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in names:
-        file = folder / name
-        if file.exists():
-            raise FileExistsError(f"{str(file)!r} already exists; choose a different folder, or move it away")
 
 
 def _sign_certificate(

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from perada.core.files import is_owner_only, write_atomic
+from perada.core.files import check_new_files, is_owner_only, write_atomic
 from perada.deploy.sums.keys import is_signed, sign
 
 SIGNATURE_SUFFIX = ".sig"
@@ -29,18 +29,20 @@ _LIST = "sites"
 """Kind of the statement that an authority signs."""
 
 
+def identity_files(folder: Path, name: str) -> tuple[Path, Path]:
+    """Return the files of a private key and of its public key."""
+    return folder / f"{name}.id", folder / f"{name}.id.pub"
+
+
 def write_identity(folder: Path, name: str) -> None:
     """Write a new Ed25519 key pair: ``NAME.id``, which only its owner may read, and ``NAME.id.pub``.
 
     Raises:
         FileExistsError: If one of the files exists.
     """
+    private_file, public_file = identity_files(folder, name)
+    check_new_files(folder, (private_file.name, public_file.name))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    private_file = folder / f"{name}.id"
-    public_file = folder / f"{name}.id.pub"
-    for path in (private_file, public_file):
-        if path.exists():
-            raise FileExistsError(f"{str(path)!r} already exists; choose a different folder, or move it away")
     key = Ed25519PrivateKey.generate()
     # The mode is given when the file is created: it is never readable by others, not even for a moment.
     descriptor = os.open(private_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
