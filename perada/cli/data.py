@@ -4,6 +4,7 @@
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import jinja2
 import numpy as np
 from jsonargparse import ArgumentParser
+from PIL import Image
 
 from perada.core.checks import check_choice
 from perada.core.files import check_output_file, writing
@@ -20,6 +22,7 @@ from perada.data import IID, ByDomain, HuggingFace, ImageMasks, Images, ImageTab
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
 from perada.data.partitions.shares import Array
+from perada.data.sets.folders import have_masks, list_images
 from perada.results.report import ROWS, table
 from perada.studies.drawing import check_drawing, new_figure
 from perada.studies.report.class_figures import partition_figure
@@ -34,18 +37,55 @@ MIN_IMAGES_OF_CLASS = 5
 """Classes with fewer training images are listed."""
 MAX_COLUMNS = 12
 """Largest number of classes in the table."""
+FOREGROUND = 255
+"""Value of the foreground in many masks with two classes."""
+MASKS_READ = 20
+"""Number of masks whose values are looked at."""
 MAX_LISTED = 10
 """Largest number of files or clients in a list."""
 TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True)
 
 
 def source_class(source: str) -> type[Source] | None:
-    """Return the class that reads a source; None if it is neither ``hf:NAME`` nor a table nor a folder."""
+    """Return the class that reads a source, as if it had no masks; see :func:`image_class`."""
     if source.startswith("hf:"):
         return HuggingFace
     if Path(source).suffix.lower() in TABLES:
         return ImageTable
     return Images if Path(source).is_dir() else None
+
+
+def image_class(source: str, words: Sequence[str], prefix: str = "--") -> type[Source] | None:
+    """Return the class that reads a source; None if it is neither ``hf:NAME`` nor a table nor a folder.
+
+    A folder has masks if it has folders ``images`` and ``masks`` beside each other, or options name them.
+
+    Args:
+        source: What the command line names.
+        words: Its words, with the options of the class.
+        prefix: Beginning of these options.
+    """
+    class_of_source = source_class(source)
+    if class_of_source is not Images:
+        return class_of_source
+    if any(word.startswith((f"{prefix}mask", f"{prefix}images")) for word in words):
+        return ImageMasks
+    with warnings.catch_warnings():
+        # The class warns of skipped files.
+        warnings.simplefilter("ignore")
+        return ImageMasks if have_masks(list_images(Path(source))) else Images
+
+
+def infer_mask_values(files: Sequence[str]) -> dict[str, list[int]]:
+    """Return the option ``mask_values`` if the first masks have black and white pixels only, and {} otherwise.
+
+    White would otherwise stand for pixels without a class.
+    """
+    values: set[int] = set()
+    for file in files[:MASKS_READ]:
+        with Image.open(file) as mask:
+            values |= {*np.unique(np.array(mask)).tolist()}
+    return {"mask_values": [0, FOREGROUND]} if values == {0, FOREGROUND} else {}
 
 
 def add_options(parser: ArgumentParser, images_class: type[Source], section: str | None = None) -> None:
@@ -116,7 +156,7 @@ def _parse_source(parser: ArgumentParser, words: list[str]) -> Division:
         raise FileNotFoundError(f"{words[0]!r} {problem}; pass one of: {sources}")
     images_class: type[Source] = Images
     for word in words:
-        class_of_word = None if word.startswith("-") else source_class(word)
+        class_of_word = None if word.startswith("-") else image_class(word, words)
         if class_of_word is not None:
             images_class = class_of_word
             break
@@ -125,6 +165,10 @@ def _parse_source(parser: ArgumentParser, words: list[str]) -> Division:
     options.pop("output")
     options.pop("json")
     source = options.pop("source")
+    if images_class is ImageMasks and options["mask_values"] is None:
+        # As in a recipe of `perada init`.
+        manifest = ImageMasks(source, images=options["images"], masks=options["masks"]).read_manifest()
+        options |= infer_mask_values(manifest.masks or [])
     # Images are read small, since only their headers and classes are of interest.
     return make_division(source, images_class, {"size": 32} | options)
 

@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from perada.algorithms import Algorithm
-from perada.cli.data import SOURCE_HELP, Source, add_options, make_division, recipe_division, source_class
+from perada.cli.data import SOURCE_HELP, Source, add_options, image_class, make_division, recipe_division
 from perada.cli.parser import with_own_classes
 from perada.core.files import check_output_file, check_output_folder
 from perada.core.yaml_files import read_yaml
@@ -224,7 +224,7 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
     skipped: set[str | int] = {"run", "data", "name", "algorithm", "progress"}
     training_names = parser.add_function_arguments(personalize, skip=skipped, as_group=False)
     words, source = _find_source(words)
-    images_class = _class_of_joining(source, words)
+    images_class = image_class(source, words, "--images.") if source else Images
     if images_class is not None:
         add_options(parser, images_class, "images")
         # --images is --data here, and not the file of options that jsonargparse would read.
@@ -288,22 +288,6 @@ def _find_source(words: list[str]) -> tuple[list[str], str]:
     if not source:
         source = "".join(renamed[positions[0] + 1 : positions[0] + 2])
     return renamed, source
-
-
-def _class_of_joining(source: str, words: list[str]) -> type[Source] | None:
-    """Return the class that reads a client's data; None for a recipe.
-
-    A folder has masks if folders ``images`` and ``masks`` in it are beside each other, or options name them.
-    """
-    if not source:
-        return Images
-    images_class = source_class(source)
-    if images_class is not Images:
-        return images_class
-    has_options = any(word.startswith(("--images.mask", "--images.images")) for word in words)
-    if has_options or any((folder.parent / "images").is_dir() for folder in Path(source).rglob("masks")):
-        return ImageMasks
-    return Images
 
 
 def _read_like_run(run: Run, images_class: type[Source], source: str, options: dict[str, Any]) -> FederatedData:

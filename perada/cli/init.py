@@ -9,17 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
 import yaml
 from jsonargparse import ArgumentParser
-from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from perada.cli.data import TABLES, TEMPLATES, source_class
+from perada.cli.data import TABLES, TEMPLATES, infer_mask_values, source_class
 from perada.core.checks import check_choice, check_integer
 from perada.core.files import check_output_file, writing
 from perada.data import ImageMasks, ImageTable
-from perada.data.sets.folders import list_images, propose_layout
+from perada.data.sets.folders import have_masks, list_images, propose_layout
 from perada.data.sets.manifest import SPLITS
 from perada.data.sets.tables import BINARY, UNKNOWN_CELLS, guess_separator, holds_measurements, is_number, read_table
 from perada.privacy.accounting import check_target
@@ -27,10 +25,6 @@ from perada.privacy.accounting import check_target
 TaskName = Literal["classes", "labels", "numbers", "masks"]
 """What is learnt from the labels: one class or several labels per image, numbers, or a class for each pixel."""
 TASKS = get_args(TaskName)
-FOREGROUND = 255
-"""Value of the foreground in many masks with two classes."""
-MASKS_READ = 20
-"""Masks whose values are looked at."""
 IMAGES_PER_CLIENT = 20
 """Images of a client in a first recipe that divides the images at random."""
 COMMON_COLUMNS = {  # names with underscores between words, the commonest first
@@ -220,7 +214,7 @@ def _read_table(path: str, task: str) -> InferredSource:
     inferred_task: TaskName = "classes"
     if "mask" in options:
         inferred_task = "masks"
-        options |= _mask_values(manifest.masks or [])
+        options |= infer_mask_values(manifest.masks or [])
     elif "numbers" in options:
         inferred_task = "numbers"
     elif "separator" in options or isinstance(options.get("label"), list):
@@ -241,13 +235,10 @@ def _read_folder(folder: str, task: str) -> InferredSource:
             "is a folder; pass the table"
         )
     files = list_images(Path(folder))
-    names_of_folders: set[str] = set()
-    for file in files:
-        names_of_folders.update(file.split("/")[:-1])
-    if task == "masks" or (not task and {"images", "masks"} <= names_of_folders):
+    if task == "masks" or (not task and have_masks(files)):
         # Reading the list also checks that each image has a mask.
         manifest = ImageMasks(folder).read_manifest()
-        options = {"root": folder} | _mask_values(manifest.masks or [])
+        options = {"root": folder} | infer_mask_values(manifest.masks or [])
         return InferredSource("ImageMasks", options, "masks", len(manifest.paths), "client" in manifest.columns)
     layout = propose_layout(files)
     if not layout:
@@ -255,18 +246,6 @@ def _read_folder(folder: str, task: str) -> InferredSource:
     return InferredSource(
         "Images", {"root": folder, "layout": layout}, "classes", len(files), has_clients="{client}" in layout
     )
-
-
-def _mask_values(files: Sequence[str]) -> dict[str, list[int]]:
-    """Return the option ``mask_values`` if the first masks have black and white pixels only, and {} otherwise.
-
-    White would otherwise stand for pixels without a class.
-    """
-    values: set[int] = set()
-    for file in files[:MASKS_READ]:
-        with Image.open(file) as mask:
-            values |= {*np.unique(np.array(mask)).tolist()}
-    return {"mask_values": [0, FOREGROUND]} if values == {0, FOREGROUND} else {}
 
 
 def _no_layout_message(images: str, files: list[str]) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`perada data inspect` finds what was put into a folder, a table or a recipe."""
 
+import json
 import shutil
 
 import numpy as np
@@ -38,6 +39,55 @@ def test_a_folder_is_shown_with_its_counts(tmp_path, capsys):
     assert printed.splitlines()[-2] == "The images can be used."
     with Image.open(tmp_path / "new" / "x.png") as figure:
         assert figure.size[0] > 100
+
+
+def inspected(capsys, *words):
+    """What ``perada data inspect --json`` prints."""
+    main(["data", "inspect", *words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("folders", "foreground"), [(("images", "masks"), 1), (("images", "masks"), 255), (("scans", "outlines"), 1)]
+)
+def test_a_folder_with_masks_is_read_as_init_and_recipes_read_it(tmp_path, monkeypatch, capsys, folders, foreground):
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    with_foreground = {"north": 0, "south": 0}
+    for hospital in with_foreground:
+        for number in range(8):
+            mask = np.zeros((12, 10), np.uint8)
+            if random.random() < 0.5:
+                mask[2:9, 3:7] = foreground
+                with_foreground[hospital] += 1
+            for kind, pixels in zip(folders, (random.integers(0, 255, (12, 10, 3), np.uint8), mask), strict=True):
+                path = tmp_path / "mine" / hospital / kind / f"{number}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(path)
+    assert 0 < sum(with_foreground.values()) < 16
+    words = []
+    if folders[0] != "images":
+        words = [f"--images={folders[0]}", f"--masks={folders[1]}"]
+    record = inspected(capsys, "mine", *words)
+    counts = np.array(record["train"]) + np.array(record["test"])
+    assert record["clients"] == list(with_foreground)
+    assert counts.tolist() == [[8, with_foreground[name]] for name in record["clients"]]
+    assert record["usable"] and record["several_labels"]
+    if not words:
+        main(["init", "--yes", "--images=mine", "--algorithm=fedavg"])
+        capsys.readouterr()
+        of_recipe = inspected(capsys, "--config=recipe.yaml")
+        assert {name: of_recipe[name] for name in record if name != "notes"} == {
+            name: value for name, value in record.items() if name != "notes"
+        }
+
+
+def test_classes_called_images_and_masks_elsewhere_are_no_masks(tmp_path, capsys):
+    for client, name in (("a", "images"), ("b", "masks")):
+        path = tmp_path / client / name / "0.png"
+        path.parent.mkdir(parents=True)
+        Image.new("L", (4, 4), len(name)).save(path)
+    assert inspected(capsys, str(tmp_path))["classes"] == ["images", "masks"]
 
 
 @pytest.fixture

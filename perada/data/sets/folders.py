@@ -5,7 +5,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -200,6 +200,21 @@ class ImageMasks(OwnImages):
             # Patients of different clients may have the same number.
             facts["group"] = "/".join([facts.get("client", ""), *below]).lstrip("/")
         return facts
+
+
+def have_masks(files: Iterable[str]) -> bool:
+    """Return whether images have masks: whether folders ``images`` and ``masks`` of some folder both have files.
+
+    Args:
+        files: Paths below a folder, with ``/``.
+    """
+    folders_above: dict[str, set[tuple[str, ...]]] = {"images": set(), "masks": set()}
+    for file in files:
+        folders = PurePosixPath(file).parts[:-1]
+        for name, parents in folders_above.items():
+            if name in folders:
+                parents.add(folders[: folders.index(name)])
+    return not folders_above["images"].isdisjoint(folders_above["masks"])
 
 
 class UnlabelledFolder(ImageFiles):
