@@ -338,15 +338,15 @@ def _with_masks(run: Run, images_class: type[Source], source: str, options: dict
 
 
 def _with_numbers(run: Run, images_class: type[Source], source: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a table whose numbers are those of the run, by default in columns of the same names.
+    """Return the options of a source whose numbers are those of the run, by default in columns of the same names.
 
     Raises:
-        ValueError: If the source is not a table, or its columns are unknown.
+        ValueError: If the source is a folder of images, or its columns are unknown.
     """
     num_targets = run.info["num_classes"]
     names: list[str] = run.info.get("classes") or []
     description = ", ".join(names) or f"{num_targets} number{'s' if num_targets > 1 else ''}"
-    if images_class is not ImageTable:
+    if images_class not in (ImageTable, HuggingFace):
         raise ValueError(f"--data={source}: the run predicts {description}; pass a table with a column for each number")
     if options["numbers"] is None:
         columns = _columns_of(images_class, source, options)

@@ -115,7 +115,9 @@ class ImageTable(ListedImages):
     ) -> None:
         check_encoding(encoding)
         _check_unknown(unknown, blank, label)
-        _check_one_kind_of_label(mask, numbers, separator, label)
+        _check_one_kind_of_label(
+            mask=mask, numbers=numbers, separator=separator, label=None if isinstance(label, str) else label
+        )
         super().__init__(str(Path(table).parent) if folder is None else folder, **options)
         self.table = table
         self.folder = folder
@@ -162,9 +164,7 @@ class ImageTable(ListedImages):
         masks: list[str] | None = None
         numbers: Array | None = None
         if self.numbers is not None:
-            names = [self.numbers] if isinstance(self.numbers, str) else self.numbers
-            classes = tuple(names)
-            numbers = np.stack([self._read_numbers(name) for name in names], 1)
+            classes, numbers = _read_numbers(self, self.numbers)
         elif self.mask is None:
             classes, labels = self._number_labels()
         else:
@@ -176,15 +176,6 @@ class ImageTable(ListedImages):
         if split_column:
             split = np.array(self.column("split", split_column))
         return Manifest(paths, labels, classes, self.extra_columns(), split, masks=masks, numbers=numbers)
-
-    def _read_numbers(self, name: str) -> Array:
-        """Return the numbers float32 (N,) in a column; raise a ValueError that names the rows of other cells."""
-        cells = [str(cell).strip() for cell in self.column("numbers", name, "fill it in, or take the row out")]
-        not_numbers = [row for row, cell in enumerate(cells) if not is_number(cell)]
-        if not_numbers:
-            problem = f"{name} is {cells[not_numbers[0]]!r}, which is not a number"
-            self.reject_rows(not_numbers, problem, "correct it, with a point for decimals, or take the row out")
-        return np.array(cells, dtype=np.float32)
 
     def _existing_paths(self, files: Sequence[str]) -> list[str]:
         """Return the path of the file of each row; raise a ValueError that names rows whose file does not exist."""
@@ -300,8 +291,8 @@ class HuggingFace(ListedImages):
 
     A folder was written by ``save_to_disk``, or is one that ``load_dataset`` reads: Parquet files, or images with or
     without ``metadata.csv``. Code that comes with a dataset is never run. Labels are class labels, integers, words, or
-    lists of these if an image may have several; or masks, in a second column of images. Class labels keep their names
-    and order, without those that no image has.
+    lists of these if an image may have several; masks in a second column; or columns of numbers. Class labels keep
+    their names and order, without those that no image has.
 
     Args:
         name: Name on the Hub, such as ``flwrlabs/office-home``, or a folder.
@@ -312,6 +303,8 @@ class HuggingFace(ListedImages):
         label: Column of the labels; null for ``label``, ``labels`` or ``fine_label``, or the only class labels.
         mask: Column of the masks, which are then the labels (:class:`.ImageMasks`); null for no masks.
         mask_values: Value of each class in the masks, as of :class:`.ImageMasks`.
+        numbers: Column, or columns, of numbers such as an age, which are then the labels. They need the task
+            :class:`.Regression`; null for other labels.
         **options: Options of :class:`.ListedImages`.
     """
 
@@ -325,15 +318,10 @@ class HuggingFace(ListedImages):
         label: str | None = None,
         mask: str | None = None,
         mask_values: list[int] | None = None,
+        numbers: str | list[str] | None = None,
         **options: Any,
     ) -> None:
-        if mask is not None and label is not None:
-            raise OptionError(
-                f"label={label!r} cannot be combined with mask={mask!r}: labels are either masks or classes of images; "
-                "leave one out",
-                name="label",
-                value=label,
-            )
+        _check_one_kind_of_label(mask=mask, numbers=numbers, label=label)
         super().__init__(name, **options)
         self.name = name.removeprefix("hf:")  # the prefix of datasets on the command line
         self.config = config
@@ -343,7 +331,20 @@ class HuggingFace(ListedImages):
         self.label = label
         self.mask = mask
         self.mask_values = check_mask_values(mask_values)
+        self.numbers = numbers
         self.source_name = self.name
+
+    @property
+    def task(self) -> Task | None:
+        """What is learnt from masks or numbers, known without reading the dataset; None for classes.
+
+        Only the labels show whether an image may have several.
+        """
+        if self.mask is not None:
+            return Segmentation()
+        if self.numbers is not None:
+            return Regression()
+        return None
 
     @cached_property
     def _splits(self) -> dict[str, "Dataset"]:
@@ -434,10 +435,11 @@ class HuggingFace(ListedImages):
             )
         (column,) = candidates
         if column not in supported:
-            raise ValueError(
-                f"{option}: column {column!r} of {self.name} contains {self._rows.features[column]}, not {option}s; "
-                "choose a different one"
-            )
+            feature = self._rows.features[column]
+            remedy = "choose a different one"
+            if option == "label" and re.match("float", str(getattr(feature, "dtype", ""))):
+                remedy += f", or predict it (numbers: {column}, and task: Regression)"
+            raise ValueError(f"{option}: column {column!r} of {self.name} contains {feature}, not {option}s; {remedy}")
         return column
 
     @cached_property
@@ -508,14 +510,17 @@ class HuggingFace(ListedImages):
         classes: tuple[str, ...] | None = None
         labels: Array | None = None
         masks: list[str] | None = None
-        if self.mask is None:
+        numbers: Array | None = None
+        if self.numbers is not None:
+            classes, numbers = _read_numbers(self, self.numbers)
+        elif self.mask is None:
             classes, labels = self._number_labels()
         else:
             masks = paths
         split = np.array([path.rpartition("[")[0] for path in paths])
         uses_several_splits = len({*split, *(self.splits or ())}) > 1
         split_or_none = split if uses_several_splits else None
-        return Manifest(paths, labels, classes, self.extra_columns(), split_or_none, masks=masks)
+        return Manifest(paths, labels, classes, self.extra_columns(), split_or_none, masks=masks, numbers=numbers)
 
     def _number_labels(self) -> tuple[tuple[str, ...], Array]:
         """Return the classes and the labels of all rows."""
@@ -550,23 +555,48 @@ class HuggingFace(ListedImages):
         return number_labels([words[0] for words in words_of_images], classes)
 
 
-def _check_one_kind_of_label(
-    mask: str | None, numbers: str | list[str] | None, separator: str | None, label: str | list[str]
-) -> None:
-    """Raise an OptionError if options of a table select different kinds of labels."""
-    selected = {"mask": mask, "numbers": numbers, "separator": separator}
-    if not isinstance(label, str):
-        selected["label"] = label
-    names = [name for name, value in selected.items() if value is not None]
+def _check_one_kind_of_label(**options: str | list[str] | None) -> None:
+    """Raise an OptionError if more than one of the options that select kinds of labels is set.
+
+    Args:
+        **options: Values of these options by name, None for those that are not set.
+    """
+    names = [name for name, value in options.items() if value is not None]
     if len(names) > 1:
         first = names[0]
         second = names[1]
         raise OptionError(
-            f"{second}={selected[second]!r} cannot be combined with {first}={selected[first]!r}: labels are either "
+            f"{second}={options[second]!r} cannot be combined with {first}={options[first]!r}: labels are either "
             "masks, numbers, names in one column, or columns of zeros and ones; leave one out",
             name=second,
-            value=selected[second],
+            value=options[second],
         )
+
+
+def _read_numbers(images: ListedImages, columns: str | list[str]) -> tuple[tuple[str, ...], Array]:
+    """Read the columns of numbers that the option ``numbers`` selects.
+
+    Args:
+        images: The image set with the columns.
+        columns: Name of one column, or names of several.
+
+    Returns:
+        The names, and the numbers float32 (N, D).
+
+    Raises:
+        ValueError: If there is no such column, or a cell is not a number. The message names the rows.
+    """
+    names = [columns] if isinstance(columns, str) else columns
+    numbers_of_columns = []
+    for name in names:
+        column = images.column("numbers", name, "fill it in, or take the row out")
+        cells = [str(cell).strip() for cell in column]
+        not_numbers = [row for row, cell in enumerate(cells) if not is_number(cell)]
+        if not_numbers:
+            problem = f"{name} is {cells[not_numbers[0]]!r}, which is not a number"
+            images.reject_rows(not_numbers, problem, "correct it, with a point for decimals, or take the row out")
+        numbers_of_columns.append(np.array(cells, dtype=np.float32))
+    return tuple(names), np.stack(numbers_of_columns, 1)
 
 
 def _check_unknown(unknown: Unknown | dict[str, Unknown], blank: Blank, label: str | list[str]) -> None:
