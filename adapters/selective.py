@@ -118,7 +118,7 @@ class SelectiveModel(BaseTuner):
         """
         # PEFT adds the configuration to peft_config before this call.
         if len(self.peft_config) > 1:
-            self._refuse("hold a second adapter")
+            self._reject("hold a second adapter")
         config = cast(SelectiveConfig, self.peft_config[adapter_name])
         module_names = {name for name, _ in model.named_modules()}
         for name in config.modules:
@@ -142,13 +142,13 @@ class SelectiveModel(BaseTuner):
 
     def disable_adapter_layers(self) -> None:
         """Raise a ValueError: the network's former values are not kept."""
-        self._refuse("be disabled")
+        self._reject("be disabled")
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Raise a ValueError: the network's former values are not kept."""
-        self._refuse("be deleted")
+        self._reject("be deleted")
 
-    def _refuse(self, action: str) -> NoReturn:
+    def _reject(self, action: str) -> NoReturn:
         """Raise a ValueError for an action that a network trained in place does not support."""
         raise ValueError(
             f"PERADA_SELECTIVE trains the network's own parameters in place and cannot {action}; build a new backbone"

@@ -22,7 +22,7 @@ from benchmarks.peers.memory import process_tree, proportional_mb
 from benchmarks.peers.networks import build_network, train_client, trained_state
 from benchmarks.peers.prepare import prepare
 from benchmarks.peers.scores import Score, score
-from benchmarks.peers.tasks import TASKS, Training, load_task_data, quick_task, refusal, save_task_data
+from benchmarks.peers.tasks import TASKS, Training, load_task_data, quick_task, save_task_data, unsupported_reason
 
 SLOW = ("cnn_1000", "resnet", "residual", "vit_lora")
 
@@ -82,7 +82,7 @@ def test_a_peer_trains_what_a_plain_loop_trains(framework, name, tmp_path):
     for package in measure.MODULES[framework]:
         install = f"pip install '{measure.PACKAGES[framework]}'"
         pytest.importorskip(package, reason=f"{package} is not installed: {install}")
-    reason = refusal(framework, TASKS[name])
+    reason = unsupported_reason(framework, TASKS[name])
     if reason:
         pytest.skip(reason)
     file = tmp_path / "task.pt"
@@ -302,7 +302,7 @@ def test_a_missing_framework_is_named_with_the_way_to_install_it(monkeypatch):
         f"{sys.executable} has no no_such_module; install it by {sys.executable} -m pip install 'pfl["
     )
     assert "cannot be started" in missing_packages("/no/such/python", "pfl")
-    assert refusal("pfl", TASKS["ditto"]) and not refusal("flower", TASKS["ditto"])
+    assert unsupported_reason("pfl", TASKS["ditto"]) and not unsupported_reason("flower", TASKS["ditto"])
 
 
 def test_a_process_that_fails_says_why(tmp_path):

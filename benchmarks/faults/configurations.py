@@ -130,10 +130,10 @@ def outcome_of(call: Call, seconds: int = SECONDS) -> str:
         except TimeoutError:
             return f"took more than {seconds} s"
         except (ValueError, TypeError, OSError, ImportError) as error:
-            return _outcome_of_refusal(str(error), call.options)
+            return _outcome_of_rejection(str(error), call.options)
         except Exception as error:  # any other is a bug
             if type(error).__name__ == "MisconfigurationException":  # Lightning rejects an option of its own
-                return _outcome_of_refusal(str(error), call.options)
+                return _outcome_of_rejection(str(error), call.options)
             return f"raw {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     warnings_text = " ".join(str(warning.message) for warning in caught_warnings)
     last_round = run.metrics["rounds"][-1] if run.metrics["rounds"] else {}
@@ -144,8 +144,8 @@ def outcome_of(call: Call, seconds: int = SECONDS) -> str:
     return SURVIVED
 
 
-def _outcome_of_refusal(message: str, options: dict[str, Any]) -> str:
-    """Check that a refusal is one line that names an option of the call, or its value, and a remedy."""
+def _outcome_of_rejection(message: str, options: dict[str, Any]) -> str:
+    """Check that an error is one line that names an option of the call, or its value, and a remedy."""
     if "\n" in message.strip():
         return f"several lines: {message.splitlines()[0][:150]}"
     plain_message = message.lower().replace("_", " ")

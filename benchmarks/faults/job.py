@@ -25,7 +25,7 @@ from perada.algorithms.registry import methods
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir")
 """Events of Python's audit hooks at which a run may be killed, if they are on files below its folders."""
-REFUSALS = {"full": errno.ENOSPC, "read-only": errno.EROFS}
+WRITE_ERRORS = {"full": errno.ENOSPC, "read-only": errno.EROFS}
 PRIVATE: dict[str, dict[str, Any]] = {
     "none": {},
     "images": {"privacy": {"noise_multiplier": 1.0, "secure_rng": False}},
@@ -157,8 +157,8 @@ def _creates_file(event: str, arguments: tuple[Any, ...]) -> bool:
     return event == "open" and isinstance(arguments[2], int) and bool(arguments[2] & os.O_CREAT)
 
 
-def refuse_at(folders: tuple[str, ...], count: int, error: int) -> None:
-    """Refuse with an error to open files for writing below ``folders``, after ``count`` files were opened."""
+def fail_opening_after(folders: tuple[str, ...], count: int, error: int) -> None:
+    """Raise an error when a file below ``folders`` is opened for writing, after ``count`` files were opened."""
     remaining = count
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -231,8 +231,8 @@ def run(job: Job, folder: str, temporary: str, fault: str, count: int, rank: int
             count_operations(folders, Path(f"{errors}.count"))
         elif fault == "kill":
             die_at(folders, count)
-        elif fault in REFUSALS:
-            refuse_at(folders, count, REFUSALS[fault])
+        elif fault in WRITE_ERRORS:
+            fail_opening_after(folders, count, WRITE_ERRORS[fault])
         _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         if fault == "no room":  # a write fails, and not only an open
             resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard_limit))

@@ -17,7 +17,7 @@ from benchmarks.__main__ import machine_facts
 from benchmarks.peers.measure import Measurement, missing_packages, run_process
 from benchmarks.peers.prepare import prepare
 from benchmarks.peers.scores import TOLERANCE, Score, score
-from benchmarks.peers.tasks import FRAMEWORKS, TASK_FILE, TASKS, Task, quick_task, refusal, save_task_data
+from benchmarks.peers.tasks import FRAMEWORKS, TASK_FILE, TASKS, Task, quick_task, save_task_data, unsupported_reason
 from benchmarks.timing import ratio
 from perada.core.files import write_atomic
 from perada.results.report import table
@@ -105,7 +105,7 @@ def measure_task(task: Task, settings: Settings, missing: dict[str, str]) -> lis
     """
     reasons = {}
     for framework in settings.interpreters:
-        reasons[framework] = missing[framework] or refusal(framework, task)
+        reasons[framework] = missing[framework] or unsupported_reason(framework, task)
     turns: dict[str, list[Measurement]] = {framework: [] for framework in settings.interpreters}
     peaks: dict[str, float] = {}
     rounds = 1 + task.timed_rounds

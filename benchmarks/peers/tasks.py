@@ -108,8 +108,8 @@ def quick_task(task: Task) -> Task:
     return smaller
 
 
-def refusal(framework: str, task: Task) -> str:
-    """Return why a framework cannot run a task, or nothing."""
+def unsupported_reason(framework: str, task: Task) -> str:
+    """Return why a framework cannot run a task; an empty string if it can."""
     if framework == "pfl" and task.algorithm != "fedavg":
         return "pfl has no personalised method"
     return ""

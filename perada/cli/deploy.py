@@ -25,7 +25,7 @@ from perada.cli.deploy_status import (
 )
 from perada.cli.deployed_recipes import server_recipe, site_recipe
 from perada.cli.inference import print_saved
-from perada.cli.runs import REFUSALS
+from perada.cli.runs import USER_ERRORS
 from perada.core.checks import check_installed
 from perada.core.files import check_output_folder
 from perada.core.text import printable
@@ -59,7 +59,7 @@ def site(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--log-format", type=Literal["text", "json"], default="text", help=LOG_FORMAT_HELP)
     options = parser.parse_args(words)
     if options.log_format == "json":
-        with json_logs(sys.stderr, REFUSALS):
+        with json_logs(sys.stderr, USER_ERRORS):
             _serve_site(read_site(options.site), logging.getLogger("perada.deploy").info)
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")

@@ -246,7 +246,7 @@ def _check_imports(everything: bool) -> Iterator[Check]:
         for name in names:
             import_module(name)
     except Exception as error:  # whatever a broken library raises
-        # The last part of a path says enough, and names nobody.
+        # The last part of a path is enough, and identifies nobody.
         message = re.sub(r"[\w.~-]*(?:[/\\][\w.~ +-]+)+[/\\]([\w.+-]+)", r"\1", f"{type(error).__name__}: {error}")
         yield Check("fail", f"perada cannot be imported ({' '.join(message.split())[:300]}); reinstall it")
         return

@@ -44,7 +44,7 @@ def recipe_digest(name: str) -> str:
     """Return the digest that sites approve, of the recipe's text and its frozen weights.
 
     Raises:
-        ValueError: If no site could train the recipe as privately as it says.
+        ValueError: If no site could train the recipe with the privacy that it sets.
     """
     from perada.cli.deployed_recipes import server_recipe
     from perada.lightning.privacy_setup import check_trained_norms
@@ -213,15 +213,15 @@ def _json_logs_if_requested(monitoring: Monitoring) -> AbstractContextManager[No
     """Return a context in which logs, warnings and errors are lines of JSON, if requested."""
     if monitoring.log_format != "json":
         return nullcontext()
-    from perada.cli.runs import REFUSALS
+    from perada.cli.runs import USER_ERRORS
 
-    return json_logs(sys.stdout, REFUSALS)
+    return json_logs(sys.stdout, USER_ERRORS)
 
 
 def serve(path: Path, transport: Transport, terms: Terms, state: Path, monitoring: Monitoring) -> None:
     """Run a recipe over a transport. Called by the app at the server."""
     from perada.cli.deploy import run_rounds
-    from perada.cli.runs import REFUSALS
+    from perada.cli.runs import USER_ERRORS
 
     quiet_libraries()
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
@@ -232,7 +232,7 @@ def serve(path: Path, transport: Transport, terms: Terms, state: Path, monitorin
     log.addHandler(json_handler(sys.stdout) if in_json else logging.StreamHandler(sys.stdout))
     try:
         run_rounds(str(path), transport, state, terms, monitoring)
-    except REFUSALS as error:
+    except USER_ERRORS as error:
         if in_json:
             log.error("%s", one_line(error))
         else:

@@ -128,7 +128,7 @@ def default_text(action: Action) -> str:
 
 def _value_type(action: Action) -> object:
     """Return the type of an option's value, or an alias such as ``list[str]``, without None."""
-    # jsonargparse keeps the types that argparse does not know in its actions.
+    # jsonargparse keeps the types that argparse lacks in its actions.
     hint = action.type or getattr(action, "_typehint", None)
     members = [member for member in get_args(hint) if member is not NoneType]
     if NoneType in get_args(hint) and len(members) == 1:

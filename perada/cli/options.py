@@ -127,7 +127,7 @@ def check_recipe(path: Path) -> None:
                 continue
             wrong_name = name
             if name == key and isinstance(value, dict) and value:
-                # A misspelt section: its first option tells more.
+                # A misspelt section: its first option gives a better hint.
                 wrong_name = f"{name}.{next(iter(value))}"
             proposals = nearest(wrong_name, options)
             remedy = f"did you mean {' or '.join(proposals)}?" if proposals else "`perada fit --help` lists the options"

@@ -51,7 +51,7 @@ from perada.privacy import ClientPrivacy, Privacy
 from perada.results.report import client_table, epsilon_text, mode_line, notes_on_means, shift_tables, unit_of
 from perada.results.restore import plain_data
 
-REFUSALS = (ValueError, TypeError, OSError, ImportError, ArgumentError, MisconfigurationException)
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError, ArgumentError, MisconfigurationException)
 """Errors with which a run is rejected; any other error is a bug."""
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false")
 REPLACEMENTS = (1, 0.5, 10, 1e-5)
@@ -476,8 +476,8 @@ def _set_up(recipes: list[dict[str, Any]], words: Sequence[str]) -> _SetUpAttemp
             cli.trainer.fit(cli.model, cli.datamodule)
         except _SetUpError:
             pass
-        except REFUSALS as refusal:
-            error = refusal
+        except USER_ERRORS as rejection:
+            error = rejection
     messages = []
     for warning in caught:
         if warning.category is UserWarning:

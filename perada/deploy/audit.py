@@ -13,7 +13,7 @@ of both numbers (:class:`HighWaterMark`), so that the log and its head cannot be
 
 The state is written before the line, and the line before the lock file. A process that is killed in between leaves a
 state that is ahead of the log, or a log that is ahead of the lock file, and neither is an error. The reverse never
-happens, and is refused.
+happens, and is rejected.
 
 This module imports no torch, since the log is read without a model.
 """
@@ -30,7 +30,7 @@ from perada.core.digests import KEY, digest_of, sealed
 from perada.core.files import LOCK, FolderLock, open_atomic, sync, write_atomic
 from perada.deploy.protocol import (
     SUM_KINDS,
-    RefusalError,
+    RejectionError,
     Request,
     Response,
     canonical,
@@ -108,7 +108,7 @@ class HighWaterMark:
         """Read what :meth:`pack` wrote; any other content gives the defaults.
 
         The file is a witness beside the log and the state. If it is lost or damaged these two are still compared, so
-        that is no reason to refuse a folder.
+        that is no reason to reject a folder.
         """
         try:
             values = json.loads(content)
@@ -166,7 +166,7 @@ def make_entry(message: bytes, reply: bytes, spent: Callable[[Request], object])
     }
     try:
         request = Request.read(read_header(message))
-    except RefusalError:
+    except RejectionError:
         return entry
     request_fields["kind"] = request.kind
     request_fields["recipe"] = request.recipe
@@ -358,7 +358,7 @@ def check_chain(log: LogContent) -> None:
     A killed process may leave a line after the head, or an incomplete one, which are accepted: neither was answered.
 
     Raises:
-        ValueError: If one was; the message says which.
+        ValueError: If one was; the message names it.
     """
     tip = log.tip
     head = log.head
@@ -381,11 +381,11 @@ def check_state(log: LogContent, committed: Committed, mark: HighWaterMark) -> N
 
     Args:
         log: An undamaged log.
-        committed: What the state says.
-        mark: What the lock file says. It must have been read before the two others if a worker may be running.
+        committed: Number of writes and log position in the state.
+        mark: The copy of both in the lock file. Must be read before the two others if a worker may be running.
 
     Raises:
-        ValueError: If one is; the message says which, and what to do.
+        ValueError: If one is; the message names it and the remedy.
     """
     entries = log.entries
     counts = [entry["commits"] for entry in entries]
@@ -427,11 +427,11 @@ def begin_log(folder: Path, committed: Committed) -> Path | None:
     """Start a new log when the current one cannot be continued; its first line records this.
 
     The former log is renamed and the new one put in its place in one step. A process that is killed before the head and
-    the lock file are written leaves a log that is refused, so that it has to be begun once more.
+    the lock file are written leaves a log that is rejected, so that it has to be begun once more.
 
     Args:
         folder: State folder of the site.
-        committed: What the state says.
+        committed: Number of writes and log position in the state.
 
     Returns:
         Where the former log is now; None if there was none.

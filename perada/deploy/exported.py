@@ -136,7 +136,7 @@ def _preprocessing_of_server(recipe: ServerRecipe) -> Preprocessing:
 def _client_level_of_site(client: Client, num_rounds: int) -> dict[str, Any]:
     """Return the privacy of the site as a whole after some rounds, as the record of :mod:`perada.results.cards`.
 
-    Without secure sums the server adds the noise. The site does not know its ledger, so that ε is infinite here.
+    Without secure sums the server adds the noise. The site has no ledger of it, so that ε is infinite here.
     """
     loop = client.recipe.loop
     assert loop.client_privacy is not None
@@ -154,7 +154,7 @@ def _client_level_of_site(client: Client, num_rounds: int) -> dict[str, Any]:
 
 
 def _privacy_of_server(recipe: ServerRecipe, progress: RunProgress) -> dict[str, Any] | None:
-    """Return what the server knows about the run's privacy. An ε that a site does not report counts as infinite."""
+    """Return the privacy record of the run at the server. An ε that a site does not report counts as infinite."""
     settings = recipe.settings()
     members = progress.roster
     privacy: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, TextIO
 from perada.core.checks import check_choice, check_integer
 
 CONTEXT_FIELDS = ("run", "round", "site")
-"""Fields of each line that tell what its message is about; null where it is about none."""
+"""Fields of each line that identify the subject of its message; null without one."""
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 _FLOWER_RECORD = re.compile(
     r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) *(\d{4}-\d\d-\d\d [\d:,]+)? ?: *(?P<message>.*)"

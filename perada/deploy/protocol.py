@@ -69,10 +69,10 @@ Spec = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype, as safetensors names it, and shape of each tensor that is expected."""
 
 
-class RefusalError(ValueError):
+class RejectionError(ValueError):
     """Raised if a message is malformed or not allowed.
 
-    Only the code is sent to the other side. The text, a single line, is for the log of the side that refuses.
+    Only the code is sent to the other side. The text, a single line, is for the log of the side that rejects it.
 
     Args:
         text: Reason, truncated to 300 characters.
@@ -109,12 +109,12 @@ class Header:
         """Make a header of decoded JSON.
 
         Raises:
-            RefusalError: If the message is of another protocol, or a field is missing, unknown or out of range.
+            RejectionError: If the message is of another protocol, or a field is missing, unknown or out of range.
         """
         # The version first: fields of another version cannot be judged.
         protocol = header.get("protocol")
         if type(protocol) is not int or protocol != PROTOCOL:
-            raise RefusalError(
+            raise RejectionError(
                 f"the message uses protocol {protocol}, but this side uses protocol {PROTOCOL}; install the same "
                 "release of perada on the server and at its sites",
                 "protocol",
@@ -122,7 +122,7 @@ class Header:
         try:
             return cls(**header)
         except (TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise RefusalError(str(error)) from None
+            raise RejectionError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ def read_header(message: bytes, max_table_bytes: int = MAX_TABLE_BYTES) -> dict[
     """Return the header of a message; its tensors are not checked.
 
     Raises:
-        RefusalError: If it is not a message, or its table is larger than ``max_table_bytes``.
+        RejectionError: If it is not a message, or its table is larger than ``max_table_bytes``.
     """
     header, _ = _read_table(message, max_table_bytes)
     return header
@@ -330,7 +330,7 @@ def tensor_sizes(message: bytes) -> dict[str, int]:
     """Return the size in bytes of each tensor of a message.
 
     Raises:
-        RefusalError: If it is not a message.
+        RejectionError: If it is not a message.
     """
     _, table = _read_table(message)
     sizes = {}
@@ -339,7 +339,7 @@ def tensor_sizes(message: bytes) -> dict[str, int]:
             begin, end = entry["data_offsets"]
             sizes[name] = end - begin
     except (KeyError, TypeError, ValueError) as error:
-        raise RefusalError(f"a tensor is not described ({error!r})") from None
+        raise RejectionError(f"a tensor is not described ({error!r})") from None
     return sizes
 
 
@@ -373,16 +373,16 @@ def unpack(message: bytes, expected: Spec) -> Message:
     """Decode a message that has exactly the ``expected`` tensors.
 
     Raises:
-        RefusalError: If it is not a message, has other tensors, or a value is not finite or out of range.
+        RejectionError: If it is not a message, has other tensors, or a value is not finite or out of range.
     """
     header, table = _read_table(message)
     try:
         received = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in table.items()}
     except (KeyError, TypeError) as error:
-        raise RefusalError(f"a tensor is not described ({error!r})") from None
+        raise RejectionError(f"a tensor is not described ({error!r})") from None
     if received != expected:
         name = min(name for name in {*received, *expected} if received.get(name) != expected.get(name))
-        raise RefusalError(f"the tensor {name[:80]!r} is {received.get(name)}, expected {expected.get(name)}")
+        raise RejectionError(f"the tensor {name[:80]!r} is {received.get(name)}, expected {expected.get(name)}")
     if not expected:
         return Message(header, {})
     from safetensors import SafetensorError
@@ -391,7 +391,7 @@ def unpack(message: bytes, expected: Spec) -> Message:
     try:
         state: State = load(message)
     except (SafetensorError, ValueError, RuntimeError) as error:
-        raise RefusalError(f"it is not a safetensors file ({error})") from None
+        raise RejectionError(f"it is not a safetensors file ({error})") from None
     for name, value in state.items():
         _check_range(name, value, dtype=expected[name][0])
     return Message(header, {name: state[name] for name in expected})
@@ -407,22 +407,22 @@ def _check_range(name: str, value: "Tensor", dtype: str) -> None:
     largest = float(value.max())
     # With a NaN among the values both are NaN, and no comparison holds.
     if not lower <= smallest <= largest <= upper:
-        raise RefusalError(f"the tensor {name!r} has values from {smallest} to {largest}")
+        raise RejectionError(f"the tensor {name!r} has values from {smallest} to {largest}")
 
 
 def _read_table(message: bytes, max_table_bytes: int = MAX_TABLE_BYTES) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the header of a message, and the table of its tensors."""
     size = int.from_bytes(message[:8], "little")
     if len(message) < 8 or size > min(max_table_bytes, len(message) - 8):
-        raise RefusalError(f"the table claims {size} bytes in a message of {len(message)}")
+        raise RejectionError(f"the table claims {size} bytes in a message of {len(message)}")
     try:
         table = json.loads(message[8 : 8 + size])
         text = table.pop("__metadata__")[_SECTION]
         header = json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise RefusalError(f"its table cannot be read ({type(error).__name__})") from None
+        raise RejectionError(f"its table cannot be read ({type(error).__name__})") from None
     if not isinstance(header, dict):
-        raise RefusalError("its header is not a dictionary")
+        raise RejectionError("its header is not a dictionary")
     return header, table
 
 

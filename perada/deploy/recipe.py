@@ -133,7 +133,7 @@ class Recipe:
     def settings(self, **changes: Any) -> Settings:
         """Return the settings of the rounds.
 
-        Noise is always drawn from a cryptographic generator, since the server knows the run's seed.
+        Noise is always drawn from a cryptographic generator, since the server has the run's seed.
 
         Args:
             changes: Settings that replace those of the recipe.

@@ -32,7 +32,7 @@ from perada.deploy.audit import (
     check_state,
     read_log,
 )
-from perada.deploy.protocol import RefusalError, Request, pack, read_header
+from perada.deploy.protocol import RejectionError, Request, pack, read_header
 from perada.privacy.accounting import Ledger
 
 IMAGES_LEDGER = 0
@@ -57,7 +57,7 @@ def write_nested(path: Path, content: Mapping[str, object], version: int, former
     """
     tensors: State = {}
 
-    def to_json(value: Any) -> Any:  # noqa: ANN401  # what JSON does not know
+    def to_json(value: Any) -> Any:  # noqa: ANN401  # types that JSON lacks
         name = str(len(tensors))
         if isinstance(value, Tensor):
             tensors[name] = value
@@ -310,11 +310,11 @@ class SiteStore:
         return stored.state
 
     def load(self, run: str) -> RunState:
-        """Return the state of a run; a new one if the site does not know the run.
+        """Return the state of a run; a new one if the site has none.
 
         Raises:
             ValueError: If its file is damaged or another run's.
-            RefusalError: If its file is missing, or an older copy.
+            RejectionError: If its file is missing, or an older copy.
         """
         current = self.current()
         if current is not None and current.run == run:
@@ -323,14 +323,14 @@ class SiteStore:
         if run not in self._former:
             return RunState(run)
         if not path.exists():
-            raise RefusalError(
+            raise RejectionError(
                 f"{str(path)!r} is missing, so run {run} cannot be continued; restore it from a backup", "other"
             )
         stored = read_state(path)
         if stored.state.run != run:
             raise ValueError(f"{str(path)!r} contains run {stored.state.run} instead; restore it from a backup")
         if stored.committed.commits != self._former[run]:
-            raise RefusalError(_older_copy_message(path, stored.committed.commits, self._former[run]), "other")
+            raise RejectionError(_older_copy_message(path, stored.committed.commits, self._former[run]), "other")
         return stored.state
 
     @property
@@ -406,10 +406,10 @@ def check_former(folder: Path, committed: Committed) -> None:
 
     Args:
         folder: State folder.
-        committed: What the state says of itself.
+        committed: Number of writes and log position in the state.
 
     Raises:
-        ValueError: If one is; the message says which, and what to do.
+        ValueError: If one is; the message names it and the remedy.
     """
     for path in sorted((folder / FORMER_RUNS).glob("*.safetensors")):
         commits = _read_commits(path)
@@ -504,7 +504,7 @@ def read_witnesses(folder: Path) -> tuple[LogContent, Committed, HighWaterMark]:
     A worker may write to them meanwhile.
     """
     while True:
-        # The lock file is written last, so that what it says was in the two others before.
+        # The lock file is written last, so that its content was in the two others before.
         mark = read_mark(folder)
         committed = read_committed(folder)
         log = read_log(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dry runs at set-up that determine what private training must know about an algorithm and a server rule.
+"""Dry runs at set-up that determine what private training depends on in an algorithm and a server rule.
 
 These are the number of gradients that a step computes, whether streams that are declared unsent are never sent, and
 whether client-level privacy is possible. The network is checked in :mod:`perada.privacy.model_checks`.

@@ -508,7 +508,7 @@ def _sample_stacked_layer(
         return samples
     original = layer.original[0]
     samplers = _samplers()
-    # timm's layers are subclasses of torch's, and computed in the same way unless their twin says otherwise.
+    # timm's layers are subclasses of torch's, and computed in the same way unless their twin overrides it.
     classes = type(original).__mro__ if layer.like_torch else ()
     for layer_class in classes:
         if layer_class in samplers:

@@ -24,7 +24,7 @@ from jsonargparse import ArgumentError
 
 from perada.cli import main
 from perada.cli.flower import serve
-from perada.cli.runs import REFUSALS
+from perada.cli.runs import USER_ERRORS
 from perada.core import files
 from perada.deploy.flower import keys, running
 from perada.deploy.flower.app import write_app
@@ -390,7 +390,7 @@ def test_why_a_run_failed_is_said(tmp_path, app, monkeypatch, capfd):
         assert said in shown and "with --resume" in shown
 
 
-@pytest.mark.parametrize("kind", REFUSALS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", USER_ERRORS, ids=lambda kind: kind.__name__)
 def test_an_error_at_the_server_is_one_line_for_whoever_started_the_run(kind, tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise kind(*[None] * (kind is ArgumentError), "no such\n  adapter")

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from perada.core.files import sync
-from perada.deploy.protocol import RefusalError, Request, Response, digest, pack, read_header, spec_of, unpack
+from perada.deploy.protocol import RejectionError, Request, Response, digest, pack, read_header, spec_of, unpack
 from perada.deploy.site.client import Client, single_client_data
 from perada.deploy.site.file import Limits
 from perada.deploy.state import SiteStore, read_state
@@ -656,6 +656,6 @@ def test_a_message_is_what_it_was(site):
     assert header == {"x": [1, "y"]}
     assert found.keys() == state.keys()
     assert all(torch.equal(found[key], state[key]) and found[key].dtype == state[key].dtype for key in state)
-    with pytest.raises(RefusalError, match="the tensor 'a' is"):
+    with pytest.raises(RejectionError, match="the tensor 'a' is"):
         unpack(pack({}, state), spec_of(state | {"a": torch.zeros(2, 3)}))
     assert LocalTransport({"one": site}).names() == ["one"]

@@ -43,7 +43,7 @@ _APP_NAME = "[a-z][a-z0-9-]{0,40}"
 _PAYLOAD = "payload"
 _ARRAY_TYPE = "perada.bytes"  # not numpy's: only perada's own code reads it
 _FAILURE_OF_FLOWER_CODE = {
-    3: "unreachable",  # the SuperLink does not know the message any more
+    3: "unreachable",  # the SuperLink no longer has the message
     4: "late",  # the message expired before a reply came
     5: "unreachable",  # the SuperNode is not heard from
     6: "refused",  # by a mod
@@ -144,7 +144,7 @@ def pass_on(message: "Message", context: "Context") -> "Message":
     from flwr.app import Message
 
     try:
-        # Of any length: the worker knows how long a request may be.
+        # Of any length: the worker limits the length of requests.
         payload = unpack_payload(message.content, sys.maxsize)
         if isinstance(payload, bytes):
             path = str(context.node_config.get("socket", ""))

@@ -16,7 +16,7 @@ try:
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-except ImportError:  # an optional dependency, which Flower brings; _begin() says that it is missing
+except ImportError:  # an optional dependency, which Flower brings; _begin() raises an error if it is missing
     pass
 
 LOOPBACK = ("127.0.0.1", "::1")

@@ -109,7 +109,7 @@ class Link:
 
     @contextmanager
     def connection(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """Yield the name of the connection, and the environment in which Flower's commands know it."""
+        """Yield the name of the connection, and the environment in which Flower's commands find it."""
         environment = {**os.environ, **QUIET}
         if self.authority is None:
             yield self.where, environment

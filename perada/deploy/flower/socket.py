@@ -116,7 +116,7 @@ def ask(
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(min(TRANSFER_TIMEOUT, deadline))
             connection.connect(os.fspath(path))
-            # The worker closes the connection if it refuses the head; its code can still be read.
+            # The worker closes the connection if it rejects the head; its code can still be read.
             with suppress(BrokenPipeError):
                 connection.sendall(frame(message, run))
             reply, _ = read_frame(connection, max_bytes, end - time.monotonic())
@@ -181,7 +181,7 @@ class Listener(AbstractContextManager["Listener"]):
         """Answer requests in this thread until :meth:`close`.
 
         Args:
-            answer: Returns the reply to a message of a run. If it raises, the other side is told ``crashed``, and the
+            answer: Returns the reply to a message of a run. If it raises, the other side receives ``crashed``, and the
                 reason stays in this process's log.
         """
         while True:

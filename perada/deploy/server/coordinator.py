@@ -18,7 +18,7 @@ from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State, narrowed, stack_size, strides_of, widened
 from perada.deploy.protocol import (
     SUM_KINDS,
-    RefusalError,
+    RejectionError,
     Request,
     RequestKind,
     Response,
@@ -452,7 +452,7 @@ class Coordinator:
         self.server.lora_ranks = self.roster.lora_ranks
         self._check_honest_sites()
         names = [progress.roster[number].name for number in drawn]
-        # After a crash the same sites are asked, which know these messages.
+        # After a crash the same sites receive these messages again and recognise them.
         if not progress.selected:
             progress.selected = names[: self.sample]
         if self.settings.secure_sums is not None:
@@ -546,10 +546,10 @@ class Coordinator:
             contents = self.recipe.contents(record.round, self.images)
             record.summed, result = self._sum("update", record, answered, contents)
             self._check_move(result.mean)
-        except RefusalError as refusal:
+        except RejectionError as rejection:
             record.summed = []
             result = None
-            record.void = str(refusal)
+            record.void = str(rejection)
         updates = {}
         summed_logits = None
         if result is not None:
@@ -570,11 +570,11 @@ class Coordinator:
         """Check the size of the mean of a secure sum, which a single site may have made huge.
 
         A mean of plausible numbers may still be a model that no site can train, so that all later rounds would be void.
-        It is refused if it moves the model by many times its own norm, and, if there were sums before, by many times as
-        much as the largest of those. Noisy sums may have any size.
+        It is rejected if it moves the model by many times its own norm, and, if there were sums before, by many times
+        as much as the largest of those. Noisy sums may have any size.
 
         Raises:
-            RefusalError: If it is out of proportion.
+            RejectionError: If it is out of proportion.
         """
         progress = self.progress
         if self.recipe.noisy:
@@ -602,7 +602,7 @@ class Coordinator:
         if progress.moves and rate_factor > 0:
             limit = max(limit, OUTLIER_FACTOR * rate_factor * max(progress.moves))
         if move > limit:
-            raise RefusalError(
+            raise RejectionError(
                 f"{SPOILED} it moves the model by {move:.3g}, more than {limit:.3g}, which is {multiple:g} times its "
                 "norm or earlier moves",
                 "other",
@@ -673,10 +673,10 @@ class Coordinator:
             contents: Layout of the vectors.
 
         Returns:
-            The sites in the sum, and what it says.
+            The sites in the sum, and its content.
 
         Raises:
-            RefusalError: If too few sites remain at a step.
+            RejectionError: If too few sites remain at a step.
         """
         from perada.deploy.server.summing import LIED, MASKED, SecureSum
         from perada.deploy.sums.keys import SumTerms
@@ -786,8 +786,8 @@ class Coordinator:
                 contents = recipe.contents_of_scores()
                 _, result = self._sum("scores", RoundRecord(progress.done), adding, contents)
                 scores = scores_of_sums(metrics, recipe.num_summands, result, recipe.max_pixels)
-            except RefusalError as refusal:
-                log.warning("no scores after round %d: %s", progress.done, refusal)
+            except RejectionError as rejection:
+                log.warning("no scores after round %d: %s", progress.done, rejection)
         progress.history[-1] |= scores
         progress.scored = progress.done
         self._save()

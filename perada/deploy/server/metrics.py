@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from perada.deploy.protocol import RefusalError, ResponseCode, read_header
+from perada.deploy.protocol import RejectionError, ResponseCode, read_header
 from perada.deploy.server.progress import RoundRecord, RunProgress
 from perada.deploy.transport import Failure, Transport
 
@@ -72,7 +72,7 @@ def _code_of(reply: bytes | Failure) -> str:
         return reply.code
     try:
         code = str(read_header(reply).get("code"))
-    except RefusalError:
+    except RejectionError:
         return "malformed"
     return code if code in get_args(ResponseCode) else "malformed"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from perada.core.rounds import RoundPlan, make_plan
 from perada.core.states import State, stack, to_device
-from perada.deploy.protocol import MAX_STEPS, RefusalError, Request, Response, Spec, digest, read_header, unpack
+from perada.deploy.protocol import MAX_STEPS, RejectionError, Request, Response, Spec, digest, read_header, unpack
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.progress import Member, RoundRecord, RunProgress
 from perada.deploy.transport import Failure, Terms, Transport
@@ -30,7 +30,7 @@ Facts = Mapping[str, Any]
 TRANSIENT = ("late", "unreachable", "crashed")
 """Codes of failures after which a request may be sent to the site again in the same round."""
 UNTRAINED = ("exhausted", "unapproved", "past", "future", "other", "protocol")
-"""Codes of sites that have refused to train."""
+"""Codes of sites that reject a request to train."""
 ADMISSION_INTERVAL = 10
 """Number of rounds between two requests to join to a site that was not admitted.
 
@@ -238,8 +238,8 @@ def ask(
             spec = expected[name] if response.code == "ok" else {}
             state = unpack(reply, spec).tensors
             if response.answers != digest(messages[name]):
-                raise RefusalError("it answers a different message")
-        except RefusalError as error:
+                raise RejectionError("it answers a different message")
+        except RejectionError as error:
             log.warning("site %s: %s: %s", name, error.code, error)
             failed[name] = error.code
             continue
@@ -431,7 +431,7 @@ def round_metrics(
 def epsilon_metrics(roster: Sequence[Member]) -> dict[str, float]:
     """Return the mean and largest ε of the sites of a private run.
 
-    A site that does not tell its ε makes them infinite: the ε of the others must not pass for that of all.
+    A site that does not report its ε makes them infinite: the ε of the others must not be taken for that of all.
     """
     metrics = {}
     for ledger in ("release", "server"):

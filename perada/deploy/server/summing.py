@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from perada.core.states import State
-from perada.deploy.protocol import RefusalError, RequestKind, Response
+from perada.deploy.protocol import RejectionError, RequestKind, Response
 from perada.deploy.sums.keys import (
     SEALED_SIZE,
     Advert,
@@ -115,7 +115,7 @@ class SecureSum:
             The sites in the sum, and the sum of their vectors.
 
         Raises:
-            RefusalError: If too few sites remain at a step. The sum can then not be decrypted.
+            RejectionError: If too few sites remain at a step. The sum can then not be decrypted.
         """
         if self._state is not None and self._state.senders:
             server, state = self._resume(self._state)
@@ -144,8 +144,8 @@ class SecureSum:
             num_excluded = len(self._excluded)
             try:
                 return self._attempt(attempt, candidates)
-            except RefusalError as refusal:
-                log.warning("%s (attempt %d)", refusal, attempt + 1)
+            except RejectionError as rejection:
+                log.warning("%s (attempt %d)", rejection, attempt + 1)
                 if len(self._excluded) == num_excluded:
                     failures += 1
                 if failures == MAX_FAILURES:
@@ -153,11 +153,11 @@ class SecureSum:
             attempt += 1
 
     def _check_candidates(self, candidates: Mapping[str, object]) -> None:
-        """Raise a RefusalError if there are too few sites for an attempt."""
+        """Raise a RejectionError if there are too few sites for an attempt."""
         min_sites = self._terms(0).options.min_sites
         if len(candidates) < min_sites:
             without = f"; without {', '.join(sorted(self._excluded))}" if self._excluded else ""
-            raise RefusalError(
+            raise RejectionError(
                 f"secure sum: {len(candidates)} sites may take part, but {min_sites} are required{without}", "other"
             )
 
@@ -192,7 +192,8 @@ class SecureSum:
             answers = dict(candidates)
         adverts = self._read(answers, _read_advert)
         # If as many sites state one digest of a former round as another, those that state the server's digest win,
-        # since they come first. Otherwise a site could have another one excluded with which it was alone in a round.
+        # since they come first. Otherwise a site could have another one excluded if there were only the two of them in
+        # a round.
         truthful: dict[str, Advert] = {}
         contradicting: dict[str, Advert] = {}
         for name, advert in adverts.items():
@@ -246,11 +247,11 @@ class SecureSum:
     def _settle_objections(self, server: ServerRound, dealt: Mapping[str, tuple[Response, State]]) -> None:
         """Exclude sites whose keys most others reject, and sites that reject keys which most others accept.
 
-        All sites see the same keys, so that all honest sites with complete lists say the same of them: a single site
+        All sites see the same keys, so that all honest sites with complete lists judge them alike: a single site
         that rejects the keys of another one cannot have it excluded.
 
         Raises:
-            RefusalError: If there are objections.
+            RejectionError: If there are objections.
         """
         objecting = {name: answer for name, answer in dealt.items() if "objects" in answer[0].sums}
         objections = self._read(objecting, lambda name, content: _read_objections(content, {*server.order} - {name}))
@@ -270,7 +271,7 @@ class SecureSum:
             log.warning("secure sum: site %s is excluded: %s", name, reason, extra={"site": name})
             self.failed[name] = DISPUTED
         self._excluded |= excluded.keys()
-        raise RefusalError(
+        raise RejectionError(
             f"secure sum: sites reject one another's keys: excluding {', '.join(sorted(excluded))}", "other"
         )
 
@@ -281,7 +282,7 @@ class SecureSum:
         the server sees who is right.
 
         Raises:
-            RefusalError: If there are disputes.
+            RejectionError: If there are disputes.
         """
         accused = sorted({dealer for dealers in objections.values() for dealer in dealers})
         if not accused:
@@ -302,12 +303,12 @@ class SecureSum:
             log.warning("secure sum: site %s did not open the shares that it is accused of spoiling", name)
             self.failed.setdefault(name, DISPUTED)
         self._excluded |= {*lies, *silent}
-        raise RefusalError(
+        raise RejectionError(
             f"secure sum: sealed shares do not open: excluding {', '.join(sorted(self._excluded))}", "other"
         )
 
     def _resume(self, state: SumState) -> tuple[ServerRound, SumState]:
-        """Restore the round of a server that was stopped after it told sites to mask."""
+        """Restore the round of a server that was stopped after it had requested masked vectors."""
         server = ServerRound(self._terms(state.attempt), [Advert(**entry) for entry in state.adverts])
         server.commitments = {}
         for dealer, commitments in state.commitments.items():
@@ -331,7 +332,7 @@ class SecureSum:
             missing = [name for name in state.survivors if name not in vectors]
             if missing:
                 num_came = len(state.survivors) - len(missing)
-                raise RefusalError(
+                raise RejectionError(
                     f"secure sum: {num_came} of {len(state.survivors)} sites sent their part again after the restart; "
                     f"missing: {', '.join(missing)}",
                     "other",
@@ -375,7 +376,7 @@ class SecureSum:
 def consistent_adverts(adverts: Mapping[str, Advert]) -> dict[str, Advert]:
     """Return the adverts that agree with most others about this sum and about each former round.
 
-    Sites refuse a list with an advert that states something else, such as that of a site that lies, or has other public
+    Sites reject a list with an advert that states something else, such as that of a site that lies, or has other public
     images. Of statements that are equally common the first one wins.
     """
     # What each site states of this sum, under "", and of each former round.

@@ -50,7 +50,7 @@ class SiteBudget:
 
     If a site sets no ε, the limit is that of one whole run, and counts all that was ever spent with privacy: otherwise
     a server could start anew under another run's name. If a site sets one, every step counts: after a step without
-    noise ε is infinite, and everything is refused.
+    noise ε is infinite, and every request is rejected.
 
     Args:
         limits: Limits of the site, whose δ and accountant are used.

@@ -19,7 +19,7 @@ from perada.core.states import State, cut_ranks, expand, to_device
 from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, loader, make_store
 from perada.data.federated import FederatedData
 from perada.data.fingerprints import Fingerprint, fingerprint_of
-from perada.deploy.protocol import RefusalError, Request
+from perada.deploy.protocol import RejectionError, Request
 from perada.deploy.recipe import Recipe, initial_stacks, labels_digest
 from perada.deploy.scores import claimed_name
 from perada.deploy.site.budget import SiteBudget
@@ -43,7 +43,7 @@ from perada.server.aggregate import double
 SamplesT = TypeVar("SamplesT", bound=Samples)
 ValueT = TypeVar("ValueT")
 EMPTY: Dataset[Any] = TensorDataset(torch.empty(0))
-"""Stands for the data of other clients, of whom a site knows nothing."""
+"""Placeholder for the data of other clients, which a site cannot see."""
 
 
 class TrainingResult(NamedTuple):
@@ -145,8 +145,8 @@ class Client:
     def _check_site_deltas(self) -> None:
         """Raise if a δ allows one of the sites of a sum to be revealed in full.
 
-        A site does not know how many sites there are. With secure sums it knows that there may be as few as
-        ``min_sites``, and does not leave this to the server, against which the noise is meant to protect.
+        The number of sites is unknown at a site. With secure sums there may be as few as ``min_sites``. The site checks
+        this itself, since the noise is meant to protect it against the server, too.
 
         Raises:
             ValueError: If a δ is not below 1 / ``min_sites``.
@@ -238,7 +238,7 @@ class Client:
     def plan(self, request: Request, phases: Sequence[Phase] = ()) -> RoundPlan:
         """Return the site's steps.
 
-        Ledgers know the site as client 0, and private draws do not depend on its number. All other draws do: batches,
+        In ledgers the site is client 0, and private draws do not depend on its number. All other draws do: batches,
         augmentation and random datasets are those of a simulation.
 
         Args:
@@ -358,13 +358,13 @@ class Client:
         """Return a digest of the public images whose logits are in the sum of a round; "" if there are none.
 
         Raises:
-            RefusalError: If the recipe distils, and the site has no public images.
+            RejectionError: If the recipe distils, and the site has no public images.
         """
         recipe = self.recipe
         if not recipe.distils(round):
             return ""
         if not self.images.public_size:
-            raise RefusalError("the recipe distils, but has no public images here", "other")
+            raise RejectionError("the recipe distils, but has no public images here", "other")
         if round not in self._public_digests:
             indices = self.images.used(recipe.loop.distillation, round)
             self._public_digests = {round: self.images.digest(indices)}
@@ -379,7 +379,7 @@ class Client:
             shared_metric_names: Names of the losses that may be added up.
 
         Raises:
-            RefusalError: If a number is too large for the sum.
+            RejectionError: If a number is too large for the sum.
         """
         recipe = self.recipe
         round = state.training.round
@@ -394,7 +394,7 @@ class Client:
                 summand = self.site_privacy.noisy_change(state, num_sites)
             return recipe.contents(round, self.images).vector(summand, weight, logits, losses, num_sites)
         except ValueError as error:
-            raise RefusalError(str(error), "broken") from None
+            raise RejectionError(str(error), "broken") from None
 
     def _public_logits(self, round: int, summing: SummingState) -> Tensor:
         """Return the logits (images, ..., classes) of the site's update on the public images of a round."""

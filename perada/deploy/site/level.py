@@ -2,7 +2,7 @@
 """The privacy of a site as a whole: the noise that it adds to secure sums, and its budget for them."""
 
 from perada.core.states import State
-from perada.deploy.protocol import RefusalError
+from perada.deploy.protocol import RejectionError
 from perada.deploy.recipe import Recipe
 from perada.deploy.site.budget import SiteBudget
 from perada.deploy.site.file import Limits
@@ -54,7 +54,7 @@ class SitePrivacy:
         """Check a clipping norm that the server has sent.
 
         Raises:
-            RefusalError: If the noise would be lost in it, or the sum has no room for it.
+            RejectionError: If the noise would be lost in it, or the sum has no room for it.
         """
         if self.client_level.options.clipping != "adaptive":
             return
@@ -64,7 +64,7 @@ class SitePrivacy:
             check_bound(norm)
             self.client_level.contribution_noise(self._min_sites)
         except ValueError as error:
-            raise RefusalError(str(error)) from None
+            raise RejectionError(str(error)) from None
         finally:
             self.client_level.norm = previous_norm
 

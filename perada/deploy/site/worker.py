@@ -19,7 +19,7 @@ from perada.data.fingerprints import changed_content
 from perada.deploy.protocol import (
     MAX_MODELS,
     SUM_KINDS,
-    RefusalError,
+    RejectionError,
     Request,
     Response,
     ResponseCode,
@@ -123,9 +123,9 @@ class SiteWorker:
             self.log_context = {}
             try:
                 reply = self._answer(message, message_digest, transport_run)
-            except RefusalError as refusal:
-                self.log.warning("run %s: refused (%s): %s", transport_run, refusal.code, refusal)
-                reply = _pack_response(refusal.code, message_digest)
+            except RejectionError as rejection:
+                self.log.warning("run %s: refused (%s): %s", transport_run, rejection.code, rejection)
+                reply = _pack_response(rejection.code, message_digest)
             except Exception:
                 self.log.exception("run %s: failed", transport_run)
                 reply = _pack_response("failed", message_digest)
@@ -133,7 +133,7 @@ class SiteWorker:
         return reply
 
     def _warn_of_infinite_epsilon(self, client: Client) -> None:
-        """Warn about guarantees of a recipe that the site has already lost; requests may be refused."""
+        """Warn about guarantees of a recipe that the site has already lost; requests may be rejected."""
         ledger = self.store.totals.ledger
         reasons = []
         if client.planned:
@@ -162,12 +162,12 @@ class SiteWorker:
         return spent
 
     def _answer(self, message: bytes, message_digest: str, transport_run: str) -> bytes:
-        """Return the reply to a message; raise a RefusalError if the site rejects it."""
+        """Return the reply to a message; raise a RejectionError if the site rejects it."""
         request = Request.read(read_header(message))
         self.log_context = {"run": request.run, "round": request.round}
         client = self.clients.get(request.recipe)
         if client is None:
-            raise RefusalError(f"the recipe with the digest {request.recipe} is not approved", "unapproved")
+            raise RejectionError(f"the recipe with the digest {request.recipe} is not approved", "unapproved")
         self.log.info("run %s (perada's %s): %s", transport_run, request.run, request)
         if request.kind == "join":
             unpack(message, {})
@@ -193,7 +193,7 @@ class SiteWorker:
         if request.round != state.training.round:
             state = self._train(client, incoming, state)
         elif message_digest != state.training.request_digest:
-            raise RefusalError(f"round {request.display_round} was already trained for a different message", "other")
+            raise RejectionError(f"round {request.display_round} was already trained for a different message", "other")
         # A round that is requested again gets the reply that was committed: training twice would spend ε twice.
         sum_request = replace(request, of="update", attempt=0)
         return self._offer_keys(client, sum_request, state, state.training.reply)
@@ -274,7 +274,7 @@ class SiteWorker:
         reply = pack(Response("ok", incoming.digest, facts), sent)
         try:
             unpack(reply, spec_of(sent))  # as the server will
-        except RefusalError as error:
+        except RejectionError as error:
             problem = f"the result of the training cannot be sent: {error}"
             is_usable = False
         if problem:
@@ -292,7 +292,7 @@ class SiteWorker:
         Its personal state depends on them, and so do the ledgers and the noise of a private run.
 
         Raises:
-            RefusalError: If they have changed, and the run is private or the site does not allow it.
+            RejectionError: If they have changed, and the run is private or the site does not allow it.
         """
         former = state.training.fingerprint
         changed = changed_content(former, client.fingerprint) if former else None
@@ -301,13 +301,13 @@ class SiteWorker:
         loop = client.recipe.loop
         difference = f"the site's {changed} differ from those that run {state.run} has trained on here"
         if loop.privacy is not None or loop.client_privacy is not None:
-            raise RefusalError(
+            raise RejectionError(
                 f"{difference}, and its noise and ledgers are tied to those; restore them, or take part in a new run",
                 "other",
             )
         if "images" not in self.resume_allow:
             remedy = "restore them, or accept the change with resume_allow: [images] in the site's file"
-            raise RefusalError(f"{difference}; {remedy}", "other")
+            raise RejectionError(f"{difference}; {remedy}", "other")
         self.log.warning("%s; the run continues with the new ones, as resume_allow permits", difference)
 
     def _check_limits(self, limits: Limits, state: RunState, protection: Protection) -> str | None:
@@ -317,17 +317,17 @@ class SiteWorker:
             How private batches of all runs are drawn; None if none was drawn.
 
         Raises:
-            RefusalError: If a limit is reached.
+            RejectionError: If a limit is reached.
         """
         totals = self.store.totals
         num_runs = len(self.store.runs)
         if limits.max_rounds is not None and totals.rounds >= limits.max_rounds:
-            raise RefusalError(
+            raise RejectionError(
                 f"{totals.rounds} of max_rounds={limits.max_rounds} rounds have been trained, over all runs",
                 "exhausted",
             )
         if not state.training.num_rounds and num_runs >= limits.max_runs:
-            raise RefusalError(
+            raise RejectionError(
                 f"{num_runs} of max_runs={limits.max_runs} runs already exist, and this is a new one", "exhausted"
             )
         if protection.images is None:
@@ -335,7 +335,7 @@ class SiteWorker:
         sampling = protection.images.options.sampling
         if totals.sampling not in (None, sampling):
             # One ledger cannot account for two ways of drawing batches.
-            raise RefusalError(
+            raise RejectionError(
                 f"batches were drawn with sampling={totals.sampling!r} before, but this recipe uses {sampling!r}",
                 "exhausted",
             )
@@ -348,7 +348,7 @@ class SiteWorker:
         request = incoming.request
         last_round = state.scoring.round
         if request.round < last_round:
-            raise RefusalError(
+            raise RejectionError(
                 f"scores after round {request.display_round} were requested, but those after round {last_round} were "
                 "already sent",
                 "past",
@@ -356,7 +356,9 @@ class SiteWorker:
         if request.round == last_round:
             # Otherwise the server could try models of its own making on the site's images.
             if incoming.digest != state.scoring.request_digest:
-                raise RefusalError(f"different models were already scored after round {request.display_round}", "other")
+                raise RejectionError(
+                    f"different models were already scored after round {request.display_round}", "other"
+                )
             return state
         self._check_images(client, state)
         shared, members, models_digest = _unpack_models(client, incoming.content, request)
@@ -420,7 +422,7 @@ class SiteWorker:
         return SiteClaims({claimed_name(name) for name in metrics}, state.summing.heard)
 
     def _sum_terms(self, client: Client, request: Request, state: RunState) -> "SumTerms":
-        """Return the terms of the sum that a request is about, as the site knows them."""
+        """Return the terms of the sum that a request is about, from the site's own records."""
         from perada.deploy.sums.keys import SumTerms
 
         options = client.settings.secure_sums
@@ -446,11 +448,11 @@ class SiteWorker:
         """Take a step of the secure sum of the last round's updates, or of the last scores."""
         party = self.party
         if client.settings.secure_sums is None or party is None:
-            raise RefusalError("the recipe has no secure sums", "other")
+            raise RejectionError("the recipe has no secure sums", "other")
         of_scores = request.of == "scores"
         last_round = state.scoring.round if of_scores else state.training.round
         if request.round != last_round or not _has_summand(request, state):
-            raise RefusalError(
+            raise RejectionError(
                 f"secure sum: round {request.display_round} cannot be summed; the last round was "
                 f"{display_round('keys', last_round, request.of)}",
                 "other",
@@ -462,7 +464,7 @@ class SiteWorker:
         if request.kind in ("keys", "mask"):
             # A vector leaves once: the difference of two sums over other sites would be that of a single site.
             if _masked_round(request, state) >= request.round:
-                raise RefusalError(
+                raise RejectionError(
                     f"secure sum: the vector of round {request.display_round} was already sent under masks", "other"
                 )
             if not of_scores:
@@ -476,7 +478,7 @@ class SiteWorker:
         try:
             step_reply = party.step(request, terms, claims, partial(make_vector, state))
         except Objection as objection:
-            # The server is told which sites are objected to, and not why.
+            # The server learns which sites are objected to, and not why.
             self.log.warning("run %s: %s", request.run, objection)
             step_reply = StepReply({"objects": objection.names})
         tensors: State = {}
@@ -507,7 +509,7 @@ class SiteWorker:
         """Check that the site as a whole has budget left for another sum.
 
         Raises:
-            RefusalError: If it has none.
+            RejectionError: If it has none.
         """
         privacy = client.site_privacy
         ledger = self.store.totals.ledger
@@ -515,8 +517,10 @@ class SiteWorker:
             return
         reason = explain_site_epsilon(ledger)
         if reason and privacy.budget.max_epsilon is not None:
-            raise RefusalError(f"max_site_epsilon={privacy.budget.max_epsilon:g} cannot be met: {reason}", "exhausted")
-        raise RefusalError(
+            raise RejectionError(
+                f"max_site_epsilon={privacy.budget.max_epsilon:g} cannot be met: {reason}", "exhausted"
+            )
+        raise RejectionError(
             "another noisy sum would exceed the largest ε of the entire site, over all runs (max_site_epsilon; by "
             "default that of one complete run)",
             "exhausted",
@@ -527,22 +531,26 @@ def _check_request(request: Request, client: Client, state: RunState) -> None:
     """Raise if a request does not fit the site's progress in the run.
 
     Raises:
-        RefusalError: If it is not.
+        RejectionError: If it is not.
     """
     rounds = client.recipe.rounds
     trained_round = state.training.round
     if state.client not in (None, request.client) or state.recipe not in ("", request.recipe):
-        raise RefusalError(f"in run {request.run} the site is client {state.client} of recipe {state.recipe}", "other")
+        raise RejectionError(
+            f"in run {request.run} the site is client {state.client} of recipe {state.recipe}", "other"
+        )
     if request.round > rounds or (request.kind == "train" and request.round == rounds):
-        raise RefusalError(f"the recipe has {rounds} rounds, but round {request.display_round} was requested", "future")
+        raise RejectionError(
+            f"the recipe has {rounds} rounds, but round {request.display_round} was requested", "future"
+        )
     has_tuning = client.settings.algorithm.personalization()
     if request.kind == "tune" and (request.round < rounds or not has_tuning):
-        raise RefusalError("the recipe has no fine-tuning at this point", "other")
+        raise RejectionError("the recipe has no fine-tuning at this point", "other")
     if request.round < trained_round:
-        raise RefusalError(f"round {request.display_round} was requested after round {trained_round + 1}", "past")
+        raise RejectionError(f"round {request.display_round} was requested after round {trained_round + 1}", "past")
     if request.kind == "evaluate" and not state.training.num_rounds:
         # Otherwise a server could invent runs to have any model scored.
-        raise RefusalError(f"models are to be scored, but nothing was trained in run {request.run}", "other")
+        raise RejectionError(f"models are to be scored, but nothing was trained in run {request.run}", "other")
 
 
 def _lora_factors(client: Client, request: Request) -> tuple[Any, ...]:
@@ -626,12 +634,12 @@ def _count(account: Account | None, costs: Sequence[Cost], ledger: Ledger) -> di
     return {"epsilon": {name: _finite_or_none(values[0]) for name, values in account.epsilons([0]).items()}}
 
 
-def _exhausted_images(client: Client, ledger: Ledger) -> RefusalError:
+def _exhausted_images(client: Client, ledger: Ledger) -> RejectionError:
     """Return the error for a round that the ε of the site's images cannot afford."""
     reason = explain_image_epsilon(ledger)
     if reason and client.budget.max_epsilon is not None:
-        return RefusalError(f"max_epsilon={client.budget.max_epsilon:g} cannot be met: {reason}", "exhausted")
-    return RefusalError(
+        return RejectionError(f"max_epsilon={client.budget.max_epsilon:g} cannot be met: {reason}", "exhausted")
+    return RejectionError(
         "another round would exceed the largest ε that the recipe allows in this run, or the site over all runs "
         "(max_epsilon; by default that of one complete run)",
         "exhausted",
@@ -647,12 +655,12 @@ def _lay_out(state: State, request: Request) -> State:
     """Return a state with the strides of the server's memory, on which rounding depends.
 
     Raises:
-        RefusalError: If it cannot have them.
+        RejectionError: If it cannot have them.
     """
     try:
         return laid_out(state, request.strides)
     except ValueError as error:
-        raise RefusalError(str(error)) from None
+        raise RejectionError(str(error)) from None
 
 
 def _finite_or_none(value: float) -> float | None:

@@ -137,7 +137,7 @@ class SumTerms:
         options: Options of the recipe.
         attempt: Counted from 0, within the round.
         given: Digest of what the server sent for the round: the model to be trained, the rates, the public images. If
-            two sites were sent different things, one of them might send back what the server knows already, and the
+            two sites were sent different things, one of them might send back what the server already has, and the
             sum would show the other one's update. It is empty in the server's own terms.
         of: What is added up: ``update`` or ``scores``.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from perada.deploy.protocol import RefusalError, Request
+from perada.deploy.protocol import RejectionError, Request
 from perada.deploy.sums.keys import Advert, SiteClaims, SumTerms
 from perada.deploy.sums.site import SiteRound
 from perada.deploy.sums.vector import Uint64Vector
@@ -23,7 +23,7 @@ class StepReply:
     """A site's reply in a step of a sum.
 
     Attributes:
-        content: What the site says.
+        content: Fields of the reply.
         masked_vector: Its vector with the masks, in the step ``mask``; else None.
     """
 
@@ -129,35 +129,35 @@ class Party:
 
         Args:
             request: Request of the server.
-            terms: Terms of the sum, as this site knows them.
+            terms: Terms of the sum at this site.
             claims: Claims of the site in addition to its keys.
             make_vector: Function that computes the vector, once the sites of the sum are known.
 
         Raises:
-            RefusalError: If the step does not come next, or would tell the server what it must not know.
+            RejectionError: If the step does not come next, or its reply would reveal secrets to the server.
         """
         if request.kind == "keys":
             last = self._sums.get(terms.run)
             # Keys are created only once for an attempt, whatever the server requests.
             if last is not None and _is_same_sum(last.terms, terms) and terms.attempt <= last.terms.attempt:
-                raise RefusalError(
+                raise RejectionError(
                     f"secure sum: keys for attempt {terms.attempt} were requested again, or after a later attempt",
                     "other",
                 )
             return StepReply(self._begin(terms, claims))
         current = self._find(terms)
         if current is None:
-            raise RefusalError(
+            raise RejectionError(
                 "secure sum: this site no longer has its keys: it was restarted, or has since begun sums of "
                 f"{MAX_RUNS} other runs",
                 "other",
             )
         try:
             return self._later_step(current.round, request, make_vector)
-        except RefusalError:
+        except RejectionError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:  # a malformed request
-            raise RefusalError(f"secure sum: {request.kind}: {type(error).__name__}: {error}") from None
+            raise RejectionError(f"secure sum: {request.kind}: {type(error).__name__}: {error}") from None
 
     @staticmethod
     def _later_step(round: SiteRound, request: Request, make_vector: MakeVector) -> StepReply:

@@ -20,7 +20,7 @@ class SumState:
         attempt: Counted from 0, within the round.
         adverts: Fields of the sites' adverts.
         commitments: By dealer and holder, the digests of the two shares.
-        senders: Sites that are told to mask; empty before that step.
+        senders: Sites that are requested to send masked vectors; empty before that step.
         survivors: Sites whose vectors are in the sum.
         signatures: Signatures of the survivors.
     """

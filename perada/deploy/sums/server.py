@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from perada.deploy.protocol import RefusalError
+from perada.deploy.protocol import RejectionError
 from perada.deploy.sums.keys import (
     Advert,
     SumTerms,
@@ -43,7 +43,7 @@ class ServerRound:
         lies: Proven lies by the name of the site: each follows from what the site itself sent.
 
     Raises:
-        RefusalError: If too few sites remain at any step: the sum is void, and nothing of it can be read.
+        RejectionError: If too few sites remain at any step: the sum is void, and nothing of it can be read.
     """
 
     def __init__(self, terms: SumTerms, adverts: Sequence[Advert]) -> None:
@@ -63,7 +63,7 @@ class ServerRound:
     def check_enough(self, names: Collection[str], action: str) -> None:
         """Raise unless enough sites took an action, such as ``sent shares``."""
         if len(names) < self._min_sites:
-            raise RefusalError(
+            raise RejectionError(
                 f"secure sum: {len(names)} of {len(self.order)} sites {action}, but {self._min_sites} are required",
                 "other",
             )
@@ -116,7 +116,7 @@ class ServerRound:
         """Set the sites that hold shares of one another, and will mask for one another.
 
         Returns:
-            Their names in order, as they are told to the sites.
+            Their names in order, as they are sent to the sites.
         """
         self.check_enough(senders, "hold shares")
         self.senders = sorted(senders)
@@ -194,7 +194,7 @@ class ServerRound:
                 self.lies.setdefault(holder, f"it revealed a different share of {dealer!r} than it was dealt")
         if len(shares) < self._min_sites:
             liars = f"; {', '.join(self.lies)} lied" if self.lies else ""
-            raise RefusalError(
+            raise RejectionError(
                 f"secure sum: {len(shares)} correct shares of a secret of {dealer!r} were revealed, but "
                 f"{self._min_sites} are required{liars}",
                 "other",
@@ -202,7 +202,7 @@ class ServerRound:
         secret = recover(shares, self._min_sites, is_secret)
         if secret is None:
             self.lies[dealer] = "the shares that it dealt do not match its secret"
-            raise RefusalError(f"secure sum: the shares that {dealer!r} dealt do not match its secret", "other")
+            raise RejectionError(f"secure sum: the shares that {dealer!r} dealt do not match its secret", "other")
         return secret
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from perada.deploy.protocol import RefusalError
+from perada.deploy.protocol import RejectionError
 from perada.deploy.sums.keys import (
     Advert,
     SiteClaims,
@@ -54,7 +54,7 @@ class DealtShares(NamedTuple):
     commitments: Commitments
 
 
-class Objection(RefusalError):
+class Objection(RejectionError):
     """Raised if a site rejects other sites' keys or shares; the server decides whose fault that is.
 
     Attributes:
@@ -67,9 +67,9 @@ class Objection(RefusalError):
 
 
 def _require(condition: bool, violation: str) -> None:
-    """Raise a RefusalError unless a condition of the protocol holds."""
+    """Raise a RejectionError unless a condition of the protocol holds."""
     if not condition:
-        raise RefusalError(f"secure sum: {violation}", "other")
+        raise RejectionError(f"secure sum: {violation}", "other")
 
 
 class SiteRound:
@@ -173,7 +173,7 @@ class SiteRound:
         different sum, a site twice, or too few sites.
 
         Raises:
-            RefusalError: If the list cannot be that of honest sites.
+            RejectionError: If the list cannot be that of honest sites.
             Objection: If keys are not those of a site on this one's list.
         """
         self._begin_step("share")
@@ -239,7 +239,7 @@ class SiteRound:
             commitments: Each dealer's commitments to these shares.
 
         Raises:
-            RefusalError: If too few sites sent shares, or an unknown one.
+            RejectionError: If too few sites sent shares, or an unknown one.
             Objection: If shares do not open, or are not those that their dealer committed to.
         """
         self._begin_step("hold")
@@ -268,7 +268,7 @@ class SiteRound:
     def open(self) -> bytes:
         """Disclose the seed with which the server opens what this site dealt; nothing is masked in this attempt.
 
-        The server then knows the shares of both secrets. They reveal nothing, since no vector is ever masked with these
+        The server then has the shares of both secrets. They reveal nothing, since no vector is ever masked with these
         secrets: after this step the masks cannot be made any more, and after the masks this step cannot be taken.
         Shares that others dealt to this site are sealed with other keys. So a server that invents a dispute learns no
         more than it does of a site that drops out before the masks.
@@ -329,7 +329,7 @@ class SiteRound:
     def reveal(self, signatures: Mapping[str, str]) -> RevealedShares:
         """Return the shares that remove the masks: of a survivor's self mask, of a dropout's pairwise masks.
 
-        Never both of one site, whatever the server says: both lists follow from one statement, which enough sites have
+        Never both of one site, whatever the server sends: both lists follow from one statement, which enough sites have
         signed. Nothing is revealed of a site that is in neither list, since its masks are in no vector.
 
         Args:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from perada.core.checks import check_installed
 from perada.core.states import State
-from perada.deploy.protocol import MAX_COUNT, MAX_MAGNITUDE, RefusalError
+from perada.deploy.protocol import MAX_COUNT, MAX_MAGNITUDE, RejectionError
 from perada.server.aggregate import double
 from perada.server.sums import SecureSums
 
@@ -22,7 +22,7 @@ Uint64Vector = NDArray[np.uint64]
 _CHUNK = 2**14
 """Numbers that are rounded at a time, so that intermediate results stay in the processor's cache."""
 SPOILED = "secure sum: spoiled by at least one site:"
-"""How the reason begins for which a sum that was read is refused."""
+"""Beginning of the reason for rejecting a sum that was decrypted."""
 
 
 def check_cryptography() -> None:
@@ -129,7 +129,7 @@ class Contents:
         """Decode the total over ``num_sites`` sites. Integer tensors are rounded means.
 
         Raises:
-            RefusalError: If a site added other numbers than it should, or masks that did not cancel.
+            RejectionError: If a site added other numbers than it should, or masks that did not cancel.
         """
         integers = torch.from_numpy(total.view(np.int64))
         num_logits = math.prod(self.logits)
@@ -143,7 +143,7 @@ class Contents:
         # The total weight is a sum of ones, or of numbers of images of which no site has none.
         is_sum_of_weights = weight == num_sites if self.equal else weight >= num_sites and weight.is_integer()
         if not is_sum_of_weights:
-            raise RefusalError(f"{SPOILED} the total weight is {weight:g}", "other")
+            raise RejectionError(f"{SPOILED} the total weight is {weight:g}", "other")
         mean = {}
         for (key, example), part in zip(self.example.items(), states, strict=True):
             mean[key] = self._mean(key, part, weight).view(example.shape)
@@ -176,5 +176,5 @@ class Contents:
         lower = -MAX_MAGNITUDE if is_floating_point else 0
         upper = MAX_MAGNITUDE if is_floating_point else MAX_COUNT
         if not lower <= smallest <= largest <= upper:
-            raise RefusalError(f"{SPOILED} {key!r} has values from {smallest:g} to {largest:g}", "other")
+            raise RejectionError(f"{SPOILED} {key!r} has values from {smallest:g} to {largest:g}", "other")
         return mean

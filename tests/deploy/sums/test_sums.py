@@ -14,7 +14,7 @@ pytest.importorskip("Crypto")
 from Crypto.Cipher import ChaCha20
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from perada.deploy.protocol import RefusalError
+from perada.deploy.protocol import RejectionError
 from perada.deploy.sums import keys, shares, site
 from perada.deploy.sums.keys import SumTerms
 from perada.deploy.sums.server import ServerRound
@@ -106,7 +106,7 @@ def test_sites_that_go_at_each_step():
 
 @pytest.mark.parametrize("step", ["share", "mask", "confirm", "reveal"])
 def test_a_round_with_too_few_is_void(step):
-    with pytest.raises(RefusalError, match=r"secure sum: .*4 .* (5|too few)|are too few"):
+    with pytest.raises(RejectionError, match=r"secure sum: .*4 .* (5|too few)|are too few"):
         Round(sites(), vectors()).run(**{step: NAMES[:3]})
 
 
@@ -231,7 +231,7 @@ def begun(names=NAMES, terms=TERMS):
 def test_lists_of_keys_that_a_server_made_up_are_refused(change, message):
     parties, adverts = begun()
     _, other = begun([*NAMES[:2], "stranger"], replace(TERMS, round=3))
-    with pytest.raises(RefusalError, match=message):
+    with pytest.raises(RejectionError, match=message):
         parties["site0"].share(change(adverts, other))
 
 
@@ -241,7 +241,7 @@ def test_all_that_a_site_says_with_its_keys_is_signed(name):
     parties, adverts = begun()
     other = {"name": "site3", "numbers": "loss", "heard": f"1:{'0' * HEARD_DIGITS} "}.get(name, "12" * 32)
     adverts[1] = replace(adverts[1], **{name: other})
-    with pytest.raises(RefusalError, match=r"are not signed by it|twice"):
+    with pytest.raises(RejectionError, match=r"are not signed by it|twice"):
         parties["site0"].share(adverts[:3] if name == "name" else adverts)
 
 
@@ -261,9 +261,9 @@ def test_shares_of_others_or_of_another_round_are_refused():
     ):
         parties, boxes, server = shared()
         said = commitments_for(server, "site0")
-        with pytest.raises(RefusalError, match=message):
+        with pytest.raises(RejectionError, match=message):
             parties["site0"].hold(change(boxes["site0"]), said)
-        with pytest.raises(RefusalError, match="is not the next step"):  # nor with what it should have been
+        with pytest.raises(RejectionError, match="is not the next step"):  # nor with what it should have been
             parties["site0"].hold(boxes["site0"], said)
 
 
@@ -323,7 +323,7 @@ def test_a_dealer_cannot_show_that_it_was_honest_with_another_key():
 def test_lists_for_the_masks_that_a_server_made_up_are_refused(there, message):
     parties, boxes, server = shared()
     hold_all(parties, boxes, server)
-    with pytest.raises(RefusalError, match=message):
+    with pytest.raises(RejectionError, match=message):
         parties["site0"].mask(there, vectors()["site0"])
 
 
@@ -332,7 +332,7 @@ def test_a_site_is_not_masked_with_one_whose_shares_do_not_open():
     with pytest.raises(site.Objection) as objection:
         parties["site0"].hold({**boxes["site0"], "site3": bytes(48)}, commitments_for(server, "site0"))
     assert objection.value.names == ["site3"]
-    with pytest.raises(RefusalError, match="that dealt no shares"):
+    with pytest.raises(RejectionError, match="that dealt no shares"):
         parties["site0"].mask(NAMES, vectors()["site0"])
 
 
@@ -349,7 +349,7 @@ def test_signatures_are_of_all_that_the_sites_agree_on(other):
         if other == "keys" and odd:
             party._keys_digest = "0" * 64
         signatures[name] = party.confirm(NAMES[:6]) if name != "site6" else "00" * 64
-    with pytest.raises(RefusalError, match="4 sites signed the same list, but 5 are required"):
+    with pytest.raises(RejectionError, match="4 sites signed the same list, but 5 are required"):
         parties["site0"].reveal(signatures)
 
 
@@ -371,7 +371,7 @@ def masked():
     ],
 )
 def test_lists_of_the_living_that_a_server_made_up_are_refused(alive, message):
-    with pytest.raises(RefusalError, match=message):
+    with pytest.raises(RejectionError, match=message):
         masked()["site0"].confirm(alive)
 
 
@@ -380,7 +380,7 @@ def test_two_lists_of_the_living_reveal_nothing():
     parties, without = masked(), NAMES[:6]
     signatures = {name: parties[name].confirm(without if place < 3 else NAMES) for place, name in enumerate(NAMES)}
     for name in NAMES:
-        with pytest.raises(RefusalError, match=r"[34] sites signed the same list, but 5 are required"):
+        with pytest.raises(RejectionError, match=r"[34] sites signed the same list, but 5 are required"):
             parties[name].reveal(signatures)
 
 
@@ -391,14 +391,14 @@ def test_a_site_reveals_once_and_of_each_site_one_half():
         found = parties[name].reveal(signatures)
         assert {*found["own"]} == {*without} and {*found["gone"]} == {"site6"}
         for again in (lambda party: party.reveal(signatures), lambda party: party.confirm(NAMES)):
-            with pytest.raises(RefusalError, match="is not the next step"):
+            with pytest.raises(RejectionError, match="is not the next step"):
                 again(parties[name])
 
 
 def test_signatures_count_once_and_by_those_in_the_sum():
     parties = masked()
     mine = parties["site0"].confirm(NAMES)
-    with pytest.raises(RefusalError, match="1 sites signed the same list"):
+    with pytest.raises(RejectionError, match="1 sites signed the same list"):
         parties["site0"].reveal({name: mine for name in NAMES})
 
 
@@ -408,7 +408,7 @@ def test_sites_that_were_told_different_things_are_in_no_sum_together():
     adverts = [party.advertise() for party in parties.values()]
     for name, party in parties.items():
         other = "'site0'" if name == "site6" else "'site6'"
-        with pytest.raises(RefusalError, match=f"the keys of {other} are for a different sum"):
+        with pytest.raises(RejectionError, match=f"the keys of {other} are for a different sum"):
             party.share(adverts)
 
 
@@ -431,7 +431,7 @@ def test_shares_that_somebody_changed_are_seen():
         one.server.lies.clear()
         few = {holder: wrong[holder] for holder in NAMES[:5]}  # as many as are needed, one of which is wrong
         with pytest.raises(
-            RefusalError, match=f"4 correct shares of a secret of {name!r} .*5 are required; site0 lied"
+            RejectionError, match=f"4 correct shares of a secret of {name!r} .*5 are required; site0 lied"
         ):
             one.server.total(few)
         one.server.lies.clear()
@@ -493,6 +493,6 @@ def test_two_sites_compare_the_rounds_in_which_both_were(others, rounds):
         assert parties[0].share(adverts).sealed.keys() == {"site1", "site2"}
         return
     for place, other in ((0, "site1"), (1, "site0")):
-        with pytest.raises(RefusalError, match=f"'{other}' was sent something different in round {rounds}$"):
+        with pytest.raises(RejectionError, match=f"'{other}' was sent something different in round {rounds}$"):
             parties[place].share(adverts)
     assert parties[2].share(adverts)

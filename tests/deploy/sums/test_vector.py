@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from perada.deploy.protocol import RefusalError, pack, spec_of, unpack
+from perada.deploy.protocol import RejectionError, pack, spec_of, unpack
 from perada.deploy.sums.vector import _CHUNK, Contents
 from perada.server.sums import SecureSums
 
@@ -69,7 +69,7 @@ def test_a_sum_out_of_all_range_is_refused_wherever_it_is(place, value):
     contents = Contents(OPTIONS, {"w": torch.zeros(SIZE)})
     total = np.zeros(contents.size, np.int64)
     total[place], total[-1] = int(3 * value) << 24, 3 << 24
-    with pytest.raises(RefusalError, match=r"spoiled by at least one site: 'w' has values from"):
+    with pytest.raises(RejectionError, match=r"spoiled by at least one site: 'w' has values from"):
         contents.decode(total.view(np.uint64), 3)
 
 
