@@ -52,6 +52,28 @@ def test_only_counted_and_finite_predictions_count():
     assert record["residual_mean"] == pytest.approx(-0.5)
 
 
+class TwoProcesses:
+    """Ranks of which another process has counted some batches, too."""
+
+    def __init__(self, batches_of_other):
+        self.batches_of_other = batches_of_other
+
+    def gather(self, batches):
+        return [batches, self.batches_of_other]
+
+
+def test_counts_of_two_processes_are_those_of_all_images():
+    random = torch.Generator().manual_seed(1)
+    y = torch.randn(40, 1, generator=random)
+    outputs = y + torch.randn(40, 1, generator=random)
+    owner = torch.zeros(40, dtype=torch.int64)
+    together = NumberCounts(Regression())
+    together.update(outputs, y, owner)
+    first = NumberCounts(Regression())
+    first.update(outputs[:25], y[:25], owner[:25])
+    assert first.record(TwoProcesses([(outputs[25:], y[25:])])) == together.record(Ranks())
+
+
 def test_equal_targets_and_no_images():
     counts = NumberCounts(Regression())
     assert counts.record(Ranks()) == {"numbers": []}
