@@ -6,7 +6,6 @@ hidden layer that starts at random. The hostile clients train as others do, and 
 times theirs, theirs reversed and ten times as long, noise ten times as long, all ones. Or they train on wrong labels.
 """
 
-import statistics
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import perada
+from benchmarks.experiments import mean_and_spread
 from perada.algorithms import FedAvg, Stacks, TensorNames
 from perada.algorithms.base import Broadcast
 from perada.core.seeding import generator
@@ -100,8 +100,7 @@ def attacks(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[st
                 percents = []
                 for seed in range(seeds):
                     percents.append(100 * _accuracy(rule, attack, hostile, seed, device, rounds))
-                spread = statistics.stdev(percents) if seeds > 1 else 0
-                row[name] = f"{statistics.fmean(percents):.1f} ± {spread:.1f}"
+                row[name] = mean_and_spread(percents)
             yield row
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,14 +14,11 @@ import torch
 from torch.utils.data import Subset
 
 import perada
+from benchmarks.experiments import CHOICE_SEED, SEEDS, mean_and_spread
 from perada.algorithms import PerAda, Standalone
 from perada.data import Digits, FashionMNIST, FederatedData, FederatedDataModule, ImageSet
 from perada.results.run import Run
 
-SEEDS = (0, 1, 2)
-"""Of the runs that are reported."""
-CHOICE_SEED = 100
-"""Of the run on which settings are chosen."""
 CLASSES = 10
 ALPHA = 0.3
 """Concentration of the clients' classes."""
@@ -112,9 +109,9 @@ def few_shot(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[s
             score = partial(_scores, num_images=num_images, way=way, device=device, steps=size.steps_of_newcomer)
             candidates = _candidates(way, size)
             best = max(candidates, key=lambda settings: fmean(score(choice, settings)))
-            row[way] = _mean_and_spread([score(world, best) for world in worlds])
+            row[way] = mean_and_spread([100 * fmean(score(world, best)) for world in worlds])
             row[f"{way}: λ, rate"] = f"{best.strength:g}, {best.lr:g}" if way == JOINS else f"{best.lr:g}"
-        row["global adapter"] = _mean_and_spread([_scores_of_global_model(world) for world in worlds])
+        row["global adapter"] = mean_and_spread([100 * fmean(_scores_of_global_model(world)) for world in worlds])
         yield row
 
 
@@ -219,10 +216,3 @@ def _scores_of_global_model(world: World) -> list[float]:
             logits = model(world.run.preprocessing.batch([image for image, _ in samples]))
         accuracies.append(float((logits.argmax(1) == labels).float().mean()))
     return accuracies
-
-
-def _mean_and_spread(accuracies_of_seed: list[list[float]]) -> str:
-    """Return mean ± standard deviation over seeds of the newcomers' mean accuracy, in %."""
-    means = [100 * fmean(accuracies) for accuracies in accuracies_of_seed]
-    spread = stdev(means) if len(means) > 1 else 0
-    return f"{fmean(means):.1f} ± {spread:.1f}"

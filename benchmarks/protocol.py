@@ -11,11 +11,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
 
+from benchmarks.experiments import mean_and_spread
 from perada.cli import main as perada
 from perada.cli.runs import PeradaCLI
 from perada.core.quiet import info_messages_disabled
@@ -37,8 +38,7 @@ Record = dict[str, Any]
 
 def cell(values: Sequence[float]) -> str:
     """Return mean and sample standard deviation in %."""
-    mean = f"{100 * fmean(values):.1f}"
-    return f"{mean} ± {100 * stdev(values):.1f}" if len(values) > 1 else mean
+    return mean_and_spread([100 * value for value in values])
 
 
 def best_rounds(by_round: Sequence[dict[str, Any]]) -> float:

@@ -5,21 +5,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import TensorDataset
 
 import perada
+from benchmarks.experiments import CHOICE_SEED, SEEDS, Images, mean_and_spread
 from perada.data import Digits, FederatedData
 from perada.tasks import Classification, MultiLabel, Task
 
-SEEDS = (0, 1, 2)
-"""Of the runs that are reported."""
-CHOICE_SEED = 100
-"""Of the run on which the learning rate is chosen."""
 RATES = (0.03, 0.1, 0.3)
 CLASSES = 10
 CLIENTS = 8
@@ -42,18 +36,6 @@ IGNORED = "left out of the loss"
 AS_ABSENT = "taken as absent"
 ONLY_COMPLETE = "their images are left out"
 TREATMENTS = (ALL_KNOWN, IGNORED, AS_ABSENT, ONLY_COMPLETE)
-
-
-@dataclass(frozen=True)
-class Images:
-    """Images (N, 1, 8, 8) and their targets."""
-
-    images: Tensor
-    targets: Tensor
-
-    def rows(self, rows: Tensor) -> "Images":
-        """Return some of the images, with their targets."""
-        return Images(self.images[rows], self.targets[rows])
 
 
 @dataclass(frozen=True)
@@ -125,8 +107,7 @@ def _tuned_scores(
     for seed in size.seeds:
         experiment = make_experiment(seed, True)
         scores.append(100 * _score(experiment, task, method, best_rate, seed, device, size))
-    spread = stdev(scores) if len(scores) > 1 else 0
-    return {method: f"{fmean(scores):.1f} ± {spread:.1f}", f"{method}: rate": f"{best_rate:g}"}
+    return {method: mean_and_spread(scores), f"{method}: rate": f"{best_rate:g}"}
 
 
 def _score(
@@ -137,10 +118,10 @@ def _score(
     clients = []
     scored = []
     for rows in order.tensor_split(CLIENTS):
-        clients.append(TensorDataset(experiment.train.images[rows], experiment.train.targets[rows]))
-        scored.append(TensorDataset(experiment.scored.images[:0], experiment.scored.targets[:0]))
+        clients.append(experiment.train.rows(rows).dataset)
+        scored.append(experiment.scored.rows(slice(0)).dataset)
     # Models are scored on all test images, whoever owns them.
-    scored[0] = TensorDataset(experiment.scored.images, experiment.scored.targets)
+    scored[0] = experiment.scored.dataset
     run = perada.finetune(
         "test_resnet",
         FederatedData(clients, scored, num_classes=experiment.num_classes),

@@ -5,11 +5,11 @@ import copy
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,14 +19,11 @@ from torch.utils.data import TensorDataset
 
 import perada
 from benchmarks.__main__ import machine_facts
+from benchmarks.experiments import CHOICE_SEED, SEEDS, Images, mean_and_spread
 from perada.data import Digits, FashionMNIST, FederatedData, ImageSet
 from perada.data.sets.scanners import DEVICES, scan
 from perada.tasks import Regression, Segmentation, Task
 
-SEEDS = (0, 1, 2)
-"""Of the runs that are reported."""
-CHOICE_SEED = 100
-"""Of the runs on which the learning rate is chosen."""
 SCANNERS = tuple(DEVICES)[:8]
 """Of the hospitals, one each."""
 ROTATED_SIDE = 32
@@ -52,23 +49,6 @@ HELD_OUT = 5
 """One of so many training images is held out where the rate is chosen."""
 LOG = Path("lightning_logs/scanner_tasks.jsonl")
 """Scores of finished runs. A command that is interrupted goes on from there, on the same commit."""
-
-
-@dataclass(frozen=True)
-class Images:
-    """Images (N, 1, S, S) and their targets, numbers (N,) or masks (N, S, S)."""
-
-    images: Tensor
-    targets: Tensor
-
-    def rows(self, rows: Tensor | slice) -> "Images":
-        """Return some of the images, with their targets."""
-        return Images(self.images[rows], self.targets[rows])
-
-    @property
-    def dataset(self) -> TensorDataset:
-        """The images as a dataset of pairs."""
-        return TensorDataset(self.images, self.targets)
 
 
 @dataclass(frozen=True)
@@ -219,7 +199,9 @@ def _rows(experiment: Experiment, device: torch.device, quick: bool) -> Iterator
         runs = [comparison.scores(method, best_rate, seed) for seed in size.seeds]
         row = {"method": method.name}
         for name in runs[0]:
-            row[name] = _mean_and_spread([run[name] for run in runs])
+            values = [run[name] for run in runs]
+            # The megabytes sent are the same for all seeds.
+            row[name] = f"{values[0]:.2f}" if len(set(values)) == 1 else mean_and_spread(values)
         yield row | {"rate": f"{best_rate:g}"}
 
 
@@ -472,10 +454,3 @@ def _pretrained_unet(size: Size) -> nn.Module:
 def _normalized(images: Tensor) -> Tensor:
     """Scale uint8 images to [-1, 1], as perada does for a network that is given as a module."""
     return images / 127.5 - 1
-
-
-def _mean_and_spread(values: Sequence[float]) -> str:
-    """Return mean ± standard deviation, or the value that is the same for all seeds, such as the megabytes sent."""
-    if len(set(values)) == 1:
-        return f"{values[0]:.2f}"
-    return f"{fmean(values):.1f} ± {stdev(values):.1f}"

@@ -18,6 +18,7 @@ from torch.nn import functional
 import perada
 from benchmarks import protocol, scanner_tasks
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.experiments import mean_and_spread
 from benchmarks.limit import operations
 from benchmarks.naive import Naive
 from benchmarks.roofline import OperatorMeter
@@ -156,6 +157,12 @@ def test_masks_of_pasted_digits_are_moved_with_their_pixels():
     negative = scanner_tasks._scanned(pictures, "negative")
     assert torch.equal(negative.targets, pictures.targets)
     assert torch.equal(negative.images, 255 - pictures.images)
+
+
+def test_scores_over_seeds_have_the_sample_deviation():
+    scores = [71.2, 74.9, 70.3]
+    assert mean_and_spread(scores) == f"{np.mean(scores):.1f} ± {np.std(scores, ddof=1):.1f}"
+    assert mean_and_spread([71.25]) == "71.2"
 
 
 def test_a_benchmark_goes_on_from_the_scores_of_its_commit(tmp_path):
