@@ -15,7 +15,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from benchmarks.timing import alone, growth, ratio, take_turns
+from benchmarks.timing import growth, in_new_process, ratio, take_turns
 from perada.core.seeding import Streams
 from perada.core.states import State, expand, get_state, parameter_keys, train_mode
 from perada.engine import Engine, EngineName
@@ -94,7 +94,7 @@ def _peak_memory(way: Way, case: Case) -> float:
     if case.device.type == "cuda":
         return _growth_by_step(way, case)
     # A GPU's peak can be reset; that of a process counts only if nothing ran in it before.
-    return alone(_growth_by_step, way, case)
+    return in_new_process(_growth_by_step, way, case)
 
 
 def _growth_by_step(way: Way, case: Case) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 import perada
-from benchmarks.timing import alone, clock, status
+from benchmarks.timing import clock, in_new_process, status
 from perada.data import FederatedData
 
 IMAGES = 20_000
@@ -36,7 +36,7 @@ def federation_size(device: torch.device, repeats: int, quick: bool) -> Iterator
     for backbone, client_counts in cases:
         reference: Cost | None = None
         for clients in client_counts:
-            cost = alone(_run, backbone, clients, rounds, str(device))
+            cost = in_new_process(_run, backbone, clients, rounds, str(device))
             if reference is None:
                 reference = cost
             yield {

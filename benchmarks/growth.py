@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 import perada
-from benchmarks.timing import alone, status
+from benchmarks.timing import in_new_process, status
 from perada.data import FederatedData
 
 CLIENTS = 100
@@ -29,9 +29,9 @@ IMAGES_OF_CLIENT = 10
 
 def growth(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Measure one long run at some of its rounds, and short runs of more and more clients, on the CPU."""
-    yield from alone(_rounds, (5, 10) if quick else (10, 100, 500, 1_000))
+    yield from in_new_process(_rounds, (5, 10) if quick else (10, 100, 500, 1_000))
     for clients in (100,) if quick else (1_000, 10_000):
-        yield alone(_clients, clients)
+        yield in_new_process(_clients, clients)
 
 
 class _GrowthRecorder(pl.Callback):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.timing import alone, growth, ratio, take_turns
+from benchmarks.timing import growth, in_new_process, ratio, take_turns
 from perada.core.seeding import Streams, generator
 from perada.core.states import State, expand, get_state, parameter_keys
 from perada.engine import Engine
@@ -84,7 +84,7 @@ def private_memory(device: torch.device, repeats: int, quick: bool) -> Iterator[
     for batch in batches:
         for physical_batch in (None, 16):
             # In its own process, since memory that an earlier step has freed may stay with the process.
-            peak = alone(_peak, batch, physical_batch)
+            peak = in_new_process(_peak, batch, physical_batch)
             yield {
                 "case": "test_vit, full, 4 clients",
                 "batch": batch,

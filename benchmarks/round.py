@@ -108,7 +108,7 @@ def round_lite0(device: torch.device, repeats: int, quick: bool) -> Iterator[dic
 
 
 def round_last_stage(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """As round_resnet, with adapters in the last stage alone: perada keeps the outputs of what stands before it."""
+    """As round_resnet, with adapters in the last stage only: perada keeps the outputs of what stands before it."""
     work = replace(SMALL if quick else RESNET, options={"last_blocks": 2})
     yield from _compare(work, device, repeats, quick)
 

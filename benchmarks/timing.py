@@ -48,7 +48,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return round(statistics.median(ratios), 3)
 
 
-def alone(function: Callable[..., T], *arguments: object) -> T:
+def in_new_process(function: Callable[..., T], *arguments: object) -> T:
     """Return the result of a function in a new process, where nothing ran before it."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)

@@ -179,7 +179,7 @@ class ClientStep(Protocol):
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Inputs of :meth:`Algorithm.broadcast`: what the server knows when it sends states to the C clients of a round.
+    """Inputs of :meth:`Algorithm.broadcast`: what the server has when it sends states to the C clients of a round.
 
     Attributes:
         global_state: The global state, without a client axis, or a stack of several.

@@ -128,7 +128,7 @@ def _version(tensor: Tensor) -> tuple[int, ...]:
 def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the dtype in which autocast computes a product of two tensors; None if it leaves them unchanged."""
     device_type = x.device.type
-    # The device "meta" has no autocast, and must not be asked for it.
+    # The device "meta" has no autocast, and raises an error if it is queried.
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     # Autocast leaves double precision as it is.

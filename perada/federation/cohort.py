@@ -36,7 +36,7 @@ from perada.server.aggregate import UpdateSums, double
 class LocalTrainer:
     """The components with which clients train: all clients of a simulation, or the single client of a site.
 
-    Nothing here knows the server's state.
+    Nothing here depends on the server's state.
 
     Attributes:
         engine: Runs the states of several clients through the network.

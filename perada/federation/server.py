@@ -51,7 +51,7 @@ PREDICTION_BATCH = 256
 
 @dataclass(frozen=True)
 class RoundContext:
-    """Everything that the server knows about a round in addition to the updates.
+    """Everything that the server has for a round in addition to the updates.
 
     Attributes:
         plan: The round's clients and their steps.
@@ -217,7 +217,7 @@ class Server:
         """Compute the next global state from the updates of a round. A collective: all ranks must call this alike.
 
         Args:
-            context: What the server knows of the round.
+            context: Facts about the round.
             updates: What the plan's clients sent, or what adds it up.
             valid: Places in the plan of the clients whose update is finite. With privacy of whole clients all count.
 

@@ -200,7 +200,7 @@ class PredictionFile(pl.Callback):
             columns: The owners (B,), the masks (B, H, W), and the masks that the models predict.
             pictures: The images uint8 (B, Ch, H, W).
         """
-        # log_dir is a collective: all processes ask for it, and rank 0 writes.
+        # log_dir is a collective: all processes read it, and rank 0 writes.
         folder = trainer.log_dir if trainer.loggers else None
         owners, *masks_of_columns = columns
         for row, owner in enumerate(owners.tolist()):
@@ -217,7 +217,7 @@ class PredictionFile(pl.Callback):
 
     def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the table."""
-        # log_dir is a collective: all processes ask for it, and rank 0 writes.
+        # log_dir is a collective: all processes read it, and rank 0 writes.
         folder = trainer.log_dir if trainer.loggers else None
         if not self._header or not folder or not trainer.is_global_zero:
             return

@@ -58,7 +58,7 @@ class FederatedLoop(pl.Callback):
     the server aggregates what they sent, and distils.
 
     A loop belongs to one module, one data module and one fit: rounds, derived randomness and ledgers begin once. Before
-    and after it the same objects may be validated, tested and asked for predictions. Another fit takes new ones, and
+    and after it the same objects may be validated, tested and used for predictions. Another fit takes new ones, and
     resumes from a checkpoint (``ckpt_path``).
 
     Args:

@@ -285,7 +285,7 @@ def plan_privacy(context: RunContext, rounds: int | None) -> Protection:
         tuning = settings.algorithm.personalization()
 
         def queries_of(algorithm: Algorithm, phases: tuple[Phase, ...]) -> QueryPlan:
-            """Return the gradients that a client asks for in the phases of a round, or of the fine-tuning."""
+            """Return the gradients that a client requests in the phases of a round, or of the fine-tuning."""
             return plan_queries(algorithm, context.module.tensor_names, initial, phases, num_clients, rounds)
 
         images = Account(

@@ -350,7 +350,7 @@ def _timm_config(name: str) -> PretrainedCfg | None:
     try:
         return timm.get_pretrained_cfg(name)
     except RuntimeError as error:
-        # timm knows the model, but not the tag of its weights after the dot.
+        # timm has the model, but not the tag of its weights after the dot.
         architecture = name.partition(".")[0]
         available = ", ".join(timm.list_pretrained(f"{architecture}.*")) or "none"
         raise _backbone_error(

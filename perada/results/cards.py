@@ -5,7 +5,7 @@ The record of privacy is ``Run.info["privacy"]``, in plain types. It has one or 
 
 - ``sample``: the fields of :class:`perada.privacy.Privacy` as ``options``, and by client ``noise_multipliers``,
   ``sample_rates`` and the ε of both ledgers, ``server`` and ``release``. With ``at_sites`` it is the record of a
-  deployment's server, which knows neither noise nor rates, and ε only as sites report it.
+  deployment's server, which has neither noise nor rates, and ε only as sites report it.
 - ``client``: the fields of :class:`perada.privacy.ClientPrivacy` as ``options``, the ``noise_multiplier``, and
   ``epsilon`` by client. If the server received only noisy sums, ``sums`` has the ``min_sites`` and ``threshold`` of
   :class:`perada.server.SecureSums`.
@@ -65,7 +65,7 @@ def code(value: object) -> str:
 
 
 class TaskWords(NamedTuple):
-    """What a card says about a task.
+    """Words for a task in a card.
 
     Attributes:
         sentence: Beginning of a sentence that ends with the number of classes and their name.
@@ -90,7 +90,7 @@ def metric_title(info: Record) -> str:
 
 
 def task_words(task: Record) -> TaskWords:
-    """Return what a card says about a task, from its record (:meth:`.Task.record`)."""
+    """Return the words for a task in a card, from its record (:meth:`.Task.record`)."""
     unit = unit_of(task)
     if not task.get("has_classes", True):
         options = task["init_args"]

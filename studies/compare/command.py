@@ -112,7 +112,7 @@ class Comparison:
             if record is None:
                 pending.append(job)
             else:
-                record |= vars(job)  # its label, or what was asked for, may be another than in the earlier command
+                record |= vars(job)  # its label or options may differ from those of the earlier command
                 self.num_started += 1
         jobs_with_start = self._jobs_with_start(pending)
         if self.plan.options.jobs > 1:

@@ -81,7 +81,7 @@ class Job:
         stage: ``tune`` for a run of the grid, ``run`` for one of the table.
         point: Values of the options that are tuned.
         args: Options of ``perada fit``.
-        variant: What the user asked for beside recipe and algorithm, to tell rows of one file apart.
+        variant: Options that the user set beside recipe and algorithm, to tell rows of one file apart.
         digest: Digest of the recipe's content.
         chosen_by: Scores whose mean, on validation images, chooses; with a minus if lower values are better.
         varied: Values of the options of ``--vary``, and the name of the variant.
@@ -208,7 +208,7 @@ def parse_grids(arguments: Sequence[str], algorithms: Sequence[str], option: str
 
 
 class Plan:
-    """The runs that a command asks for.
+    """The runs that a command requests.
 
     Options that contradict each other, or with which a run cannot be built, are rejected before anything is run.
 

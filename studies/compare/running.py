@@ -36,7 +36,7 @@ SILENT = "--trainer.enable_progress_bar=false"
 LOCAL_STEPS = "training.local_steps"
 LOCAL_EPOCHS = "training.local_epochs"
 Result = dict[str, Any]
-"""Scores of a run by name: ``run``, and ``start`` for the initial model if they were asked for; or ``failed``, the
+"""Scores of a run by name: ``run``, and ``start`` for the initial model if they were requested; or ``failed``, the
 reason."""
 
 

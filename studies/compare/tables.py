@@ -82,7 +82,7 @@ def summary(records: Sequence[Record]) -> str:
     """Return a table with a row for each label, and notes on it.
 
     Scores are means over seeds, with the sample standard deviation if there are several. Rows of one label that were
-    asked for with different options have these in their names.
+    requested with different options have these in their names.
     """
     final_records = _with_starts([record for record in records if record["stage"] != "tune"])
     rows_by_name = _rows_by_name(final_records)

@@ -74,7 +74,7 @@ def groups_of(records: Sequence[RunRecord]) -> list[Group]:
         elif options:
             key = tuple(sorted(options.items()))
         else:
-            key = id(record)  # without options nothing says that two runs have the same
+            key = id(record)  # without options, two runs cannot be known to have the same
         if key in groups:
             groups[key].runs.append(record)
         else:

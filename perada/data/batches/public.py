@@ -22,7 +22,7 @@ def public_indices(
 
     An index below ``size`` is a position in the set and stands for the stored image. With ``augment_public`` an index
     also names a random change: ``position + size * draw``, where draws are numbered from 1 over all steps of all
-    rounds. One number thus says exactly what teachers and student see. Sites of a deployment, several devices and
+    rounds. One number thus determines exactly what teachers and student see. Sites of a deployment, several devices and
     resumed runs get the same image from it.
     """
     positions = batch_indices(size, batch_size, steps, preparation.seed, "public", round)

@@ -98,7 +98,7 @@ def load_pixels(image: Image.Image) -> None:
         raise
     except Exception:
         # Pillow parses the EXIF data of a TIFF at the end of load(), when the pixels are complete and no tile is left.
-        # A value of the wrong type there says nothing about the pixels.
+        # A value of the wrong type there does not affect the pixels.
         if image.tile:
             raise
     finally:
