@@ -9,7 +9,9 @@ permutation. A client with n <= B samples has batches of n, each a whole permuta
 of the round to the next. Shape suffixes: C clients, B batch, K classes.
 """
 
+import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -78,6 +80,7 @@ class RoundPlan:
         steps: ``steps[phase][i]`` are the local steps of ``clients[i]``.
         clients_per_chunk: Number of clients that train together; the next ones begin when these have finished. None for
             all of the round.
+        chunks_at_a_time: Number of chunks that take their steps in turns. Each of them may train in its own thread.
         min_batches: Number of cohort batches to serve at least, the last ones without clients: all ranks serve as many.
     """
 
@@ -85,6 +88,7 @@ class RoundPlan:
     clients: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]
     clients_per_chunk: int | None = field(default=None, repr=False)
+    chunks_at_a_time: int = field(default=1, repr=False)
     min_batches: int = field(default=0, repr=False)
 
     @cached_property
@@ -94,14 +98,14 @@ class RoundPlan:
         places = range(len(self.clients))
         return [places[start : start + size] for start in range(0, len(places), size)]
 
+    def num_steps(self, chunk: range) -> int:
+        """Return the number of local steps of a chunk, in all phases: those of its client with the most."""
+        return sum(max(steps_of_phase[place] for place in chunk) for steps_of_phase in self.steps)
+
     @property
     def num_batches(self) -> int:
         """Number of cohort batches of the round."""
-        batches_of_chunks = 0
-        for chunk in self.chunks:
-            for steps_of_phase in self.steps:
-                batches_of_chunks += max(steps_of_phase[place] for place in chunk)
-        return max(self.min_batches, batches_of_chunks)
+        return max(self.min_batches, sum(self.num_steps(chunk) for chunk in self.chunks))
 
     def part(self, places: Sequence[int]) -> "RoundPlan":
         """Return the plan for the clients at ``places``."""
@@ -109,7 +113,7 @@ class RoundPlan:
         steps = []
         for steps_of_phase in self.steps:
             steps.append(tuple(steps_of_phase[place] for place in places))
-        return RoundPlan(self.round, clients, tuple(steps), self.clients_per_chunk)
+        return replace(self, clients=clients, steps=tuple(steps), min_batches=0)
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,7 @@ def make_plan(
     phases: Sequence[Phase],
     batch_size: BatchSize,
     clients_per_chunk: int | None = None,
+    chunks_at_a_time: int = 1,
 ) -> RoundPlan:
     """Order the ``clients``, longest first, and count their steps; ``sizes[id]`` is a client's number of samples.
 
@@ -193,7 +198,7 @@ def make_plan(
     steps = []
     for phase in phases:
         steps.append(tuple(phase.local_steps(sizes[client], batch_size) for client in order))
-    return RoundPlan(round, order, tuple(steps), clients_per_chunk)
+    return RoundPlan(round, order, tuple(steps), clients_per_chunk, chunks_at_a_time)
 
 
 def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
@@ -325,21 +330,59 @@ class BatchPlace(NamedTuple):
 
 
 def batch_places(plan: RoundPlan) -> Iterator[BatchPlace]:
-    """Yield the place of every cohort batch of a round: a chunk takes all its steps before the next one begins.
+    """Yield the place of every cohort batch of a round.
+
+    A chunk takes all its steps before the next one begins. If several train at a time, the next batch is one of the
+    chunk whose lane has had the fewest images: a lane is a row of chunks, one after another, as a thread trains them.
 
     >>> [tuple(place) for place in batch_places(RoundPlan(0, (5, 2), ((2, 1), (1, 1))))]
     [(0, 0, 0, 2), (0, 0, 1, 1), (0, 1, 0, 2)]
+    >>> plan = RoundPlan(0, (5, 2, 7), ((2, 2, 1),), clients_per_chunk=1, chunks_at_a_time=2)
+    >>> [(place.start, place.step) for place in batch_places(plan)]
+    [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0)]
     """
-    places = []
-    for chunk in plan.chunks:
-        for phase, steps in enumerate(plan.steps):
-            steps_of_chunk = [steps[place] for place in chunk]
-            for step in range(max(steps_of_chunk)):
-                active = sum(client_steps > step for client_steps in steps_of_chunk)
-                places.append(BatchPlace(chunk.start, phase, step, active))
+    waiting = deque(plan.chunks)
+    # Of each lane, the client steps that it has taken, its number, which decides between equal ones, and what follows.
+    lanes: list[tuple[int, int, Iterator[BatchPlace]]] = []
+    for lane in range(plan.chunks_at_a_time):
+        lanes.append((0, lane, iter(())))
+    num_batches = 0
+    while lanes:
+        client_steps, lane, places = heapq.heappop(lanes)
+        place = next(places, None)
+        while place is None and waiting:
+            places = _places_of_chunk(plan, waiting.popleft())
+            place = next(places, None)
+        if place is None:
+            continue  # no chunk is left for this lane
+        yield place
+        num_batches += 1
+        heapq.heappush(lanes, (client_steps + place.active, lane, places))
     without_clients = BatchPlace(start=0, phase=len(plan.steps) - 1, step=0, active=0)
-    yield from places
-    yield from [without_clients] * (plan.num_batches - len(places))
+    yield from [without_clients] * (plan.num_batches - num_batches)
+
+
+def _places_of_chunk(plan: RoundPlan, chunk: range) -> Iterator[BatchPlace]:
+    """Yield the places of a chunk's batches, phase by phase."""
+    for phase, steps in enumerate(plan.steps):
+        steps_of_chunk = [steps[place] for place in chunk]
+        for step in range(max(steps_of_chunk)):
+            active = sum(client_steps > step for client_steps in steps_of_chunk)
+            yield BatchPlace(chunk.start, phase, step, active)
+
+
+def busiest_lane(plan: RoundPlan) -> float:
+    """Return the work of the busiest of the lanes in which chunks train at a time, relative to the mean of all lanes.
+
+    >>> busiest_lane(RoundPlan(0, (5, 2, 7), ((2, 2, 2),), clients_per_chunk=1, chunks_at_a_time=2))
+    1.3333333333333333
+    """
+    loads = [0] * plan.chunks_at_a_time
+    for chunk in plan.chunks:
+        # As in batch_places: a chunk begins in the lane that is the first to end its earlier ones.
+        lane = loads.index(min(loads))
+        loads[lane] += sum(steps_of_phase[place] for place in chunk for steps_of_phase in plan.steps)
+    return max(loads) * len(loads) / max(1, sum(loads))
 
 
 class CohortBatch(NamedTuple):

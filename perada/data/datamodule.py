@@ -217,6 +217,8 @@ class FederatedDataModule(pl.LightningDataModule):
         self._features: FeatureCache | None = None
         self.clients_per_chunk: int | None = None
         """Number of clients that train together; None for all of a round. Chosen at the set-up of a run."""
+        self.chunks_at_a_time = 1
+        """Number of such chunks of clients that take their steps in turns. Chosen at the set-up of a run."""
 
     def _check_options(self, crop_padding: int, flip: bool, augment_public: bool) -> None:
         """Raise an OptionError for an option that is out of range."""
@@ -414,6 +416,7 @@ class FederatedDataModule(pl.LightningDataModule):
             phases or self._phases,
             self.batch_size,
             self.clients_per_chunk,
+            self.chunks_at_a_time,
         )
 
     def train_dataloader(self) -> DataLoader[Any]:

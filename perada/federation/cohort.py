@@ -2,9 +2,9 @@
 """Local training of the clients of one round, chunk by chunk.
 
 The clients of a chunk share each forward and backward pass, and take all their steps before the next chunk begins: what
-they train stays in the processor's caches, and gradients and optimisers exist for one chunk at a time. Clients are
-ordered by their number of local steps, longest first, so that those of a chunk that still train are a prefix, and a
-prefix of a stacked tensor is a view.
+they train stays in the processor's caches, and gradients and optimisers exist for one chunk of a thread at a time.
+Clients are ordered by their number of local steps, longest first, so that those of a chunk that still train are a
+prefix, and a prefix of a stacked tensor is a view.
 """
 
 import secrets
@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Stacks, TensorNames
-from perada.algorithms.dry_run import is_foreign, no_counts, no_logits
+from perada.algorithms.dry_run import no_counts, no_logits
 from perada.core.ranks import Ranks
-from perada.core.rounds import AnyBatch, Phase, RoundPlan, Shares, one_of
+from perada.core.rounds import AnyBatch, Phase, RoundPlan, Shares, busiest_lane, one_of
 from perada.core.seeding import Streams
 from perada.core.states import State, as_matrix, clone, device_of, finite_rows, per_client, select, without
+from perada.engine.chunks import MAX_BUSIEST_LANE, is_mostly_trained
 from perada.engine.engine import Engine, client_losses, client_means
 from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
 from perada.engine.step_graphs import StepGraph, StepGraphs, open_graphs
@@ -105,6 +106,7 @@ class _Chunk:
 
     Attributes:
         full: The stacks (c, ...) by role, once the chunk is open.
+        num_steps_left: Number of local steps that have not been submitted to the worker.
     """
 
     def __init__(self, cohort: "Cohort", worker: Worker, places: range) -> None:
@@ -115,6 +117,7 @@ class _Chunk:
         self.round = cohort.plan.round
         self.tensor_names = cohort.tensor_names
         self.phase_index = -1  # none has begun
+        self.num_steps_left = cohort.plan.num_steps(places)
         self.full: Stacks = {}
         self.states: Stacks = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -499,7 +502,8 @@ class Cohort:
         self.scales = trainer.scales.open("clients", clients, device)
         self.sums = sums
         self.opened = self.algorithm.begin_round(client_state, received, self.tensor_names)
-        self._chunk: _Chunk | None = None
+        # Chunks that have begun and not finished, by the place of their first client.
+        self._open_chunks: dict[int, _Chunk] = {}
         self._trainer = trainer
         self._workers = self._make_workers(device)
         # Number of the plan's chunks that have been opened, in their order.
@@ -531,12 +535,11 @@ class Cohort:
 
     def _make_workers(self, device: torch.device) -> list[Worker]:
         """Return the workers that train chunks side by side, or a single one that trains them one after another."""
-        chunks = len(self.plan.chunks)
-        # An algorithm from elsewhere may keep something between steps, which other threads would overwrite. Loss scales
-        # and private gradients are made for one chunk after another.
-        if is_foreign(self.algorithm) or self.scales is not None or self.private is not None:
-            chunks = 1
-        return workers_of(self.engine, chunks, device)
+        count = min(self.plan.chunks_at_a_time, len(self.plan.chunks))
+        # Behind a frozen backbone, a single thread can divide its passes among all cores instead.
+        if not is_mostly_trained(self.engine.model) and busiest_lane(self.plan) > MAX_BUSIEST_LANE:
+            count = 1
+        return workers_of(self.engine, count, device)
 
     def step(self, batches: AnyBatch) -> None:
         """Take one local step of the clients that a batch holds, now or later in another thread.
@@ -553,32 +556,37 @@ class Cohort:
                 # In a private run the sample is in no batch, and the client trains on.
                 self._unreadable[self.plan.clients.index(client)] |= self.private is None
                 self.failed.setdefault(client, reason)
-        if self._chunk is None or self._chunk.start != batch.start:
-            self._open_chunk(batch.start)
-        chunk = self._chunk
-        assert chunk is not None
-        if self._trainer.uses_global_random is not None:
+        chunk = self._chunk_at(batch.start)
+        chunk.num_steps_left -= 1
+        if self._trainer.uses_global_random is None:
+            self._take_first_step(chunk, batches)
+        else:
             chunk.worker.submit(partial(chunk.step, batches))
-            return
-        # The first step of a run shows whether the network draws from the global generator.
+
+    def _take_first_step(self, chunk: _Chunk, batches: AnyBatch) -> None:
+        """Take the first step of a run, which shows whether the network draws from the global generator."""
         random_state = torch.get_rng_state()
         chunk.worker.submit(partial(chunk.step, batches))
         chunk.worker.wait()
         self._trainer.uses_global_random = not torch.equal(random_state, torch.get_rng_state())
 
-    def _open_chunk(self, start: int) -> None:
-        """Begin to train the chunk whose first client is at a place; all chunks before it are finished.
+    def _chunk_at(self, start: int) -> _Chunk:
+        """Return the chunk whose first client is at a place, and begin to train it if it has not begun.
 
         Raises:
             ValueError: If the chunk has trained before, in another order than that of ``batch_places``.
         """
-        next_start = self._next_start()
-        if start < next_start:
-            first_unfinished = next_start if self._chunk is None else self._chunk.start
-            finished = self.plan.clients[start:first_unfinished]
+        if start in self._open_chunks:
+            return self._open_chunks[start]
+        if start < self._next_start():
+            chunk_places = next(chunk for chunk in self.plan.chunks if start in chunk)
+            finished = self.plan.clients[chunk_places.start : chunk_places.stop]
             raise ValueError(f"clients {finished} have finished their steps; pass batches in the order of batch_places")
-        self._finish_chunks(start)
-        self._chunk = self._next_chunk()
+        for chunk in list(self._open_chunks.values()):
+            if chunk.num_steps_left == 0:
+                self._submit_end(chunk)
+        self._skip_chunks(start)
+        return self._next_chunk()
 
     def _next_start(self) -> int:
         """Return the place of the first client whose chunk has not been opened yet."""
@@ -587,24 +595,27 @@ class Cohort:
         return self.plan.chunks[self._num_opened].start
 
     def _next_chunk(self) -> _Chunk:
-        """Open the next chunk of the plan, which workers train in turn."""
+        """Open the next chunk of the plan, in the worker that has the fewest open ones."""
         # Threads draw from one generator in an order that changes from run to run; a single one does not.
         workers = self._workers[:1] if self._trainer.uses_global_random else self._workers
-        worker = workers[self._num_opened % len(workers)]
+        busy = [chunk.worker for chunk in self._open_chunks.values()]
+        worker = min(workers, key=busy.count)
         chunk = _Chunk(self, worker, self.plan.chunks[self._num_opened])
         self._num_opened += 1
+        self._open_chunks[chunk.start] = chunk
         worker.submit(chunk.open)
         return chunk
 
-    def _finish_chunks(self, stop: int) -> None:
-        """Finish the chunks of the clients before a place, also those whose clients take no steps."""
-        if self._chunk is not None:
-            self._chunk.worker.submit(partial(self._finish_chunk, self._chunk))
-            # With its gradients and optimisers.
-            self._chunk = None
+    def _submit_end(self, chunk: _Chunk) -> None:
+        """Have a chunk's results stored after its last step."""
+        chunk.worker.submit(partial(self._finish_chunk, chunk))
+        # With its gradients and optimisers.
+        del self._open_chunks[chunk.start]
+
+    def _skip_chunks(self, stop: int) -> None:
+        """Open and finish the chunks before a place that have not begun: their clients take no steps."""
         while self._next_start() < stop:
-            chunk = self._next_chunk()
-            chunk.worker.submit(partial(self._finish_chunk, chunk))
+            self._submit_end(self._next_chunk())
 
     def _finish_chunk(self, chunk: _Chunk) -> None:
         """Store what a chunk's clients keep and send, while it is still in the processor's caches."""
@@ -648,7 +659,9 @@ class Cohort:
         """
         shares = shares or Shares.of(self.plan)
         ranks = ranks or Ranks()
-        self._finish_chunks(len(self.plan.clients))
+        for chunk in list(self._open_chunks.values()):
+            self._submit_end(chunk)
+        self._skip_chunks(len(self.plan.clients))
         for worker in self._workers:
             worker.finish()
         finite_here = self._finite

@@ -2,8 +2,9 @@
 """Threads that train chunks of clients side by side on the cores of a processor.
 
 The products of a small network are too small to be divided among cores, so that a step on two cores takes as long as on
-one. Several chunks, each on one core, keep all of them busy. Results do not depend on the number of threads: a client's
-training depends on no other client's, and no product is divided.
+one. Several chunks, each on one core, keep all of them busy. Behind a frozen backbone, whose products are larger, they
+still save the time that cores wait for each other. Results do not depend on the threads that train the chunks: a
+client's training depends on no other client's, and no product is divided.
 """
 
 from collections import deque
@@ -13,8 +14,9 @@ from typing import Protocol
 
 import torch
 
-from perada.engine.chunks import is_mostly_trained
+from perada.algorithms.dry_run import is_foreign
 from perada.engine.engine import Engine
+from perada.federation.settings import Settings
 
 MAX_QUEUED = 4
 """Tasks that may wait for a thread, each with a batch of images: enough that no thread ever waits for a batch."""
@@ -122,24 +124,33 @@ def _use_one_core() -> None:
     torch.set_num_threads(1)
 
 
-def workers_of(engine: Engine, chunks: int, device: torch.device) -> list[Worker]:
+def trains_side_by_side(engine: Engine, settings: Settings) -> bool:
+    """Return whether several chunks of clients can train at a time, each in its own thread.
+
+    Args:
+        engine: Runs networks for the chunks.
+        settings: Options of the run. The calling context has its precision.
+    """
+    # The loop over clients runs one model, as do features in place of images.
+    runs_one_model = engine.kind == "loop" or engine.trunk is not None
+    # Compiled networks are not meant for several threads, and autocast is a setting of the calling one.
+    is_bound_to_thread = engine.is_compiled or torch.is_autocast_enabled("cpu")
+    # Loss scales and private gradients are made for one chunk after another.
+    is_sequential = settings.privacy is not None or settings.loss_scaling is not None
+    # An algorithm from elsewhere may keep something between steps, which other threads would overwrite.
+    return not (runs_one_model or is_bound_to_thread or is_sequential or is_foreign(settings.algorithm))
+
+
+def workers_of(engine: Engine, count: int, device: torch.device) -> list[Worker]:
     """Return a worker for each chunk that is to train at a time.
 
     Args:
         engine: Runs networks for the chunks; threads get copies of it.
-        chunks: Number of chunks of the round.
+        count: Number of chunks that can train at a time.
         device: Device on which they train.
     """
-    count = min(chunks, torch.get_num_threads())
+    count = min(count, torch.get_num_threads())
     if count <= 1 or device.type != "cpu":
-        return [SameThread(engine)]
-    # The loop over clients runs one model, as do features in place of images.
-    runs_one_model = engine.kind == "loop" or engine.trunk is not None
-    # Behind a frozen backbone, passes are large enough to be divided among cores, which takes less memory.
-    gains_nothing = not is_mostly_trained(engine.model)
-    # Compiled networks are not meant for several threads, and autocast is a setting of the calling one.
-    is_bound_to_thread = engine.is_compiled or torch.is_autocast_enabled("cpu")
-    if runs_one_model or gains_nothing or is_bound_to_thread:
         return [SameThread(engine)]
     try:
         engines = [engine.copy() for _ in range(count)]

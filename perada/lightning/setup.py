@@ -11,12 +11,13 @@ from torch import Tensor
 from perada.algorithms.dry_run import example_opened, no_counts
 from perada.core.rounds import CohortBatch, sample_cohort
 from perada.data.batches.features import FeatureStore
-from perada.engine.chunks import activation_bytes, clients_in_cache, clients_in_memory, is_mostly_trained
+from perada.engine.chunks import Chunks, activation_bytes, chunks_in_memory, clients_in_cache, is_mostly_trained
 from perada.engine.frozen_trunk import FrozenTrunk
 from perada.engine.loss_scaling import product_seconds
 from perada.federation.evaluation import EVERYWHERE_LIMIT, count_everywhere, sample_clients
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.settings import check_average, check_factors, check_rule, check_server_images
+from perada.federation.workers import trains_side_by_side
 from perada.lightning.checks import (
     check_adapter,
     check_batch_norm,
@@ -71,9 +72,11 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
     if settings.algorithm.needs_class_counts and batch.classes is None and trains:
         raise no_counts(settings.algorithm)
     check_first_batch(context, batch, trains)
-    # Not before these checks, after which the engine may have fallen back to the loop.
-    data.clients_per_chunk = _clients_per_chunk(context, batch.x[0, 0])
     trunk = set_up_feature_cache(context, batch.x[0, 0])
+    # After these checks the engine may have fallen back to the loop, or run features in place of images.
+    chunks = _choose_chunks(context, batch.x[0, 0])
+    data.clients_per_chunk = chunks.clients_per_chunk
+    data.chunks_at_a_time = chunks.at_a_time
     # Gradients of images were checked with the first batch where the run trains on images.
     needs_gradient_check = trunk is not None or not trains
     if plans_privacy and settings.privacy is not None and needs_gradient_check:
@@ -130,8 +133,8 @@ def configure_rounds(context: RunContext, protection: Protection) -> None:
     )
 
 
-def _clients_per_chunk(context: RunContext, image: Tensor | None) -> int | None:
-    """Return how many clients train together; None for all of a round.
+def _choose_chunks(context: RunContext, image: Tensor | None) -> Chunks:
+    """Choose how many clients train together, and how many such chunks train side by side.
 
     Args:
         context: The run.
@@ -139,31 +142,36 @@ def _clients_per_chunk(context: RunContext, image: Tensor | None) -> int | None:
     """
     settings = context.settings
     engine = context.module.engine
+    on_cpu = context.trainer.strategy.root_device.type == "cpu"
+    with context.precision():
+        threads = torch.get_num_threads() if on_cpu and trains_side_by_side(engine, settings) else 1
     if engine.kind == "loop":
-        return 1
+        return Chunks(1)
+    mostly_trained = is_mostly_trained(context.module.model)
     if settings.clients_per_chunk is not None:
-        return settings.clients_per_chunk
-    if context.trainer.strategy.root_device.type != "cpu":
-        return None
+        # Behind a frozen backbone, the option bounds the memory of a pass. Several at a time would take more.
+        return Chunks(settings.clients_per_chunk, threads if mostly_trained else 1)
+    if not on_cpu:
+        return Chunks(None)
     clients_per_round = settings.clients_per_round or context.data.num_clients
-    if is_mostly_trained(context.module.model):
-        # At least one chunk for each thread, which train side by side.
+    if mostly_trained:
+        # At least one chunk for each thread, also where the threads divide the passes of one chunk after another.
         share_of_thread = math.ceil(clients_per_round / torch.get_num_threads())
-        return min(_clients_in_cache(context), share_of_thread)
+        return Chunks(min(_clients_in_cache(context), share_of_thread), threads)
     if settings.private:
         # Private training limits the images in a pass by what their gradients take.
-        return None
+        return Chunks(None)
     assert image is not None
     image_bytes = activation_bytes(context.module.model, image)
     if image_bytes is None:
-        return None
+        return Chunks(None)
     batch_size = context.data.batch_size
     if isinstance(batch_size, str):
         # "full": all images of a client.
         images: int = max(context.data.train_sizes)
     else:
         images = batch_size
-    return clients_in_memory(image_bytes * images * _models_in_step(context), clients_per_round)
+    return chunks_in_memory(image_bytes * images * _models_in_step(context), clients_per_round, threads)
 
 
 def _models_in_step(context: RunContext) -> int:
@@ -207,7 +215,7 @@ def _first_batch(context: RunContext) -> CohortBatch:
         return context.data.first_batch([0])
     # Whether clients are kept apart is checked with as many as are folded in a round.
     cohort = sample_cohort(settings.seed, 0, context.data.num_clients, settings.clients_per_round)
-    return context.data.first_batch(cohort[: _clients_per_chunk(context, None)])
+    return context.data.first_batch(cohort[: _choose_chunks(context, None).clients_per_chunk])
 
 
 def check_first_batch(context: RunContext, batch: CohortBatch, trains: bool) -> None:

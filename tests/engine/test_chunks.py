@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from perada.core.states import Merged
-from perada.engine.chunks import activation_bytes, clients_in_cache, clients_in_memory, is_mostly_trained
+from perada.engine.chunks import Chunks, activation_bytes, chunks_in_memory, clients_in_cache, is_mostly_trained
 from perada.lightning import setup
 
 from ..algorithms.problems import finetune
@@ -85,7 +85,24 @@ def test_clients_behind_a_frozen_backbone_are_divided_evenly():
         (2**31, 20, 1),  # not even one fits
         (2**10, 20, 20),
     ):
-        assert clients_in_memory(client_bytes, clients) == expected
+        assert chunks_in_memory(client_bytes, clients, threads=1) == (expected, 1)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "clients", "threads", "expected"),
+    [
+        (48, 20, 2, (5, 2)),  # 8 fit 384 MB: 4 chunks of 5, two for each thread
+        (413, 8, 2, (1, 2)),  # 2 fit 1 GB
+        (600, 8, 2, (1, 1)),  # 2 do not fit
+        (1, 8, 4, (2, 4)),
+        (1, 7, 2, (7, 1)),  # 4 and 3: one thread would wait for a seventh of the other's time
+        (1, 20, 8, (20, 1)),  # some threads would have 3 clients, others 2
+        (48, 20, 16, (7, 1)),
+        (1, 21, 2, (11, 2)),  # 11 and 10
+    ],
+)
+def test_threads_train_side_by_side_where_all_are_busy(megabytes, clients, threads, expected):
+    assert chunks_in_memory(megabytes * 2**20, clients, threads) == expected
 
 
 def test_frozen_runs_count_images_and_models_of_a_step(monkeypatch):
@@ -93,7 +110,12 @@ def test_frozen_runs_count_images_and_models_of_a_step(monkeypatch):
     for algorithm in ("fedavg", "ditto"):
         monkeypatch.setattr(setup, "is_mostly_trained", lambda model: False)
         monkeypatch.setattr(setup, "activation_bytes", lambda model, image: 10)
-        monkeypatch.setattr(setup, "clients_in_memory", lambda *sizes, key=algorithm: counted.update({key: sizes}) or 1)
+
+        def chunks_in_memory(client_bytes, clients, threads, key=algorithm):
+            counted[key] = (client_bytes, clients)
+            return Chunks(1)
+
+        monkeypatch.setattr(setup, "chunks_in_memory", chunks_in_memory)
         finetune(make_method(algorithm), rounds=1)
     (client_bytes, clients), both = counted["fedavg"], counted["ditto"]
     assert both == (2 * client_bytes, clients)

@@ -2,6 +2,7 @@
 """Chunks that train side by side in threads, against the same chunks one after another."""
 
 import threading
+from itertools import pairwise
 from typing import ClassVar
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import APFL, Ditto, FedAvg, FedRep, PerAda, PFedMe, Scaffold
+from perada.core.rounds import RoundPlan, batch_places
 from perada.engine.engine import Engine
 from perada.federation.workers import MAX_QUEUED, SameThread, WorkerThread, workers_of
 
@@ -94,6 +96,83 @@ def test_the_chunks_of_one_round_train_in_two_threads(two_threads):
     """In several rounds there would be as many threads even if each had a single one."""
     trained(FedAvg(), rounds=1)
     assert len(other_threads()) == 2
+
+
+class FrozenNetwork(Network):
+    """Most of its weights are frozen by ``bias_norm``."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(2, 2, 21, padding=10)
+
+    def forward(self, x):
+        return super().forward(self.first(x))
+
+
+def trained_behind_a_frozen_backbone(sizes, options, **arguments):
+    """The global state after one round of clients of these sizes, and the number of threads besides this one."""
+    Network.threads.clear()
+    clients = []
+    for client, size in enumerate(sizes):
+        random = torch.Generator().manual_seed(client)
+        x = torch.randn(size, 2, 5, 5, generator=random)
+        clients.append(TensorDataset(x, torch.randint(0, 3, (size,), generator=random)))
+    torch.manual_seed(0)
+    run = perada.finetune(
+        FrozenNetwork(),
+        perada.FederatedData(clients, test=[]),
+        adapter="bias_norm",
+        algorithm=FedAvg(),
+        rounds=1,
+        batch_size=4,
+        training=perada.Training(lr_local=0.1, local_epochs=5, **options),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        **arguments,
+    )
+    return run.state("global"), len(other_threads())
+
+
+def test_chunks_behind_a_frozen_backbone_train_side_by_side(two_threads):
+    """Two chunks of two clients, against one chunk of all four, whose products are divided otherwise."""
+    state, threads = trained_behind_a_frozen_backbone((8, 8, 8, 8), {})
+    assert threads == 2
+    torch.set_num_threads(1)
+    expected, threads = trained_behind_a_frozen_backbone((8, 8, 8, 8), {})
+    assert threads == 0
+    torch.testing.assert_close(state, expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "arguments"),
+    [
+        ((40, 4, 4, 4), {}, {}),  # one thread would train for most of the round
+        ((8, 8, 8), {}, {}),
+        ((8, 8, 8, 8), {"clients_per_chunk": 2}, {}),  # bounds the memory
+        ((8, 8, 8, 8), {"engine": "loop"}, {}),
+        ((8, 8, 8, 8), {}, {"precision": "bf16-mixed"}),
+    ],
+)
+def test_passes_behind_a_frozen_backbone_are_divided_among_cores(sizes, options, arguments, two_threads):
+    assert trained_behind_a_frozen_backbone(sizes, options, **arguments)[1] == 0
+
+
+def test_batches_of_chunks_that_train_at_a_time_come_in_turns():
+    """Both threads have something to do until the last step, however many steps a client takes."""
+    steps = (9, 9, 5, 4, 4, 3, 1, 1)
+    plan = RoundPlan(0, tuple(range(8)), (steps, steps), clients_per_chunk=1, chunks_at_a_time=2)
+    places = list(batch_places(plan))
+    assert len(places) == plan.num_batches == 2 * sum(steps)
+    # No chunk is served twice in a row: there is always another one.
+    starts = [place.start for place in places]
+    for before, after in pairwise(starts[:-2]):
+        assert before != after
+    of_clients = {client: [] for client in range(8)}
+    for place in places:
+        of_clients[place.start].append((place.phase, place.step))
+    for client, taken in of_clients.items():
+        assert taken == [(phase, step) for phase in (0, 1) for step in range(steps[client])]
 
 
 def test_a_network_that_draws_from_the_global_generator_stays_in_one_thread(two_threads):
