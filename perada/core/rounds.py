@@ -80,16 +80,16 @@ class RoundPlan:
         steps: ``steps[phase][i]`` are the local steps of ``clients[i]``.
         clients_per_chunk: Number of clients that train together; the next ones begin when these have finished. None for
             all of the round.
-        chunks_at_a_time: Number of chunks that take their steps in turns. Each of them may train in its own thread.
         min_batches: Number of cohort batches to serve at least, the last ones without clients: all ranks serve as many.
+        chunks_at_a_time: Number of chunks that take their steps in turns. Each of them may train in its own thread.
     """
 
     round: int
     clients: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]
     clients_per_chunk: int | None = field(default=None, repr=False)
-    chunks_at_a_time: int = field(default=1, repr=False)
     min_batches: int = field(default=0, repr=False)
+    chunks_at_a_time: int = field(default=1, repr=False)
 
     @cached_property
     def chunks(self) -> list[range]:
@@ -98,14 +98,10 @@ class RoundPlan:
         places = range(len(self.clients))
         return [places[start : start + size] for start in range(0, len(places), size)]
 
-    def num_steps(self, chunk: range) -> int:
-        """Return the number of local steps of a chunk, in all phases: those of its client with the most."""
-        return sum(max(steps_of_phase[place] for place in chunk) for steps_of_phase in self.steps)
-
     @property
     def num_batches(self) -> int:
         """Number of cohort batches of the round."""
-        return max(self.min_batches, sum(self.num_steps(chunk) for chunk in self.chunks))
+        return max(self.min_batches, sum(steps_of_chunk(self, chunk) for chunk in self.chunks))
 
     def part(self, places: Sequence[int]) -> "RoundPlan":
         """Return the plan for the clients at ``places``."""
@@ -114,6 +110,11 @@ class RoundPlan:
         for steps_of_phase in self.steps:
             steps.append(tuple(steps_of_phase[place] for place in places))
         return replace(self, clients=clients, steps=tuple(steps), min_batches=0)
+
+
+def steps_of_chunk(plan: RoundPlan, chunk: range) -> int:
+    """Return the number of local steps of a chunk, in all phases: those of its client with the most."""
+    return sum(max(steps_of_phase[place] for place in chunk) for steps_of_phase in plan.steps)
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def make_plan(
     steps = []
     for phase in phases:
         steps.append(tuple(phase.local_steps(sizes[client], batch_size) for client in order))
-    return RoundPlan(round, order, tuple(steps), clients_per_chunk, chunks_at_a_time)
+    return RoundPlan(round, order, tuple(steps), clients_per_chunk, chunks_at_a_time=chunks_at_a_time)
 
 
 def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
@@ -365,9 +366,9 @@ def batch_places(plan: RoundPlan) -> Iterator[BatchPlace]:
 def _places_of_chunk(plan: RoundPlan, chunk: range) -> Iterator[BatchPlace]:
     """Yield the places of a chunk's batches, phase by phase."""
     for phase, steps in enumerate(plan.steps):
-        steps_of_chunk = [steps[place] for place in chunk]
-        for step in range(max(steps_of_chunk)):
-            active = sum(client_steps > step for client_steps in steps_of_chunk)
+        client_steps_of_phase = [steps[place] for place in chunk]
+        for step in range(max(client_steps_of_phase)):
+            active = sum(client_steps > step for client_steps in client_steps_of_phase)
             yield BatchPlace(chunk.start, phase, step, active)
 
 

@@ -139,7 +139,7 @@ def chunks_in_memory(client_bytes: int, clients: int, threads: int) -> Chunks:
     # A multiple of the number of threads, so that none waits for the others' last chunks.
     num_chunks = threads * math.ceil(clients / (threads * most))
     size = math.ceil(clients / num_chunks)
-    equal_clients = RoundPlan(0, tuple(range(clients)), ((1,) * clients,), size, threads)
+    equal_clients = RoundPlan(0, tuple(range(clients)), ((1,) * clients,), size, chunks_at_a_time=threads)
     if busiest_lane(equal_clients) > MAX_BUSIEST_LANE:
         return one_thread
     return Chunks(size, threads)

@@ -20,7 +20,7 @@ from torch import Tensor
 from perada.algorithms.base import Algorithm, Stacks, TensorNames
 from perada.algorithms.dry_run import no_counts, no_logits
 from perada.core.ranks import Ranks
-from perada.core.rounds import AnyBatch, Phase, RoundPlan, Shares, busiest_lane, one_of
+from perada.core.rounds import AnyBatch, Phase, RoundPlan, Shares, busiest_lane, one_of, steps_of_chunk
 from perada.core.seeding import Streams
 from perada.core.states import State, as_matrix, clone, device_of, finite_rows, per_client, select, without
 from perada.engine.chunks import MAX_BUSIEST_LANE, is_mostly_trained
@@ -117,7 +117,7 @@ class _Chunk:
         self.round = cohort.plan.round
         self.tensor_names = cohort.tensor_names
         self.phase_index = -1  # none has begun
-        self.num_steps_left = cohort.plan.num_steps(places)
+        self.num_steps_left = steps_of_chunk(cohort.plan, places)
         self.full: Stacks = {}
         self.states: Stacks = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
