@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from perada.results.report import SCORES, scores_beside, shift_names
+from perada.results.report import SCORES, ScoreUnit, scores_beside, shift_names, title_with_metric
 from perada.studies.report.facts import PairedDifference, paired_difference
 from perada.studies.report.figures import OWN_SCORE, TITLES
 from perada.studies.report.plotting import (
@@ -48,6 +48,15 @@ class Group:
     name: str
     runs: list[RunRecord]
     options: dict[str, str]
+
+    @property
+    def unit(self) -> ScoreUnit:
+        """The unit of the scores."""
+        return self.runs[0].unit
+
+    def axis_label(self, score: str) -> str:
+        """Return the label of an axis with a score."""
+        return self.unit.label(title_with_metric(score, self.runs[0].first_metric))
 
     def last_scores(self, score: str) -> list[float]:
         """Return the last value of a score in each run that has it."""
@@ -130,7 +139,18 @@ def _options(record: RunRecord) -> dict[str, str]:
 
 
 def comparison(records: Sequence[RunRecord]) -> list[Section]:
-    """Return the sections that show runs side by side."""
+    """Return the sections that show runs side by side.
+
+    Raises:
+        ValueError: If some runs have scores in percent, and others errors in the unit of their targets.
+    """
+    first = records[0]
+    for record in records:
+        if record.unit != first.unit:
+            raise ValueError(
+                f"{str(first.folder)!r} and {str(record.folder)!r} cannot be compared: their scores are "
+                f"{first.first_metric} and {record.first_metric}; make a report of each"
+            )
     groups = groups_of(records)
     return [_scores(groups), *_paired_differences(groups)]
 
@@ -173,6 +193,7 @@ def _score_table(groups: Sequence[Group]) -> Table:
         header=header,
         rows=rows,
         metrics="columns",
+        unit=groups[0].unit,
     )
 
 
@@ -208,35 +229,35 @@ def _draw_curves(groups: Sequence[Group], score: str) -> RenderedFigure:
     with report_style():
         figure, axes = new_axes()
         for index, group in enumerate(groups):
-            percent_by_round = _percent_by_round(group, score)
-            if not percent_by_round:
+            scores_by_round = _scores_by_round(group, score)
+            if not scores_by_round:
                 continue
-            rounds_done = sorted(percent_by_round)
-            means = [fmean(percent_by_round[number]) for number in rounds_done]
+            rounds_done = sorted(scores_by_round)
+            means = [fmean(scores_by_round[number]) for number in rounds_done]
             errors = []
             for number in rounds_done:
-                values = percent_by_round[number]
+                values = scores_by_round[number]
                 errors.append(stdev(values) if len(values) > 1 else 0.0)
             draw_line(axes, index, rounds_done, means, short_label(group.name, 34))
             if any(errors):
                 lowest = [mean - error for mean, error in zip(means, errors, strict=True)]
                 highest = [mean + error for mean, error in zip(means, errors, strict=True)]
                 axes.fill_between(rounds_done, lowest, highest, color=colour_of(index), alpha=0.15, linewidth=0)
-        axes.set(ylabel=f"{TITLES[score]}, in %")
+        axes.set(ylabel=groups[0].axis_label(score))
         label_round_axis(axes, "rounds done")
         add_legend(figure)
         return render(figure, _file_name(score), f"{TITLES[score]}, by round, of {len(groups)} settings.")
 
 
-def _percent_by_round(group: Group, score: str) -> dict[float, list[float]]:
-    """Return a score in % by the number of rounds done, a value for each run that has it."""
-    percent_by_round: dict[float, list[float]] = {}
+def _scores_by_round(group: Group, score: str) -> dict[float, list[float]]:
+    """Return a score in its unit by the number of rounds done, a value for each run that has it."""
+    scores_by_round: dict[float, list[float]] = {}
     for run in group.runs:
         for row in run.rounds:
             value = row.get(score, math.nan)
             if not math.isnan(value):
-                percent_by_round.setdefault(row["round"] + 1, []).append(100 * value)
-    return percent_by_round
+                scores_by_round.setdefault(row["round"] + 1, []).append(group.unit.factor * value)
+    return scores_by_round
 
 
 def _draw_points(groups: Sequence[Group], score: str) -> RenderedFigure:
@@ -245,12 +266,12 @@ def _draw_points(groups: Sequence[Group], score: str) -> RenderedFigure:
     with report_style():
         figure, axes = new_axes(4.5, min(1.2 + 0.3 * len(scored_groups), 12))
         for index, group in enumerate(scored_groups):
-            values = [100 * value for value in group.last_scores(score)]
+            values = [group.unit.factor * value for value in group.last_scores(score)]
             error = stdev(values) if len(values) > 1 else 0
             axes.errorbar(fmean(values), index, xerr=error, fmt=marker_of(index), color=colour_of(index), capsize=3)
         axes.set_yticks(range(len(scored_groups)), [short_label(group.name, 30) for group in scored_groups])
-        axes.set(xlabel=f"{TITLES[score]}, in %", ylim=(len(scored_groups) - 0.5, -0.5))
-        alt = f"{TITLES[score]}, of {len(scored_groups)} settings, in %, with a standard deviation over runs."
+        axes.set(xlabel=groups[0].axis_label(score), ylim=(len(scored_groups) - 0.5, -0.5))
+        alt = f"{groups[0].axis_label(score)}, of {len(scored_groups)} settings, with a standard deviation over runs."
         return render(figure, _file_name(score), alt)
 
 
@@ -290,8 +311,11 @@ def _paired_differences(groups: Sequence[Group]) -> list[Section]:
     for contrast in contrasts:
         differences = contrast.difference.differences
         # A difference of rounding is none.
-        num_better = sum(difference > 1e-9 for difference in differences)
-        num_worse = sum(difference < -1e-9 for difference in differences)
+        num_higher = sum(difference > 1e-9 for difference in differences)
+        num_lower = sum(difference < -1e-9 for difference in differences)
+        lower_is_better = baseline.runs[0].lower_is_better
+        num_better = num_lower if lower_is_better else num_higher
+        num_worse = num_higher if lower_is_better else num_lower
         mean = contrast.difference.mean
         error = contrast.difference.standard_error
         rows.append([contrast.name, baseline.name, len(differences), mean, error, num_better, num_worse])
@@ -300,6 +324,7 @@ def _paired_differences(groups: Sequence[Group]) -> list[Section]:
         caption=f"Differences over clients: {TITLES[OWN_SCORE]}",
         header=["run", "less", "clients", "mean difference", "standard error", "clients better", "clients worse"],
         rows=rows,
+        unit=baseline.unit,
     )
     section = Section(
         key="paired",
@@ -307,7 +332,7 @@ def _paired_differences(groups: Sequence[Group]) -> list[Section]:
         intro="The score of each client's personal model on the client's own images, averaged over seeds, minus the "
         f"client's score in {baseline.name}. The standard error is that of the mean over clients; it does not include "
         "the variation of runs over seeds.",
-        figures=[_draw_differences(contrasts, baseline.name, baseline.runs[0].client_names)],
+        figures=[_draw_differences(contrasts, baseline)],
         tables=[table],
         opened=True,
     )
@@ -325,11 +350,12 @@ def _have_same_clients(group: Group, other: Group) -> bool:
     return True
 
 
-def _draw_differences(contrasts: Sequence[Contrast], baseline: str, client_names: Sequence[str]) -> RenderedFigure:
+def _draw_differences(contrasts: Sequence[Contrast], baseline: Group) -> RenderedFigure:
     """Draw a row for each client with its differences to the first group, and above them their means.
 
     Clients are sorted by their difference in the first contrast; an error bar is the standard error of a mean.
     """
+    client_names = baseline.runs[0].client_names
     clients = sorted(range(len(client_names)), key=lambda client: _nan_last(contrasts[0].by_client[client]))
     num_clients = len(clients)
     mean_rows = [num_clients + index for index in range(len(contrasts))]
@@ -347,29 +373,31 @@ def _draw_differences(contrasts: Sequence[Contrast], baseline: str, client_names
         marker_size = 2
     with report_style():
         figure, axes = new_axes(4.5, height)
+        factor = baseline.unit.factor
         axes.axvline(0, color=GREY, linewidth=1)
         for index, contrast in enumerate(contrasts):
             colour = colour_of(index + 1)  # the first colour is that of the first group
             marker = marker_of(index + 1)
-            points = [100 * contrast.by_client[client] for client in clients]
+            points = [factor * contrast.by_client[client] for client in clients]
             label = short_label(contrast.name, 40)
             axes.plot(points, range(num_clients), marker, color=colour, markersize=marker_size, alpha=0.7, label=label)
             error = contrast.difference.standard_error
             axes.errorbar(
-                100 * contrast.difference.mean,
+                factor * contrast.difference.mean,
                 mean_rows[index],
-                xerr=0 if math.isnan(error) else 100 * error,
+                xerr=0 if math.isnan(error) else factor * error,
                 fmt=marker,
                 color=colour,
                 capsize=3,
             )
         axes.axhline(num_clients - 0.5, color=GREY, linewidth=0.5)
-        axes.set(xlabel=f"difference to {short_label(baseline, 40)} in % points")
+        xlabel = f"difference to {short_label(baseline.name, 40)}"
+        axes.set(xlabel=f"{xlabel} in % points" if baseline.unit.symbol else xlabel)
         axes.set_yticks(ticks, tick_names)
         if not has_names:
             axes.set_ylabel("clients, sorted")
         add_legend(figure)
-        alt = f"Differences to {baseline} by client, and above them their mean with its standard error."
+        alt = f"Differences to {baseline.name} by client, and above them their mean with its standard error."
         return render(figure, "paired", alt)
 
 

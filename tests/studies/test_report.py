@@ -280,6 +280,40 @@ def test_paired_differences_name_their_clients(runs):
     assert row[0] == "FedAvg" and "FedAvg" in texts and "mean" in texts
 
 
+def record_with_errors(folder, name, errors, metric="mae"):
+    """A run of two rounds whose clients' last mean absolute errors are these."""
+    task = {"has_classes": metric == "accuracy"}
+    info = {"algorithm": name, "clients": ["north", "south", "east"], "training": {"metric": metric}, "task": task}
+    mean = sum(errors) / len(errors)
+    rounds = [{"round": 0, "personal/local_test": 2 * mean}, {"round": 1, "personal/local_test": mean}]
+    return RunRecord(name, folder, info, rounds, {"personal/local_test": errors})
+
+
+def test_errors_of_several_runs_have_the_unit_of_their_targets_and_lower_ones_are_better(tmp_path):
+    first = record_with_errors(tmp_path / "a", "first", [4.0, 5.0, 6.0])
+    second = record_with_errors(tmp_path / "b", "second", [3.0, 5.5, 5.0])
+    scores, differences = comparison([first, second])
+    texts = svg_texts(scores.figures[0])
+    assert "own images, MAE" in texts
+    ticks = [float(text) for text in texts if re.fullmatch(r"\d+(\.\d+)?", text or "")]
+    assert max(ticks) <= 12  # twice the mean error of 5, and not 100 times that
+    assert not any("%" in (text or "") for figure in differences.figures for text in svg_texts(figure))
+    (row,) = csv.DictReader(as_csv(differences.tables[0]).splitlines())
+    assert float(row["mean difference"]) == pytest.approx((-1 + 0.5 - 1) / 3, abs=1e-5)
+    assert (row["clients better"], row["clients worse"]) == ("2", "1")
+    page = write_page(tmp_path / "page", [first, second], scores=True)
+    texts = [text.strip() for text in Page(page).text]
+    assert "4.5" in texts  # the mean error of the second run
+    assert "450.00" not in texts
+
+
+def test_errors_and_shares_are_not_compared(tmp_path):
+    first = record_with_errors(tmp_path / "a", "first", [4.0, 5.0, 6.0])
+    second = record_with_errors(tmp_path / "b", "second", [0.5, 0.5, 0.5], metric="accuracy")
+    with pytest.raises(ValueError, match="cannot be compared: their scores are mae and accuracy; make a report of"):
+        comparison([first, second])
+
+
 RAW_NAME = re.compile(r"\b(personal|global|train|comm|params|privacy|theory|updates|clients|deploy|server)/\w+")
 
 
