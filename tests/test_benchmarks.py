@@ -2,8 +2,11 @@
 """What the benchmarks compare perada with computes the same, and every benchmark runs."""
 
 import json
+import math
+import random
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +22,10 @@ import perada
 from benchmarks import protocol, scanner_tasks
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.experiments import mean_and_spread
+from benchmarks.faults.hostile import _put_link
+from benchmarks.faults.job import UNEXPECTED, Job
+from benchmarks.faults.labels import LABELS
+from benchmarks.faults.processes import Content, JobFailed, Reference, References
 from benchmarks.limit import operations
 from benchmarks.naive import Naive
 from benchmarks.roofline import OperatorMeter
@@ -227,3 +234,51 @@ def test_the_roofline_counts_the_operations_and_bytes_of_each_class_of_operators
     assert usage["attention"].flops == 2 * (2 * images * heads * tokens * tokens * width)
     assert usage["copy"].calls == 1 and usage["copy"].moved_bytes == 4 * (4 * 6) * 4
     assert usage["other"].moved_bytes == 0
+
+
+@pytest.mark.parametrize("part", ["saved", "exported"])
+def test_every_link_out_of_a_folder_can_be_put(tmp_path, part):
+    """Also those in place of files that exist only while a run is saved."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").touch()
+    descriptions = set()
+    for seed in range(60):
+        folder = tmp_path / str(seed) / part
+        (folder / "client_0").mkdir(parents=True)
+        for name in ("run.json", "client_0/adapter_config.json"):
+            (folder / name).touch()
+        description = _put_link(random.Random(seed), folder.parent, part, outside)
+        path, _, target = description.partition(" -> ")
+        assert (folder.parent / path).resolve() == (outside if target == "outside" else outside / "secret")
+        descriptions.add(path.removeprefix(f"{part}/"))
+    assert descriptions == {
+        "run.json",
+        "client_0",
+        "client_0/adapter_config.json",
+        "client_0/.adapter_config.json.partial",
+        ".run.json.partial",
+        ".perada-saved",
+        ".perada-saving",
+    }
+
+
+@pytest.mark.parametrize("labels", list(LABELS))
+def test_a_small_run_of_the_campaign_learns_each_kind_of_labels(tmp_path, labels):
+    run = Job(rounds=1, labels=labels).train(tmp_path, logger=False)
+    scores = run.metrics["rounds"][-1]
+    assert all(math.isfinite(value) for name, value in scores.items() if name.startswith(("global/", "personal/")))
+
+
+def test_an_error_that_is_no_rejection_is_not_taken_for_one(tmp_path):
+    """A job that cannot be private is replaced by another one, but not a job that ends in a bug."""
+    references = References(tmp_path)
+    job = Job(private="images", labels="masks")
+    references.results[job] = JobFailed("privacy: not supported")
+    references.results[replace(job, private="none")] = JobFailed(f"{UNEXPECTED}RuntimeError: sizes differ")
+    with pytest.raises(JobFailed, match="sizes differ"):
+        references.possible(job)
+    references.results[replace(job, private="none")] = JobFailed("masks are not supported")
+    plain_job = replace(job, labels="classes")
+    references.results[plain_job] = Reference(Content([], {}, []), 1.0, 1, 1)
+    assert references.possible(job) == plain_job

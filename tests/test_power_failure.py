@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import perada
-from benchmarks.faults.job import Job, network
+from benchmarks.faults.job import Job
 from benchmarks.faults.outcomes import SURVIVED, Campaign
 from benchmarks.faults.power import crashes, power
 
@@ -31,7 +31,7 @@ def test_a_run_that_was_saved_is_on_the_disk_in_full(tmp_path):
     folder = tmp_path / "saved"
     folder.mkdir()
     *_, last = crashes(folder, lambda: run.save(folder), tmp_path / "copy")
-    found = perada.Run.load(last, backbone=network())
+    found = perada.Run.load(last, backbone=Job().network())
     for state, other in zip(found.states("personal"), run.states("personal"), strict=True):
         assert all(torch.equal(value, other[key]) for key, value in state.items())
 

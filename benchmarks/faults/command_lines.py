@@ -20,7 +20,9 @@ BASE = (
 ).split()
 OPTIONS = (
     "data.batch_size", "data.image_size", "data.public_fraction", "data.seed", "data.client_validation",
-    "data.partition.init_args.alpha", "data.partition.init_args.num_clients", "data.partition", "data.dataset",
+    "data.task", "data.task.init_args.label_smoothing", "data.task.init_args.class_weights", "data.sampling",
+    "data.mixup", "data.partition.init_args.alpha", "data.partition.init_args.num_clients", "data.partition",
+    "data.dataset",
     "training.lr_local", "training.lr_personal", "training.momentum", "model.adapter", "model.backbone",
     "training.optimizer",
     "training.engine", "evaluation.metric", "training.clip_norm", "training.clients_per_chunk", "federated.algorithm",
@@ -29,7 +31,10 @@ OPTIONS = (
     "federated.client_store", "evaluation.diagnostics", "federated.max_failures", "federated.drop_outliers",
     "federated.resume_allow", "trainer.precision", "seed_everything", "ckpt_path", "no.such.option",
 )  # fmt: skip
-VALUES = ("", "abc", "-1", "0", "0.5", "2", "nan", "inf", "null", "true", "{}", "[]", "[1]", "1e12", "last", "median")
+VALUES = (
+    "", "abc", "-1", "0", "0.5", "2", "nan", "inf", "null", "true", "{}", "[]", "[1]", "1e12", "last", "median",
+    "balanced", "Classification", "Segmentation", "Regression",
+)  # fmt: skip
 
 
 def try_command_lines(campaign: Campaign, seed: int, count: int, seconds: int = 60) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random configurations: each is run, or rejected in one line with the option, the value, the reason and the remedy.
 
-The options are those in the signatures of ``finetune``, the data module, the partitions, rules and algorithms. Their
-values are drawn from valid ones of each option, and from values that few options accept.
+The options are those in the signatures of ``finetune``, the data module, the partitions, tasks, rules and algorithms.
+Their values are drawn from valid ones of each option, and from values that few options accept.
 """
 
 import inspect
@@ -22,12 +22,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
+from benchmarks.faults.labels import DEFAULT_LABELS, LABELS, NUM_OUTPUTS, make_labels
 from benchmarks.faults.outcomes import REPORTED, SURVIVED, Campaign, Verdict
 from perada.algorithms import ALGORITHMS
 from perada.data import Digits, Dirichlet, DominantClass, FederatedData, FederatedDataModule, Shards
 from perada.data.partitions import IID
 from perada.privacy import ClientPrivacy, Privacy
 from perada.server import SERVER_RULES, Distillation
+from perada.tasks import Classification, MultiLabel, Regression, Segmentation, Task
 
 SECONDS = 60
 WRONG: tuple[Any, ...] = (
@@ -45,7 +47,21 @@ TYPICAL: dict[str, tuple[Any, ...]] = {
     "privacy": (None, {"noise_multiplier": 1.0}, {"target_epsilon": 8}, {"max_norm": -1}, {"noise_multiplier": "x"}),
     "client_privacy": (None, {"noise_multiplier": 1.0}, {"noise_multiplier": math.nan}, {"none": 0}),
     "training": (None, {"momentum": 0.9}, {"optimizer": "adam"}, {"engine": "loop"}, {"clip_norm": -1}, {"none": 1}),
-    "evaluation": ({"metric": "auroc"}, {"metric": ["accuracy", "ece"]}, {"metric": "none"}, {"diagnostics": True}),
+    "class_weights": ([1.0, 2.0, 3.0], "balanced", "balanced_per_client", [1.0], [0, 0, 0], [1, 1, math.nan]),
+    "positive_weights": ([1.0, 2.0, 3.0], "balanced", "balanced_per_client", [1.0], [-1, 1, 1]),
+    "ignore_index": (None, 255, 0, 3),
+    "mean": (None, 20.0, [20.0, 20.0, 20.0], [1.0], [1, 1, math.inf]),
+    "std": (None, 5.0, [5.0, 10.0, 20.0], [1.0], [1, 1, 0]),
+    "standardize": (None, "all"),
+    "distill_stride": (1, 2, 100),
+    "evaluation": (
+        {"metric": "auroc"},
+        {"metric": "mae"},
+        {"metric": ["dice", "miou"]},
+        {"metric": ["accuracy", "ece"]},
+        {"metric": "none"},
+        {"diagnostics": True},
+    ),
     "rounds": (0, 1, 2),
     "local_steps": (1, 2),
     "local_epochs": (1, 0.5),
@@ -75,6 +91,16 @@ LEFT_OUT_OF_MODULE = {
     "device_cache_mb",
 }
 """The same of the data module, with the entry of its hints that is no argument."""
+SIDE = 8
+"""Height and width of an image in pixels."""
+TASKS: dict[str, type[Task]] = {
+    DEFAULT_LABELS: Classification,
+    "weighted classes": Classification,
+    "unknown labels": MultiLabel,
+    "numbers": Regression,
+    "masks": Segmentation,
+}
+"""Tasks that fit the kinds of labels."""
 PARTITIONS = (IID, Dirichlet, Shards, DominantClass)
 
 
@@ -85,17 +111,22 @@ class Call:
     Attributes:
         options: The random options in which it differs from a valid call.
         make: Makes the call, with further options.
+        labels: Kind of labels.
     """
 
     options: dict[str, Any]
     make: Callable[..., perada.Run]
+    labels: str = DEFAULT_LABELS
 
 
 def configuration(seed: int, number: int) -> Call:
     """Return a call of ``finetune`` with random options, which follow from the seed and the number."""
     draw = random.Random(f"{seed}/{number}")
-    if draw.random() < 0.25:
+    kind = draw.random()
+    if kind < 0.2:
         return _call_on_partition(draw)
+    if kind < 0.4:
+        return _call_with_task(draw)
     return _call_on_tensors(draw)
 
 
@@ -112,13 +143,18 @@ def try_configurations(campaign: Campaign, seed: int, count: int, seconds: int =
     def judge(number: int) -> Verdict:
         call = configuration(seed, number)
         description = ", ".join(f"{name}={value!r}" for name, value in call.options.items())[:300]
-        return Verdict(outcome_of(call, seconds), description)
+        return Verdict(outcome_of(call, seconds), f"{call.labels}: {description}")
 
     campaign.try_all("configurations by finetune", count, judge)
 
 
 def outcome_of(call: Call, seconds: int = SECONDS) -> str:
     """Make a call, and return the outcome."""
+    options = call.options
+    task = LABELS[call.labels].task
+    if task is not None:
+        # Tasks of labels are options of a valid call, which may not go with the random ones.
+        options = {"task": task} | options
     with (
         warnings.catch_warnings(record=True) as caught_warnings,
         tempfile.TemporaryDirectory() as folder,
@@ -130,10 +166,10 @@ def outcome_of(call: Call, seconds: int = SECONDS) -> str:
         except TimeoutError:
             return f"took more than {seconds} s"
         except (ValueError, TypeError, OSError, ImportError) as error:
-            return _outcome_of_rejection(str(error), call.options)
+            return _outcome_of_rejection(str(error), options)
         except Exception as error:  # any other is a bug
             if type(error).__name__ == "MisconfigurationException":  # Lightning rejects an option of its own
-                return _outcome_of_rejection(str(error), call.options)
+                return _outcome_of_rejection(str(error), options)
             return f"raw {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     warnings_text = " ".join(str(warning.message) for warning in caught_warnings)
     last_round = run.metrics["rounds"][-1] if run.metrics["rounds"] else {}
@@ -165,10 +201,15 @@ def _names_in(options: dict[str, Any]) -> list[str]:
         classes.append(SERVER_RULES[rule])
     for options_class in classes:
         names += inspect.signature(options_class).parameters
+    if "task" in options:
+        # Labels that do not fit the task are described by themselves: "client 0 has the training label nan".
+        names.append("label")
     for name, value in options.items():
-        names += [name, name.removesuffix("_options")]
+        names += [name, name.removesuffix("_options"), name.removeprefix("client_")]
         if isinstance(value, dict):
             names += value
+        elif isinstance(value, Task):
+            names += inspect.signature(type(value)).parameters
         elif isinstance(value, str) and value:
             names.append(value)
     return names
@@ -183,11 +224,38 @@ def _call_on_tensors(draw: random.Random) -> Call:
     if draw.random() < 0.1:
         options["precision"] = draw.choice(TYPICAL["precision"])
 
-    def call(**further_options: Any) -> perada.Run:
-        base = {"adapter": "head", "rounds": 1, "local_steps": 1, "algorithm": "fedavg", "batch_size": 4}
-        return perada.finetune(_network(), _data(), **base | options | QUIET | further_options)
+    labels = draw.choice(list(LABELS))
 
-    return Call(options, call)
+    def call(**further_options: Any) -> perada.Run:
+        base = {"adapter": "head", "task": LABELS[labels].task, "batch_size": 4} | SHORT
+        return perada.finetune(_network(labels), _data(labels), **base | options | QUIET | further_options)
+
+    return Call(options, call, labels)
+
+
+def _call_with_task(draw: random.Random) -> Call:
+    """Return a call with a task that has random options, and random options of the data module and of ``finetune``."""
+    labels = draw.choice(list(LABELS))
+    task_class = TASKS[labels] if draw.random() < 0.8 else draw.choice(list(TASKS.values()))
+    task_hints = get_type_hints(task_class.__init__)
+    task_names = list(inspect.signature(task_class).parameters)
+    sampled_names = draw.sample(task_names, draw.randint(0, min(3, len(task_names))))
+    task_options = {name: _value(draw, name, task_hints[name]) for name in sampled_names}
+    module_options: dict[str, Any] = {}
+    for name, values in {"sampling": ("uniform", "balanced"), "mixup": (0.0, 0.2), "flip": (False, True)}.items():
+        if draw.random() < 0.3:
+            module_options[name] = draw.choice(values)
+    options: dict[str, Any] = {}
+    for name in ("algorithm", "adapter", "privacy", "client_privacy", "distillation", "evaluation", "server_rule"):
+        if draw.random() < 0.2:
+            options[name] = draw.choice(TYPICAL[name])
+
+    def call(**further_options: Any) -> perada.Run:
+        data = FederatedDataModule(_data(labels), task=task_class(**task_options), batch_size=4, **module_options)
+        base = {"adapter": "head"} | SHORT
+        return perada.finetune(_network(labels), data, **base | options | QUIET | further_options)
+
+    return Call({"task": task_class.__name__} | task_options | module_options | options, call, labels)
 
 
 def _call_on_partition(draw: random.Random) -> Call:
@@ -210,13 +278,12 @@ def _call_on_partition(draw: random.Random) -> Call:
         data = FederatedDataModule(dataset=Digits(), partition=partition, **limits | module_options)
         network = nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
         network(torch.zeros(1, 1, 8, 8))
-        return perada.finetune(
-            network, data, adapter="head", rounds=1, local_steps=1, algorithm="fedavg", **QUIET | further_options
-        )
+        return perada.finetune(network, data, adapter="head", **SHORT | QUIET | further_options)
 
     return Call({"partition": partition_class.__name__} | partition_options | module_options, call)
 
 
+SHORT: dict[str, Any] = {"rounds": 1, "local_steps": 1, "algorithm": "fedavg"}
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -251,24 +318,29 @@ def _values_of_type(hint: object) -> tuple[object, ...]:
         Privacy: (Privacy(noise_multiplier=1.0),),
         ClientPrivacy: (ClientPrivacy(1.0),),
         Distillation: (Distillation(1),),
+        Task: (Classification(), MultiLabel(), Segmentation(), Regression()),
     }
     return by_type.get(hint, (None,))
 
 
-def _network() -> nn.Module:
-    """Return a small network for the three classes of :func:`_data`, with the same weights each time."""
+def _network(labels: str) -> nn.Module:
+    """Return a small network for the labels of :func:`_data`, with the same weights each time."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
+    if labels == "masks":
+        return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, NUM_OUTPUTS, 1))
+    layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, NUM_OUTPUTS)]
+    return nn.Sequential(*layers)
 
 
-def _data() -> FederatedData:
-    """Return random images of three clients."""
+def _data(labels: str) -> FederatedData:
+    """Return random images of three clients, with labels of a kind."""
     generator = torch.Generator().manual_seed(0)
 
     def dataset(count: int) -> TensorDataset:
-        return TensorDataset(torch.randn(count, 1, 8, 8, generator=generator), torch.arange(count) % 3)
+        images = torch.randn(count, 1, SIDE, SIDE, generator=generator)
+        return TensorDataset(images, make_labels(labels, count, generator, SIDE))
 
-    public = TensorDataset(torch.randn(6, 1, 8, 8, generator=generator))
+    public = TensorDataset(torch.randn(6, 1, SIDE, SIDE, generator=generator))
     train = [dataset(count) for count in (6, 9, 5)]
     test = [dataset(4) for _ in range(3)]
     return FederatedData(train, test, public)

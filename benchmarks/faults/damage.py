@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 import perada
-from benchmarks.faults.job import Job, network
+from benchmarks.faults.job import Job
+from benchmarks.faults.labels import LABELS
 from benchmarks.faults.outcomes import HARMLESS, REPORTED, Campaign, Verdict
 from perada.core.digests import sealed
 from perada.data import FromFile
@@ -21,9 +22,10 @@ from perada.data.partitions import Split
 from perada.studies.compare.results import Results
 from perada.studies.report.records import RunRecord, read_records
 
-Read = Callable[[Path], Any]
-"""Reads a file in a copy of the example's folder."""
-TRAINED = Job("ditto", "disk", rounds=2)
+Read = Callable[[Path, Job], Any]
+"""Reads a file in a copy of an example's folder, given the job that wrote it."""
+JOBS = tuple(Job("ditto", "disk", rounds=2, labels=labels) for labels in LABELS)
+"""The jobs of the examples."""
 VERSION = Path("lightning_logs/version_0")
 FILES = {
     "checkpoint": VERSION / "checkpoints" / "last.ckpt",
@@ -37,16 +39,43 @@ BIT_FLIPPED = "bit flipped"
 CUT_OFF = "cut off"
 
 
-def example(run: Path) -> Path:
-    """Make a folder with the files of a run and of a comparison, and return it."""
-    trained = TRAINED.train(run)
+@dataclass(frozen=True)
+class Example:
+    """A folder with the files of a run and of a comparison.
+
+    Attributes:
+        job: The job of the run.
+        folder: The folder.
+    """
+
+    job: Job
+    folder: Path
+
+
+def make_examples(folder: Path) -> list[Example]:
+    """Make an example of each job below a folder."""
+    examples = []
+    for job in JOBS:
+        run = folder_of(job, folder)
+        _make_files(job, run)
+        examples.append(Example(job, run))
+    return examples
+
+
+def folder_of(job: Job, folder: Path) -> Path:
+    """Return the folder of the example of a job, below the folder of all examples."""
+    return folder / job.labels.replace(" ", "_")
+
+
+def _make_files(job: Job, run: Path) -> None:
+    """Make the files of an example."""
+    trained = job.train(run)
     trained.save(run / "saved")
     trained.export(run / "exported")
     comparison = Results(run / FILES["results of compare"])
     comparison.records = [{"stage": "run", "args": [], "recipe": "r", "label": "a", "seed": 0, "global": 0.25}] * 2
     comparison.arrange([])
     (run / FILES["partition.json"]).write_text(json.dumps(sealed({"train": [[0, 2], [1]], "test": [[0], [1, 2]]})))
-    return run
 
 
 @dataclass(frozen=True)
@@ -55,13 +84,17 @@ class Target:
 
     Attributes:
         kind: The kind.
-        files: The files.
+        pattern: Pattern of the files' paths below the folder of an example.
         read: Reads them.
     """
 
     kind: str
-    files: list[Path]
+    pattern: str
     read: Read
+
+    def files(self, folder: Path) -> list[Path]:
+        """Return the files of this kind below a folder."""
+        return sorted(path for path in folder.glob(self.pattern) if path.is_file())
 
 
 def damage(campaign: Campaign, folder: Path, seed: int, bits: int, cuts: int) -> None:
@@ -74,32 +107,32 @@ def damage(campaign: Campaign, folder: Path, seed: int, bits: int, cuts: int) ->
         bits: Bits that are flipped, each in another copy.
         cuts: Places at which files are cut off.
     """
-    run = example(folder / "run")
-    clients = sorted((run / VERSION / "clients").glob("*.safetensors"))
-    saved_files = sorted(path for path in (run / "saved").rglob("*") if path.is_file())
-    adapter_files = sorted(path for path in (run / "exported").rglob("*") if path.is_file())
+    examples = make_examples(folder)
     targets = [
-        Target("checkpoint", [run / FILES["checkpoint"]], _resume),
-        Target("client files", clients, _resume),
-        Target("saved run", saved_files, _load),
-        Target("adapter folders", adapter_files, _load_exported),
-        Target("partition.json", [run / FILES["partition.json"]], divide),
-        Target("run.json of a fit", [run / FILES["run.json of a fit"]], lambda root: read_records(root / VERSION)),
-        Target("results of compare", [run / FILES["results of compare"]], _read_results),
+        Target("checkpoint", str(FILES["checkpoint"]), _resume),
+        Target("client files", str(VERSION / "clients" / "*.safetensors"), _resume),
+        Target("saved run", "saved/**/*", _load),
+        Target("adapter folders", "exported/**/*", _load_exported),
+        Target("partition.json", str(FILES["partition.json"]), divide),
+        Target("run.json of a fit", str(FILES["run.json of a fit"]), _read_run_folder),
+        Target("results of compare", str(FILES["results of compare"]), _read_results),
     ]
     for target in targets:
-        expected = _comparable(target.read(run))
+        expected = [_comparable(target.read(example.folder, example.job)) for example in examples]
         for way, count in ((BIT_FLIPPED, bits), (CUT_OFF, cuts)):
 
-            def judge(number: int, target: Target = target, way: str = way, expected: object = expected) -> Verdict:
+            def judge(number: int, target: Target = target, way: str = way, expected: list[str] = expected) -> Verdict:
                 random_source = random.Random(f"{target.kind}/{way}/{seed}/{number}")
+                index = random_source.randrange(len(examples))
+                example = examples[index]
                 copy = folder / "copy"
                 shutil.rmtree(copy, ignore_errors=True)
-                shutil.copytree(run, copy)
-                path = copy / target.files[number % len(target.files)].relative_to(run)
+                shutil.copytree(example.folder, copy)
+                files = target.files(copy)
+                path = files[number % len(files)]
                 place = _damage(path, way, random_source)
-                outcome = _read_damaged(path, copy, target.read, expected)
-                return Verdict(outcome, f"{path.relative_to(copy)}, {place}")
+                outcome = _read_damaged(path, copy, lambda root: target.read(root, example.job), expected[index])
+                return Verdict(outcome, f"{example.job.labels}, {path.relative_to(copy)}, {place}")
 
             campaign.try_all(f"{way}: {target.kind}", count, judge)
 
@@ -117,7 +150,7 @@ def _damage(path: Path, way: str, random_source: random.Random) -> str:
     return f"byte {byte}, bit {bit}"
 
 
-def _read_damaged(path: Path, root: Path, read: Read, expected: object) -> str:
+def _read_damaged(path: Path, root: Path, read: Callable[[Path], Any], expected: str) -> str:
     """Read a damaged file, and return the outcome."""
 
     def names_file(message: str) -> bool:
@@ -137,25 +170,29 @@ def _read_damaged(path: Path, root: Path, read: Read, expected: object) -> str:
     return HARMLESS if result == expected else "read without a word"
 
 
-def _resume(root: Path) -> perada.Run:
+def _resume(root: Path, job: Job) -> perada.Run:
     """Resume a checkpoint after whose last round nothing is left to train."""
     (path,) = root.glob("lightning_logs/*/checkpoints/last.ckpt")
-    return TRAINED.train(root, str(path), logger=False, enable_checkpointing=False)
+    return job.train(root, str(path), logger=False, enable_checkpointing=False)
 
 
-def _load(root: Path) -> perada.Run:
-    return perada.Run.load(root / "saved", backbone=network())
+def _load(root: Path, job: Job) -> perada.Run:
+    return perada.Run.load(root / "saved", backbone=job.network())
 
 
-def _load_exported(root: Path) -> perada.Run:
-    return perada.Run.load(root / "exported", backbone=network())
+def _load_exported(root: Path, job: Job) -> perada.Run:
+    return perada.Run.load(root / "exported", backbone=job.network())
 
 
-def _read_results(root: Path) -> list[dict[str, Any]]:
+def _read_run_folder(root: Path, _: Job) -> list[RunRecord]:
+    return read_records(root / VERSION)
+
+
+def _read_results(root: Path, _: Job) -> list[dict[str, Any]]:
     return Results(root / FILES["results of compare"]).records
 
 
-def divide(root: Path) -> list[list[int]]:
+def divide(root: Path, _: Job) -> list[list[int]]:
     """Divide three images by ``partition.json``."""
     split = Split(np.zeros(3, dtype=np.int64), np.arange(3))
     train, test = FromFile(str(root / FILES["partition.json"])).split(split, split, 0)

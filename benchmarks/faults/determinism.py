@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.faults.interruptions import PARALLEL
 from benchmarks.faults.job import PRIVATE, Job
+from benchmarks.faults.labels import LABELS
 from benchmarks.faults.outcomes import SURVIVED, Campaign, Verdict
 from benchmarks.faults.processes import Hang, JobFailed, References, content, equal, start
 from perada.algorithms.registry import methods
@@ -44,7 +45,7 @@ run(Job(**json.loads(sys.argv[1])), *sys.argv[2:4], "none", 0, 0, 0, sys.argv[4]
 
 
 def determinism(campaign: Campaign, folder: Path, seed: int, count: int) -> None:
-    """Run ``count`` jobs in each way; algorithm and privacy are drawn."""
+    """Run ``count`` jobs in each way; algorithm, privacy and labels are drawn."""
     references = References(folder / "whole")
     references.folder.mkdir(parents=True, exist_ok=True)
     for way in WAYS:
@@ -62,12 +63,14 @@ def _compare(way: str, number: int, seed: int, references: References, root: Pat
     random.Random(seed).shuffle(names)
     is_double = "double" in WAYS[way]
     private = random_source.choice(list(PRIVATE))
-    job = references.possible(Job(names[number % len(names)], private=private, double=is_double))
-    description = f"{job.algorithm}, privacy of {job.private}"
+    labels = random_source.choice(list(LABELS))
+    job = Job(names[number % len(names)], private=private, double=is_double, labels=labels)
     try:
+        job = references.possible(job)
         expected = references.of(job).content
     except JobFailed as error:
-        return Verdict(f"a run failed: {error}", description)
+        return Verdict(f"a run failed: {error}", str(job))
+    description = f"{job.algorithm}, {job.labels}, privacy of {job.private}"
     other_job = replace(job, **WAYS[way])
     folder = Path(tempfile.mkdtemp(dir=root)) / "run"
     try:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,20 @@ import torch
 
 import perada
 from benchmarks.faults.configurations import limited
-from benchmarks.faults.damage import FILES, Read, divide, example
-from benchmarks.faults.job import Job, network
+from benchmarks.faults.damage import FILES, Example, Read, divide, folder_of, make_examples
+from benchmarks.faults.job import Job
 from benchmarks.faults.outcomes import HARMLESS, REPORTED, Campaign, Verdict
 from perada.cli.main import _format_tables
 from perada.core.digests import KEY, sealed, write_sums
 from perada.lightning.checkpoint import AtomicCheckpointIO
 from perada.results.clients import forget
+from perada.results.run_file import READY, RUN_FILE, STAGE
 from perada.studies.report.page import write_page
 from perada.studies.report.records import read_records
 
+SAVED = "saved"
+EXPORTED = "exported"
+"""Folders of an example, by :meth:`perada.Run.save` and :meth:`perada.Run.export`."""
 SCRIPT = "<script>alert(1)</script>"
 SECRET = "a secret of somebody else"
 MAX_SECONDS = 60
@@ -80,7 +84,7 @@ def hostile(campaign: Campaign, folder: Path, seed: int, draws: int) -> None:
         seed: Seed of all draws.
         draws: Files of each kind.
     """
-    run = example(folder / "run")
+    examples = make_examples(folder)
     outside = folder / "outside"
     outside.mkdir()
     (outside / "secret").write_text(SECRET)
@@ -96,13 +100,20 @@ def hostile(campaign: Campaign, folder: Path, seed: int, draws: int) -> None:
     ):
         change_value = partial(_change_value, file=file, outside=outside)
         attacks.append(Attack(f"hostile values: {kind}", f"values/{kind}", change_value, use))
-    for name, use in (("Run.load", _load), ("Run.save", _save_over), ("perada clients remove", _forget)):
-        put_link = partial(_put_link, outside=outside)
+    for name, part, use in (
+        ("Run.load", SAVED, _load),
+        ("Run.load of an export", EXPORTED, _load_exported),
+        ("Run.save", SAVED, _save_over),
+        ("Run.export", EXPORTED, _export_over),
+        ("perada clients remove", SAVED, _forget),
+    ):
+        put_link = partial(_put_link, part=part, outside=outside)
         attacks.append(Attack(f"links out of the folder: {name}", name, put_link, use))
     for attack in attacks:
 
         def judge(number: int, attack: Attack = attack) -> Verdict:
-            return _try(attack, random.Random(f"{attack.key}/{seed}/{number}"), run, watch)
+            random_source = random.Random(f"{attack.key}/{seed}/{number}")
+            return _try(attack, random_source, examples[number % len(examples)], watch)
 
         campaign.try_all(attack.name, draws, judge)
 
@@ -160,32 +171,32 @@ class Watch:
         return f"opened what is outside: {self.events[0]}" if self.events else None
 
 
-def _try(attack: Attack, random_source: random.Random, run: Path, watch: Watch) -> Verdict:
-    """Change a copy of a run, and use it."""
-    copy = run.with_name("copy")
+def _try(attack: Attack, random_source: random.Random, example: Example, watch: Watch) -> Verdict:
+    """Change a copy of an example, and use it."""
+    copy = example.folder.with_name("copy")
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(run, copy)
-    description = attack.change(random_source, copy)
+    shutil.copytree(example.folder, copy)
+    description = f"{example.job.labels}, {attack.change(random_source, copy)}"
     memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     watch.start()
-    outcome = _use(attack, copy)
+    outcome = _use(attack, copy, example.job)
     outcome = watch.stop() or outcome
     mebibytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before) / 1024
     if mebibytes > MAX_MEBIBYTES:
         outcome = f"took {mebibytes:.0f} MiB"
-    made_by_file = run.parent / "owned"
+    made_by_file = copy.parent / "owned"
     if made_by_file.exists():
         made_by_file.unlink()
         outcome = "ran what the file holds"
     return Verdict(outcome, description)
 
 
-def _use(attack: Attack, folder: Path) -> str:
+def _use(attack: Attack, folder: Path, job: Job) -> str:
     """Use a hostile file, and return the outcome."""
     with warnings.catch_warnings(), limited(MAX_SECONDS):
         warnings.simplefilter("ignore")
         try:
-            result = attack.use(folder)
+            result = attack.use(folder, job)
         except TimeoutError:
             return f"took more than {MAX_SECONDS} s"
         except (ValueError, OSError) as error:
@@ -269,63 +280,79 @@ def _replace_value(random_source: random.Random, content: dict[str, Any] | list[
     return f"{place} = {repr(value)[:60]}"
 
 
-def _put_link(random_source: random.Random, root: Path, outside: Path) -> str:
+def _put_link(random_source: random.Random, root: Path, part: str, outside: Path) -> str:
     """Replace a file or folder, also one that perada only makes while it saves, by a link to the outside."""
-    saved = root / "saved"
-    ready = saved / ".perada-saved"
-    stage = saved / ".perada-saving"
-    temporary_files = [saved / ".run.json.partial", saved / "client_0/.x.partial"]
-    path = random_source.choice([*sorted(saved.rglob("*")), *[ready, stage, *temporary_files] * 5])
+    folder = root / part
+    ready = folder / READY
+    stage = folder / STAGE
+    files = sorted(folder.rglob("*"))
+    deepest_file = max(files, key=lambda file: len(file.parts))
+    temporary_files = [folder / f".{RUN_FILE}.partial", deepest_file.with_name(f".{deepest_file.name}.partial")]
+    path = random_source.choice([*files, *[ready, stage, *temporary_files] * 5])
+    if path != ready and random_source.random() < 0.3:
+        # As if the run before had been killed while its files were moved.
+        shutil.copytree(folder, ready)
     target = outside if path.is_dir() or path in (ready, stage) else outside / "secret"
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
     path.symlink_to(target)
-    if path != ready and random_source.random() < 0.3:
-        # As if the run before had been killed while its files were moved.
-        shutil.copytree(root.with_name("run") / "saved", ready)
     return f"{path.relative_to(root)} -> {target.name}"
 
 
-def _load(root: Path) -> None:
-    _read(root / "saved")
+def _load(root: Path, job: Job) -> None:
+    _read(root / SAVED, job)
 
 
-def _load_exported(root: Path) -> None:
-    _read(root / "exported")
+def _load_exported(root: Path, job: Job) -> None:
+    _read(root / EXPORTED, job)
 
 
-def _read(folder: Path) -> None:
-    run = perada.Run.load(folder, backbone=network())
+def _read(folder: Path, job: Job) -> None:
+    run = perada.Run.load(folder, backbone=job.network())
     run.states("personal")
     run.personal(0)
 
 
-def _save_over(root: Path) -> str | None:
-    run = perada.Run.load(root.with_name("run") / "saved", backbone=network())
-    run.save(root / "saved")
-    for path in (root / "saved").rglob("*"):
+def _save_over(root: Path, job: Job) -> str | None:
+    _intact_run(root, job).save(root / SAVED)
+    return _secret_in(root / SAVED)
+
+
+def _export_over(root: Path, job: Job) -> str | None:
+    _intact_run(root, job).export(root / EXPORTED)
+    return _secret_in(root / EXPORTED)
+
+
+def _intact_run(root: Path, job: Job) -> perada.Run:
+    """Load the run of the example that ``root`` is a copy of."""
+    return perada.Run.load(folder_of(job, root.parent) / SAVED, backbone=job.network())
+
+
+def _secret_in(folder: Path) -> str | None:
+    """Return what went wrong if a file of a folder holds the secret."""
+    for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and SECRET.encode() in path.read_bytes():
             return "copied a secret"
     return None
 
 
-def _forget(root: Path) -> None:
-    forget(root / "saved", 1)
+def _forget(root: Path, _: Job) -> None:
+    forget(root / SAVED, 1)
 
 
-def _report(root: Path) -> str | None:
+def _report(root: Path, _: Job) -> str | None:
     run_folder = root / FILES["run.json of a fit"].parent
     _format_tables(run_folder)
     page = write_page(root / "page", read_records(run_folder)).read_text()
     return "put a script into the page" if SCRIPT in page else None
 
 
-def _resume(root: Path) -> None:
-    Job("ditto", "disk", rounds=3).train(
-        root, str(root / FILES["checkpoint"]), logger=False, enable_checkpointing=False
-    )
+def _resume(root: Path, job: Job) -> None:
+    """Resume a checkpoint for one more round."""
+    longer_job = replace(job, rounds=job.rounds + 1)
+    longer_job.train(root, str(root / FILES["checkpoint"]), logger=False, enable_checkpointing=False)
 
 
-def _report_comparison(root: Path) -> None:
+def _report_comparison(root: Path, _: Job) -> None:
     _format_tables(root / FILES["results of compare"])

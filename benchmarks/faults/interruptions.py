@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.faults.job import PRIVATE, Job
+from benchmarks.faults.labels import LABELS
 from benchmarks.faults.outcomes import REPORTED, SURVIVED, Campaign, Verdict
 from benchmarks.faults.processes import (
     MEMORY,
@@ -41,7 +42,9 @@ EXHAUSTIVE = Job("ditto", "disk", "images")
 
 
 def interruptions(campaign: Campaign, folder: Path, seed: int, draws: int, quick: bool) -> None:
-    """Interrupt random runs: algorithm, store, privacy, processes, fault, and the temporary directory's disk are drawn.
+    """Interrupt random runs.
+
+    Algorithm, labels, store, privacy, processes, fault and the disk of temporary files are drawn.
 
     Args:
         campaign: Where the verdicts are recorded.
@@ -107,8 +110,10 @@ def _interrupt_random_job(kind: str, number: int, seed: int, references: Referen
     random.Random(seed).shuffle(names)  # so that different seeds begin with different algorithms
     num_processes = 2 if "two" in kind else 1
     private = random_source.choice(list(PRIVATE))
-    job = references.possible(Job(names[number % len(names)], "device", private, num_processes))
+    labels = random_source.choice(list(LABELS))
+    job = Job(names[number % len(names)], "device", private, num_processes, labels=labels)
     try:
+        job = references.possible(job)
         reference = references.of(job)
     except JobFailed as error:
         return Verdict(f"a run that nobody interrupts failed: {error}", str(job))
@@ -146,7 +151,16 @@ def _signal_of(kind: str) -> int:
 def _try(trial: Trial, references: References, root: Path) -> Verdict:
     """Interrupt a job, resume it, and compare what it left with the reference."""
     job = trial.job
-    description = f"{job.algorithm}, {job.store}, privacy of {job.private}, {job.processes} processes, {trial.moment}"
+    description = ", ".join(
+        [
+            job.algorithm,
+            job.labels,
+            job.store,
+            f"privacy of {job.private}",
+            f"{job.processes} processes",
+            trial.moment,
+        ]
+    )
     temporary_root = root
     if trial.temporary_root is not None and trial.temporary_root.is_dir():
         temporary_root = trial.temporary_root

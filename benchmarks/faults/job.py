@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import perada
 import perada.api  # now, so that processes that are forked have it
+from benchmarks.faults.labels import DEFAULT_LABELS, make_data, make_network
 from perada.algorithms.registry import methods
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir")
@@ -39,6 +39,8 @@ ADAPTERS = {
     **dict.fromkeys(("feddpa", "feddpa_f", "fedalt_row"), "dual_lora"),
 }
 """What is trained by methods that need an adapter of a kind; the others train all."""
+UNEXPECTED = "unexpected "
+"""Begins the message of a job that ended with an error that is no rejection."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Job:
         rounds: Number of rounds.
         threads: Threads of a process.
         double: Whether to compute in float64.
+        labels: Kind of labels, a key of :data:`benchmarks.faults.labels.LABELS`.
         options: Further options of :func:`perada.finetune`.
     """
 
@@ -63,7 +66,17 @@ class Job:
     rounds: int = 3
     threads: int = 1
     double: bool = False
+    labels: str = DEFAULT_LABELS
     options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of images and weights."""
+        return torch.float64 if self.double else torch.float32
+
+    def network(self) -> nn.Module:
+        """Return the network that is trained, with its first weights."""
+        return make_network(self.labels, convolution=self.algorithm.endswith("_adapter")).to(self.dtype)
 
     def train(self, folder: Path, ckpt_path: str | None = None, **more: Any) -> perada.Run:
         """Train in a folder, or resume a checkpoint: the newest in the folder, unless one is given.
@@ -78,7 +91,6 @@ class Job:
         options: dict[str, Any] = {
             "rounds": self.rounds,
             "local_steps": 2,
-            "batch_size": 4,
             "clients_per_round": 2,
             "distillation": {"steps": 2, "batch_size": 4},
             "client_store": self.store,
@@ -97,38 +109,13 @@ class Job:
         elif adapter != "full":
             adapter_options = {"adapter_options": {"r": 2, "target_modules": ["1"]}}
         return perada.finetune(
-            network_of(self),
-            clients(torch.float64 if self.double else torch.float32),
+            self.network(),
+            make_data(self.labels, self.private != "none", dtype=self.dtype),
             algorithm=method.make(),
             server_rule=method.server_rule or "mean",
             adapter=adapter,
             **options | adapter_options | PRIVATE[self.private] | dict(self.options) | more,
         )
-
-
-def clients(dtype: torch.dtype = torch.float32) -> perada.FederatedData:
-    """Return the images of three clients, three test images of each, and some public images."""
-    random = torch.Generator().manual_seed(0)
-
-    def part(count: int) -> TensorDataset:
-        return TensorDataset(torch.randn(count, 1, 4, 4, generator=random).to(dtype), torch.arange(count) % 3)
-
-    public = TensorDataset(torch.randn(6, 1, 4, 4, generator=random).to(dtype))
-    return perada.FederatedData([part(count) for count in (6, 9, 5)], [part(3) for _ in range(3)], public)
-
-
-def network(convolution: bool = False) -> nn.Module:
-    """Return a few layers with weights from a fixed seed."""
-    torch.manual_seed(0)
-    if convolution:
-        layers = [nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten()]
-        return nn.Sequential(*layers, nn.Linear(16, 3))
-    return nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 3))
-
-
-def network_of(job: Job) -> nn.Module:
-    """Return the network that a job trains."""
-    return network(job.algorithm.endswith("_adapter")).to(torch.float64 if job.double else torch.float32)
 
 
 def die_at(folders: tuple[str, ...], count: int) -> None:
@@ -207,7 +194,7 @@ def run(job: Job, folder: str, temporary: str, fault: str, count: int, rank: int
         count: Operations before the fault; with ``no room`` the largest size of a file, in bytes.
         rank: Rank of this process.
         port: Port of the process of rank 0.
-        errors: File for the message: ``done``, or an error.
+        errors: File for the message: ``done``, or an error, after :data:`UNEXPECTED` if it is no rejection.
     """
     root = Path(folder)
     torch.set_num_threads(job.threads)
@@ -244,4 +231,7 @@ def run(job: Job, folder: str, temporary: str, fault: str, count: int, rank: int
             message_file.write(str(error))
             message_file.flush()
             os._exit(1)
+        except Exception as error:
+            message_file.write(f"{UNEXPECTED}{type(error).__name__}: {error}")
+            raise
         message_file.write("done")

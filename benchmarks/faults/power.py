@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 import perada
-from benchmarks.faults.job import Job, network
+from benchmarks.faults.job import Job
 from benchmarks.faults.outcomes import SURVIVED, Campaign, Verdict
 from perada.core.digests import digest_of
 from perada.federation.store import locate
@@ -182,7 +182,7 @@ def power(campaign: Campaign, folder: Path) -> None:
     possible_values = [_values(first), _values(second)]
 
     def is_one_of_both(copy: Path) -> bool:
-        return _values(perada.Run.load(copy, backbone=network())) in possible_values
+        return _values(perada.Run.load(copy, backbone=Job().network())) in possible_values
 
     def save_checkpoints() -> None:
         for epoch in (1, 2):

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 import perada
-from benchmarks.faults.job import Job, network_of, run
+from benchmarks.faults.job import UNEXPECTED, Job, run
+from benchmarks.faults.labels import DEFAULT_LABELS
 from perada.core.states import State
 from perada.studies.report.records import rounds_of_csv
 
@@ -25,6 +26,8 @@ TIMEOUT = 150
 """Seconds after which a job hangs."""
 GRACE = 30
 """Seconds that the others are given after one process of a job has failed."""
+NO_MESSAGE = "no message, but the statuses "
+"""Begins the error of a job whose processes wrote nothing at their ends."""
 MEMORY = Path("/dev/shm")
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["benchmarks.faults.job"])
@@ -55,7 +58,7 @@ class Ended:
     def error(self) -> str:
         """The first error, or the statuses if there is none."""
         errors = [message for message in self.messages if message not in ("", "done")]
-        return errors[0] if errors else f"status {self.statuses}"
+        return errors[0] if errors else f"{NO_MESSAGE}{self.statuses}"
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,11 @@ class Reference:
 class JobFailed(Exception):
     """A job that was not interrupted failed, mostly since its options do not go together."""
 
+    @property
+    def is_rejection(self) -> bool:
+        """Whether the job rejected its options in an error that is meant for the user."""
+        return not str(self).startswith((UNEXPECTED, NO_MESSAGE))
+
 
 @dataclass
 class References:
@@ -208,12 +216,22 @@ class References:
         return result
 
     def possible(self, job: Job) -> Job:
-        """Return the job, without privacy if its algorithm cannot be private."""
-        try:
-            self.of(job)
-        except JobFailed:
+        """Return the first of these that does not reject its options: the job, one without privacy, one on classes.
+
+        Raises:
+            JobFailed: If a job fails in another way than by a rejection.
+        """
+        for possible_job in (job, replace(job, private="none")):
+            try:
+                self.of(possible_job)
+            except JobFailed as error:
+                if not error.is_rejection:
+                    raise
+            else:
+                return possible_job
+        if job.labels == DEFAULT_LABELS:
             return replace(job, private="none")
-        return job
+        return self.possible(replace(job, labels=DEFAULT_LABELS))
 
     def _run(self, job: Job) -> Reference | JobFailed:
         folder = Path(tempfile.mkdtemp(dir=self.folder)) / "run"
@@ -230,7 +248,7 @@ class References:
 
 def content(folder: Path, job: Job) -> Content:
     """Read the states and scores that a job saved, and the rounds of its newest ``metrics.csv``."""
-    saved = perada.Run.load(folder / "saved", backbone=network_of(job))
+    saved = perada.Run.load(folder / "saved", backbone=job.network())
     tables = sorted(folder.glob("lightning_logs/*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1]))
     rounds = []
     for row in rounds_of_csv(tables[-1]):

@@ -573,8 +573,8 @@ class FederatedDataModule(pl.LightningDataModule):
     def _labelled(self, store: Store | None, device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
         if store is not None:
             for x, y, _ in self._evaluation_loader(self.samples_of(store)):
-                targets = self.prepare.prepare_targets(to_device_async(y, device))
-                yield self.prepare(to_device_async(x, device)), targets
+                images = self.prepare(to_device_async(x, device))
+                yield images, self.prepare.prepare_targets(to_device_async(y, device), images)
 
     def _evaluation_loader(self, store: Samples) -> DataLoader[EvalBatch]:
         return loader(EvalBatches(store, self.eval_batch_size, self.prepare.seed), store, self.num_workers)

@@ -175,8 +175,9 @@ def _from_module(module: nn.Module, num_classes: int | None, per_pixel: bool) ->
         raise ValueError(f"the head {head!r} of backbone {name!r} contains PEFT's adapter name 'default'; rename it")
     if num_classes is not None and num_outputs != num_classes:
         raise OptionError(
-            f"num_classes={num_classes}, but the head {head!r} of backbone {name!r} has {num_outputs} outputs; "
-            f"build the network with {num_classes} outputs, or leave num_classes out",
+            f"num_classes={num_classes}, but the head {head!r} of backbone {name!r} has {num_outputs} outputs; build "
+            "the network with as many outputs as the data have classes (labels, numbers of an image), or correct "
+            "num_classes",
             name="num_classes",
             value=num_classes,
         )

@@ -204,6 +204,10 @@ def test_a_network_of_the_callers_own():
     assert build_backbone(net).head == "3"
     with pytest.raises(ValueError, match=r"num_classes=5, but the head '3' of backbone 'Sequential' has 3 outputs"):
         build_backbone(net, 5)
+    with pytest.raises(
+        ValueError, match=r"as many outputs as the data have .*numbers of an image.*correct num_classes"
+    ):
+        build_backbone(net, 1)
     with pytest.raises(ValueError, match=r"'Conv2d' has no nn\.Linear to serve as head"):
         build_backbone(nn.Conv2d(3, 3, 1), 3)
     with pytest.raises(ValueError, match=r"'default'; rename it"):

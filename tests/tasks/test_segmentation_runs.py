@@ -130,6 +130,26 @@ def test_masks_are_resized_by_nearest_neighbour_with_their_images():
         assert set(masks.unique().tolist()) <= {0, 1, 2}
 
 
+def test_masks_of_images_that_are_not_resized_keep_their_size(network):
+    """``image_size`` resizes uint8 images only."""
+    random = torch.Generator().manual_seed(0)
+
+    def dataset(count):
+        images = torch.rand(count, 3, 16, 16, generator=random)
+        return TensorDataset(images, torch.randint(0, 3, (count, 16, 16), generator=random))
+
+    clients = FederatedData([dataset(4), dataset(5)], [dataset(3), dataset(2)], server_validation=dataset(2))
+    data = FederatedDataModule(clients, batch_size=2, image_size=SIZE)
+    data.setup()
+    for _, masks in data.test_batches():
+        assert masks.shape[-2:] == (16, 16)
+    for images, masks in data.validation_batches():
+        assert images.shape[-2:] == masks.shape[-2:] == (16, 16)
+    scores = fit(network, data).metrics["rounds"][-1]
+    kept_size = fit(network, FederatedDataModule(clients, batch_size=2)).metrics["rounds"][-1]
+    assert scores == kept_size
+
+
 class Pairs(Dataset):
     """Pairs that are read one by one."""
 
