@@ -100,6 +100,15 @@ class Checked:
     held_out: Sequence[Dataset[Any]] = ()
     """Training images that each client holds out, and that it neither trains nor is scored on."""
 
+    @property
+    def mask_size(self) -> tuple[int, int] | None:
+        """Height and width of masks that are prepared like their images; None if the targets are not masks."""
+        if not self.task.per_pixel:
+            return None
+        # Not the option image_size: only uint8 images are resized to it.
+        (_, height, width), _ = self.image
+        return height, width
+
     def check_channels(self, channels: int) -> None:
         """Raise a ValueError for images that do not fit the backbone's channels; a uint8 channel can be repeated."""
         formats = {"training": self.image}

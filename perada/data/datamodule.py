@@ -295,7 +295,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self.train_sizes = checked.train.sizes
         self.num_classes = checked.num_classes
         self.task = checked.task
-        self.prepare = replace(self.prepare, task=self.task, num_classes=self.num_classes)
+        self.prepare = replace(self.prepare, task=self.task, num_classes=self.num_classes, mask_size=checked.mask_size)
         if self.sampling == "balanced":
             self._check_balanced_sampling(checked)
         if self.prepare.mixing.mixes:
@@ -573,8 +573,8 @@ class FederatedDataModule(pl.LightningDataModule):
     def _labelled(self, store: Store | None, device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
         if store is not None:
             for x, y, _ in self._evaluation_loader(self.samples_of(store)):
-                images = self.prepare(to_device_async(x, device))
-                yield images, self.prepare.prepare_targets(to_device_async(y, device), images)
+                targets = self.prepare.prepare_targets(to_device_async(y, device))
+                yield self.prepare(to_device_async(x, device)), targets
 
     def _evaluation_loader(self, store: Samples) -> DataLoader[EvalBatch]:
         return loader(EvalBatches(store, self.eval_batch_size, self.prepare.seed), store, self.num_workers)

@@ -122,16 +122,19 @@ def test_training_batches_are_augmented_with_their_masks():
     assert not torch.equal(batch.y[0], masks)
 
 
-def test_masks_are_resized_by_nearest_neighbour_with_their_images():
+def test_masks_are_resized_by_nearest_neighbour_with_their_images(network):
     data = FederatedDataModule(hospitals(), batch_size=4, image_size=SIZE // 2)
     data.setup()
     for images, masks in data.test_batches():
         assert images.shape[-2:] == masks.shape[-2:] == (SIZE // 2, SIZE // 2)
         assert set(masks.unique().tolist()) <= {0, 1, 2}
+    # Then features are served in place of images.
+    assert fit(network, data, adapter="head").metrics["rounds"]
 
 
-def test_masks_of_images_that_are_not_resized_keep_their_size(network):
-    """``image_size`` resizes uint8 images only."""
+@pytest.mark.parametrize("adapter", ["full", "head"])
+def test_masks_of_images_that_are_not_resized_keep_their_size(network, adapter):
+    """``image_size`` resizes uint8 images only. With a head, features are served in place of images."""
     random = torch.Generator().manual_seed(0)
 
     def dataset(count):
@@ -145,8 +148,9 @@ def test_masks_of_images_that_are_not_resized_keep_their_size(network):
         assert masks.shape[-2:] == (16, 16)
     for images, masks in data.validation_batches():
         assert images.shape[-2:] == masks.shape[-2:] == (16, 16)
-    scores = fit(network, data).metrics["rounds"][-1]
-    kept_size = fit(network, FederatedDataModule(clients, batch_size=2)).metrics["rounds"][-1]
+    scores = fit(network, data, adapter=adapter).metrics["rounds"][-1]
+    without_size = FederatedDataModule(clients, batch_size=2)
+    kept_size = fit(network, without_size, adapter=adapter).metrics["rounds"][-1]
     assert scores == kept_size
 
 

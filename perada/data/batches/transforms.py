@@ -459,6 +459,8 @@ class Preparation:
         mixing: Mixes the training images of a client after they were prepared.
         task: Mixes the targets.
         num_classes: Number of classes K.
+        mask_size: Height and width to resize masks to; None keeps them. It is the size of the prepared images, which is
+            not always ``image_size``: only uint8 images are resized.
     """
 
     image: ImageConfig | None = None
@@ -471,6 +473,7 @@ class Preparation:
     mixing: Mixing = field(default_factory=Mixing)
     task: Task = field(default_factory=Classification)
     num_classes: int = 0
+    mask_size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.augment_public and not self.augments:
@@ -504,7 +507,7 @@ class Preparation:
             return prepare_images(batch, self.image, self.image_size)
         if isinstance(batch, EvalBatch):
             x = prepare_images(batch.x, self.image, self.image_size)
-            return batch._replace(x=x, y=self.prepare_targets(batch.y, x))
+            return batch._replace(x=x, y=self.prepare_targets(batch.y))
         if isinstance(batch, CohortBatch):
             return self._prepare_cohort(batch)
         return {stream: self._prepare_cohort(stream_batch, stream) for stream, stream_batch in batch.items()}
@@ -520,18 +523,14 @@ class Preparation:
             # Normalisation changed the zeros of the padding.
             is_real = real_rows(batch.counts, width, x.device)
             x = x * is_real.view(*is_real.shape, *[1] * (x.ndim - 2))
-        batch = batch._replace(x=x, y=self.prepare_targets(batch.y, x))
+        batch = batch._replace(x=x, y=self.prepare_targets(batch.y))
         if self.mixing.mixes:
             return self.mixing(batch, self.seed, self.task, self.num_classes)
         return batch
 
-    def prepare_targets(self, targets: Tensor, images: Tensor) -> Tensor:
-        """Resize masks (..., H, W) to the size of their prepared images, and return other targets as they are."""
-        if self.image_size is None or not self.task.per_pixel:
-            return targets
-        # Not to image_size: only uint8 images are resized to it.
-        height, width = images.shape[-2:]
-        return resize_masks(targets, (height, width))
+    def prepare_targets(self, targets: Tensor) -> Tensor:
+        """Resize masks (..., H, W) like their images, and return other targets as they are."""
+        return targets if self.mask_size is None else resize_masks(targets, self.mask_size)
 
     def _augment(self, batch: CohortBatch, stream: str | None) -> CohortBatch:
         """Shift and mirror the images (C, B, Ch, H, W) at random, if configured, and masks with them."""
