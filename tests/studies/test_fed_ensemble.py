@@ -259,5 +259,5 @@ def test_the_limit_of_the_learning_rate_is_where_descent_turns():
 
 def test_a_file_as_output_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
-    with pytest.raises(FileExistsError, match="choose a folder as output"):
+    with pytest.raises(NotADirectoryError, match="is a file; choose a folder"):
         main(["study", "fed-ensemble", "--quick", f"--output={tmp_path / 'out'}"])
