@@ -76,10 +76,10 @@ def keys_site(parser: ArgumentParser, words: list[str]) -> None:
     options = _parse_folder_and_name(parser, words, "Name of the site, such as st-marys.")
     folder = options.folder
     name = options.name
-    from perada.deploy.sums.identity import identity_files, write_identity
+    from perada.deploy.sums.identity import private_key_file, public_key_file, write_identity
 
     # Before the first key is written, so that a folder never gets one key without the other.
-    check_new_files(folder, [file.name for file in identity_files(folder, name)])
+    check_new_files(folder, [private_key_file(folder, name).name, public_key_file(folder, name).name])
     write_site_keys(folder, name)
     write_identity(folder, name)
     print(

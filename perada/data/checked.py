@@ -106,8 +106,8 @@ class Checked:
         if not self.task.per_pixel:
             return None
         # Not the option image_size: only uint8 images are resized to it.
-        (_, height, width), _ = self.image
-        return height, width
+        shape = self.image[0]
+        return shape[1], shape[2]
 
     def check_channels(self, channels: int) -> None:
         """Raise a ValueError for images that do not fit the backbone's channels; a uint8 channel can be repeated."""

@@ -57,7 +57,8 @@ def write_nested(path: Path, content: Mapping[str, object], version: int, former
     """
     tensors: State = {}
 
-    def to_json(value: Any) -> Any:  # noqa: ANN401  # types that JSON lacks
+    def to_json(value: object) -> object:
+        """Return a value of a type that JSON lacks as one of its types."""
         name = str(len(tensors))
         if isinstance(value, Tensor):
             tensors[name] = value

@@ -2,7 +2,6 @@
 """Test images with their true and predicted masks, read from the files of ``perada predict --config``."""
 
 import csv
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -162,7 +161,8 @@ def _size_of_png(folder: Path, path: Path) -> tuple[int, int]:
     # The signature is followed by the chunk IHDR: its length, its name, and the width and height in big-endian order.
     if len(header) < 24 or not header.startswith(PNG_SIGNATURE) or header[12:16] != b"IHDR":
         raise ValueError(f"--pictures={folder}: {path.relative_to(folder)} is not a PNG file; {REMEDY}")
-    width, height = struct.unpack(">II", header[16:24])
+    width = int.from_bytes(header[16:20], "big")
+    height = int.from_bytes(header[20:24], "big")
     return height, width
 
 

@@ -164,7 +164,8 @@ class ImageTable(ListedImages):
         masks: list[str] | None = None
         numbers: Array | None = None
         if self.numbers is not None:
-            classes, numbers = _read_numbers(self, self.numbers)
+            classes = _names_of_numbers(self.numbers)
+            numbers = _read_numbers(self, classes)
         elif self.mask is None:
             classes, labels = self._number_labels()
         else:
@@ -512,7 +513,8 @@ class HuggingFace(ListedImages):
         masks: list[str] | None = None
         numbers: Array | None = None
         if self.numbers is not None:
-            classes, numbers = _read_numbers(self, self.numbers)
+            classes = _names_of_numbers(self.numbers)
+            numbers = _read_numbers(self, classes)
         elif self.mask is None:
             classes, labels = self._number_labels()
         else:
@@ -573,22 +575,26 @@ def _check_one_kind_of_label(**options: str | list[str] | None) -> None:
         )
 
 
-def _read_numbers(images: ListedImages, columns: str | list[str]) -> tuple[tuple[str, ...], Array]:
-    """Read the columns of numbers that the option ``numbers`` selects.
+def _names_of_numbers(numbers: str | list[str]) -> tuple[str, ...]:
+    """Return the names of the D columns that the option ``numbers`` selects: the name of one, or those of several."""
+    return (numbers,) if isinstance(numbers, str) else tuple(numbers)
+
+
+def _read_numbers(images: ListedImages, columns: Sequence[str]) -> Array:
+    """Read columns of numbers.
 
     Args:
         images: The image set with the columns.
-        columns: Name of one column, or names of several.
+        columns: Names of the D columns.
 
     Returns:
-        The names, and the numbers float32 (N, D).
+        The numbers, float32 (N, D).
 
     Raises:
         ValueError: If there is no such column, or a cell is not a number. The message names the rows.
     """
-    names = [columns] if isinstance(columns, str) else columns
     numbers_of_columns = []
-    for name in names:
+    for name in columns:
         column = images.column("numbers", name, "fill it in, or take the row out")
         cells = [str(cell).strip() for cell in column]
         not_numbers = [row for row, cell in enumerate(cells) if not is_number(cell)]
@@ -596,7 +602,7 @@ def _read_numbers(images: ListedImages, columns: str | list[str]) -> tuple[tuple
             problem = f"{name} is {cells[not_numbers[0]]!r}, which is not a number"
             images.reject_rows(not_numbers, problem, "correct it, with a point for decimals, or take the row out")
         numbers_of_columns.append(np.array(cells, dtype=np.float32))
-    return tuple(names), np.stack(numbers_of_columns, 1)
+    return np.stack(numbers_of_columns, 1)
 
 
 def _check_unknown(unknown: Unknown | dict[str, Unknown], blank: Blank, label: str | list[str]) -> None:

@@ -29,9 +29,14 @@ _LIST = "sites"
 """Kind of the statement that an authority signs."""
 
 
-def identity_files(folder: Path, name: str) -> tuple[Path, Path]:
-    """Return the files of a private key and of its public key."""
-    return folder / f"{name}.id", folder / f"{name}.id.pub"
+def private_key_file(folder: Path, name: str) -> Path:
+    """Return the file of a private key."""
+    return folder / f"{name}.id"
+
+
+def public_key_file(folder: Path, name: str) -> Path:
+    """Return the file of a public key."""
+    return folder / f"{name}.id.pub"
 
 
 def write_identity(folder: Path, name: str) -> None:
@@ -40,7 +45,8 @@ def write_identity(folder: Path, name: str) -> None:
     Raises:
         FileExistsError: If one of the files exists.
     """
-    private_file, public_file = identity_files(folder, name)
+    private_file = private_key_file(folder, name)
+    public_file = public_key_file(folder, name)
     check_new_files(folder, (private_file.name, public_file.name))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = Ed25519PrivateKey.generate()
