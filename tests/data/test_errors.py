@@ -355,7 +355,10 @@ def test_what_a_set_of_ones_own_loads(given, words):
         (Own(GOOD, ["clinic"]), r"Own, .* columns is of type list; return \{name: array \(N,\)\} from"),
         (ColumnsAsMethod(GOOD), "ColumnsAsMethod, .* columns is of type method; return .* from a @property"),
         (Own(GOOD, {"hospital": ["a"] * 6}), r"Own has no column 'clinic' to divide by: it has \['hospital'\]"),
-        (Own(GOOD), "Own has no column 'clinic' to divide by: it has none"),
+        (
+            Own(GOOD),
+            "Own has no column 'clinic' to divide by: it has none.*set its option client='clinic'",
+        ),
     ],
 )
 def test_columns_of_a_set_of_ones_own(dataset, words):

@@ -41,8 +41,9 @@ class _Columns(dict[str, Array]):
     def __missing__(self, name: str) -> Array:
         raise ValueError(
             f"{self._owner} has no column {name!r} to divide by: it has {sorted(self) or 'none'}; an ImageFolder with "
-            "domains: true and OfficeHome have 'domain', CheXpert has 'category', and OpenImage, ImageTable and Images "
-            "with {client} in its layout have 'client'"
+            "domains: true and OfficeHome have 'domain', CheXpert has 'category', and OpenImage and Images with "
+            "{client} in its layout have 'client'. For a column of an ImageTable or HuggingFace, set its option "
+            f"client={name!r}, and divide by 'client'"
         )
 
 
