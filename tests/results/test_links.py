@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import perada
-from benchmarks.faults.job import Job, network
+from benchmarks.faults.job import Job
 from perada.results.clients import forget
 from perada.results.inference import Predictions
 
@@ -17,8 +17,9 @@ from perada.results.inference import Predictions
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    run = Job(rounds=1).train(folder, logger=False)
-    return run.export(folder / "saved"), network
+    job = Job(rounds=1)
+    run = job.train(folder, logger=False)
+    return run.export(folder / "saved"), job.network
 
 
 @pytest.fixture
