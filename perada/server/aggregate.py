@@ -193,11 +193,12 @@ class UpdateSums:
         self._ranks = ranks or Ranks()
         self._sums: State = {}
         self._largest: State = {}
-        # Squared norms of the changes of this rank's clients, chunk by chunk.
-        self._squares: list[Tensor] = []
+        # Squared norms (c,) of the changes of each chunk, by the place of its first client among this rank's: chunks
+        # that train side by side end in any order.
+        self._squares: dict[int, Tensor] = {}
 
     def add(self, sent: State, received: State, start: int, accepted: Tensor) -> None:
-        """Add the updates of this rank's next c clients.
+        """Add the updates of a chunk, c of this rank's clients. Chunks may come in any order.
 
         Args:
             sent: Their updates, (c, ...).
@@ -226,7 +227,7 @@ class UpdateSums:
                 if name in self._largest:
                     largest = torch.maximum(largest, self._largest[name])
                 self._largest[name] = largest
-        self._squares.append(squares)
+        self._squares[start] = squares
 
     def _add_numbers(
         self, name: str, value: Tensor, weights: Tensor, accepted: Tensor, before: Tensor | None, squares: Tensor
@@ -268,8 +269,9 @@ class UpdateSums:
 
         Those of clients that are left out may not be finite.
         """
+        squares_of_rank = torch.cat([self._squares[start] for start in sorted(self._squares)])
         squares = torch.zeros(len(self._shares), dtype=torch.float64)
-        squares[self._places] = torch.cat(self._squares).cpu().double()
+        squares[self._places] = squares_of_rank.cpu().double()
         self._ranks.sum_([squares])
         return squares.sqrt()
 

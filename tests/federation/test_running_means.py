@@ -17,7 +17,12 @@ from tests.federation.test_cohort import network
 SIZES = (6, 9, 4, 12, 7)
 
 
-def test_sums_are_those_of_the_accepted_clients():
+CHUNKS = ((0, 2), (2, 3), (3, 5))
+
+
+@pytest.mark.parametrize("chunks", [CHUNKS, (CHUNKS[2], CHUNKS[0], CHUNKS[1])], ids=["in order", "side by side"])
+def test_sums_are_those_of_the_accepted_clients(chunks):
+    """Chunks that train side by side end in any order: the longest clients are in the first one."""
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(5, 3, 4, generator=random)
     weight[1, 0, 0] = float("nan")
@@ -27,7 +32,7 @@ def test_sums_are_those_of_the_accepted_clients():
     accepted = torch.tensor([True, False, True, True, False])
 
     sums = UpdateSums(SIZES, range(5), ["weight"])
-    for start, stop in ((0, 2), (2, 3), (3, 5)):
+    for start, stop in chunks:
         rows = {name: value[start:stop] for name, value in sent.items()}
         sums.add(rows, expand(received, stop - start), start, accepted[start:stop])
     updates = sums.means([0, 2, 3])
