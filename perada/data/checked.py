@@ -65,23 +65,24 @@ def _hash_each(images: Tensor) -> Iterator[bytes]:
         yield hashlib.blake2b(prefix + row.tobytes(), digest_size=16).digest()
 
 
-def _check_no_copies(store: Store, kind: str, server_images: Mapping[bytes, str]) -> None:
+def _check_no_copies(store: Store, kind: str, server_images: Mapping[bytes, str], options: str) -> None:
     """Raise an OptionError if the server has one of the clients' images.
 
     Args:
         store: The clients' images.
         kind: Their name in the message, such as ``"test "``.
         server_images: Names of the server's images by their hash.
+        options: The options that request privacy, for the message.
     """
     hashes = _image_hashes(store)
     for client, size in enumerate(store.sizes):
         for index, image_hash in enumerate(islice(hashes, size)):
             if image_hash in server_images:
                 raise OptionError(
-                    f"privacy: {kind}image {index} of client {client} is also {server_images[image_hash]}: the ledgers "
-                    "do not account for what the server does with a client's image. Remove such images from the "
-                    "server's set, or use a different set",
-                    name="privacy",
+                    f"{options}: {kind}image {index} of client {client} is also {server_images[image_hash]}: the "
+                    "ledgers do not account for what the server does with a client's image. Remove such images from "
+                    "the server's set, or use a different set",
+                    name=options,
                 )
 
 
@@ -124,7 +125,7 @@ class Checked:
                     "as backbone"
                 )
 
-    def check_overlap(self) -> None:
+    def check_overlap(self, options: str) -> None:
         """Raise if the server has an image that is byte-identical to a client's. Reads all images.
 
         A client's images are its training images, those that it holds out of them, and its test images: the ledgers do
@@ -133,6 +134,9 @@ class Checked:
         Images are compared as they are stored, before they are resized or augmented, with their shape and dtype; grey
         uint8 images (H, W) and (1, H, W) are equal. Datasets that draw at random draw the same for all images. A copy
         that differs by a single pixel is another image.
+
+        Args:
+            options: The options that request privacy, for the message.
 
         Raises:
             OptionError: If the public or the validation set of the server has an image of a client.
@@ -145,11 +149,11 @@ class Checked:
                 server_images.setdefault(image_hash, f"image {index} of the {name} set")
         if not server_images:
             return
-        _check_no_copies(self.train, "", server_images)
+        _check_no_copies(self.train, "", server_images, options)
         if self.held_out:
-            _check_no_copies(make_store(self.held_out), "held-out ", server_images)
+            _check_no_copies(make_store(self.held_out), "held-out ", server_images, options)
         if self.test is not None:
-            _check_no_copies(self.test, "test ", server_images)
+            _check_no_copies(self.test, "test ", server_images, options)
 
     def extreme_tokens(self) -> list[int]:
         """Return the smallest and largest tokens of the texts in memory, of each set that a model will see."""
@@ -319,8 +323,8 @@ def _check_classes(
     if not task.fits(training_labels, num_classes):
         num_entries = task.count_classes(training_labels)
         raise ValueError(
-            f"labels have {num_entries} entries but num_classes is {num_classes}: make the two equal, or leave "
-            "num_classes out"
+            f"{type(task).__name__}: labels have {num_entries} entries but num_classes is {num_classes}: make the two "
+            "equal, leave num_classes out, or choose a different task"
         )
     for part, labels in merged_labels.items():
         if len(task.out_of_range(labels, num_classes)):

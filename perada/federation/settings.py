@@ -18,7 +18,7 @@ from perada.core.rounds import AnyBatch, Phase, RoundPlan
 from perada.core.states import State
 from perada.engine.loss_scaling import MaskedAdam, MaskedSGD
 from perada.federation.store import ClientStore, DiskStore
-from perada.privacy.options import ClientPrivacy, Privacy, test_mode
+from perada.privacy.options import ClientPrivacy, Privacy, privacy_options, test_mode
 from perada.server import Distillation, Mean, ServerRule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerData
@@ -204,6 +204,11 @@ class Settings:
     def private(self) -> bool:
         """Whether any privacy was requested."""
         return self.privacy is not None or self.client_privacy is not None
+
+    @property
+    def privacy_options(self) -> str:
+        """The options that request privacy, for messages (:func:`.privacy_options`)."""
+        return privacy_options(self.privacy, self.client_privacy)
 
     @property
     def test_mode(self) -> bool:

@@ -371,8 +371,9 @@ class FederatedLoop(pl.Callback):
         Without batches Lightning skips ``on_train_end`` and its checkpoint callbacks.
         """
         if self.context.has_rounds_left():
+            options = self.context.settings.privacy_options
             rank_zero_warn(
-                f"privacy: after {self.context.federation.rounds_done} rounds no client can afford another, so "
+                f"{options}: after {self.context.federation.rounds_done} rounds no client can afford another, so "
                 "training has ended; raise the limit (max_epsilon or target_epsilon) to continue"
             )
         trainer.limit_train_batches = 0

@@ -87,7 +87,7 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
     if info.get("privacy"):
         # Before joining_data copies the images into memory, after which nobody sees which set they are from.
         client, _ = data.find(name)
-        check_pretraining(info["pretrained"], [data.train[client]])
+        check_pretraining(info["pretrained"], [data.train[client]], _privacy_options(info))
     task = make_task(info["task"])
     client_data = joining_data(data, name, run.preprocessing, info.get("classes"), info["num_classes"], task)
     assert client_data.client_names is not None
@@ -177,6 +177,12 @@ def _recorded_training(run: Run, lr: float | None) -> Training:
     if lr is not None:
         options |= {"lr_personal": lr, "lr_local": lr}
     return Training(**options)
+
+
+def _privacy_options(info: Mapping[str, Any]) -> str:
+    """Return the run's options that requested privacy, as :attr:`.Settings.privacy_options`."""
+    sections = {"sample": "privacy", "client": "client_privacy"}
+    return " and ".join(sections[level] for level in info["privacy"])
 
 
 def _release_privacy(info: Mapping[str, Any]) -> Privacy | None:

@@ -36,7 +36,7 @@ def find_journals(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
         # That of the checkpoint's own run is missed where it is read, with an error.
         if not existing and path.parent != former_folder:
             rank_zero_warn(
-                f"privacy: {str(path)!r} is missing, the journal of a run that this one was resumed from: any rounds "
+                f"{str(path)!r} is missing, the journal of a private run that this one was resumed from: any rounds "
                 "that other runs began from it are not counted"
             )
         journals += existing
@@ -56,8 +56,9 @@ def keep_journal(context: RunContext, earlier: Sequence[Path]) -> None:
     begun = protection.count_begun(earlier, context.federation.ranks)
     if begun:
         rounds = ", ".join(str(round + 1) for round in begun)
+        options = context.settings.privacy_options
         rank_zero_warn(
-            f"privacy: round {rounds} was already begun once after this checkpoint was written; its noise has been "
+            f"{options}: round {rounds} was already begun once after this checkpoint was written; its noise has been "
             "drawn, so it is counted too"
         )
     paths = []

@@ -49,7 +49,7 @@ def check_private(context: RunContext) -> None:
     _check_callbacks(context)
     for key, value in get_state(context.module.model).items():
         if value.is_floating_point():
-            check_precision(key, value)
+            check_precision(key, value, settings.privacy_options)
     if settings.privacy is not None:
         # The client with the most images needs the smallest δ.
         largest = max(range(data.num_clients), key=lambda client: data.train_sizes[client])
@@ -57,64 +57,76 @@ def check_private(context: RunContext) -> None:
         check_delta_covers("privacy", settings.privacy.delta, data.train_sizes[largest], subject)
 
 
-def _privacy_error(reason: str) -> OptionError:
-    return OptionError(f"privacy: {reason}", name="privacy")
+def _privacy_error(options: str, reason: str) -> OptionError:
+    """Return an error that names the options that request privacy (:attr:`.Settings.privacy_options`)."""
+    return OptionError(f"{options}: {reason}", name=options)
 
 
 def _check_options(context: RunContext) -> None:
     """Reject options whose effect depends on clients' images in a way that no ledger accounts for."""
     settings = context.settings
+    options = settings.privacy_options
     data = context.data
     clip_norm = settings.training.clip_norm
     is_sample_level = settings.privacy is not None
     if data.tokens:
         raise _privacy_error(
+            options,
             "texts are not supported: networks are checked at set-up on perturbed images, and tokens cannot be "
-            "perturbed; leave privacy and client_privacy out"
+            "perturbed; train without privacy",
         )
     if getattr(context.trainer.precision_plugin, "scaler", None) is not None:
         raise _privacy_error(
+            options,
             "precision='16-mixed' is not supported: the loss scale and the skipped steps depend on clients' images, "
-            "which no ledger counts; set precision='bf16-mixed'"
+            "which no ledger counts; set precision='bf16-mixed'",
         )
     if settings.algorithm.compares_models:
         raise _privacy_error(
+            options,
             f"{type(settings.algorithm).__name__} compares models on the clients' training images, which no ledger "
-            "counts; choose assignment='permutation' and keeps='ensemble'"
+            "counts; choose assignment='permutation' and keeps='ensemble'",
         )
     if data.evaluate_on == "validation":
         raise _privacy_error(
+            options,
             "evaluate_on='validation' scores models on held-out private images for choosing settings, which no ledger "
-            "counts; set evaluate_on='test', and choose settings on public data"
+            "counts; set evaluate_on='test', and choose settings on public data",
         )
     if data.chosen_task is not None and data.chosen_task.uses_all_targets:
         raise _privacy_error(
+            options,
             f"task={data.chosen_task} would compute its options from the clients' labels without noise, which no "
-            "ledger counts; give them as numbers"
+            "ledger counts; give them as numbers",
         )
     if is_sample_level and data.chosen_task is not None and data.chosen_task.uses_client_counts:
         raise _privacy_error(
+            "privacy",
             f"task={data.chosen_task} would weight an image by the labels of the client's other images, which the "
-            "clipping of each image's gradient does not bound; give the weights as numbers"
+            "clipping of each image's gradient does not bound; give the weights as numbers",
         )
     if is_sample_level and data.prepare.mixing.mixes:
         raise _privacy_error(
+            "privacy",
             "mixup and cutmix mix the images of a batch, so one image would change the gradients of others, which the "
-            "clipping of each image's gradient does not bound; leave them out"
+            "clipping of each image's gradient does not bound; leave them out",
         )
     if is_sample_level and data.sampling != "uniform":
         raise _privacy_error(
+            "privacy",
             f"sampling={data.sampling!r} draws an image by the classes of the client's other images, so the ledger, "
-            "which counts on draws that are independent of them, would not hold; leave it out"
+            "which counts on draws that are independent of them, would not hold; leave it out",
         )
     if is_sample_level and settings.weighting == "samples":
         raise _privacy_error(
-            "weighting='samples' reveals the clients' numbers of images without noise; choose weighting='uniform'"
+            "privacy",
+            "weighting='samples' reveals the clients' numbers of images without noise; choose weighting='uniform'",
         )
     if is_sample_level and clip_norm is not None:
         raise _privacy_error(
+            "privacy",
             f"clip_norm={clip_norm} (of training) would clip again after the noise; leave clip_norm out: "
-            "privacy.max_norm clips every image's gradient"
+            "privacy.max_norm clips every image's gradient",
         )
 
 
@@ -124,8 +136,9 @@ def _check_callbacks(context: RunContext) -> None:
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, str) and not monitor.startswith(DATA_INDEPENDENT_METRICS):
             raise _privacy_error(
+                context.settings.privacy_options,
                 f"{type(callback).__name__} selects by {monitor!r}, which may depend on clients' private images in a "
-                "way that no ledger counts; train for a fixed number of rounds and keep the last checkpoint"
+                "way that no ledger counts; train for a fixed number of rounds and keep the last checkpoint",
             )
 
 
@@ -147,7 +160,7 @@ def _check_server_has_no_client_images(context: RunContext) -> None:
                 name=option,
                 value=share,
             )
-    context.data.checked.check_overlap()
+    context.data.checked.check_overlap(context.settings.privacy_options)
 
 
 def _check_pretraining(context: RunContext) -> None:
@@ -158,14 +171,19 @@ def _check_pretraining(context: RunContext) -> None:
         datasets = [data.division.dataset]
     elif data.data is not None:
         datasets = data.data.train
-    check_pretraining(context.module.pretrained, datasets)
+    check_pretraining(context.module.pretrained, datasets, context.settings.privacy_options)
 
 
-def check_pretraining(pretrained: bool | str, datasets: Iterable[Dataset[Any]]) -> None:
+def check_pretraining(pretrained: bool | str, datasets: Iterable[Dataset[Any]], options: str) -> None:
     """Raise an OptionError if weights that perada ships were trained on the images of one of these datasets.
 
     The frozen backbone would contain what the ledgers promise to hide. What other weights were trained on is not known
     here.
+
+    Args:
+        pretrained: The option.
+        datasets: The clients' images.
+        options: The options that request privacy, for the message.
     """
     trained_on = SHIPPED_SOURCES.get(str(pretrained))
     if trained_on is None:
@@ -173,7 +191,7 @@ def check_pretraining(pretrained: bool | str, datasets: Iterable[Dataset[Any]]) 
     for dataset in datasets:
         if any(type(source).__name__ == trained_on for source in _sources(dataset)):
             raise OptionError(
-                f"privacy: pretrained={pretrained!r} was trained on the images of {trained_on}, which the clients of "
+                f"{options}: pretrained={pretrained!r} was trained on the images of {trained_on}, which the clients of "
                 "this run hold, and no ledger counts that; use weights that were trained on other images",
                 name="pretrained",
                 value=pretrained,
@@ -213,8 +231,9 @@ def check_trained_norms(module: FederatedClassifier) -> None:
             "segmentation_models_pytorch.Unet(..., decoder_use_norm=False)"
         )
     raise _privacy_error(
+        "privacy",
         f"{trained[0]!r} and {len(trained) - 1} more are trained BatchNorm layers: an image's gradient then depends on "
-        f"the other images of its batch; {remedy}"
+        f"the other images of its batch; {remedy}",
     )
 
 

@@ -251,7 +251,7 @@ def _check_images_apart(context: RunContext, batch: CohortBatch) -> None:
         check_trained_norms(module)
         check_private_gradients(privacy, module, batch)
     # On the device that it will train on: at set-up the model may be elsewhere.
-    check_products(context.trainer.strategy.root_device)
+    check_products(context.trainer.strategy.root_device, context.settings.privacy_options)
     x = context.on_model_device(batch.x)
     y = context.on_model_device(batch.y)
     states = states_near_initial(module, len(batch.clients))

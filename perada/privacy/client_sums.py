@@ -80,7 +80,7 @@ def floating_names(update: Mapping[str, Tensor], received: Mapping[str, Tensor])
         if name not in received:
             raise ValueError(f"{name!r} is sent but was not received, so its change is unknown; do not send it")
         if value.is_floating_point():
-            check_precision(name, value)
+            check_precision(name, value, "client_privacy")
             names.append(name)
     if not names:
         raise ValueError(

@@ -183,7 +183,7 @@ def noisy_mean(
         check_number("std", deviation, ge=0)
         check_number("expected_batch", size, gt=0, hint="a client without images cannot take part")
     for name, value in summed.items():
-        check_precision(name, value)
+        check_precision(name, value, "privacy")
     result = {name: torch.empty_like(value) for name, value in summed.items()}
     # Noise is drawn in the order of names, so that it does not depend on the order of the dictionary.
     for name in sorted(summed):
@@ -215,11 +215,17 @@ def with_noise(row: Tensor, std: float, source: torch.Generator | None, added: T
     return exact + std * noise.to(exact)
 
 
-def check_precision(name: str, value: Tensor) -> None:
-    """Raise a ValueError if a tensor is in half precision, whose rounding errors may be larger than the noise."""
+def check_precision(name: str, value: Tensor, options: str) -> None:
+    """Raise a ValueError if a tensor is in half precision, whose rounding errors may be larger than the noise.
+
+    Args:
+        name: Name of the tensor.
+        value: The tensor.
+        options: The options that request privacy, for the message.
+    """
     if value.dtype.itemsize < 4:
         raise OptionError(
-            f"privacy: {name!r} is {value.dtype}, where rounding would swallow the noise; train it in float32 (frozen "
-            "weights may stay as they are, and precision='bf16-mixed' computes in half precision)",
-            name="privacy",
+            f"{options}: {name!r} is {value.dtype}, where rounding would swallow the noise; train it in float32 "
+            "(frozen weights may stay as they are, and precision='bf16-mixed' computes in half precision)",
+            name=options,
         )

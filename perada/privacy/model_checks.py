@@ -128,7 +128,7 @@ def _check_streams(engine: Engine, states: State, x: Tensor) -> None:
         )
 
 
-def check_products(device: torch.device) -> None:
+def check_products(device: torch.device, options: str) -> None:
     """Check that a device multiplies float32 matrices in full precision.
 
     A clipped sum is such a product. With a reduced precision an image's contribution could exceed the clipping bound,
@@ -136,6 +136,7 @@ def check_products(device: torch.device) -> None:
 
     Args:
         device: Device of the training.
+        options: The options that request privacy, for the message.
 
     Raises:
         ValueError: If the precision is reduced, as with TF32.
@@ -149,10 +150,10 @@ def check_products(device: torch.device) -> None:
     largest_relative_error = float((product / exact - 1).abs().max())
     if largest_relative_error > 1e-5:
         raise OptionError(
-            "privacy: float32 matrix products are computed with reduced precision here, so an image may contribute "
+            f"{options}: float32 matrix products are computed with reduced precision here, so an image may contribute "
             "more than its share to a clipped sum; leave torch.set_float32_matmul_precision at 'highest' and TF32 off "
             "for matrix products (precision='bf16-mixed' is fine: sums are computed in float32)",
-            name="privacy",
+            name=options,
         )
 
 

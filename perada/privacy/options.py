@@ -174,3 +174,15 @@ def _check_common(section: str, options: Privacy | ClientPrivacy) -> None:
         else:
             continue
         check_choice(f"{section}: {field.name}", getattr(options, field.name), choices)
+
+
+def privacy_options(privacy: Privacy | None, client_privacy: ClientPrivacy | None) -> str:
+    """Return the names of the options that request privacy, for messages; empty without privacy.
+
+    >>> privacy_options(None, ClientPrivacy(1.0))
+    'client_privacy'
+    >>> privacy_options(Privacy(1.0), ClientPrivacy(1.0))
+    'privacy and client_privacy'
+    """
+    sections = {"privacy": privacy, "client_privacy": client_privacy}
+    return " and ".join(name for name, options in sections.items() if options is not None)

@@ -117,7 +117,7 @@ def test_missing_and_empty_clients():
 
 def test_class_counts_that_do_not_match():
     several = client(labels=torch.ones(4, 3))
-    refused(FederatedData([several], num_classes=5), "labels have 3 entries but num_classes is 5")
+    refused(FederatedData([several], num_classes=5), "MultiLabel: labels have 3 entries but num_classes is 5")
     refused(FederatedData([client()], num_classes=5), "num_classes is 6 but the data has 5", num_classes=6)
     refused(
         FederatedData([client()], num_classes=0),

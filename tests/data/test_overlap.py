@@ -39,7 +39,7 @@ def overlap(clients, public, make, make_public=None, size=None):
     train = make_store([make(own) for own in clients], size=size)
     server = make_store([(make_public or make)(public, labelled=False)], labelled=False, size=size)
     try:
-        Checked(train, None, server, None, 1, None, False, first_image_format(train)).check_overlap()
+        Checked(train, None, server, None, 1, None, False, first_image_format(train)).check_overlap("privacy")
     except ValueError as error:
         index, client, other = re.findall(r"\d+", str(error))
         return int(client), int(index), int(other)
@@ -113,15 +113,19 @@ def test_comparing_leaves_the_global_streams_alone():
 
 def test_a_public_set_with_private_images_is_refused():
     clients = [tensors(GREY[:2]), tensors(GREY[2:4])]
-    FederatedDataModule(FederatedData(clients, num_classes=2)).checked.check_overlap()
-    FederatedDataModule(FederatedData(clients, public=tensors(GREY[4:]), num_classes=2)).checked.check_overlap()
+    FederatedDataModule(FederatedData(clients, num_classes=2)).checked.check_overlap("privacy")
+    FederatedDataModule(FederatedData(clients, public=tensors(GREY[4:]), num_classes=2)).checked.check_overlap(
+        "privacy"
+    )
     with pytest.raises(ValueError, match=r"privacy: test image 1 of client 0 is also image 0 of the public set"):
         data = FederatedData(clients, [tensors(GREY[4:])] * 2, tensors(GREY[5:]), num_classes=2)
-        FederatedDataModule(data).checked.check_overlap()
+        FederatedDataModule(data).checked.check_overlap("privacy")
     with pytest.raises(
         ValueError, match=r"privacy: image 1 of client 1 is also image 0 of the public set: .* Remove such"
     ) as error:
-        FederatedDataModule(FederatedData(clients, public=tensors(GREY[3:]), num_classes=2)).checked.check_overlap()
+        FederatedDataModule(FederatedData(clients, public=tensors(GREY[3:]), num_classes=2)).checked.check_overlap(
+            "privacy"
+        )
     assert "\n" not in str(error.value)
 
 
@@ -137,4 +141,4 @@ def test_images_that_clients_hold_out_are_theirs_too(where):
     server = {where: tensors(held_out.unsqueeze(0))}
     module = FederatedDataModule(FederatedData(clients, num_classes=2, **server), **options)
     with pytest.raises(ValueError, match=rf"held-out image \d+ of client \d is also image 0 of the {where} set"):
-        module.checked.check_overlap()
+        module.checked.check_overlap("privacy")

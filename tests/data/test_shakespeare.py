@@ -313,7 +313,7 @@ def test_tokens_and_images_in_the_wrong_place_are_refused_at_setup(x, backbone, 
 @pytest.mark.parametrize("privacy", ["privacy", "client_privacy"])
 def test_texts_are_refused_where_training_is_private(root, privacy):
     with pytest.raises(
-        ValueError, match="privacy: texts are not supported: networks are checked at set-up on perturbed images"
+        ValueError, match=f"^{privacy}: texts are not supported: networks are checked at set-up on perturbed images"
     ):
         finetune(served(root), "fedavg", **{privacy: {"noise_multiplier": 1.0}})
 

@@ -452,7 +452,8 @@ def test_branches_know_of_each_other_where_they_are_moved_together(tmp_path, mov
         assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
     else:
         with pytest.warns(
-            UserWarning, match=r"privacy_ledger\.jsonl' is missing, the journal of a run that this one was resumed"
+            UserWarning,
+            match=r"privacy_ledger\.jsonl' is missing, the journal of a private run that this one was resumed",
         ):
             fit(root, 3, ckpt_path=path, **options)
 
@@ -491,7 +492,7 @@ def test_a_strangers_checkpoint_does_not_have_anything_written_to_other_files(tm
         with pytest.raises(ValueError, match=r"line 1 of .* is damaged"):
             fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
     else:
-        with pytest.warns(UserWarning, match="is missing, the journal of a run that this one was resumed from"):
+        with pytest.warns(UserWarning, match="is missing, the journal of a private run that this one was resumed from"):
             fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
     assert target.read_text() == before
 

@@ -297,7 +297,7 @@ def test_products_with_fewer_digits_than_float32_are_refused(monkeypatch, sectio
 
     monkeypatch.setattr(torch, "bmm", rounded)
     level = {"privacy": None, section: {"noise_multiplier": 1.0, "delta": 1e-3}}
-    with pytest.raises(ValueError, match=r"privacy: float32 matrix products .* torch.set_float32_matmul_precision"):
+    with pytest.raises(ValueError, match=rf"{section}: float32 matrix products .* torch.set_float32_matmul_precision"):
         train(nn.Identity(), algorithm="fedavg", **level)
 
 

@@ -124,7 +124,7 @@ def test_texts_are_refused(level):
     data = perada.FederatedData(lines, [], num_classes=80)
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
     refused(
-        "privacy: texts are not supported",
+        f"^{level}: texts are not supported",
         net="char_lstm_8",
         pretrained=False,
         data=data,
@@ -137,7 +137,7 @@ def test_texts_are_refused(level):
 def test_loss_scaling_is_refused(level):
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    refused("privacy: precision='16-mixed' is not supported: the loss scale", plugins=[plugin], **chosen)
+    refused(f"^{level}: precision='16-mixed' is not supported: the loss scale", plugins=[plugin], **chosen)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
@@ -155,14 +155,19 @@ def test_loss_scaling_is_refused(level):
 def test_choosing_by_scores_on_clients_images(tmp_path, callback, level):
     chosen = {"privacy": None, "client_privacy": None, level: {"noise_multiplier": 8.0}}
     options = {"callbacks": [callback(tmp_path)], "enable_checkpointing": True}
-    refused("selects by .*, which may depend on clients' private images", **chosen, **options)
+    refused(f"^{level}: .* selects by .*, which may depend on clients' private images", **chosen, **options)
+
+
+def test_an_error_of_both_levels_names_both_options():
+    data = perada.FederatedDataModule(task(), batch_size=4, client_validation=0.4, evaluate_on="validation")
+    refused("^privacy and client_privacy: evaluate_on='validation'", data=data, client_privacy=PRIVATE)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
 def test_evaluation_on_images_held_out_of_the_private_ones(level):
     data = perada.FederatedDataModule(task(), batch_size=4, client_validation=0.4, evaluate_on="validation")
     chosen = {"privacy": None, "client_privacy": None, level: {"noise_multiplier": 8.0}}
-    refused("evaluate_on='validation' scores models on held-out private images", data=data, **chosen)
+    refused(f"^{level}: evaluate_on='validation' scores models on held-out private images", data=data, **chosen)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
@@ -171,7 +176,7 @@ def test_a_public_set_that_holds_a_private_image(level):
     public = torch.cat([private.public[:][0], private.train[2][5][0].unsqueeze(0)])
     data = perada.FederatedData(private.train, public=TensorDataset(public), num_classes=3)
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
-    message = "image 5 of client 2 is also image 7 of the public set"
+    message = f"^{level}: image 5 of client 2 is also image 7 of the public set"
     if level == "privacy":
         refused(message, PerAda(), **chosen, data=data, distill_steps=2)
         refused(message, server_rule=FLTrust(), **chosen, data=data)
@@ -187,7 +192,7 @@ def test_a_labelled_server_set_that_holds_a_private_image(level):
     private = task()
     data = perada.FederatedData(private.train, server_validation=private.train[1], num_classes=3)
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
-    message = "image 0 of client 1 is also image 0 of the server_validation set"
+    message = f"^{level}: image 0 of client 1 is also image 0 of the server_validation set"
     refused(message, **chosen, data=data)
     if level == "privacy":
         refused(message, server_rule=FLTrust(labels=True), **chosen, data=data)

@@ -36,6 +36,7 @@ from perada.lightning.run_context import RunContext
 from perada.lightning.setup import check_first_batch, configure_rounds
 from perada.privacy.account import Account, Cost
 from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
+from perada.privacy.options import privacy_options
 from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean
 from perada.server.aggregate import double
@@ -164,12 +165,12 @@ class Client:
         Raises:
             ValueError: If it contains one.
         """
-        loop = self.recipe.loop
+        # The site's own settings lack client_privacy, which the server or the secure sums provide.
+        options = privacy_options(self.recipe.loop.privacy, self.recipe.loop.client_privacy)
         public = self.recipe.public
-        is_private = loop.privacy is not None or loop.client_privacy is not None
-        if is_private and public is not None:
+        if options and public is not None:
             store = make_store([public], labelled=False)
-            replace(self.data.checked, public=store).check_overlap()
+            replace(self.data.checked, public=store).check_overlap(options)
 
     def _plan_steps(self) -> Counter[tuple[float, float]]:
         """Return the noisy steps of one complete run, as far as the recipe's own limits allow them."""
