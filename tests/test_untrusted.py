@@ -194,6 +194,8 @@ CHANGES = [
     lambda content: content.update(num_clients=True),
     lambda content: content["info"].update(num_classes=-3),
     lambda content: content.update(info=[]),
+    lambda content: content.update(files=[]),
+    lambda content: content.update(files={"client_0/adapter_model.safetensors": 3}),
     lambda content: content.update(metrics=None, info=None),
     lambda content: content["info"]["privacy"]["sample"]["options"].update(accountant=SCRIPT),
     lambda content: content["info"]["privacy"]["sample"]["options"].update(delta=SCRIPT),

@@ -69,8 +69,11 @@ def invalid_option(name: str, value: object, requirement: str, hint: str = "") -
 
 
 def _message(name: str, value: object, remedy: str, hint: str) -> str:
-    """Return the text of an error, with a long value abbreviated."""
+    """Return the text of an error, in one line, with a long value abbreviated."""
     value_text = repr(value)
+    if "\n" in value_text:
+        # Tensors, arrays and tables are printed in several lines.
+        value_text = " ".join(value_text.split())
     if len(value_text) > 80:
         value_text = f"{value_text[:60]}…"
     message = f"{name} {remedy}, got {value_text}"

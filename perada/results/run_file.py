@@ -252,6 +252,9 @@ class RunFile:
         """
         self._check_info()
         self._check_metrics()
+        if not isinstance(self.files, dict):
+            raise TypeError("files is not a mapping of paths to digests")
+        check_list([*self.files.values()], None, kind=str)
         if not all(_TENSORS_FILE.fullmatch(name) for name in self.files):
             raise KeyError("files has a name that does not belong to a saved run")
         if self.layout not in get_args(Layout):

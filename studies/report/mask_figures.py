@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from perada.studies.report.pictures import MaskExample, Pixels, read_example
+from perada.studies.report.pictures import MaskExample, Pixels
 from perada.studies.report.plotting import COLOURS, RenderedFigure, render, report_style, short_label
 from perada.studies.report.records import RunRecord
 
@@ -27,7 +27,7 @@ def masks(record: RunRecord, name: str) -> RenderedFigure | None:
     """Draw test images beside their true masks and the predicted ones, a row for each image."""
     if not record.examples:
         return None
-    examples = [read_example(files) for files in record.examples]
+    examples = record.examples
     columns = [column for column in _COLUMNS if all(column in example.predictions for example in examples)]
     if len(columns) == 2 and all(_are_equal(example) for example in examples):
         # Clients predict with the global model.

@@ -16,7 +16,7 @@ from perada.results.report import SCORES, score_title, scores_beside, title_with
 from perada.results.run_file import RUN_FILE
 from perada.studies.drawing import check_drawing
 from perada.studies.report.figures import OWN_SCORE
-from perada.studies.report.pictures import find_examples
+from perada.studies.report.pictures import find_examples, read_example
 from perada.studies.report.records import RunRecord
 from perada.studies.report.sections import MAX_ROWS, Cell, Section, Table, sections
 from perada.studies.report.several import comparison
@@ -92,7 +92,7 @@ def write_page(
 
 
 def with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: Path) -> RunRecord:
-    """Return the record of the only run with the test images to show, after checking their files.
+    """Return the record of the only run with the test images to show.
 
     Args:
         records: The runs of the page.
@@ -100,7 +100,8 @@ def with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: P
         pictures: Folder of ``perada predict --config`` with masks.
 
     Raises:
-        ValueError: If there are several runs, the run is private and its scores are left out, or a file does not fit.
+        ValueError: If there are several runs, the run is private and its scores are left out, or a file does not fit
+            or is damaged.
         FileNotFoundError: If there are no pictures.
     """
     if len(records) != 1 or not records[0].info:
@@ -111,7 +112,10 @@ def with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: P
             "--pictures shows test images, but the run is private and its ε does not cover them; add --scores=true, "
             "or leave --pictures out"
         )
-    return replace(record, examples=find_examples(pictures, len(record.client_names)))
+    # All headers are checked before the imports that reading pixels takes.
+    files_of_examples = find_examples(pictures, len(record.client_names))
+    examples = [read_example(pictures, example_files) for example_files in files_of_examples]
+    return replace(record, examples=examples)
 
 
 def _run_parts(records: Sequence[RunRecord]) -> list[RunPart]:

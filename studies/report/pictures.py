@@ -102,14 +102,22 @@ def find_examples(folder: Path, num_clients: int) -> list[ExampleFiles]:
     return examples
 
 
-def read_example(files: ExampleFiles) -> MaskExample:
-    """Read the pixels of a test image and of its masks."""
+def read_example(folder: Path, files: ExampleFiles) -> MaskExample:
+    """Read the pixels of a test image and of its masks.
+
+    Args:
+        folder: Folder of ``predictions.csv``.
+        files: The files.
+
+    Raises:
+        ValueError: If the pixels of a file are damaged.
+    """
     return MaskExample(
         client=files.client,
         number=files.number,
-        picture=_read_pixels(files.picture),
-        label=_read_pixels(files.label),
-        predictions={column: _read_pixels(path) for column, path in files.predictions.items()},
+        picture=_read_pixels(folder, files.picture),
+        label=_read_pixels(folder, files.label),
+        predictions={column: _read_pixels(folder, path) for column, path in files.predictions.items()},
     )
 
 
@@ -166,10 +174,16 @@ def _size_of_png(folder: Path, path: Path) -> tuple[int, int]:
     return height, width
 
 
-def _read_pixels(path: Path) -> Pixels:
-    """Read an image file."""
+def _read_pixels(folder: Path, path: Path) -> Pixels:
+    """Read an image file; raise a ValueError if its pixels are damaged."""
     import numpy as np
     from PIL import Image
 
-    with Image.open(path) as image:
-        return np.array(image)
+    try:
+        with Image.open(path) as image:
+            return np.array(image)
+    except Exception as error:  # Pillow's decoders raise many types
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"--pictures={folder}: {path.relative_to(folder)} cannot be read ({reason}); {REMEDY}"
+        ) from error

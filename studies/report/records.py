@@ -34,7 +34,7 @@ from perada.results.report import (
     unit_of,
 )
 from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, published, read_run
-from perada.studies.report.pictures import ExampleFiles
+from perada.studies.report.pictures import MaskExample
 
 Counts = list[list[int]]
 """A table of numbers of images."""
@@ -94,7 +94,7 @@ class RunRecord:
         confusion: Rows of client, class, predicted class and number of images, by model.
         calibration: ``count``, number of ``right`` predictions and mean ``confidence`` of each bin, by model.
         numbers: Counts of each predicted number, by model.
-        examples: Files of test images and their masks, if the page shows any.
+        examples: Test images with their masks, if the page shows any.
         train_sizes: Training images of each client.
         test_images: Test images of each client; for a run of a comparison the fewest and the most of a client.
         command: The command line, word by word.
@@ -117,7 +117,7 @@ class RunRecord:
     calibration: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     numbers: dict[str, list[NumberBins]] = field(default_factory=dict)
     shifts: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
-    examples: list[ExampleFiles] = field(default_factory=list)
+    examples: list[MaskExample] = field(default_factory=list)
     train_sizes: list[int] = field(default_factory=list)
     test_images: list[int] = field(default_factory=list)
     command: list[str] = field(default_factory=list)

@@ -44,6 +44,13 @@ def test_the_ends_of_a_range():
     assert refused(check_integer, 2.0) == "option must be an integer >= 1, got 2.0"
 
 
+@pytest.mark.parametrize("value", [np.full((3, 3), math.nan), np.arange(10_000).reshape(100, 100)])
+def test_values_that_print_several_lines_are_named_in_one(value):
+    for check in (check_number, check_integer):
+        assert refused(check, value).startswith("option must be ")
+        assert len(refused(check, value)) < 150
+
+
 def test_what_else_is_let_pass():
     check_number("option", None, gt=0, optional=True)
     check_integer("option", None, optional=True)

@@ -93,7 +93,7 @@ def test_a_page_shows_images_with_true_and_predicted_masks(predicted, tmp_path):
 def test_files_are_checked_by_their_headers_and_read_later(predicted):
     _, folder = predicted
     for files in find_examples(folder, 2):
-        example = read_example(files)
+        example = read_example(folder, files)
         for path, pixels in ((files.picture, example.picture), (files.label, example.label)):
             assert np.array_equal(pixels, Image.open(path))
         assert list(example.predictions) == list(files.predictions)
@@ -122,6 +122,22 @@ def replace_label_by_text(folder):
     (folder / "predictions" / "label" / "000000.png").write_text("not a picture, but long enough for a header")
 
 
+def damage_label(folder):
+    """A header that is intact, before pixels that are not."""
+    path = folder / "predictions" / "label" / "000000.png"
+    content = bytearray(path.read_bytes())
+    start = content.index(b"IDAT") + 4
+    content[start : start + 12] = bytes(12)
+    path.write_bytes(content)
+
+
+def truncate_picture(folder):
+    table = (folder / "predictions.csv").read_text().splitlines()
+    path = folder / dict(zip(table[0].split(","), table[1].split(","), strict=True))["picture"]
+    content = path.read_bytes()
+    path.write_bytes(content[: content.index(b"IDAT") + 8])
+
+
 def misspell_client(folder):
     table = folder / "predictions.csv"
     table.write_text(table.read_text().replace("\n0,0,", "\n0,north,", 1))
@@ -133,6 +149,8 @@ def misspell_client(folder):
         (remove_label, r"--pictures=.*: the file predictions/label/000000\.png of predictions\.csv is missing; write"),
         (crop_label, r"label/000000\.png has 7 × 9 pixels, but its image 32 × 32; write the predictions again"),
         (replace_label_by_text, r"label/000000\.png is not a PNG file; write the predictions again"),
+        (damage_label, r"--pictures=.*: predictions/label/000000\.png cannot be read \(.+\); write the predictions"),
+        (truncate_picture, r"--pictures=.*\.png cannot be read \(.+\); write the predictions again"),
         (misspell_client, r"client must be an integer >= 0 in predictions\.csv, got 'north'; write"),
     ],
 )
