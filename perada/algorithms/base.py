@@ -83,7 +83,7 @@ class ClientStep(Protocol):
 
     C is the number of clients that are still training; those with fewer steps have finished. Where memory is limited,
     or clients train one after another, the algorithm is called several times, each time for some of the clients.
-    :class:`perada.federation.cohort.Cohort` creates the steps.
+    :class:`perada.federation.chunk.Chunk` implements it.
 
     Attributes:
         states: States (C, ...) under training, by role: the roles of :meth:`Algorithm.begin_round`. Parameters that

@@ -7,6 +7,7 @@ the single model. A *stack* is the same dictionary with a leading client axis C 
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -302,6 +303,14 @@ def to_device_async(value: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda" and value.device.type == "cpu":
         return value.pin_memory().to(device, non_blocking=True)
     return value.to(device)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which products are computed in the dtype of their tensors, whatever the run's precision."""
+    # The device "meta" has no autocast, and torch.autocast raises an error for it.
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def rank_axes(factors: Iterable[Factors]) -> dict[str, int]:

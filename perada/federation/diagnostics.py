@@ -18,7 +18,7 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, Shares
 from perada.core.states import State, as_matrix, device_of, per_client, prefix, stack_size
 from perada.engine.engine import Engine, client_losses
-from perada.federation.cohort import Cohort
+from perada.federation.chunk import LocalRound
 from perada.federation.scores import probabilities
 from perada.federation.settings import FederationData, Settings
 from perada.server import Updates
@@ -267,7 +267,7 @@ def _per_client(values: Tensor, like: Tensor) -> Tensor:
 
 
 def full_gradients(
-    cohort: Cohort,
+    local_round: LocalRound,
     settings: Settings,
     points: Sequence[State],
     batches: Iterable[CohortBatch],
@@ -277,7 +277,7 @@ def full_gradients(
     The model is in evaluation mode, in which L_m is a function of the parameters only.
 
     Args:
-        cohort: The clients, with their trained tensors.
+        local_round: The clients, with their trained tensors.
         settings: Options of the run.
         points: States (C, ...) at which gradients are computed, such as the global state and the personal states.
         batches: Batches with each training image once.
@@ -285,13 +285,13 @@ def full_gradients(
     Returns:
         The gradients (C, ...) at each point, and the clients' numbers of images (C,).
     """
-    engine = cohort.engine
-    tensor_names = cohort.tensor_names
+    engine = local_round.trainer.engine
+    tensor_names = local_round.trainer.tensor_names
     clients = stack_size(points[0])
     trained: set[str] = set()
-    for role in cohort.opened:
-        for phase in cohort.phases:
-            trained.update(cohort.algorithm.trainable_keys(role, phase.name, tensor_names, cohort.plan.round))
+    for role in local_round.opened:
+        for phase in local_round.phases:
+            trained.update(local_round.algorithm.trainable_keys(role, phase.name, tensor_names, local_round.plan.round))
     sums: list[State] = []
     for point in points:
         sums.append({name: torch.zeros_like(point[name]) for name in tensor_names.keys if name in trained})
@@ -320,7 +320,7 @@ def full_gradients(
 
 
 def gradient_norms(
-    cohort: Cohort,
+    local_round: LocalRound,
     received: State,
     settings: Settings,
     batches: Iterable[CohortBatch],
@@ -337,7 +337,7 @@ def gradient_norms(
     A collective: all ranks must call this.
 
     Args:
-        cohort: The clients of this rank or, without any, a stand-in whose gradients are left out.
+        local_round: The clients of this rank or, without any, a stand-in whose gradients are left out.
         received: Complete states (C, ...) that they received.
         settings: Options of the run.
         batches: Batches with each of their training images once.
@@ -350,15 +350,15 @@ def gradient_norms(
     clients = len(shares.plan.clients)
     points = [received]
     if isinstance(algorithm, PerAda):
-        points.append(cohort.client_state["personal"])
-    gradients, own_images = full_gradients(cohort, settings, points, batches if places else ())
+        points.append(local_round.client_state["personal"])
+    gradients, own_images = full_gradients(local_round, settings, points, batches if places else ())
     images = torch.zeros(clients, dtype=torch.float64)
     images[places] = own_images[:num_local_clients]
     ranks.sum_([images])
     weights = client_weights(settings.weighting, images.int().tolist())[places]
     mean_gradient = {}
     for name, value in gradients[0].items():
-        if name in cohort.received:
+        if name in local_round.received:
             mean_gradient[name] = (value[:num_local_clients] * _per_client(weights, value)).sum(0)
     ranks.sum_(mean_gradient.values())
     square = sum(value.square().sum() for value in mean_gradient.values())
@@ -366,7 +366,7 @@ def gradient_norms(
     if isinstance(algorithm, PerAda):
         squares = torch.zeros(clients, dtype=torch.float64)
         for name, value in gradients[1].items():
-            pull = double(cohort.client_state["personal"][name]) - double(received[name])
+            pull = double(local_round.client_state["personal"][name]) - double(received[name])
             gradient = (value + algorithm.prox_strength * pull)[:num_local_clients]
             squares[places] += as_matrix(gradient).square().sum(1).to(squares)
         ranks.sum_([squares])

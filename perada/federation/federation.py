@@ -12,8 +12,9 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares, one_of
 from perada.core.states import State, cut_ranks, expand, prefix, stack
 from perada.engine.engine import Engine, compare
-from perada.federation.cohort import ClientResults, Cohort, LocalTrainer
+from perada.federation.cohort import ClientResults, Cohort
 from perada.federation.diagnostics import DiagnosticsPass, gradient_norms
+from perada.federation.local_trainer import LocalTrainer
 from perada.federation.participation import Participation
 from perada.federation.server import (
     Progress,
@@ -142,7 +143,9 @@ class Federation:
             # With the names that are not sent.
             models = expand(self.global_state, len(cohort_plan.clients)) | received
             batches = map(one_of, loader(cohort_plan))
-            self._gradient_norms = gradient_norms(self.cohort, models, settings, batches, shares, self.ranks)
+            self._gradient_norms = gradient_norms(
+                self.cohort.local_round, models, settings, batches, shares, self.ranks
+            )
         return self.cohort
 
     def end_round(self, data: FederationData, progress: Progress = iter) -> RoundReport:
@@ -157,15 +160,16 @@ class Federation:
         cohort = self.cohort
         assert cohort is not None
         self.cohort = None
+        local_round = cohort.local_round
         shares = self._shares
         plan = shares.plan
         places = shares.places
         results = cohort.finish(shares, self.ranks)
         # A rank without clients trained a stand-in, whose loss scale does not count.
         is_client = torch.arange(len(results.finite_here), device=results.finite_here.device) < len(places)
-        self.trainer.scales.close("clients", cohort.scales, results.finite_here & is_client, self.ranks)
+        self.trainer.scales.close("clients", local_round.scales, results.finite_here & is_client, self.ranks)
         # Without the rows of a stand-in.
-        received = Updates(prefix(cohort.received, len(places)), places, len(plan.clients), self.ranks)
+        received = Updates(prefix(local_round.received, len(places)), places, len(plan.clients), self.ranks)
         updates: Updates | UpdateSums
         if cohort.sums is None:
             updates = received.replace(prefix(results.sent, len(places)))
@@ -173,7 +177,7 @@ class Federation:
         else:
             updates = cohort.sums
             sent_by_one = cohort.sums.example
-        metrics = self._round_metrics(cohort.opened, cohort.received, sent_by_one, results)
+        metrics = self._round_metrics(local_round.opened, local_round.received, sent_by_one, results)
         self.store.scatter(shares.parts, results.broken, results.client_state)
         self.rounds_done = plan.round + 1
         for client in plan.clients:

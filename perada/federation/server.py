@@ -29,7 +29,7 @@ from perada.core.states import (
     to_device,
     to_device_async,
 )
-from perada.federation.cohort import LocalTrainer
+from perada.federation.local_trainer import LocalTrainer
 from perada.federation.scores import probabilities
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.privacy.client_sums import VOTE

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, floor_share
-from perada.core.states import State, expand, per_client
+from perada.core.states import State, expand, per_client, without_autocast
 from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, Updates, client_weights, double, mean
 
 _STEPS = 1000
@@ -284,7 +284,7 @@ def inner_products(aggregation: Aggregation, names: Collection[str] | None = Non
         previous = double(aggregation.previous[name]).to(value.device)
         change = (double(value) - previous).flatten(1)
         # Autocast would multiply in half precision.
-        with torch.autocast(value.device.type, enabled=False):
+        with without_autocast(value.device):
             products_of_tensors.append(change @ change.T)
 
     products = torch.zeros(clients, clients, dtype=torch.float64)

@@ -27,7 +27,7 @@ SGD = {"optimizer": "sgd", "lr": {"personal": 0.1, "local": 0.05}, "momentum": 0
 def tape(monkeypatch):
     """A tape, by which steps are captured where that is asked for."""
     tape = Tape()
-    monkeypatch.setattr("perada.federation.cohort.open_graphs", lambda device, **facts: StepGraphs(tape))
+    monkeypatch.setattr("perada.federation.local_trainer.open_graphs", lambda device, **facts: StepGraphs(tape))
     # A GPU, where steps are captured, has one worker. On a CPU with more threads, chunks would share the tape.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -14,7 +14,8 @@ from perada.core.rounds import CohortBatch, Phase, RoundPlan
 from perada.core.states import expand, get_state
 from perada.engine import Engine
 from perada.engine.engine import client_losses, client_means
-from perada.federation.cohort import Cohort, LocalTrainer
+from perada.federation.cohort import Cohort
+from perada.federation.local_trainer import LocalTrainer
 from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import find_tensor_names
 from perada.server import Distillation
@@ -190,7 +191,9 @@ def test_a_chunk_that_has_finished_trains_no_more():
     parts = in_chunks(batches(), 2)
     for batch in parts:
         running.step(batch)
-    with pytest.raises(ValueError, match=r"clients \(10, 11\) have finished their steps; pass batches in the order"):
+    with pytest.raises(
+        ValueError, match=r"clients \(10, 11\) have finished their steps, or.*; pass batches in the order"
+    ):
         running.step(parts[0])
 
 

@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import Broadcast, make_algorithm
+from perada.algorithms import Broadcast, FedAvg, make_algorithm
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, Phase, RoundPlan
 from perada.core.states import expand, get_state, parameter_keys
 from perada.engine import Engine
 from perada.engine.loss_scaling import LossScales
-from perada.federation.cohort import Cohort, LocalTrainer
+from perada.federation.cohort import Cohort
+from perada.federation.local_trainer import LocalTrainer
 from perada.federation.settings import LocalTraining, Settings
 from perada.lightning import setup
 from perada.models.adapted import find_tensor_names, insert_adapter
@@ -91,6 +92,26 @@ def cohort(model, training, algorithm="fedavg", engine="folded", options=None, c
     settings = Settings(algorithm, training, Distillation(0), "uniform", phases, 0, loss_scaling=options, **more)
     received = algorithm.broadcast(Broadcast(initial, tensor_names, 3, clients, len(CLIENTS), 0))
     return Cohort(LocalTrainer(Engine(model, engine), tensor_names, settings), plan, kept, received)
+
+
+class SendsAProduct(FedAvg):
+    """Clients send a product of what they trained, too."""
+
+    def end_round(self, trained, client_state, received, tensor_names):
+        weight = trained["local"]["fc.weight"]
+        return {}, trained["local"] | {"product": weight @ weight.mT}
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_steps_are_in_half_precision_and_what_is_sent_is_not(chunk):
+    """Chunks close between the steps of others."""
+    running = cohort(network(), LocalTraining("sgd", {"local": 0.1}), SendsAProduct(), chunk=chunk)
+    for batch in in_chunks(batches(), chunk or len(CLIENTS)):
+        with half():
+            running.step(batch)
+    sent = running.finish().sent
+    expected = sent["fc.weight"] @ sent["fc.weight"].mT
+    torch.testing.assert_close(sent["product"], expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.3])

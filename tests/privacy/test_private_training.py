@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.algorithms import APFL, FedAlt, FedSim, PerAda, PFedMe
 from perada.core.rounds import one_of
-from perada.federation.cohort import _Chunk
+from perada.federation.chunk import Chunk
 from tests.options import sections
 
 from ..algorithms.problems import CLIENTS, PROX, QUIET, SIZES, assert_same, distance
@@ -132,7 +132,7 @@ def test_one_step_has_the_stated_noise():
 @pytest.mark.parametrize("engine", ["folded", "opacus"])
 def test_noise_is_independent_between_clients_roles_rounds_and_steps(monkeypatch, engine):
     """With a bound of 1e-6 and σ = 1e6 a step is its noise, with a standard deviation of 1 / (n q), to 1e-5."""
-    moves, step = [], _Chunk.step
+    moves, step = [], Chunk.step
 
     def spy(self, batches):
         before = {role: {k: v.clone() for k, v in state.items()} for role, state in self.full.items()}
@@ -143,7 +143,7 @@ def test_noise_is_independent_between_clients_roles_rounds_and_steps(monkeypatch
             change = torch.cat([(after[k] - before[role][k]).flatten(1) for k in sorted(after)], 1)
             moves.append(change / -0.5 * torch.tensor([min(4, n) for n in sizes]).unsqueeze(1))
 
-    monkeypatch.setattr(_Chunk, "step", spy)
+    monkeypatch.setattr(Chunk, "step", spy)
     SIZE_OF, run = many_clients(12, rounds=2, local_steps=2, batch_size=4, clients_per_round=10)
     run(PerAda(0.0, distill=False), private(1e6, max_norm=1e-6, engine=engine))
     z = torch.cat(moves)  # 2 rounds · 2 steps · 2 roles · 10 clients

@@ -53,7 +53,7 @@ from perada.deploy.server.rounds import (
 from perada.deploy.sums.progress import MAX_HEARD_ROUNDS
 from perada.deploy.sums.vector import SPOILED, Contents, SumResult, check_cryptography
 from perada.deploy.transport import Terms, Transport
-from perada.federation.cohort import LocalTrainer
+from perada.federation.local_trainer import LocalTrainer
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import OUTLIER_FACTOR, Server
 from perada.federation.settings import (

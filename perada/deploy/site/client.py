@@ -28,7 +28,8 @@ from perada.deploy.site.level import SitePrivacy
 from perada.deploy.state import IMAGES_LEDGER, RunState, SummingState
 from perada.deploy.sums.vector import Uint64Vector
 from perada.engine.engine import compare
-from perada.federation.cohort import ClientResults, Cohort, LocalTrainer
+from perada.federation.cohort import ClientResults, Cohort
+from perada.federation.local_trainer import LocalTrainer
 from perada.federation.scores import Scores
 from perada.federation.settings import Settings
 from perada.lightning.privacy_setup import check_private, plan_privacy

@@ -1,0 +1,599 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local training of the clients of one chunk, which share each forward and backward pass.
+
+Clients are ordered by their number of local steps, longest first, so that those of a chunk that still train are a
+prefix, and a prefix of a stacked tensor is a view. Shape suffixes: C clients of the round, c of the chunk.
+"""
+
+import secrets
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perada.algorithms.base import Algorithm, Stacks
+from perada.algorithms.dry_run import no_counts, no_logits
+from perada.core.rounds import AnyBatch, Phase, RoundPlan, one_of, steps_of_chunk
+from perada.core.seeding import Streams
+from perada.core.states import (
+    State,
+    as_matrix,
+    clone,
+    device_of,
+    finite_rows,
+    per_client,
+    select,
+    without,
+    without_autocast,
+)
+from perada.engine.engine import client_losses, client_means
+from perada.engine.loss_scaling import LossScales, MaskedOptimizer
+from perada.engine.step_graphs import StepGraph, StepGraphs
+from perada.federation.local_trainer import LocalTrainer
+from perada.federation.workers import Worker
+from perada.privacy.protection import PrivateRound
+
+
+@dataclass(frozen=True)
+class LocalRound:
+    """What all chunks of a round's C clients have in common: what they train from, and what is counted in each step.
+
+    Chunks read their rows of the states, and write only their rows of ``broken``, ``losses`` and ``num_losses``, so
+    that several threads need no lock.
+
+    Attributes:
+        trainer: What the clients train with.
+        plan: The clients and their steps.
+        algorithm: Takes the local steps.
+        phases: Phases of the local training.
+        client_state: What the clients kept, (C, ...) by role.
+        received: What the server sent them, (C, ...).
+        opened: The stacks (C, ...) by role that the round begins with.
+        factor: Factor of their learning rates.
+        private: Noisy gradients, where training is private.
+        scales: Loss scales, in float16.
+        graphs: CUDA graphs of local steps; None if the option is off.
+        streams: Random streams (C,) of dropout, by role.
+        broken: Whether a client's loss became NaN or infinite, (C,), on the device.
+        losses: Sums of losses over steps, (C,) by role, on the device.
+        num_losses: Numbers of these losses, (C,) by role, on the CPU.
+    """
+
+    trainer: LocalTrainer
+    plan: RoundPlan
+    algorithm: Algorithm
+    phases: tuple[Phase, ...]
+    client_state: Stacks
+    received: State
+    opened: Stacks
+    factor: float
+    private: PrivateRound | None
+    scales: LossScales | None
+    graphs: StepGraphs | None
+    streams: dict[str, Streams]
+    broken: Tensor
+    losses: dict[str, Tensor]
+    num_losses: dict[str, Tensor]
+
+    @classmethod
+    def begin(
+        cls,
+        trainer: LocalTrainer,
+        plan: RoundPlan,
+        client_state: Stacks,
+        received: State,
+        *,
+        factor: float = 1.0,
+        tuning: bool = False,
+    ) -> "LocalRound":
+        """Begin a round.
+
+        Args:
+            trainer: What the clients train with.
+            plan: The C clients and their steps.
+            client_state: What the clients kept, (C, ...) by role.
+            received: What the server sent them, (C, ...).
+            factor: Factor of their learning rates.
+            tuning: Whether this is the fine-tuning that follows the last round.
+        """
+        settings = trainer.settings
+        clients = len(plan.clients)
+        device = device_of(received)
+        algorithm: Algorithm = settings.algorithm
+        phases: tuple[Phase, ...] = settings.phases
+        if tuning:
+            personalization = settings.algorithm.personalization()
+            if personalization is not None:
+                algorithm, phase = personalization
+                phases = (phase,)
+        private: PrivateRound | None = None
+        if trainer.protection.images is not None:
+            private = PrivateRound(trainer.protection.images, trainer.gradients, settings.seed, plan, tuning)
+        opened = algorithm.begin_round(client_state, received, trainer.tensor_names)
+
+        # In a private run nobody may know which units dropout leaves out.
+        seed = settings.seed
+        if private is not None and private.secure:
+            seed = secrets.randbits(256)
+        streams: dict[str, Streams] = {}
+        losses: dict[str, Tensor] = {}
+        num_losses: dict[str, Tensor] = {}
+        for role in opened:
+            streams[role] = Streams.derived(seed, f"dropout-{role}", plan.round, clients=plan.clients, device=device)
+            losses[role] = torch.zeros(clients, device=device, dtype=torch.float32)
+            num_losses[role] = torch.zeros(clients)
+        return cls(
+            trainer=trainer,
+            plan=plan,
+            algorithm=algorithm,
+            phases=phases,
+            client_state=client_state,
+            received=received,
+            opened=opened,
+            factor=factor,
+            private=private,
+            scales=trainer.scales.open("clients", clients, device),
+            graphs=trainer.step_graphs(device),
+            streams=streams,
+            broken=torch.zeros(clients, dtype=torch.bool, device=device),
+            losses=losses,
+            num_losses=num_losses,
+        )
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a local step did on the host, which a captured step does not do again.
+
+    Attributes:
+        passes: Number of passes that drew from each random stream.
+        losses: Number of losses that each role descended by.
+    """
+
+    passes: Counter[str]
+    losses: Counter[str]
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """Results of the local training of c clients.
+
+    Attributes:
+        client_state: What they keep, (c, ...) by role.
+        update: What they send, (c, ...).
+        received: What the server had sent them, (c, ...).
+        finite: Whether their training stayed finite, (c,).
+        accepted: Whether their updates count, (c,): whether the client stayed finite. Where training is private,
+            whether the update is, since the server may learn nothing of what is not sent.
+    """
+
+    client_state: Stacks
+    update: State
+    received: State
+    finite: Tensor
+    accepted: Tensor
+
+
+class Chunk:
+    """Some clients of a round, and their local steps as :class:`perada.algorithms.base.ClientStep`.
+
+    :meth:`open`, :meth:`step` for each batch, and :meth:`close` train them. The chunk holds the complete stacks of its
+    clients, and the leaves and optimisers of the ``active`` ones, which are still training: a prefix, whose tensors are
+    views of the stacks, so that steps change the stacks in place.
+
+    Args:
+        local_round: The round, with the rows of all clients.
+        worker: Runs everything that the chunk does, with its engine.
+        places: Places of its clients in the round's plan.
+
+    Attributes:
+        start: Place of the first client.
+        stop: Place after the last client.
+        full: The stacks (c, ...) by role, once the chunk is open.
+        num_steps_left: Number of local steps that have not begun. Counted by the owner of the chunk, which may queue
+            steps for another thread.
+    """
+
+    def __init__(self, local_round: LocalRound, worker: Worker, places: range) -> None:
+        self.worker = worker
+        self.start = places.start
+        self.stop = places.stop
+        self.round = local_round.plan.round
+        self.tensor_names = local_round.trainer.tensor_names
+        self.num_steps_left = steps_of_chunk(local_round.plan, places)
+        self.full: Stacks = {}
+        self.states: Stacks = {}
+        self._local_round = local_round
+        self._engine = worker.engine
+        self._training = local_round.trainer.settings.training
+        self._phase_index = -1  # none has begun
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        # By the shapes of images and labels. Each refers to the leaves and moments of the active clients.
+        self._graphs: dict[tuple[torch.Size, torch.Size], StepGraph[StepRecord]] = {}
+
+    def open(self) -> None:
+        """Copy the stacks that the chunk trains."""
+        for role, opened in self._local_round.opened.items():
+            rows = _rows(opened, self.start, self.stop)
+            # Weights that the server merges into are not trained, and may be views of one tensor.
+            merged = select(rows, self.tensor_names.merged)
+            self.full[role] = clone(without(rows, self.tensor_names.merged)) | merged
+
+    def step(self, batches: AnyBatch) -> None:
+        """Take a local step of the active clients, whose batch this is."""
+        batch = one_of(batches)
+        if batch.phase != self._phase_index:
+            self._begin_phase(batch.phase)
+        if len(batch.clients) < self.active:
+            self._narrow(len(batch.clients))
+        self._set_inputs(batches)
+        graph = self._graph()
+        if graph is None:
+            record = self._take_step()
+        else:
+            self._use_buffers(graph)
+            record = graph.step(self._take_step)
+        # On the host, so that a captured step does not count by itself.
+        for role, number in record.losses.items():
+            self._local_round.num_losses[role][self._rows] += number
+
+    def close(self) -> ChunkResult:
+        """Return what the clients keep and send, computed while their states are still in the processor's caches."""
+        local_round = self._local_round
+        finite = ~local_round.broken[self.start : self.stop]
+        checked: set[int] = set()
+        for stacked in self.full.values():
+            # Weights that the server merges into are not trained.
+            trained = without(stacked, self.tensor_names.merged)
+            finite = _all_finite(finite, trained)
+            checked.update(id(value) for value in trained.values())
+
+        received = _rows(local_round.received, self.start, self.stop)
+        client_state = _rows_of_roles(local_round.client_state, self.start, self.stop)
+        # Steps may run under autocast, which would round products of states in half precision.
+        with without_autocast(finite.device):
+            new_client_state, update = local_round.algorithm.end_round(
+                self.full, client_state, received, self.tensor_names
+            )
+        # An algorithm may make what is not finite of what is.
+        if local_round.private is not None:
+            accepted = _all_finite(torch.ones_like(finite), update)
+        else:
+            for state in (update, *new_client_state.values()):
+                finite = _all_finite(finite, _without_checked(state, checked))
+            accepted = finite
+        return ChunkResult(
+            client_state=new_client_state, update=update, received=received, finite=finite, accepted=accepted
+        )
+
+    def _begin_phase(self, phase_index: int) -> None:
+        """Start a phase: leaves for all clients of the chunk and fresh optimisers."""
+        local_round = self._local_round
+        phase = local_round.phases[phase_index].name
+        self._phase_index = phase_index
+        self.phase = phase
+        self.active = self.stop - self.start
+        self._optimizers = {}
+        self._graphs = {}
+        for role, stacked in self.full.items():
+            leaves = {}
+            for key in local_round.algorithm.trainable_keys(role, phase, self.tensor_names, self.round):
+                if key in stacked:
+                    # detach() gives a leaf with the same memory.
+                    leaves[key] = stacked[key].detach().requires_grad_()
+            self.states[role] = stacked | leaves
+            if leaves:
+                self._optimizers[role] = self._training.make(
+                    role,
+                    list(leaves.values()),
+                    local_round.factor,
+                    # In float16 some clients skip a step, of which only masked optimisers are capable.
+                    masked=local_round.scales is not None,
+                    capturable=local_round.graphs is not None and local_round.graphs.capture is not None,
+                )
+
+    def _narrow(self, active: int) -> None:
+        """Continue with the first ``active`` clients only; tensors and optimiser states become views."""
+        before = self.active
+        self.active = active
+        self._graphs = {}
+        for role, stacked in self.states.items():
+            views = {}
+            for key, value in stacked.items():
+                views[key] = value.detach()[:active].requires_grad_(value.requires_grad)
+            if role in self._optimizers:
+                view_of = {id(value): views[key] for key, value in stacked.items()}
+                _replace_parameters(self._optimizers[role], view_of, before)
+            self.states[role] = views
+
+    def _set_inputs(self, batches: AnyBatch) -> None:
+        """Set what the algorithm reads in a step: the batch, and the active clients' rows of what the round has."""
+        local_round = self._local_round
+        batch = one_of(batches)
+        stop = self.start + self.active
+        # Of the round's C clients.
+        self._rows = slice(self.start, stop)
+        self._batches = batches
+        self._counts = batch.counts
+        # The batch may have rows of padding for clients of another chunk.
+        width = max(self._counts)
+        self._x = batch.x[:, :width]
+        self._y = batch.y[:, :width]
+        self._class_counts = batch.classes
+        self.received = _rows(local_round.received, self.start, stop)
+        self.client_state = _rows_of_roles(local_round.client_state, self.start, stop)
+        self._finite = torch.ones_like(local_round.broken[self._rows])
+        self._buffered_streams: dict[tuple[str, int], Streams] = {}
+
+    def _take_step(self) -> StepRecord:
+        """Take the step of the algorithm. All that it does on the host, and that lasts, is in the record."""
+        self._record = StepRecord(passes=Counter(), losses=Counter())
+        self._local_round.algorithm.client_step(self)
+        return self._record
+
+    def _graph(self) -> StepGraph[StepRecord] | None:
+        """Return the graph of steps with batches such as the present one; None if it is not captured."""
+        graphs = self._local_round.graphs
+        if graphs is None or graphs.capture is None:
+            return None
+        width = self._x.shape[1]
+        if any(count != width for count in self._counts):
+            # The step copies the counts of a padded batch to the device, and a graph would keep those of the first.
+            return None
+        shapes = (self._x.shape, self._y.shape)
+        if shapes not in self._graphs:
+            self._graphs[shapes] = StepGraph(graphs)
+        return self._graphs[shapes]
+
+    def _use_buffers(self, graph: StepGraph[StepRecord]) -> None:
+        """Replace all inputs of the step that differ from those of other steps by the buffers of a graph."""
+        self._x = graph.buffer("x", self._x)
+        self._y = graph.buffer("y", self._y)
+        if self._class_counts is not None:
+            self._class_counts = graph.buffer("class counts", self._class_counts)
+        if graph.last_result is None:
+            # The first step shows which passes draw; it is not captured.
+            return
+        for stream, passes in graph.last_result.passes.items():
+            for number in range(1, passes + 1):
+                streams = self._streams_of_pass(stream, number)
+                self._buffered_streams[stream, number] = Streams(
+                    graph.buffer(f"seeds of {stream} {number}", streams.seeds),
+                    graph.buffer(f"gammas of {stream} {number}", streams.gammas),
+                )
+
+    # What the algorithm calls in a step follows, as perada.algorithms.base.ClientStep describes it.
+
+    def logits(self, states: str | State, stream: str | None = None) -> Tensor:
+        """Compute logits (c, B, K) of the step's images."""
+        local_round = self._local_round
+        state, streams = self._forward_inputs(states, stream)
+        logits = self._engine.logits(state, self._x, training=True, counts=self._counts, streams=streams)
+        if local_round.scales is not None:
+            logits = local_round.scales.leave(logits, self._rows)
+        return logits
+
+    def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
+        """Compute logits (c, B, K), and the representations (c, B, F) that the head receives."""
+        local_round = self._local_round
+        state, streams = self._forward_inputs(states, stream)
+        logits, representations = self._engine.outputs(
+            state, self._x, self.tensor_names.head_module, training=training, counts=self._counts, streams=streams
+        )
+        if local_round.scales is not None:
+            logits = local_round.scales.leave(logits, self._rows)
+            representations = local_round.scales.leave(representations, self._rows)
+        return logits, representations
+
+    def _forward_inputs(self, states: str | State, stream: str | None) -> tuple[State, Streams]:
+        """Return the state and the random streams of a pass that is not private."""
+        local_round = self._local_round
+        if local_round.private is not None:
+            raise no_logits(local_round.algorithm)
+        state, stream = self._resolve(states, stream)
+        if local_round.scales is not None:
+            state = local_round.scales.enter(state, self._rows)
+        return state, self._streams(stream)
+
+    def class_counts(self, classes: int) -> Tensor:
+        """Return the number of training images (c, K) of each client and class."""
+        counts = self._class_counts
+        if counts is None:
+            raise no_counts(self._local_round.algorithm)
+        # The last classes are missing where no client has them.
+        missing = classes - counts.shape[1]
+        return F.pad(counts, (0, missing))
+
+    @property
+    def labels(self) -> Tensor:
+        """Labels of the step's images, (c, B) or (c, B, K)."""
+        if self._local_round.private is not None:
+            raise no_logits(self._local_round.algorithm)
+        return self._y
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean (c, ...) of values (c, B, ...) over each client's images."""
+        return client_means(values, self._counts)
+
+    def loss(self, states: str | State | Tensor, stream: str | None = None) -> Tensor:
+        """Compute each client's task loss (c,)."""
+        private = self._local_round.private
+        if isinstance(states, Tensor):
+            logits = states
+        elif private is not None and isinstance(self._batches, dict):
+            # Not from the logits: the gradients of single images are clipped before they are added up.
+            state, stream = self._resolve(states, stream)
+            return private.loss(stream, state, self._batches, self._rows, self._streams(stream))
+        else:
+            logits = self.logits(states, stream)
+        return client_losses(logits, self._y, self._counts, self._training.task, self._class_counts)
+
+    def _streams(self, stream: str) -> Streams:
+        """Random streams of the step's next pass that draws from ``stream``."""
+        self._record.passes[stream] += 1
+        number = self._record.passes[stream]
+        if (stream, number) in self._buffered_streams:
+            return self._buffered_streams[stream, number]
+        return self._streams_of_pass(stream, number)
+
+    def _streams_of_pass(self, stream: str, number: int) -> Streams:
+        """Random streams of the step's pass with a number, counted from 1, among those that draw from ``stream``."""
+        batch = one_of(self._batches)
+        streams = self._local_round.streams[stream][self._rows]
+        # Steps are counted anew in each phase. The first phase has no name of its own in the streams.
+        if batch.phase:
+            streams = streams.fork("phase", batch.phase)
+        return streams.fork("step", batch.step).fork("pass", number)
+
+    def _resolve(self, states: str | State, stream: str | None) -> tuple[State, str]:
+        """Look up the stack of a role, and the random stream that it draws from."""
+        if isinstance(states, str):
+            return self.states[states], stream or states
+        first_role = next(iter(self._local_round.streams))
+        return states, stream or first_role
+
+    def restart(self, role: str, start: State) -> None:
+        """Set a role's trained parameters to those of ``start`` (c, ...), and reset the state of its optimiser."""
+        with torch.no_grad():
+            for key, leaf in self._leaves(role).items():
+                leaf.copy_(start[key])
+        if role in self._optimizers:
+            self._optimizers[role].state.clear()
+
+    def descend(
+        self,
+        role: str | tuple[str, ...],
+        loss: Tensor | None = None,
+        *,
+        pull: tuple[float, State] | None = None,
+        slope: State | None = None,
+    ) -> None:
+        """Take one optimiser step on the parameters of a role, or of several roles from one backward pass."""
+        roles = (role,) if isinstance(role, str) else role
+        leaves_of_roles = [self._leaves(name) for name in roles]
+        # A role of which the phase trains nothing has no optimiser.
+        optimizers = [self._optimizers[name] for name in roles if name in self._optimizers]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if loss is not None:
+            self._observe(roles, loss.detach())
+            # Clients share no parameters, so the gradient of the sum is that of each client's own loss.
+            loss.sum().backward()
+            self._update_scales(leaves_of_roles)
+        clip_norm = self._training.clip_norm
+        for leaves in leaves_of_roles:
+            _add_terms(leaves, pull, slope)
+            # Clipped with these terms in them, each role for itself.
+            gradients = _gradients(leaves)
+            if gradients and clip_norm is not None:
+                _clip(gradients, clip_norm)
+
+        for optimizer in optimizers:
+            if isinstance(optimizer, MaskedOptimizer):
+                optimizer.step_rows(self._finite)
+            else:
+                optimizer.step()
+
+    def _update_scales(self, leaves_of_roles: list[State]) -> None:
+        """In float16, adjust the loss scales, and find the clients whose gradient is not finite: they take no step.
+
+        Only gradients of the loss are scaled, so those of pulls and slopes are added later.
+        """
+        scales = self._local_round.scales
+        if scales is None:
+            return
+        gradients: list[Tensor] = []
+        for leaves in leaves_of_roles:
+            gradients += _gradients(leaves)
+        self._finite = scales.update(gradients, self._rows)
+
+    def _leaves(self, role: str) -> State:
+        """Return what the phase trains in a role, (c, ...)."""
+        return {key: value for key, value in self.states[role].items() if value.requires_grad}
+
+    def _observe(self, roles: tuple[str, ...], losses: Tensor) -> None:
+        """Add the losses (c,) of the step to those of the round, and mark clients whose loss is not finite."""
+        local_round = self._local_round
+        local_round.broken[self._rows] |= ~losses.isfinite()
+        if local_round.private is not None:
+            # No ledger counts a loss on private images.
+            return
+        for role in roles:
+            local_round.losses[role][self._rows] += losses
+            self._record.losses[role] += 1
+
+
+def _gradients(leaves: State) -> list[Tensor]:
+    return [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+
+
+def _replace_parameters(optimizer: torch.optim.Optimizer, view_of: dict[int, Tensor], before: int) -> None:
+    """Replace an optimiser's parameters by shorter views, and cut its state accordingly.
+
+    Args:
+        optimizer: The optimiser.
+        view_of: The view by the id of the parameter.
+        before: Number of clients that the parameters have.
+    """
+    for group in optimizer.param_groups:
+        shorter = [view_of[id(parameter)] for parameter in group["params"]]
+        for old, new in zip(group["params"], shorter, strict=True):
+            state = optimizer.state.pop(old, {})
+            for name, value in state.items():
+                # Moments have a row for each client, step counters have none.
+                if isinstance(value, Tensor) and value.shape[:1] == (before,):
+                    state[name] = value[: len(new)]
+            optimizer.state[new] = state
+        group["params"] = shorter
+
+
+def _rows(stacked: State, start: int, stop: int) -> State:
+    return {key: value[start:stop] for key, value in stacked.items()}
+
+
+def _rows_of_roles(stacks: Stacks, start: int, stop: int) -> Stacks:
+    return {role: _rows(stacked, start, stop) for role, stacked in stacks.items()}
+
+
+def _all_finite(clients: Tensor, *stacks: State) -> Tensor:
+    """Return which of ``clients`` (C,) have only finite values in the stacks (C, ...)."""
+    for stacked in stacks:
+        for value in stacked.values():
+            clients = clients & finite_rows(value)
+    return clients
+
+
+def _without_checked(state: State, checked: set[int]) -> State:
+    """Return the tensors of a state whose ids are not among those that were checked before."""
+    return {name: value for name, value in state.items() if id(value) not in checked}
+
+
+def _add_terms(leaves: State, pull: tuple[float, State] | None, slope: State | None) -> None:
+    """Add the gradients of a pull and a slope, as of :meth:`ClientStep.descend`, to those of the loss."""
+    for key, leaf in leaves.items():
+        if pull is not None:
+            strength, anchor = pull
+            _add_gradient(leaf, leaf.detach() - anchor[key].detach(), strength)
+        if slope is not None:
+            _add_gradient(leaf, slope[key])
+
+
+def _add_gradient(leaf: Tensor, gradient: Tensor, factor: float = 1.0) -> None:
+    """Add ``factor`` times a gradient to the gradient of a leaf, which may have none yet."""
+    if leaf.grad is None:
+        leaf.grad = gradient * factor
+    else:
+        leaf.grad.add_(gradient, alpha=factor)
+
+
+def _clip(gradients: list[Tensor], norm: float) -> None:
+    """Scale each client's gradients (C, ...) down to a joint norm of at most ``norm``, in place.
+
+    The same arithmetic as ``torch.nn.utils.clip_grad_norm_``, client by client.
+    """
+    total = torch.stack([as_matrix(gradient).square().sum(1) for gradient in gradients]).sum(0).sqrt()
+    scale = (norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(per_client(scale, gradient))

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients train with: the network, the options of the run, and what is kept from round to round."""
+
+from functools import cached_property
+
+import torch
+
+from perada.algorithms.base import TensorNames
+from perada.engine.engine import Engine
+from perada.engine.loss_scaling import KeptScales
+from perada.engine.step_graphs import StepGraphs, open_graphs
+from perada.federation.settings import Settings
+from perada.privacy.gradients import SampleGradients
+from perada.privacy.protection import Protection
+
+
+class LocalTrainer:
+    """The components with which clients train: all clients of a simulation, or the single client of a site.
+
+    Nothing here depends on the server's state.
+
+    Attributes:
+        engine: Runs the states of several clients through the network.
+        tensor_names: Names of the states' tensors.
+        settings: Options of the run.
+        protection: Privacy of the clients' images; by default none.
+        scales: Loss scales, in float16.
+        uses_global_random: Whether a step draws from torch's global random generator, as the network of a caller may;
+            None before the first step. Several threads would draw in an order that changes from run to run.
+    """
+
+    def __init__(
+        self, engine: Engine, tensor_names: TensorNames, settings: Settings, protection: Protection | None = None
+    ) -> None:
+        self.engine = engine
+        self.tensor_names = tensor_names
+        self.settings = settings
+        self.protection = protection or Protection()
+        self.scales = KeptScales(settings.loss_scaling)
+        self.uses_global_random: bool | None = None
+        self._graphs: StepGraphs | None = None
+
+    @cached_property
+    def gradients(self) -> SampleGradients:
+        """Computes the gradients of private training; created in the first round, when features may replace images."""
+        assert self.protection.images is not None
+        return SampleGradients(self.protection.images.options, self.engine, self.settings.training.task)
+
+    def step_graphs(self, device: torch.device) -> StepGraphs | None:
+        """Return the CUDA graphs of local steps on a device; None if the option is off."""
+        if not self.settings.training.cuda_graphs:
+            return None
+        if self._graphs is None:
+            self._graphs = open_graphs(
+                device,
+                private=self.protection.images is not None,
+                scaled=self.scales.options is not None,
+                compiled=self.engine.is_compiled,
+            )
+        return self._graphs
