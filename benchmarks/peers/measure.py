@@ -119,6 +119,7 @@ def measurement_of(training: Training, started_at: float, peak_mb: float) -> Mea
 def process_environment(threads: int) -> dict[str, str]:
     """Return the environment of a framework's process: a number of threads, and no package reports to anyone."""
     return offline_environment(
+        PYTHONDONTWRITEBYTECODE="",  # compiled sources are kept, as they are by default
         OMP_NUM_THREADS=str(threads),
         FLWR_TELEMETRY_ENABLED="0",
         RAY_USAGE_STATS_ENABLED="0",

@@ -111,6 +111,9 @@ class Cohort:
         self._storing = Lock()
         self._new_client_state: dict[str, _ChunkedStacks] = {}
         self._sent = _ChunkedStacks(clients)
+        # Chunks whose updates are not in the sums yet, in the order in which they are added, and what has come of them.
+        self._not_summed = deque(plan.chunks)
+        self._early_updates: dict[int, _ChunkUpdate] = {}
         self._finite = torch.zeros(clients, dtype=torch.bool, device=device)
         self._accepted = torch.zeros(clients, dtype=torch.bool, device=device)
         # Clients of whom a sample could not be read. Not in `broken`, which workers change at the same time.
@@ -214,7 +217,18 @@ class Cohort:
             if self.sums is None:
                 self._sent.write(result.update, chunk.start)
             else:
-                self.sums.add(result.update, result.received, chunk.start, accepted)
+                self._early_updates[chunk.start] = _ChunkUpdate(result.update, result.received, accepted)
+                self._add_up(self.sums)
+
+    def _add_up(self, sums: UpdateSums) -> None:
+        """Add updates to the sums in the order of the plan's chunks.
+
+        The last bits of a sum depend on the order. A chunk that ends before an earlier one, in another thread, waits.
+        """
+        while self._not_summed and self._not_summed[0].start in self._early_updates:
+            start = self._not_summed.popleft().start
+            update = self._early_updates.pop(start)
+            sums.add(update.sent, update.received, start, update.accepted)
 
     def finish(self, shares: Shares | None = None, ranks: Ranks | None = None) -> ClientResults:
         """End the round, and merge the results of the ranks. A collective: all ranks must call this alike.
@@ -314,6 +328,15 @@ class _ChunkedStacks:
                 # In the memory layout of a client's tensor.
                 self.state[name] = torch.empty_like(value[:1].expand(self._clients, *value.shape[1:]))
             self.state[name][start : start + len(value)] = value.detach()
+
+
+@dataclass(frozen=True)
+class _ChunkUpdate:
+    """What the c clients of a chunk sent (c, ...), what they had received (c, ...), and which updates count, (c,)."""
+
+    sent: State
+    received: State
+    accepted: Tensor
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from perada.engine.engine import client_losses, client_means
 from perada.federation.cohort import Cohort
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.settings import LocalTraining, Settings
+from perada.federation.workers import SameThread
 from perada.models.adapted import find_tensor_names
 from perada.server import Distillation
 from perada.tasks import Classification, MultiLabel
@@ -195,6 +196,46 @@ def test_a_chunk_that_has_finished_trains_no_more():
         ValueError, match=r"clients \(10, 11\) have finished their steps, or.*; pass batches in the order"
     ):
         running.step(parts[0])
+
+
+class LateWorker(SameThread):
+    """Runs its tasks at the end of the round, like a thread on a busy core."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self._tasks = []
+
+    def submit(self, task):
+        self._tasks.append(task)
+
+    def finish(self):
+        for task in self._tasks:
+            task()
+
+
+class RecordingSums:
+    def __init__(self):
+        self.starts = []
+
+    def add(self, sent, received, start, accepted):
+        assert len(sent["fc.bias"]) == len(received["fc.bias"]) == len(accepted) == 2
+        self.starts.append(start)
+
+
+@pytest.mark.parametrize("late", [[], [0], [1], [0, 1]])
+def test_updates_are_added_in_the_order_of_chunks_whichever_thread_ends_first(late):
+    """A sum of floating-point numbers depends on their order, and the same seed must give the same bits."""
+    running = cohort(network(), LocalTraining("sgd", rates(0.1)), chunk=2)
+    running.sums = RecordingSums()
+    engine = running.local_round.trainer.engine
+    running._workers = [LateWorker(engine) if place in late else SameThread(engine) for place in (0, 1)]
+    first_of_chunks = [batch for batch in in_chunks(batches(), 2) if batch.step == 0]
+    for batch in first_of_chunks:
+        running.step(batch)
+    assert running.sums.starts == []
+
+    running.finish()
+    assert running.sums.starts == [0, 2]
 
 
 def test_dropout_of_one_role_is_not_that_of_another():
