@@ -328,8 +328,10 @@ def _check_datamodule(
     for name, value in {"batch_size": batch_size, "image_size": image_size, "task": task}.items():
         datamodule_value = datamodule_values[name]
         if value is not None and value != datamodule_value:
+            setting = f"without {name}" if datamodule_value is None else f"with {name}={datamodule_value!r}"
             raise OptionError(
-                f"{name}={value!r} cannot be combined with a data module, which has {datamodule_value!r}; set it there",
+                f"{name}={value!r} contradicts the data module, which was created {setting}; pass {name} to "
+                "FederatedDataModule, and leave it out here",
                 name=name,
                 value=value,
             )

@@ -202,7 +202,8 @@ def test_a_datamodule_has_its_own_batch_size(call, tiny):
     run = call(data=module, rounds=1, logger=False, clients_per_round=None, batch_size=None)
     assert run.metrics["rounds"][0]["step"] == 10  # the longest of 20 images
     with pytest.raises(
-        ValueError, match=r"batch_size=4 cannot be combined with a data module, which has 2; set it there"
+        ValueError,
+        match=r"batch_size=4 contradicts the data module, .* with batch_size=2; pass batch_size to FederatedDataModule",
     ):
         call(data=perada.FederatedDataModule(tiny.data(), batch_size=2), batch_size=4)
 
@@ -210,10 +211,9 @@ def test_a_datamodule_has_its_own_batch_size(call, tiny):
 @pytest.mark.every(4)
 @pytest.mark.parametrize(("own", "given"), [(None, 32), (32, 16), (None, 0), (None, float("nan"))])
 def test_a_datamodule_has_its_own_image_size(tiny, own, given):
+    setting = "with image_size=32" if own else "without image_size"
     data = perada.FederatedDataModule(tiny.data(), batch_size=2, image_size=own)
-    with pytest.raises(
-        ValueError, match=rf"image_size={given} cannot be combined with a data module, which has {own}; set"
-    ):
+    with pytest.raises(ValueError, match=rf"^image_size={given} contradicts .* was created {setting}; pass image_size"):
         perada.finetune("test_resnet", data, pretrained=False, image_size=given)
 
 
