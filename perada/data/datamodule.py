@@ -227,7 +227,7 @@ class FederatedDataModule(pl.LightningDataModule):
         check_integer("image_size", self.image_size, le=2**16, optional=True)
         check_integer("num_classes", self._num_classes, optional=True)
         check_integer("num_workers", self.num_workers, 0)
-        check_integer("crop_padding", crop_padding, 0)
+        check_integer("crop_padding", crop_padding, 0, le=2**10)
         check_choice("sampling", self.sampling, get_args(Sampling))
         check_choice("flip", flip, [False, True])
         check_choice("augment_public", augment_public, [False, True])

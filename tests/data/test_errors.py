@@ -115,6 +115,11 @@ def test_missing_and_empty_clients():
     refused(FederatedData([client()], server_validation=empty), "the server_validation set has no samples")
 
 
+def test_padding_that_no_image_could_have():
+    with pytest.raises(ValueError, match=r"^crop_padding must be an integer >= 0 and <= 1024, got 1000000000000"):
+        FederatedDataModule(FederatedData([client()]), crop_padding=10**12)
+
+
 def test_class_counts_that_do_not_match():
     several = client(labels=torch.ones(4, 3))
     refused(FederatedData([several], num_classes=5), "MultiLabel: labels have 3 entries but num_classes is 5")
