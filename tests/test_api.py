@@ -197,15 +197,25 @@ def test_sanity_validation_before_training_is_no_part_of_the_history(call):
     assert call(rounds=1, num_sanity_val_steps=1, logger=False).metrics == call(rounds=1, logger=False).metrics
 
 
-def test_a_datamodule_has_its_own_batch_size(call, tiny):
+def test_a_datamodule_has_its_own_batch_size(call, tiny, one_thread):
     module = perada.FederatedDataModule(tiny.data(), batch_size=2)
     run = call(data=module, rounds=1, logger=False, clients_per_round=None, batch_size=None)
-    assert run.metrics["rounds"][0]["step"] == 10  # the longest of 20 images
+    # All clients are in one chunk, whose steps are those of the longest: 20 images.
+    assert run.metrics["rounds"][0]["step"] == 10
     with pytest.raises(
         ValueError,
         match=r"batch_size=4 contradicts the data module, .* with batch_size=2; pass batch_size to FederatedDataModule",
     ):
         call(data=perada.FederatedDataModule(tiny.data(), batch_size=2), batch_size=4)
+
+
+@pytest.fixture
+def one_thread():
+    """A single thread, so that all clients of a round are in one chunk: otherwise each thread has its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.every(4)
