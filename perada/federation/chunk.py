@@ -369,7 +369,8 @@ class Chunk:
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         """Compute logits (c, B, K) of the step's images."""
         local_round = self._local_round
-        state, streams = self._forward_inputs(states, stream)
+        state = self._forward_state(states)
+        streams = self._streams(self._stream_name(states, stream))
         logits = self._engine.logits(state, self._x, training=True, counts=self._counts, streams=streams)
         if local_round.scales is not None:
             logits = local_round.scales.leave(logits, self._rows)
@@ -378,7 +379,8 @@ class Chunk:
     def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
         """Compute logits (c, B, K), and the representations (c, B, F) that the head receives."""
         local_round = self._local_round
-        state, streams = self._forward_inputs(states, stream)
+        state = self._forward_state(states)
+        streams = self._streams(self._stream_name(states, stream))
         logits, representations = self._engine.outputs(
             state, self._x, self.tensor_names.head_module, training=training, counts=self._counts, streams=streams
         )
@@ -387,15 +389,15 @@ class Chunk:
             representations = local_round.scales.leave(representations, self._rows)
         return logits, representations
 
-    def _forward_inputs(self, states: str | State, stream: str | None) -> tuple[State, Streams]:
-        """Return the state and the random streams of a pass that is not private."""
+    def _forward_state(self, states: str | State) -> State:
+        """Return the state of a pass that is not private."""
         local_round = self._local_round
         if local_round.private is not None:
             raise no_logits(local_round.algorithm)
-        state, stream = self._resolve(states, stream)
+        state = self._state(states)
         if local_round.scales is not None:
             state = local_round.scales.enter(state, self._rows)
-        return state, self._streams(stream)
+        return state
 
     def class_counts(self, classes: int) -> Tensor:
         """Return the number of training images (c, K) of each client and class."""
@@ -424,8 +426,9 @@ class Chunk:
             logits = states
         elif private is not None and isinstance(self._batches, dict):
             # Not from the logits: the gradients of single images are clipped before they are added up.
-            state, stream = self._resolve(states, stream)
-            return private.loss(stream, state, self._batches, self._rows, self._streams(stream))
+            stream_name = self._stream_name(states, stream)
+            streams = self._streams(stream_name)
+            return private.loss(stream_name, self._state(states), self._batches, self._rows, streams)
         else:
             logits = self.logits(states, stream)
         return client_losses(logits, self._y, self._counts, self._training.task, self._class_counts)
@@ -447,12 +450,19 @@ class Chunk:
             streams = streams.fork("phase", batch.phase)
         return streams.fork("step", batch.step).fork("pass", number)
 
-    def _resolve(self, states: str | State, stream: str | None) -> tuple[State, str]:
-        """Look up the stack of a role, and the random stream that it draws from."""
+    def _state(self, states: str | State) -> State:
+        """Return the stack of a role, or the one that the algorithm passes itself."""
         if isinstance(states, str):
-            return self.states[states], stream or states
-        first_role = next(iter(self._local_round.streams))
-        return states, stream or first_role
+            return self.states[states]
+        return states
+
+    def _stream_name(self, states: str | State, stream: str | None) -> str:
+        """Return the random stream that a pass draws from: by default that of its role, or of the first role."""
+        if stream is not None:
+            return stream
+        if isinstance(states, str):
+            return states
+        return next(iter(self._local_round.streams))
 
     def restart(self, role: str, start: State) -> None:
         """Set a role's trained parameters to those of ``start`` (c, ...), and reset the state of its optimiser."""

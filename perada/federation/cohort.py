@@ -27,11 +27,10 @@ from torch import Tensor
 
 from perada.algorithms.base import Stacks
 from perada.core.ranks import Ranks
-from perada.core.rounds import AnyBatch, CohortBatch, RoundPlan, Shares, busiest_lane, one_of
+from perada.core.rounds import AnyBatch, CohortBatch, Shares, busiest_lane, one_of
 from perada.core.states import State, device_of
 from perada.engine.chunks import MAX_BUSIEST_LANE, is_mostly_trained
 from perada.federation.chunk import Chunk, LocalRound
-from perada.federation.local_trainer import LocalTrainer
 from perada.federation.workers import Worker, workers_of
 from perada.server.aggregate import UpdateSums, double
 
@@ -71,40 +70,25 @@ class Cohort:
     """The plan's C clients while they train, in its order, longest first.
 
     Args:
-        trainer: What they train with.
-        plan: The clients and their steps.
-        client_state: What the clients kept, (C, ...) by role.
-        received: What the server sent them, (C, ...).
-        factor: Factor of their learning rates.
-        tuning: Whether this is the fine-tuning that follows the last round.
+        local_round: What the clients train from, and what is counted in each step.
         sums: Adds up what the clients send, where the server needs only their mean; by default all of it is kept.
 
     Attributes:
-        local_round: What the clients train from, and what is counted in each step.
+        local_round: As passed.
         failed: Clients of whom a sample could not be read, with the reason.
     """
 
-    def __init__(
-        self,
-        trainer: LocalTrainer,
-        plan: RoundPlan,
-        client_state: Stacks,
-        received: State,
-        *,
-        factor: float = 1.0,
-        tuning: bool = False,
-        sums: UpdateSums | None = None,
-    ) -> None:
-        self.local_round = LocalRound.begin(trainer, plan, client_state, received, factor=factor, tuning=tuning)
-        self.plan = plan
+    def __init__(self, local_round: LocalRound, sums: UpdateSums | None = None) -> None:
+        self.local_round = local_round
+        self.plan = local_round.plan
         self.sums = sums
         self.failed: dict[int, str] = {}
-        self._trainer = trainer
-        clients = len(plan.clients)
-        device = device_of(received)
+        self._trainer = local_round.trainer
+        clients = len(self.plan.clients)
+        device = device_of(local_round.received)
         self._workers = self._make_workers(device)
         # Places of the clients whose chunks have not begun.
-        self._waiting = deque(plan.chunks)
+        self._waiting = deque(self.plan.chunks)
         # Chunks that have begun and not ended, by the place of their first client.
         self._open: dict[int, Chunk] = {}
         # Results of the chunks that have ended, each in its rows. Only one worker at a time stores them.
@@ -112,7 +96,7 @@ class Cohort:
         self._new_client_state: dict[str, _ChunkedStacks] = {}
         self._sent = _ChunkedStacks(clients)
         # Chunks whose updates are not in the sums yet, in the order in which they are added, and what has come of them.
-        self._not_summed = deque(plan.chunks)
+        self._not_summed = deque(self.plan.chunks)
         self._early_updates: dict[int, _ChunkUpdate] = {}
         self._finite = torch.zeros(clients, dtype=torch.bool, device=device)
         self._accepted = torch.zeros(clients, dtype=torch.bool, device=device)

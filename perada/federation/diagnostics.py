@@ -266,12 +266,25 @@ def _per_client(values: Tensor, like: Tensor) -> Tensor:
     return per_client(double(values.to(like.device)), like)
 
 
+@dataclass(frozen=True)
+class FullGradients:
+    """Gradients of the mean losses of C clients, each over all of its training images.
+
+    Attributes:
+        at_points: The gradients (C, ...) at each of several states.
+        num_images: Numbers of training images, (C,).
+    """
+
+    at_points: list[State]
+    num_images: Tensor
+
+
 def full_gradients(
     local_round: LocalRound,
     settings: Settings,
     points: Sequence[State],
     batches: Iterable[CohortBatch],
-) -> tuple[list[State], Tensor]:
+) -> FullGradients:
     """Compute the gradient of every client's mean loss L_m over all of its training images.
 
     The model is in evaluation mode, in which L_m is a function of the parameters only.
@@ -281,9 +294,6 @@ def full_gradients(
         settings: Options of the run.
         points: States (C, ...) at which gradients are computed, such as the global state and the personal states.
         batches: Batches with each training image once.
-
-    Returns:
-        The gradients (C, ...) at each point, and the clients' numbers of images (C,).
     """
     engine = local_round.trainer.engine
     tensor_names = local_round.trainer.tensor_names
@@ -295,10 +305,10 @@ def full_gradients(
     sums: list[State] = []
     for point in points:
         sums.append({name: torch.zeros_like(point[name]) for name in tensor_names.keys if name in trained})
-    images = torch.zeros(clients, dtype=torch.float64)
+    num_images = torch.zeros(clients, dtype=torch.float64)
     for batch in batches:
         rows = slice(batch.start, batch.stop)
-        images[rows] += torch.tensor(batch.counts)
+        num_images[rows] += torch.tensor(batch.counts)
         width = max(batch.counts)
         x = batch.x[:, :width]
         y = batch.y[:, :width]
@@ -315,8 +325,9 @@ def full_gradients(
                     sums_of_point[name][rows] += leaf.grad
     gradients = []
     for sums_of_point in sums:
-        gradients.append({name: double(total) / _per_client(images, total) for name, total in sums_of_point.items()})
-    return gradients, images
+        means = {name: double(total) / _per_client(num_images, total) for name, total in sums_of_point.items()}
+        gradients.append(means)
+    return FullGradients(at_points=gradients, num_images=num_images)
 
 
 def gradient_norms(
@@ -351,13 +362,15 @@ def gradient_norms(
     points = [received]
     if isinstance(algorithm, PerAda):
         points.append(local_round.client_state["personal"])
-    gradients, own_images = full_gradients(local_round, settings, points, batches if places else ())
-    images = torch.zeros(clients, dtype=torch.float64)
-    images[places] = own_images[:num_local_clients]
-    ranks.sum_([images])
-    weights = client_weights(settings.weighting, images.int().tolist())[places]
+    # A stand-in has no batches of its own.
+    local_batches = batches if places else ()
+    gradients = full_gradients(local_round, settings, points, local_batches)
+    num_images = torch.zeros(clients, dtype=torch.float64)
+    num_images[places] = gradients.num_images[:num_local_clients]
+    ranks.sum_([num_images])
+    weights = client_weights(settings.weighting, num_images.int().tolist())[places]
     mean_gradient = {}
-    for name, value in gradients[0].items():
+    for name, value in gradients.at_points[0].items():
         if name in local_round.received:
             mean_gradient[name] = (value[:num_local_clients] * _per_client(weights, value)).sum(0)
     ranks.sum_(mean_gradient.values())
@@ -365,7 +378,7 @@ def gradient_norms(
     metrics = {"theory/global_gradient": float(square)}
     if isinstance(algorithm, PerAda):
         squares = torch.zeros(clients, dtype=torch.float64)
-        for name, value in gradients[1].items():
+        for name, value in gradients.at_points[1].items():
             pull = double(local_round.client_state["personal"][name]) - double(received[name])
             gradient = (value + algorithm.prox_strength * pull)[:num_local_clients]
             squares[places] += as_matrix(gradient).square().sum(1).to(squares)

@@ -12,6 +12,7 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares, one_of
 from perada.core.states import State, cut_ranks, expand, prefix, stack
 from perada.engine.engine import Engine, compare
+from perada.federation.chunk import LocalRound
 from perada.federation.cohort import ClientResults, Cohort
 from perada.federation.diagnostics import DiagnosticsPass, gradient_norms
 from perada.federation.local_trainer import LocalTrainer
@@ -138,7 +139,8 @@ class Federation:
         sums: UpdateSums | None = None
         if train_sizes is not None:
             sums = self.server.sums(shares, train_sizes)
-        self.cohort = Cohort(self.trainer, cohort_plan, client_state, received, factor=factor, sums=sums)
+        local_round = LocalRound.begin(self.trainer, cohort_plan, client_state, received, factor=factor)
+        self.cohort = Cohort(local_round, sums)
         if loader and "gradient_norms" in settings.diagnostics:
             # With the names that are not sent.
             models = expand(self.global_state, len(cohort_plan.clients)) | received
@@ -284,7 +286,9 @@ class Federation:
             cohort_plan = shares.cohort_plan
             received = self.server.broadcast(cohort_plan, self.num_clients, algorithm=algorithm)
             client_state = self.tuned.local.gather(cohort_plan.clients)
-            cohort = Cohort(self.trainer, cohort_plan, client_state, received, factor=factor, tuning=True)
+            cohort = Cohort(
+                LocalRound.begin(self.trainer, cohort_plan, client_state, received, factor=factor, tuning=True)
+            )
             for batch in loader(shares.local_plan):
                 cohort.step(batch)
             results = cohort.finish(shares, self.ranks)

@@ -57,6 +57,21 @@ def test_a_deployed_run_equals_its_simulation(algorithm, secure, tiny, tmp_path)
                 assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5 if secure else 0), name
 
 
+@pytest.mark.slow
+def test_distillation_equals_the_simulations_where_kernels_depend_on_the_memory_layout(tiny, tmp_path):
+    """The encoder runs channels last, and its convolutions round differently for contiguous weights."""
+    pytest.importorskip("segmentation_models_pytorch")
+    made = parties(tiny, tmp_path)
+    module = {"adapter": "lora", "pretrained": False, "metric": METRICS}
+    made.options |= {"net": lambda: "smp:unet-resnet18", "module": module}
+    made.whole = FederatedData(
+        train=[squares(count, client, 20 * client, 32) for client, count in enumerate((9, 5, 8))],
+        test=[squares(3, 100 + client, 20 * client, 32) for client in range(3)],
+        public=squares(8, 7, 10, 32),
+    )
+    assert_equal(made)
+
+
 def test_the_global_models_sums_are_pooled_and_not_its_scores(tiny, tmp_path):
     """A plain loop over the masks of all sites; the mean of the sites' scores is another number."""
     made = parties(tiny, tmp_path, "fedavg")

@@ -14,6 +14,7 @@ from perada.core.rounds import CohortBatch, Phase, RoundPlan
 from perada.core.states import expand, get_state
 from perada.engine import Engine
 from perada.engine.engine import client_losses, client_means
+from perada.federation.chunk import LocalRound
 from perada.federation.cohort import Cohort
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.settings import LocalTraining, Settings
@@ -70,7 +71,8 @@ def cohort(model, training, algorithm=None, engine="folded", factor=1.0, chunk=N
         for role, state in algorithm.initial_client_state(initial, find_tensor_names(model, "fc")).items()
     }
     plan = RoundPlan(3, CLIENTS, (STEPS,), chunk)
-    return Cohort(site(model, training, algorithm, engine, **options), plan, kept, expand(initial, 4), factor=factor)
+    trainer = site(model, training, algorithm, engine, **options)
+    return Cohort(LocalRound.begin(trainer, plan, kept, expand(initial, 4), factor=factor))
 
 
 def rates(lr):
@@ -179,7 +181,7 @@ def test_dropout_of_a_client_does_not_depend_on_its_cohort():
     assert not torch.allclose(results[3]["fc.weight"], results[0]["fc.weight"])
     kept = {"personal": expand(get_state(model), 2)}
     plan = RoundPlan(3, CLIENTS[:2], (STEPS[:2],))
-    small = Cohort(site(model, training, Standalone()), plan, kept, expand(get_state(model), 2))
+    small = Cohort(LocalRound.begin(site(model, training, Standalone()), plan, kept, expand(get_state(model), 2)))
     for batch in batches():
         n = min(2, len(batch.clients))
         small.step(batch._replace(clients=batch.clients[:n], x=batch.x[:n], y=batch.y[:n], counts=batch.counts[:n]))
@@ -260,7 +262,7 @@ def test_every_phase_starts_its_optimisers_and_all_clients_anew():
     steps = ((3, 1), (2, 2))
     training = LocalTraining("sgd", rates(0.1), momentum=0.9)
     opened = site(model, training, TwoPhases(), phases=phases)
-    running = Cohort(opened, RoundPlan(0, (0, 1), steps), {}, expand(get_state(model), 2))
+    running = Cohort(LocalRound.begin(opened, RoundPlan(0, (0, 1), steps), {}, expand(get_state(model), 2)))
     alone = [copy.deepcopy(model).train() for _ in range(2)]
     for phase in range(2):
         optimizers = [

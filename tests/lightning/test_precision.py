@@ -22,6 +22,7 @@ from perada.core.rounds import CohortBatch, Phase, RoundPlan
 from perada.core.states import expand, get_state, parameter_keys
 from perada.engine import Engine, loss_scaling
 from perada.engine.loss_scaling import LossScales
+from perada.federation.chunk import LocalRound
 from perada.federation.cohort import Cohort
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.settings import LocalTraining, Settings
@@ -92,7 +93,8 @@ def cohort(model, training, algorithm="fedavg", engine="folded", options=None, c
     plan, phases = RoundPlan(3, clients, (STEPS[: len(clients)],), chunk), (Phase("local"),)
     settings = Settings(algorithm, training, Distillation(0), "uniform", phases, 0, loss_scaling=options, **more)
     received = algorithm.broadcast(Broadcast(initial, tensor_names, 3, clients, len(CLIENTS), 0))
-    return Cohort(LocalTrainer(Engine(model, engine), tensor_names, settings), plan, kept, received)
+    trainer = LocalTrainer(Engine(model, engine), tensor_names, settings)
+    return Cohort(LocalRound.begin(trainer, plan, kept, received))
 
 
 class SendsAProduct(FedAvg):

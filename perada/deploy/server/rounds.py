@@ -12,7 +12,7 @@ from pytorch_lightning.loggers import Logger
 from torch import Tensor
 
 from perada.core.rounds import RoundPlan, make_plan
-from perada.core.states import State, stack, to_device
+from perada.core.states import State, in_layout_of, stack, to_device
 from perada.deploy.protocol import MAX_STEPS, RejectionError, Request, Response, Spec, digest, read_header, unpack
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.progress import Member, RoundRecord, RunProgress
@@ -358,14 +358,16 @@ def _aggregate(
     everyone = list(range(len(plan.clients)))
     sizes = [member.size or 1 for member in roster.progress.roster]
     states = [_update_of(recipe, updates, client, plan.round) for client in plan.clients]
+    received = server.broadcast(plan, len(sizes))
     rows: State = {}
     if states[0]:
-        rows = stack(states)
+        # What comes over a network is contiguous. Kernels round differently in other layouts, such as channels last.
+        rows = in_layout_of(received, stack(states))
     # The updates are those of all sites, even if the algorithm sends nothing.
     site_updates = Updates(rows, everyone, len(everyone))
     context = RoundContext(
         plan=plan,
-        received=site_updates.replace(server.broadcast(plan, len(sizes))),
+        received=site_updates.replace(received),
         train_sizes=sizes,
         data=images,
         level=roster.client_level,

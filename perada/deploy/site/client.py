@@ -28,6 +28,7 @@ from perada.deploy.site.level import SitePrivacy
 from perada.deploy.state import IMAGES_LEDGER, RunState, SummingState
 from perada.deploy.sums.vector import Uint64Vector
 from perada.engine.engine import compare
+from perada.federation.chunk import LocalRound
 from perada.federation.cohort import ClientResults, Cohort
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.scores import Scores
@@ -342,7 +343,9 @@ class Client:
             else:
                 client_state = self._client_state(state)
                 start = self._received(request, received)
-            cohort = Cohort(self._trainer, plan, client_state, start, factor=request.factor, tuning=tuning)
+            cohort = Cohort(
+                LocalRound.begin(self._trainer, plan, client_state, start, factor=request.factor, tuning=tuning)
+            )
             sampling = None if protection.images is None else protection.images.sampling(tuning)
             batches = self.batches(plan, sampling) if only_step is None else [only_step]
             for batch in batches:

@@ -153,7 +153,7 @@ def four(monkeypatch):
 def test_a_worker_is_killed_at_each_moment_of_a_sum(four):
     """Its keys are gone with it, and it is in the sum only if its part had been sent."""
     without, everyone = ["alpha", "delta", "gamma"], sorted(FOUR)
-    four.begin(6)
+    four.begin(7)
     four.command(deadline=500)
 
     four.said("train, round 1", "worker-beta")  # before it has keys
@@ -174,13 +174,18 @@ def test_a_worker_is_killed_at_each_moment_of_a_sum(four):
     four.again("beta", before=("reveal", 3))
     assert four.closed(3).summed == everyone
 
+    # Nothing was masked, so the sum begins again, with the restarted workers.
     four.over("shares", 4)
     four.again("beta", "gamma", before=("mask", 4))
-    record = four.closed(4)
+    assert four.closed(4).summed == everyone
+
+    four.over("hold", 5)
+    four.again("beta", "gamma", before=("mask", 5))
+    record = four.closed(5)
     assert record.summed == []
     assert record.void == "secure sum: 2 of 4 sites sent their part, but 3 are required"
 
-    assert four.closed(5).summed == everyone
+    assert four.closed(6).summed == everyone
     assert four.processes["run"].wait(400) == 0, four.log("run").read_text()[-3000:]
 
 
@@ -190,7 +195,7 @@ def test_a_clientapp_and_a_supernode_are_killed_in_a_sum(four):
     four.begin(4)
     four.command(deadline=500)
 
-    four.over("shares", 0)
+    four.over("hold", 0)
     four.hold("beta")
     four.never("beta", "mask", 0)
     os.kill(four.asking("beta"), signal.SIGKILL)
@@ -224,7 +229,7 @@ def test_the_server_is_killed_at_each_moment_of_a_sum_and_a_site_comes_back_late
 
     four.over("shares", 3)
     four.hold("beta")
-    four.said("mask (update, attempt 1), round 4: 3 of 4 sites replied, beta late")
+    four.said("hold (update, attempt 1), round 4: 3 of 4 sites replied, beta late")
     four.go_on("beta")
     record = four.closed(3)
     four.never("beta", "mask", 3)  # whoever asked it is gone, and so it masks nothing
