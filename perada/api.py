@@ -153,6 +153,7 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
     """
     watch_signals()
     check_integer("rounds", rounds, 0, hint="0 returns the initial states")
+    rounds = int(rounds)  # NumPy's integers pass the check, but Lightning compares types
     training_arguments = {
         "lr_personal": lr_personal,
         "lr_local": lr_local,

@@ -174,16 +174,6 @@ def stack(states: Sequence[State]) -> State:
     return {key: torch.stack([state[key] for state in states]) for key in states[0]}
 
 
-def in_layout_of(examples: State, stacked: State) -> State:
-    """Return stacks (C, ...) in the memory layouts of those of the same names in ``examples`` (C, ...), if any."""
-    in_layout = {}
-    for name, value in stacked.items():
-        in_layout[name] = value
-        if name in examples:
-            in_layout[name] = torch.empty_like(examples[name], dtype=value.dtype).copy_(value)
-    return in_layout
-
-
 def unstack(stacked: State) -> list[State]:
     """Split a stack into one state (a view) per client.
 

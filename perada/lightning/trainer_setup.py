@@ -4,7 +4,7 @@
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import AcceleratorRegistry
+from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins import TorchCheckpointIO
 
 from perada.core.checks import OptionError, check_choice, check_integer, invalid_option
@@ -22,6 +23,8 @@ from perada.lightning.trainer_attributes import callbacks_of, is_dev_run
 
 WORD_OPTIONS = {"profiler": ("simple", "advanced", "pytorch", "xla"), "gradient_clip_algorithm": ("value", "norm")}
 """Options of a trainer that take one of several strings."""
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "32", "bf16", "16", "64-true", "64", "bf16-true", "16-true")
+"""Precisions that Lightning knows, of which :data:`UNSUPPORTED_TRAINER_OPTIONS` rejects some with a reason."""
 ALL_DEVICES = ("auto", "-1", -1, None)
 """Values of ``devices`` for all devices of the machine."""
 
@@ -106,6 +109,37 @@ def check_words(options: Mapping[str, Any]) -> None:
         if isinstance(value, str) and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip()):
             requirement = "days, hours, minutes and seconds, such as 00:12:00:00 for half a day, or None"
             raise invalid_option(name, value, requirement)
+    precision = options.get("precision")
+    if isinstance(precision, str | int) and str(precision) not in PRECISIONS:
+        raise invalid_option("precision", precision, "'32-true', 'bf16-mixed' or '16-mixed'")
+
+
+def check_objects(options: Mapping[str, Any], callbacks: Sequence[object]) -> None:
+    """Reject objects of wrong types among a trainer's options, on which Lightning fails without naming the option.
+
+    Args:
+        options: The trainer's options.
+        callbacks: Its callbacks.
+
+    Raises:
+        OptionError: With the value and what is expected.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, pl.Callback):
+            raise invalid_option("callbacks", callback, "a Callback or a list of them", _class_hint(callback))
+    loggers = options.get("logger")
+    for logger in loggers if isinstance(loggers, list | tuple) else [loggers]:
+        if not isinstance(logger, Logger | bool | None):
+            hint = _class_hint(logger) or "True writes CSV files"
+            raise invalid_option("logger", logger, "True, False, a Logger or a list of them", hint)
+    folder = options.get("default_root_dir")
+    if not isinstance(folder, str | os.PathLike | None):
+        raise invalid_option("default_root_dir", folder, "the path of a folder")
+
+
+def _class_hint(value: object) -> str:
+    """Return how to correct a class that was passed instead of an instance; an empty string for other values."""
+    return f"create it: {value.__name__}(...)" if isinstance(value, type) else ""
 
 
 class _Unsupported(NamedTuple):

@@ -12,7 +12,7 @@ from perada.lightning.callbacks import round_progress
 from perada.lightning.checkpoint import RoundCheckpoint
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.strategies import choose_strategy, device_defaults
-from perada.lightning.trainer_setup import check_devices, check_trainer, check_words
+from perada.lightning.trainer_setup import check_devices, check_objects, check_trainer, check_words
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 """Options of a trainer whose defaults differ from Lightning's."""
@@ -37,6 +37,7 @@ def make_trainer(loop: FederatedLoop, rounds: int, **options: Any) -> pl.Trainer
     options = TRAINER_DEFAULTS | {"max_epochs": rounds} | device_defaults() | options
     check_devices(options.get("accelerator", "auto"), options["devices"])
     check_words(options)
+    check_objects(options, callbacks)
     default_options, default_callbacks = default_components(options, callbacks)
     trainer = pl.Trainer(callbacks=[loop, *callbacks, *default_callbacks], **options | default_options)
     check_trainer(trainer)

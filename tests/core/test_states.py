@@ -164,14 +164,3 @@ def test_a_layer_of_a_lower_rank_is_not_cut():
     assert torch.equal(cut["low.lora_B.w"], state["low.lora_B.w"])
     assert torch.equal(cut["high.lora_A.w"], state["high.lora_A.w"][:3])
     assert torch.equal(cut["high.lora_B.w"], state["high.lora_B.w"][:, :3])
-
-
-def test_stacks_take_the_memory_layout_of_others():
-    images = torch.arange(2 * 3 * 4 * 5 * 6.0).view(2, 3, 4, 5, 6)
-    channels_last = images[0].contiguous(memory_format=torch.channels_last)
-    stacked = {"conv": images, "bias": torch.ones(2, 3), "other": torch.zeros(2)}
-    result = states.in_layout_of({"conv": channels_last.expand(2, 3, 4, 5, 6), "bias": torch.zeros(2, 3)}, stacked)
-    assert result["conv"][1].is_contiguous(memory_format=torch.channels_last)
-    assert result.keys() == stacked.keys()
-    for name, value in stacked.items():
-        assert torch.equal(result[name], value), name

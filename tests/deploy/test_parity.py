@@ -217,14 +217,14 @@ def test_each_tensor_lies_in_memory_as_in_the_simulation(algorithm, resumed, tin
     seen = {}
     usual = Cohort.__init__
 
-    def watched(self, site, plan, kept, received, *args, **options):
-        for row, client in enumerate(plan.clients):
-            stacks = {"received": received, **kept}
+    def watched(self, local_round, sums=None):
+        for row, client in enumerate(local_round.plan.clients):
+            stacks = {"received": local_round.received, **local_round.client_state}
             strides = {
                 role: {key: value[row].stride() for key, value in stack.items()} for role, stack in stacks.items()
             }
-            seen.setdefault((plan.round, client), []).append(strides)
-        usual(self, site, plan, kept, received, *args, **options)
+            seen.setdefault((local_round.plan.round, client), []).append(strides)
+        usual(self, local_round, sums)
 
     monkeypatch.setattr(Cohort, "__init__", watched)
     adapter = "lora" if algorithm in OF_LORA else "dual_lora" if algorithm in ADAPTER_OF else "full"

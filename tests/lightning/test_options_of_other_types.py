@@ -3,7 +3,11 @@
 
 import math
 
+import numpy as np
 import pytest
+import torch
+from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.loggers import CSVLogger
 
 import perada
 from perada.data import ByDomain, Digits, Dirichlet, FederatedData, FederatedDataModule, FromFile
@@ -28,7 +32,25 @@ WRONG = [
     ("ckpt_path", 3),
     ("resume_allow", "training.lr_local"),
     ("metric", 10**12),
+    ("callbacks", 3),
+    ("callbacks", EarlyStopping),
+    ("logger", "csv"),
+    ("logger", CSVLogger),
+    ("default_root_dir", 3),
+    ("precision", "fp16"),
+    ("precision", 8),
 ]
+
+
+def test_a_class_in_a_list_of_callbacks_is_to_be_created(tiny):
+    with pytest.raises(ValueError, match=r"^callbacks must be .*, got <class .*>; create it: EarlyStopping\(\.\.\.\)$"):
+        perada.finetune(tiny.net(), tiny.data(), **tiny.options | {"callbacks": [EarlyStopping]})
+
+
+@pytest.mark.parametrize("rounds", [np.int64(1), np.int32(1), torch.tensor(1).numpy()[()]])
+def test_numpy_integers_count_rounds(tiny, rounds):
+    run = perada.finetune(tiny.net(), tiny.data(), **sections(**tiny.options | {"rounds": rounds}))
+    assert len(run.metrics["rounds"]) == 1
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)

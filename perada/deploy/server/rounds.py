@@ -12,7 +12,7 @@ from pytorch_lightning.loggers import Logger
 from torch import Tensor
 
 from perada.core.rounds import RoundPlan, make_plan
-from perada.core.states import State, in_layout_of, stack, to_device
+from perada.core.states import State, laid_out, stack, strides_of, to_device
 from perada.deploy.protocol import MAX_STEPS, RejectionError, Request, Response, Spec, digest, read_header, unpack
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.progress import Member, RoundRecord, RunProgress
@@ -361,8 +361,7 @@ def _aggregate(
     received = server.broadcast(plan, len(sizes))
     rows: State = {}
     if states[0]:
-        # What comes over a network is contiguous. Kernels round differently in other layouts, such as channels last.
-        rows = in_layout_of(received, stack(states))
+        rows = _laid_out_as(received, stack(states))
     # The updates are those of all sites, even if the algorithm sends nothing.
     site_updates = Updates(rows, everyone, len(everyone))
     context = RoundContext(
@@ -377,6 +376,18 @@ def _aggregate(
         roster.client_level.spend(roster.client_level.round_costs(plan))
     with recipe.context():
         return server.aggregate(context, site_updates, valid=everyone)
+
+
+def _laid_out_as(received: State, sent: State) -> State:
+    """Copy what C sites sent (C, ...) into the memory layout of what they had received, as it is in a simulation.
+
+    What comes over a network is contiguous, and the last bits of a teacher's outputs depend on the layout.
+    """
+    received_of_same_shape = {}
+    for name, value in sent.items():
+        if name in received and received[name].shape == value.shape:
+            received_of_same_shape[name] = received[name]
+    return laid_out(sent, strides_of(received_of_same_shape))
 
 
 def _update_of(recipe: Recipe, updates: UpdatesBySite, client: int, round: int) -> State:
