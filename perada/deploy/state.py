@@ -19,7 +19,7 @@ from torch import Tensor
 from perada.algorithms import Stacks
 from perada.core.digests import WrongFormat, check_format
 from perada.core.files import LOCK, FolderLock, sync, write_atomic
-from perada.core.states import State
+from perada.core.states import State, laid_out, strides_of
 from perada.deploy.audit import (
     OLD_STATE_REMEDY,
     STATE,
@@ -40,7 +40,7 @@ IMAGES_LEDGER = 0
 SITE_LEDGER = 1
 """Client number in a site's ledger under which the ε of the site as a whole is counted."""
 SITE_STATE = STATE
-SITE_FORMAT = 6
+SITE_FORMAT = 7
 FORMER_RUNS = "runs"
 """Subfolder of the state folder with the states of former runs."""
 ContentT = TypeVar("ContentT")
@@ -62,7 +62,8 @@ def write_nested(path: Path, content: Mapping[str, object], version: int, former
         name = str(len(tensors))
         if isinstance(value, Tensor):
             tensors[name] = value
-            return {"$tensor": name}
+            # The file stores contiguous tensors, but the last bits of a convolution depend on its weight's strides.
+            return {"$tensor": name, "strides": strides_of({name: value}).get(name)}
         if isinstance(value, bytes):
             # bytearray: torch warns of buffers that cannot be written to.
             tensors[name] = torch.from_numpy(np.frombuffer(bytearray(value), np.uint8))
@@ -92,8 +93,10 @@ def read_nested(path: Path, version: int, build: Callable[..., ContentT]) -> Con
 
         def from_json(entry: dict[str, Any]) -> Any:  # noqa: ANN401  # what was written
             match list(entry.items()):
-                case [("$tensor", name)]:
+                case [("$tensor", name), ("strides", None)]:
                     return tensors[name]
+                case [("$tensor", name), ("strides", strides)]:
+                    return laid_out({name: tensors[name]}, {name: strides})[name]
                 case [("$bytes", name)]:
                     return tensors[name].numpy().tobytes()
             return entry

@@ -58,10 +58,11 @@ def test_a_deployed_run_equals_its_simulation(algorithm, secure, tiny, tmp_path)
 
 
 @pytest.mark.slow
-def test_distillation_equals_the_simulations_where_kernels_depend_on_the_memory_layout(tiny, tmp_path):
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "secure"])
+def test_distillation_equals_the_simulations_where_kernels_depend_on_the_memory_layout(secure, tiny, tmp_path):
     """The encoder runs channels last, and its convolutions round differently for contiguous weights."""
     pytest.importorskip("segmentation_models_pytorch")
-    made = parties(tiny, tmp_path)
+    made = parties(tiny, tmp_path, secure=secure)
     module = {"adapter": "lora", "pretrained": False, "metric": METRICS}
     made.options |= {"net": lambda: "smp:unet-resnet18", "module": module}
     made.whole = FederatedData(

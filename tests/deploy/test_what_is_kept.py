@@ -58,6 +58,23 @@ def test_a_state_of_another_format_is_refused_by_both_numbers(tmp_path):
     assert read_nested(path, SITE_FORMAT + 1, dict) == {"run": "x"}
 
 
+def test_tensors_keep_their_memory_layout(tmp_path):
+    """A convolution rounds differently in another layout, so that a restarted site would send other bits."""
+    contiguous = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5)
+    tensors = {
+        "channels last": contiguous.contiguous(memory_format=torch.channels_last),
+        "transposed": contiguous[0, 0].T,
+        "contiguous": contiguous,
+        "scalar": torch.tensor(3),
+    }
+    path = tmp_path / "state"
+    write_nested(path, {"tensors": tensors}, SITE_FORMAT)
+    restored = read_nested(path, SITE_FORMAT, dict)["tensors"]
+    for name, value in tensors.items():
+        assert restored[name].stride() == value.stride()
+        assert torch.equal(restored[name], value)
+
+
 def test_a_ledger_that_was_removed_is_missed(tiny, tmp_path):
     worker = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
     folder = worker.store.folder

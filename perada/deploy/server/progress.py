@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from perada.core.files import write_atomic
-from perada.core.states import State, laid_out, strides_of
 from perada.deploy.server import SERVER_STATE
 from perada.deploy.state import read_nested, write_nested
 from perada.deploy.sums.progress import SumState
 from perada.federation.participation import Participation
 
-SERVER_FORMAT = 4
+SERVER_FORMAT = 5
 METRICS = "metrics.csv"
 SUM_STATE = "sum.safetensors"
 """Name of the file with the state of the secure sum under way."""
-SUM_FORMAT = 2
+SUM_FORMAT = 3
 
 
 @dataclass
@@ -113,7 +112,6 @@ class RunProgress:
         records: Events of each round.
         history: Metrics of each round.
         selected: Sites that are selected for the round under way, in order.
-        strides: Strides of the states' tensors, by state and tensor.
         client_level: State of the client-level privacy; None without it.
         moves: How far recent secure sums moved the model, at the full learning rate.
         spoiled: Number of rounds since the last secure sum that failed because of the model or of a site.
@@ -132,7 +130,6 @@ class RunProgress:
     records: list[RoundRecord] = field(default_factory=list)
     history: list[dict[str, float]] = field(default_factory=list)
     selected: list[str] = field(default_factory=list)
-    strides: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     client_level: dict[str, Any] | None = None
     moves: list[float] = field(default_factory=list)
     spoiled: int = 0
@@ -160,13 +157,12 @@ def write_progress(folder: Path, progress: RunProgress, states: dict[str, Any]) 
 
     Args:
         folder: Folder of the run.
-        progress: Progress of the run, whose ``strides`` are set here.
+        progress: Progress of the run.
         states: The server's states: ``global``, ``server`` (by name) and, with secure sums, ``former``.
     """
     if progress.history:
         # The metrics come first: a run that is killed between the two files writes them again when it is resumed.
         write_atomic(folder / METRICS, _format_csv(progress.history).encode(), private=True)
-    progress.strides = {name: strides_of(state) for name, state in _flatten(states).items()}
     write_nested(folder / SERVER_STATE, {"progress": progress, "states": states}, SERVER_FORMAT)
 
 
@@ -186,8 +182,7 @@ def read_progress(folder: Path) -> tuple[RunProgress, dict[str, Any]]:
     def build(progress: dict[str, Any], states: dict[str, Any]) -> tuple[RunProgress, dict[str, Any]]:
         progress["roster"] = [Member(**member) for member in progress["roster"]]
         progress["records"] = [RoundRecord(**record) for record in progress["records"]]
-        restored = RunProgress(**progress)
-        return restored, _lay_out(states, restored.strides)
+        return RunProgress(**progress), states
 
     return read_nested(path, SERVER_FORMAT, build)
 
@@ -222,36 +217,6 @@ def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:
     if not is_this_sum:
         return None
     return state
-
-
-def _flatten(states: dict[str, Any], prefix: str = "") -> dict[str, State]:
-    """Return all states of a server by unique names, including those before the last secure sum (``former``)."""
-    flat = {f"{prefix}global": states["global"]}
-    for name, state in states["server"].items():
-        flat[f"{prefix}server/{name}"] = state
-    if "former" in states:
-        flat |= _flatten(states["former"], "former/")
-    return flat
-
-
-def _lay_out(states: dict[str, Any], strides: dict[str, dict[str, list[int]]], prefix: str = "") -> dict[str, Any]:
-    """Return states with the strides that they had when they were written.
-
-    A safetensors file stores contiguous tensors, but the last bits of a convolution depend on its weight's strides.
-
-    Args:
-        states: The server's states.
-        strides: Strides by state, named as in :func:`_flatten`, and tensor.
-        prefix: Prefix of the names of states.
-    """
-    restored = dict(states)
-    restored["global"] = laid_out(states["global"], strides.get(f"{prefix}global", {}))
-    restored["server"] = {}
-    for name, state in states["server"].items():
-        restored["server"][name] = laid_out(state, strides.get(f"{prefix}server/{name}", {}))
-    if "former" in states:
-        restored["former"] = _lay_out(states["former"], strides, "former/")
-    return restored
 
 
 def _format_csv(history: list[dict[str, float]]) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from perada.algorithms.base import Stacks
 from perada.core.states import State, laid_out, narrowed, widened
 from perada.core.text import printable
 from perada.data.fingerprints import changed_content
@@ -234,9 +235,10 @@ class SiteWorker:
 
         problem = ""
         if bool(trained.finite[0]):
-            client_state = {
-                role: {key: value.cpu() for key, value in part.items()} for role, part in trained.client_state.items()
-            }
+            client_state: Stacks = {}
+            for role, part in trained.client_state.items():
+                # Contiguous like those in the store of a simulation: rounding depends on strides.
+                client_state[role] = {key: value.cpu().contiguous() for key, value in part.items()}
             if tuning:
                 training = replace(training, tuned_state=client_state)
             else:
