@@ -37,6 +37,8 @@ SERVER_ROUNDS = 3
 """Number of rounds in which server steps on updates and on their mean are compared."""
 SERVER_CLIENTS = 4
 """Number of clients in these rounds."""
+LEARNING_RATE = 0.1
+"""Learning rate of the local steps."""
 
 
 def is_foreign(options: Options) -> bool:
@@ -74,8 +76,8 @@ class DryRun:
         clients: Ids of the clients of every round.
         num_classes: Number of classes; None to reject algorithms that read logits or labels.
         task: What the clients learn.
-        changed: Name of a stream of batches whose made-up gradients are other ones than by default, which shows what
-            depends on it.
+        changed: Name of a stream of batches that gets different made-up gradients than by default. What then differs
+            between two dry runs depends on this stream. Empty for none.
     """
 
     algorithm: Algorithm
@@ -99,26 +101,14 @@ class DryRun:
             The result of each round.
         """
         algorithm = self.algorithm
-        tensor_names = self.tensor_names
         global_state = self.initial
         server_state: dict[str, State] = {}
-        first_state = self.call("initial_client_state", algorithm.initial_client_state, self.initial, tensor_names)
+        first_state = self.call("initial_client_state", algorithm.initial_client_state, self.initial, self.tensor_names)
         client_state = _stacked(first_state, len(self.clients))
         for round in numbers:
-            sending = Broadcast(
-                global_state, tensor_names, round, self.clients, self.num_clients, seed=0, state=server_state
-            )
+            sending = self._sending(round, global_state, server_state)
             received = self.call("broadcast", algorithm.broadcast, sending)
-            opened = self.call("begin_round", algorithm.begin_round, client_state, received, tensor_names)
-            step = self._step(opened, client_state, received, round)
-            for phase in self.phases:
-                self.call("trainable_keys", step.begin, phase.name, tensor_names)
-                # Two steps, since the second one starts from the state that the first one left.
-                self.call("client_step", algorithm.client_step, step)
-                self.call("client_step", algorithm.client_step, step)
-            client_state, update = self.call(
-                "end_round", algorithm.end_round, step.finished(), client_state, received, tensor_names
-            )
+            client_state, update = self._train_clients(round, client_state, received)
             if update:
                 server = self._server_step(
                     round,
@@ -126,13 +116,32 @@ class DryRun:
                     # A copy, since a server step may change the updates in place.
                     updates=Updates(clone(update)),
                     state=server_state,
-                    distiller=lambda student, *_, **__: student,
+                    distiller=_keep_student,
                     predict=partial(_predicted, self.num_classes or 2),
                 )
                 new_state = self.call("server_step", algorithm.server_step, server)
                 global_state = global_state | new_state
                 server_state = server.state
             yield DryRunRound(update, client_state, global_state)
+
+    def _train_clients(self, round: int, client_state: Stacks, received: State) -> tuple[Stacks, State]:
+        """Take two local steps of each phase.
+
+        Returns:
+            What clients keep and what they send, as :meth:`.Algorithm.end_round` returns them.
+        """
+        algorithm = self.algorithm
+        opened = self.call("begin_round", algorithm.begin_round, client_state, received, self.tensor_names)
+        step = self._step(opened, client_state, received, round)
+        for phase in self.phases:
+            self.call("trainable_keys", step.begin, phase.name, self.tensor_names)
+            # Two steps, since the second one starts from the state that the first one left.
+            self.call("client_step", algorithm.client_step, step)
+            self.call("client_step", algorithm.client_step, step)
+        kept_and_sent: tuple[Stacks, State] = self.call(
+            "end_round", algorithm.end_round, step.finished(), client_state, received, self.tensor_names
+        )
+        return kept_and_sent
 
     def queries(self) -> tuple[dict[str, int], ...]:
         """Count the gradients that one local step of the first round computes.
@@ -144,8 +153,7 @@ class DryRun:
         tensor_names = self.tensor_names
         first_state = algorithm.initial_client_state(self.initial, tensor_names)
         client_state = _stacked(first_state, len(self.clients))
-        sending = Broadcast(self.initial, tensor_names, 0, self.clients, self.num_clients, seed=0)
-        received = algorithm.broadcast(sending)
+        received = algorithm.broadcast(self._sending(0, self.initial, {}))
         counts = []
         for phase in self.phases:
             opened = algorithm.begin_round(client_state, received, tensor_names)
@@ -193,6 +201,12 @@ class DryRun:
         """
         return function(*arguments)
 
+    def _sending(self, round: int, global_state: State, server_state: dict[str, State]) -> Broadcast:
+        """Return the argument of the algorithm's broadcast."""
+        return Broadcast(
+            global_state, self.tensor_names, round, self.clients, self.num_clients, seed=0, state=server_state
+        )
+
     def _step(self, opened: Stacks, client_state: Stacks, received: State, round: int) -> "DryRunStep":
         """Return the object that stands for the local steps of a round.
 
@@ -203,7 +217,10 @@ class DryRun:
             round: Number of the round.
         """
         # The width of the representations is that of the head's input, if the head is trained.
-        head = self.initial.get(f"{self.tensor_names.head_module}.weight")
+        width: int | None = None
+        head_weight = self.initial.get(f"{self.tensor_names.head_module}.weight")
+        if head_weight is not None:
+            width = head_weight.shape[1]
         return DryRunStep(
             self.algorithm,
             opened,
@@ -212,7 +229,7 @@ class DryRun:
             round=round,
             changed=self.changed,
             num_classes=self.num_classes,
-            width=None if head is None else head.shape[1],
+            width=width,
             task=self.task,
         )
 
@@ -334,6 +351,11 @@ def _add_mean_of_teachers(
     return distilled
 
 
+def _keep_student(student: State, *_: object, **__: object) -> State:
+    """Return the student unchanged, in place of a distiller."""
+    return student
+
+
 def _predicted(
     num_classes: int,
     previous: State,
@@ -351,29 +373,43 @@ def _predicted(
     return predictions, torch.ones(1, num_classes)
 
 
-def example_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> State:
-    """Return the update (1, ...) that a client without any training sends in the first round."""
+@dataclass(frozen=True)
+class _FirstRound:
+    """The only client of a federation, at the beginning of the first round.
+
+    Attributes:
+        client_state: States (1, ...) that it has kept, by role.
+        received: States (1, ...) that the server has sent.
+        opened: States (1, ...) with which it begins to train, by role.
+    """
+
+    client_state: Stacks
+    received: State
+    opened: Stacks
+
+
+def _begin_first_round(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> _FirstRound:
+    """Begin the first round of a federation of one client."""
     client_state = _stacked(algorithm.initial_client_state(initial, tensor_names), 1)
-    received = _example_received(algorithm, tensor_names, initial)
-    opened = algorithm.begin_round(client_state, received, tensor_names)
-    client_results = algorithm.end_round(opened, client_state, received, tensor_names)
-    return client_results[1]  # the first are the states that it keeps
-
-
-def example_opened(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> Stacks:
-    """Return the states with which a client begins the first round, (1, ...) by role."""
-    client_state = _stacked(algorithm.initial_client_state(initial, tensor_names), 1)
-    received = _example_received(algorithm, tensor_names, initial)
-    return algorithm.begin_round(client_state, received, tensor_names)
-
-
-def _example_received(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> State:
-    """Return what the only client of a federation receives in the first round, (1, ...)."""
     losses: Tensor | None = None
     if algorithm.compares_models:
         losses = torch.zeros(1, algorithm.modes)
     sending = Broadcast(initial, tensor_names, round=0, clients=(0,), num_clients=1, seed=0, losses=losses)
-    return algorithm.broadcast(sending)
+    received = algorithm.broadcast(sending)
+    opened = algorithm.begin_round(client_state, received, tensor_names)
+    return _FirstRound(client_state, received, opened)
+
+
+def example_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> State:
+    """Return the update (1, ...) that a client without any training sends in the first round."""
+    first = _begin_first_round(algorithm, tensor_names, initial)
+    _, sent = algorithm.end_round(first.opened, first.client_state, first.received, tensor_names)
+    return sent
+
+
+def example_opened(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> Stacks:
+    """Return the states with which a client begins the first round, (1, ...) by role."""
+    return _begin_first_round(algorithm, tensor_names, initial).opened
 
 
 def dry_run_rounds(
@@ -591,7 +627,7 @@ class DryRunStep:
         client_state: States (C, ...) that the clients kept, by role.
         received: States (C, ...) that the server sent.
         round: Number of the round.
-        changed: Name of a stream of batches whose gradients are other ones than by default; empty for none.
+        changed: As in :class:`DryRun`.
         num_classes: Number of classes; None to raise if logits or labels are read.
         width: Width of the representations; None for the number of classes.
         task: What the clients learn.
@@ -721,25 +757,17 @@ class DryRunStep:
         pull: tuple[float, State] | None = None,
         slope: State | None = None,
     ) -> None:
-        """Take a step of gradient descent with a learning rate of 0.1; see :meth:`.ClientStep.descend`."""
+        """Take a step of gradient descent; see :meth:`.ClientStep.descend`."""
         roles = (role,) if isinstance(role, str) else role
         leaves: list[tuple[str, Tensor]] = []
         for name in roles:
             for key, value in self.states[name].items():
                 if value.requires_grad:
-                    value.grad = None
                     leaves.append((key, value))
+        for _, leaf in leaves:
+            leaf.grad = None
         if loss is not None:
-            if loss.shape != (self._clients,):
-                raise ValueError(
-                    f"the loss has shape {tuple(loss.shape)} instead of ({self._clients},), one value per client"
-                )
-            if not loss.requires_grad:
-                raise ValueError(
-                    f"the loss of step.descend({role!r}) does not depend on any parameter that phase {self.phase!r} "
-                    f"trains ({type(self.algorithm).__name__}.trainable_keys); choose an adapter that trains one, or "
-                    "skip the step"
-                )
+            self._check_loss(role, loss)
             loss.sum().backward()
         with torch.no_grad():
             for key, leaf in leaves:
@@ -750,7 +778,20 @@ class DryRunStep:
                 if slope is not None:
                     gradient = gradient + slope[key]
                 leaf.grad = gradient
-                leaf -= 0.1 * gradient
+                leaf -= LEARNING_RATE * gradient
+
+    def _check_loss(self, role: str | tuple[str, ...], loss: Tensor) -> None:
+        """Raise a ValueError unless a loss has one value per client, and depends on what the phase trains."""
+        if loss.shape != (self._clients,):
+            raise ValueError(
+                f"the loss has shape {tuple(loss.shape)} instead of ({self._clients},), one value per client"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                f"the loss of step.descend({role!r}) does not depend on any parameter that phase {self.phase!r} "
+                f"trains ({type(self.algorithm).__name__}.trainable_keys); choose an adapter that trains one, or "
+                "skip the step"
+            )
 
 
 def no_logits(algorithm: Algorithm) -> ValueError:

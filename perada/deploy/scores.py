@@ -3,13 +3,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from perada.deploy.sums.vector import SumResult
-from perada.federation.metrics import Metric, spread
+from perada.federation.metrics import Metric, by_suffix, spread
 from perada.federation.scores import Scores
 from perada.tasks import Task
 
@@ -18,7 +19,7 @@ Facts = Mapping[str, Any]
 
 
 def count_summands(metrics: Sequence[Metric], task: Task, classes: int) -> dict[str, int]:
-    """Return how many sums each metric is computed from that is computed from sums over images.
+    """Count the sums over images from which each metric is computed. Metrics that do not follow from sums are left out.
 
     Args:
         metrics: Metrics of the run.
@@ -28,28 +29,38 @@ def count_summands(metrics: Sequence[Metric], task: Task, classes: int) -> dict[
     pixels = (1, 1) if task.per_pixel else ()
     predicted = task.predicted(torch.zeros(1, 1, *pixels, classes))
     targets = task.blank_targets((1, *pixels), classes, predicted.device)
-    return {
-        metric.name: metric.summed.summands(predicted, targets).shape[-1]
-        for metric in metrics
-        if metric.summed is not None
-    }
+    num_summands: dict[str, int] = {}
+    for metric in metrics:
+        if metric.summed is not None:
+            num_summands[metric.name] = metric.summed.summands(predicted, targets).shape[-1]
+    return num_summands
 
 
 def counts_of(scores: Mapping[str, Scores], test_size: int) -> dict[str, Any]:
-    """Return the facts that a site sends with ``counts``: what scores on the test images of several sites follow from.
+    """Return the facts that a site sends with ``counts``, from which scores on the images of all sites are computed.
 
     Args:
         scores: Scores of the site's models by name.
         test_size: Number of the site's test images.
+
+    Returns:
+        ``counts`` and ``sums`` of each model as far as there are any, and ``tests``; nothing if there are neither.
     """
-    counts = {model: score.counts[:, 0, 0].tolist() for model, score in scores.items() if score.counts.any()}
+    counts: dict[str, list[int]] = {}
     sums: dict[str, dict[str, list[float]]] = {}
     for model, score in scores.items():
+        if score.counts.any():
+            counts[model] = score.counts[:, 0, 0].tolist()
         if score.sums:
             sums[model] = {name: values[0, 0].tolist() for name, values in score.sums.items()}
-    facts: dict[str, Any] = {"counts": counts, "sums": sums}
-    facts = {name: by_model for name, by_model in facts.items() if by_model}
-    return facts | {"tests": test_size} if facts else {}
+    facts: dict[str, Any] = {}
+    if counts:
+        facts["counts"] = counts
+    if sums:
+        facts["sums"] = sums
+    if facts:
+        facts["tests"] = test_size
+    return facts
 
 
 def impossible_sums(
@@ -82,8 +93,32 @@ def _as_sums(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def _sent_sums(facts: Facts, model: str, metric: Metric) -> Tensor | None:
+    """Return the sums (S,) that a site has sent for a metric of one of its models; None if it sends none."""
+    values = facts.get("sums", {}).get(model, {}).get(metric.name)
+    if values is None:
+        return None
+    return _as_sums(values)
+
+
+@dataclass(frozen=True)
+class _Hits:
+    """Numbers of correct and of all predictions of a model."""
+
+    correct: int
+    total: int
+
+
+def _sent_hits(facts: Facts, model: str) -> _Hits | None:
+    """Return the counts of predictions that a site has sent for one of its models; None if it sends none."""
+    counts_of_models = facts.get("counts", {})
+    if model not in counts_of_models:
+        return None
+    return _Hits(*counts_of_models[model])
+
+
 def _score(metric: Metric, sums: Tensor) -> float:
-    """Return a metric's score from its sums (S,), rounded as in a simulation; of classes, the mean."""
+    """Return a metric's score from its sums (S,), rounded as in a simulation; of scores of classes, the mean."""
     assert metric.summed is not None
     return float(metric.summed.score(sums).to(torch.get_default_dtype()).nanmean())
 
@@ -95,7 +130,7 @@ def mean_scores(
 ) -> dict[str, float]:
     """Average the scores of the sites' models on their own images, and score the global model on all images.
 
-    For the latter only accuracy and metrics that are computed from sums over images can be.
+    The global model is scored only by accuracy and by metrics that are computed from sums over images.
 
     Args:
         metrics: Metrics of the run; the names of scores of the first one have no suffix.
@@ -103,65 +138,74 @@ def mean_scores(
         recent: Whether each site took part in one of the last rounds (:class:`.Participation`).
     """
     scores: dict[str, float] = {}
-    counts_of_sites = [fact.get("counts", {}) for fact in facts]
-    global_counts = [counts["global"] for counts in counts_of_sites if "global" in counts and counts["global"][1]]
     weights = _test_sizes(facts)
-    for index, metric in enumerate(metrics):
-        suffix = f"_{metric.name}" if index else ""
-        local_scores = [local_score(fact, metric) for fact in facts]
+    for suffix, metric in by_suffix(metrics).items():
+        local_scores = [local_score(site_facts, metric) for site_facts in facts]
         if any(map(math.isfinite, local_scores)):
             scores |= spread(
                 f"personal/local_test{suffix}", torch.tensor(local_scores), metric.lower_is_better, weights, recent
             )
-        pooled = _pooled_sums(metric, facts)
-        if pooled is not None:
-            global_score = _score(metric, pooled)
-            if math.isfinite(global_score):
-                scores[f"global/global_test{suffix}"] = global_score
-        if metric.is_accuracy and global_counts:
-            correct = sum(correct for correct, _ in global_counts)
-            total = sum(total for _, total in global_counts)
-            scores[f"global/global_test{suffix}"] = correct / total
+        global_score = _pooled_accuracy(facts) if metric.is_accuracy else _pooled_score(metric, facts)
+        if math.isfinite(global_score):
+            scores[f"global/global_test{suffix}"] = global_score
     return scores
 
 
 def _test_sizes(facts: Sequence[Facts]) -> Tensor | None:
     """Return the number of test images of each site; None if any site does not report it."""
-    sizes = [fact.get("tests", 0) for fact in facts]
-    return torch.tensor(sizes, dtype=torch.float64) if sizes and all(sizes) else None
+    sizes = [site_facts.get("tests", 0) for site_facts in facts]
+    if not sizes or not all(sizes):
+        return None
+    return torch.tensor(sizes, dtype=torch.float64)
 
 
-def _pooled_sums(metric: Metric, facts: Sequence[Facts]) -> Tensor | None:
-    """Return the sums (S,) of a metric of the global model over the images of all sites; None if none sends them."""
+def _pooled_accuracy(facts: Sequence[Facts]) -> float:
+    """Return the global model's accuracy on the images of all sites; NaN if none sends counts of its predictions."""
+    correct = 0
+    total = 0
+    for site_facts in facts:
+        hits = _sent_hits(site_facts, "global")
+        if hits is not None:
+            correct += hits.correct
+            total += hits.total
+    if not total:
+        return math.nan
+    return correct / total
+
+
+def _pooled_score(metric: Metric, facts: Sequence[Facts]) -> float:
+    """Return the global model's score from its sums over the images of all sites; NaN if no site sends them."""
     sums_of_sites = []
-    for fact in facts:
-        values = fact.get("sums", {}).get("global", {}).get(metric.name)
-        if values is not None:
-            sums_of_sites.append(_as_sums(values))
-    return torch.stack(sums_of_sites).sum(0) if sums_of_sites else None
+    for site_facts in facts:
+        sums = _sent_sums(site_facts, "global", metric)
+        if sums is not None:
+            sums_of_sites.append(sums)
+    if not sums_of_sites:
+        return math.nan
+    return _score(metric, torch.stack(sums_of_sites).sum(0))
 
 
 def local_score(facts: Facts, metric: Metric) -> float:
     """Return a site's score of the model that it predicts with; NaN if it sends none."""
     for model in ("personal", "global"):
-        if metric.is_accuracy and model in facts.get("counts", {}):
-            correct, total = facts["counts"][model]
-            return correct / total if total else math.nan
-        sums = facts.get("sums", {}).get(model, {}).get(metric.name)
+        hits = _sent_hits(facts, model)
+        if metric.is_accuracy and hits is not None:
+            return hits.correct / hits.total if hits.total else math.nan
+        sums = _sent_sums(facts, model, metric)
         if sums is not None:
-            return _score(metric, _as_sums(sums))
-        value = facts.get("scores", {}).get(model, {}).get(metric.name)
-        if value is not None:
-            return float(value)
+            return _score(metric, sums)
+        score = facts.get("scores", {}).get(model, {}).get(metric.name)
+        if score is not None:
+            return float(score)
     return math.nan
 
 
 def summand_names(metrics: Sequence[Metric], num_summands: Mapping[str, int]) -> list[str]:
     """Return the names of a site's contribution to a secure sum of scores.
 
-    For each metric these are the score of the site's own model, its square, and its product with the number of test
-    images; of the global model the sums of each metric that is computed from sums over images, and the numbers of
-    correct and of all predictions.
+    Of the site's own model these are, for each metric, the score, its square, and its product with the number of test
+    images. Of the global model they are the sums of each metric that is computed from sums over images, and the numbers
+    of correct and of all predictions.
 
     Args:
         metrics: Metrics of the run.
@@ -213,17 +257,17 @@ def score_summands(metrics: Sequence[Metric], facts: Facts, limit: float = math.
     for name, sums in facts.get("sums", {}).get("global", {}).items():
         if max(map(abs, sums)) < limit:
             summands |= zip(_pooled_names(name, len(sums)), sums, strict=True)
-    if "global" in facts.get("counts", {}):
-        correct, total = facts["counts"]["global"]
-        summands["global/right"] = float(correct)
-        summands["global/all"] = float(total)
+    hits = _sent_hits(facts, "global")
+    if hits is not None:
+        summands["global/right"] = float(hits.correct)
+        summands["global/all"] = float(hits.total)
     return summands
 
 
 def scores_of_sums(
     metrics: Sequence[Metric], num_summands: Mapping[str, int], result: SumResult, max_pixels: float = math.inf
 ) -> dict[str, float]:
-    """Return the scores of :func:`mean_scores` that follow from sums over the sites, so not the worst ones.
+    """Return the scores of :func:`mean_scores` that can be computed from sums over the sites: no quantiles.
 
     Args:
         metrics: Metrics of the run.
@@ -236,10 +280,9 @@ def scores_of_sums(
     accuracy = math.nan
     if "global/right" in means and means.get("global/all"):
         accuracy = means["global/right"] / means["global/all"]
-    for index, metric in enumerate(metrics):
-        suffix = f"_{metric.name}" if index else ""
+    for suffix, metric in by_suffix(metrics).items():
         name = f"personal/local_test{suffix}"
-        # A site that lies can remove one of the two numbers.
+        # A lying site can make either of them missing.
         mean = means.get(f"own/{metric.name}", math.nan)
         mean_square = means.get(f"square/{metric.name}", math.nan)
         if math.isfinite(mean) and math.isfinite(mean_square):
@@ -258,9 +301,11 @@ def _score_of_total(metric: Metric, num_summands: Mapping[str, int], result: Sum
     if metric.summed is None:
         return math.nan
     names = _pooled_names(metric.name, num_summands[metric.name])
-    # A site that lies can remove some of them, or make them impossible.
+    # A lying site can make some of them missing or impossible.
     if not all(name in result.totals for name in names):
         return math.nan
     sums = _as_sums([result.totals[name] for name in names])
     num_images = result.totals.get("own/tests", math.inf)
-    return _score(metric, sums) if metric.summed.is_possible(sums, num_images, max_pixels) else math.nan
+    if not metric.summed.is_possible(sums, num_images, max_pixels):
+        return math.nan
+    return _score(metric, sums)

@@ -14,7 +14,7 @@ from perada.core.rounds import EvalBatch
 from perada.core.seeding import generator
 from perada.core.states import State, stack_size, to_device_async
 from perada.federation.federation import Federation
-from perada.federation.metrics import Metric, spread
+from perada.federation.metrics import Metric, by_suffix, spread
 from perada.federation.number_counts import NumberCounts
 from perada.federation.scores import Scores, Tally, probabilities
 
@@ -161,9 +161,7 @@ class EvaluationPass:
         client_scores = self._client_scores.all()
         global_scores = self._global_scores.all()
         everywhere_scores = self._everywhere_scores.all()
-        for index, metric in enumerate(self.metrics):
-            suffix = f"_{metric.name}" if index else ""
-
+        for suffix, metric in by_suffix(self.metrics).items():
             name = f"personal/local_test{suffix}"
             local_test = self._mean_of_classes(name, client_scores[metric.name][0], 1)
             per_client[name] = local_test

@@ -380,6 +380,19 @@ def _try_metric(compute: Compute, task: Task, classes: int) -> None:
         raise TypeError("it returns neither a number nor one per class")
 
 
+def by_suffix(metrics: Sequence[Metric]) -> dict[str, Metric]:
+    """Return metrics by the suffix of the names of their scores, which is empty for the first one.
+
+    >>> list(by_suffix([Metric("accuracy", None), Metric("auroc", None)]))
+    ['', '_auroc']
+    """
+    metric_of = {}
+    for index, metric in enumerate(metrics):
+        suffix = f"_{metric.name}" if index else ""
+        metric_of[suffix] = metric
+    return metric_of
+
+
 def spread(
     name: str,
     values: Tensor,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perada.core.ranks import Ranks
 from perada.core.states import to_device_async
-from perada.federation.metrics import Compute, Metric
+from perada.federation.metrics import Metric
 from perada.server.aggregate import double
 from perada.tasks import Task
 
@@ -22,27 +22,26 @@ def probabilities(logits: Tensor, task: Task) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Predictions:
-    """Predictions of some models on a batch, on the CPU.
+class _Outputs:
+    """Outputs of some models on the images of a batch.
 
     Attributes:
-        models: Indices of the p models.
-        probabilities: Probabilities (p, B, K) that they predict.
-        labels: Classes (B,) or labels (B, K).
+        logits: Logits (p, B, K) of p models.
+        y: Classes (B,) or labels (B, K).
         groups: Group (B,) of each image.
+        models: Indices of the p models.
+        counted: Mask (B,) of the images to include; None for all.
     """
 
-    models: tuple[int, ...]
-    probabilities: Tensor
-    labels: Tensor
+    logits: Tensor
+    y: Tensor
     groups: Tensor
+    models: tuple[int, ...]
+    counted: Tensor | None
 
 
 class Scores:
     """Scores P models on G groups of images by several metrics.
-
-    Accuracy and metrics of masks are computed from sums, which are copied to the host only at the end. The other
-    metrics are not sums over batches, so all predictions are stored for them on the CPU.
 
     Args:
         metrics: The metrics.
@@ -54,21 +53,16 @@ class Scores:
     def __init__(self, metrics: Sequence[Metric], task: Task, models: int = 1, groups: int = 1) -> None:
         self.metrics = metrics
         self.task = task
-        self._counts_accuracy = any(metric.is_accuracy for metric in metrics)
-        self._functions: dict[str, Compute] = {}
-        for metric in metrics:
-            if metric.compute is not None:
-                self._functions[metric.name] = metric.compute
-        self._summed = {metric.name: metric.summed for metric in metrics if metric.summed is not None}
-        # Numbers of right and of all predictions.
-        self._counts = torch.zeros(2, models, groups, dtype=torch.int64)
-        # Sums (P, G, S) of the summed metrics by name; empty before the first batch.
-        self._sums: dict[str, Tensor] = {}
-        self._pieces: list[_Predictions] = []
+        self._num_models = models
+        # A metric belongs to one of these three, which differ in what they keep of a batch.
+        self._accuracy = _Accuracy(task, models, groups)
+        self._sums = _MetricSums(metrics, task, models, groups)
+        self._predictions = _StoredPredictions(metrics, task, models, groups)
+        self._has_accuracy = any(metric.is_accuracy for metric in metrics)
 
     def __bool__(self) -> bool:
         """Return whether any batch was added."""
-        return bool(self._pieces) or bool(self._sums) or bool(self._counts.any())
+        return bool(self._predictions) or bool(self._sums) or bool(self._accuracy)
 
     def update(
         self,
@@ -89,91 +83,31 @@ class Scores:
             counted: Mask (B,) of the images to include; by default all.
         """
         if models is None:
-            models = range(self._counts.shape[1])
+            models = range(self._num_models)
         if groups is None:
             groups = y.new_zeros(len(y), dtype=torch.int64)
-        if self._counts_accuracy:
-            self._count(logits, y, groups, models, counted)
-        if self._summed:
-            self._sum(logits, y, groups, models, counted)
-        if not self._functions:
-            return
-        # On the CPU, since the device may not support double precision. In single precision, many confident predictions
-        # would be equal, and could not be ranked.
-        predictions = probabilities(logits.cpu(), self.task)
-        rows: slice | Tensor = slice(None)
-        if counted is not None:
-            rows = counted.cpu()
-        piece = _Predictions(
-            models=tuple(models),
-            probabilities=predictions[:, rows],
-            labels=y.cpu()[rows],
-            groups=groups.cpu()[rows],
-        )
-        self._pieces.append(piece)
-
-    def _count(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
-        """Count the correct and the total predictions of a batch, on the device."""
-        has_label = self.task.known(y)
-        hits = (self.task.predicted(logits) == y.long()) & has_label
-        # With several labels per image, each is a separate prediction.
-        right = hits.view(*logits.shape[:2], -1).sum(-1)
-        num_predictions = has_label.view(len(y), -1).sum(-1).expand_as(right)
-        counts = torch.stack([right, num_predictions])  # (2, p, B)
-        if counted is not None:
-            counts = counts * counted
-
-        self._counts = to_device_async(self._counts, counts.device)
-        _, num_models, _ = counts.shape
-        num_groups = self._counts.shape[2]
-        # First summed over the images of each group, then added to the rows of the p models.
-        sums = counts.new_zeros(2, num_models, num_groups)
-        sums.index_add_(2, groups, counts)
-        rows = to_device_async(torch.tensor(models), counts.device)
-        self._counts.index_add_(1, rows, sums)
-
-    def _sum(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
-        """Add the summands of a batch, on the device."""
-        predicted = self.task.predicted(logits)
-        rows = to_device_async(torch.tensor(models), y.device)
-        _, num_models, num_groups = self._counts.shape
-        for name, metric in self._summed.items():
-            summands = double(metric.summands(predicted, y))  # (p, B, S)
-            if counted is not None:
-                summands = summands * counted.unsqueeze(-1)
-            if name not in self._sums:
-                self._sums[name] = summands.new_zeros(num_models, num_groups, summands.shape[-1])
-            sums = summands.new_zeros(len(models), num_groups, summands.shape[-1])
-            sums.index_add_(1, groups, summands)
-            self._sums[name].index_add_(0, rows, sums)
+        outputs = _Outputs(logits, y, groups, tuple(models), counted)
+        if self._has_accuracy:
+            self._accuracy.update(outputs)
+        self._sums.update(outputs)
+        self._predictions.update(outputs)
 
     @property
     def counts(self) -> Tensor:
         """Numbers of right and of all predictions, (2, P, G) on the CPU; zeros unless a metric is accuracy."""
-        return self._counts.cpu()
+        return self._accuracy.counts.cpu()
 
     @property
     def sums(self) -> dict[str, Tensor]:
         """Sums (P, G, S) of the summed metrics by name, on the CPU; empty before the first batch."""
-        return {name: sums.cpu() for name, sums in self._sums.items()}
+        return self._sums.on_cpu()
 
     def merge(self, ranks: Ranks) -> None:
         """Add the counts of the other processes. A collective: all must call this once, at the end."""
-        ranks.sum_([self._counts])
-        if self._summed:
-            self._merge_sums(ranks)
-        if self._functions:
-            pieces_of_ranks = ranks.gather(self._pieces)
-            self._pieces = list(chain.from_iterable(pieces_of_ranks))
-
-    def _merge_sums(self, ranks: Ranks) -> None:
-        """Add the sums of the other processes. A collective."""
-        sums_of_ranks = ranks.gather(self.sums)
-        self._sums = {}
-        for sums_of_rank in sums_of_ranks:
-            for name, sums in sums_of_rank.items():
-                # A rank without batches has no sums.
-                self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+        # The order of these collectives must be the same on all ranks.
+        ranks.sum_([self._accuracy.counts])
+        self._sums.merge(ranks)
+        self._predictions.merge(ranks)
 
     def means(self) -> dict[str, Tensor]:
         """Compute scores (P, G) by metric; for per-class metrics, the mean over the classes that occur."""
@@ -188,47 +122,199 @@ class Scores:
 
         A score is NaN if the model was not evaluated on any image of the group.
         """
-        results = {}
-        right, num_predictions = self._counts.cpu().float()
+        scores = self._sums.scores() | self._predictions.scores()
         for metric in self.metrics:
             if metric.is_accuracy:
-                results[metric.name] = right / num_predictions
-        _, num_models, num_groups = self._counts.shape
-        for name, summed in self._summed.items():
+                scores[metric.name] = self._accuracy.scores()
+        # In the order of the metrics: the first one is the run's main metric.
+        return {metric.name: scores[metric.name] for metric in self.metrics}
+
+
+class _Accuracy:
+    """Accuracy of P models on G groups of images, from counts that are copied to the host only at the end.
+
+    Attributes:
+        counts: Numbers of right and of all predictions, (2, P, G).
+    """
+
+    def __init__(self, task: Task, models: int, groups: int) -> None:
+        self.counts = torch.zeros(2, models, groups, dtype=torch.int64)
+        self._task = task
+
+    def __bool__(self) -> bool:
+        """Return whether any prediction was counted."""
+        return bool(self.counts.any())
+
+    def update(self, outputs: _Outputs) -> None:
+        """Count the right and all predictions of a batch, on its device."""
+        y = outputs.y
+        has_label = self._task.known(y)
+        hits = (self._task.predicted(outputs.logits) == y.long()) & has_label
+        # With several labels per image, each is a separate prediction.
+        right = hits.view(*outputs.logits.shape[:2], -1).sum(-1)
+        num_predictions = has_label.view(len(y), -1).sum(-1).expand_as(right)
+        counts = torch.stack([right, num_predictions])  # (2, p, B)
+        if outputs.counted is not None:
+            counts = counts * outputs.counted
+
+        self.counts = to_device_async(self.counts, counts.device)
+        # First summed over the images of each group, then added to the rows of the p models.
+        sums = counts.new_zeros(2, len(outputs.models), self.counts.shape[2])
+        sums.index_add_(2, outputs.groups, counts)
+        rows = to_device_async(torch.tensor(outputs.models), counts.device)
+        self.counts.index_add_(1, rows, sums)
+
+    def scores(self) -> Tensor:
+        """Compute the accuracies (P, G), on the CPU."""
+        right, num_predictions = self.counts.cpu().float()
+        accuracies: Tensor = right / num_predictions
+        return accuracies
+
+
+class _MetricSums:
+    """Metrics that are computed from sums over images, which are copied to the host only at the end."""
+
+    def __init__(self, metrics: Sequence[Metric], task: Task, models: int, groups: int) -> None:
+        self._metrics = {metric.name: metric.summed for metric in metrics if metric.summed is not None}
+        self._task = task
+        self._num_models = models
+        self._num_groups = groups
+        # Sums (P, G, S) by metric; empty before the first batch.
+        self._sums: dict[str, Tensor] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether any batch was added."""
+        return bool(self._sums)
+
+    def update(self, outputs: _Outputs) -> None:
+        """Add the summands of a batch, on its device."""
+        if not self._metrics:
+            return
+        predicted = self._task.predicted(outputs.logits)
+        rows = to_device_async(torch.tensor(outputs.models), outputs.y.device)
+        for name, metric in self._metrics.items():
+            summands = double(metric.summands(predicted, outputs.y))  # (p, B, S)
+            if outputs.counted is not None:
+                summands = summands * outputs.counted.unsqueeze(-1)
+            num_sums = summands.shape[-1]
+            if name not in self._sums:
+                self._sums[name] = summands.new_zeros(self._num_models, self._num_groups, num_sums)
+            # First summed over the images of each group, then added to the rows of the p models.
+            sums = summands.new_zeros(len(outputs.models), self._num_groups, num_sums)
+            sums.index_add_(1, outputs.groups, summands)
+            self._sums[name].index_add_(0, rows, sums)
+
+    def on_cpu(self) -> dict[str, Tensor]:
+        """Return the sums (P, G, S) by metric, on the CPU."""
+        return {name: sums.cpu() for name, sums in self._sums.items()}
+
+    def merge(self, ranks: Ranks) -> None:
+        """Add the sums of the other processes. A collective, unless no metric is summed."""
+        if not self._metrics:
+            return
+        sums_of_ranks = ranks.gather(self.on_cpu())
+        self._sums = {}
+        for sums_of_rank in sums_of_ranks:
+            # A rank without batches has no sums.
+            for name, sums in sums_of_rank.items():
+                if name in self._sums:
+                    self._sums[name] = self._sums[name] + sums
+                else:
+                    self._sums[name] = sums
+
+    def scores(self) -> dict[str, Tensor]:
+        """Compute the scores (P, G) or (P, G, K) by metric, on the CPU."""
+        scores = {}
+        for name, metric in self._metrics.items():
             if name in self._sums:
-                results[name] = summed.score(self._sums[name].cpu()).to(torch.get_default_dtype())
+                scores[name] = metric.score(self._sums[name].cpu()).to(torch.get_default_dtype())
             else:
-                results[name] = torch.full((num_models, num_groups), torch.nan)
+                scores[name] = torch.full((self._num_models, self._num_groups), torch.nan)
+        return scores
 
-        # Batches of the same models are scored together, since metrics such as AUROC are not means over batches.
-        pieces_of_models: dict[tuple[int, ...], list[_Predictions]] = {}
-        for piece in self._pieces:
-            pieces_of_models.setdefault(piece.models, []).append(piece)
-        scores: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in self._functions}
-        for pieces in pieces_of_models.values():
-            for name, scores_of_models in self._score(pieces).items():
-                scores[name] |= scores_of_models
-        for name, score_of in scores.items():
-            results[name] = self._table(score_of)
-        return results
 
-    def _score(self, pieces: Sequence[_Predictions]) -> Mapping[str, dict[tuple[int, int], Tensor]]:
+@dataclass(frozen=True)
+class _Predictions:
+    """Predictions of some models on a batch, on the CPU.
+
+    Attributes:
+        models: Indices of the p models.
+        probabilities: Probabilities (p, B, K) that they predict.
+        labels: Classes (B,) or labels (B, K).
+        groups: Group (B,) of each image.
+    """
+
+    models: tuple[int, ...]
+    probabilities: Tensor
+    labels: Tensor
+    groups: Tensor
+
+
+class _StoredPredictions:
+    """Metrics such as AUROC that are not sums over batches, for which all predictions are stored on the CPU."""
+
+    def __init__(self, metrics: Sequence[Metric], task: Task, models: int, groups: int) -> None:
+        self._functions = {metric.name: metric.compute for metric in metrics if metric.compute is not None}
+        self._task = task
+        self._num_models = models
+        self._num_groups = groups
+        self._batches: list[_Predictions] = []
+
+    def __bool__(self) -> bool:
+        """Return whether any batch was stored."""
+        return bool(self._batches)
+
+    def update(self, outputs: _Outputs) -> None:
+        """Store the predictions of a batch."""
+        if not self._functions:
+            return
+        # On the CPU, since the device may not support double precision. In single precision, many confident predictions
+        # would be equal, and could not be ranked.
+        predictions = probabilities(outputs.logits.cpu(), self._task)
+        rows: slice | Tensor = slice(None)
+        if outputs.counted is not None:
+            rows = outputs.counted.cpu()
+        batch = _Predictions(
+            models=outputs.models,
+            probabilities=predictions[:, rows],
+            labels=outputs.y.cpu()[rows],
+            groups=outputs.groups.cpu()[rows],
+        )
+        self._batches.append(batch)
+
+    def merge(self, ranks: Ranks) -> None:
+        """Add the predictions of the other processes. A collective, unless nothing is stored for any metric."""
+        if self._functions:
+            batches_of_ranks = ranks.gather(self._batches)
+            self._batches = list(chain.from_iterable(batches_of_ranks))
+
+    def scores(self) -> dict[str, Tensor]:
+        """Compute the scores (P, G) or (P, G, K) by metric, on the CPU."""
+        batches_of_models: dict[tuple[int, ...], list[_Predictions]] = {}
+        for batch in self._batches:
+            batches_of_models.setdefault(batch.models, []).append(batch)
+        score_of: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in self._functions}
+        for batches in batches_of_models.values():
+            for name, scores_of_models in self._score(batches).items():
+                score_of[name] |= scores_of_models
+        return {name: self._table(scores) for name, scores in score_of.items()}
+
+    def _score(self, batches: Sequence[_Predictions]) -> Mapping[str, dict[tuple[int, int], Tensor]]:
         """Compute scores by metric and by (model, group).
 
         Args:
-            pieces: Predictions of the same models on several batches.
+            batches: Predictions of the same models on several batches, which are scored together.
         """
-        predictions = torch.cat([piece.probabilities for piece in pieces], 1)
-        labels = torch.cat([piece.labels for piece in pieces])
-        groups = torch.cat([piece.groups for piece in pieces])
-        num_groups = self._counts.shape[2]
-        sizes = groups.bincount(minlength=num_groups).tolist()
+        predictions = torch.cat([batch.probabilities for batch in batches], 1)
+        labels = torch.cat([batch.labels for batch in batches])
+        groups = torch.cat([batch.groups for batch in batches])
+        sizes = groups.bincount(minlength=self._num_groups).tolist()
         rows_of_groups = torch.split(groups.argsort(stable=True), sizes)
         scores: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in self._functions}
         for group, rows in enumerate(rows_of_groups):
             if len(rows) == 0:
                 continue
-            for place, model in enumerate(pieces[0].models):
+            for place, model in enumerate(batches[0].models):
                 for name, compute in self._functions.items():
                     score = compute(predictions[place, rows], labels[rows])
                     scores[name][model, group] = score.to(torch.get_default_dtype())
@@ -239,8 +325,7 @@ class Scores:
         shape_of_score: tuple[int, ...] = ()
         if score_of:
             shape_of_score = tuple(next(iter(score_of.values())).shape)
-        _, num_models, num_groups = self._counts.shape
-        table = torch.full((num_models, num_groups, *shape_of_score), torch.nan)
+        table = torch.full((self._num_models, self._num_groups, *shape_of_score), torch.nan)
         for (model, group), score in score_of.items():
             table[model, group] = score
         return table

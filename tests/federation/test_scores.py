@@ -99,10 +99,10 @@ class Together(Ranks):
 
     def sum_(self, tensors):
         for tensor in tensors:
-            tensor.add_(self.other._counts)
+            tensor.add_(self.other._accuracy.counts)
 
     def gather(self, value):
-        return [value, self.other._pieces]
+        return [value, self.other._predictions._batches]
 
 
 @pytest.mark.parametrize("multilabel", [False, True])
@@ -178,6 +178,15 @@ def test_a_label_as_likely_as_not_is_not_predicted_as_in_torchmetrics():
     (found,) = scores.means().values()
     expected = [multilabel_accuracy(model.sigmoid(), y, num_labels=CLASSES, average="micro") for model in logits]
     assert found.flatten().tolist() == pytest.approx([float(value) for value in expected], abs=1e-6)
+
+
+def test_scores_are_in_the_order_of_the_metrics():
+    """Whatever they are computed from: names of scores on shifted sets have no suffix for the first metric."""
+    names = ["auroc", "accuracy"]
+    logits, y, _ = task(multilabel=False)
+    scores = Scores(make_metrics(names, task_of(False), CLASSES), task_of(False), models=MODELS)
+    scores.update(logits, y)
+    assert list(scores.means()) == names
 
 
 def test_unknown_labels_are_left_out_of_all_scores():
