@@ -186,6 +186,29 @@ def test_a_worker_that_restarts_after_its_training_has_other_keys_in_the_same_su
     assert b"advert" in lost[0] and b"advert" not in kept
 
 
+@pytest.mark.every(5)
+@pytest.mark.parametrize("step", STEPS)
+def test_a_site_whose_reply_was_lost_is_asked_again_and_replies_the_same(step, tiny, tmp_path):
+    """As when the ClientApp is killed: the worker goes on, and the server is told that something crashed."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    replies = []
+
+    class LosesOne(LocalTransport):
+        def exchange(self, messages, enough, deadline):
+            results = super().exchange(messages, enough, deadline)
+            header = read_header(messages["site1"])  # it is asked at every step
+            if (header["kind"], header["of"]) == (step, "update"):
+                replies.append(results["site1"])
+                if len(replies) == 1:
+                    results["site1"] = Failure("crashed")
+            return results
+
+    (record,) = made.coordinator(LosesOne(made.workers()), min_sites=3).run().records
+    assert (record.summed, record.failed, record.void) == (made.names, {}, "")
+    first, second = replies
+    assert first == second
+
+
 def dying(made, workers, step):
     """A transport to sites. The worker of site1 dies as it is first asked for a step, and another takes its place."""
     died = []

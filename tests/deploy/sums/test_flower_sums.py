@@ -176,7 +176,7 @@ def test_a_worker_is_killed_at_each_moment_of_a_sum(four):
 
     # Nothing was masked, so the sum begins again, with the restarted workers.
     four.over("shares", 4)
-    four.again("beta", "gamma", before=("mask", 4))
+    four.again("beta", "gamma", before=("hold", 4))
     assert four.closed(4).summed == everyone
 
     four.over("hold", 5)
@@ -192,28 +192,27 @@ def test_a_worker_is_killed_at_each_moment_of_a_sum(four):
 def test_a_clientapp_and_a_supernode_are_killed_in_a_sum(four):
     """They have no keys: their site stays in it. What the worker made for a ClientApp that died, the next one gets."""
     everyone = sorted(FOUR)
-    four.begin(4)
-    four.command(deadline=500)
+    four.begin(5)
+    four.command(deadline=600)  # the default, of which each step waits a seventh
 
-    four.over("hold", 0)
-    four.hold("beta")
-    four.never("beta", "mask", 0)
-    os.kill(four.asking("beta"), signal.SIGKILL)
-    four.go_on("beta")
-    assert four.closed(0).summed == everyone
+    for number, (step, next_step) in enumerate((("shares", "hold"), ("hold", "mask"))):
+        four.over(step, number)
+        four.hold("beta")
+        four.never("beta", next_step, number)
+        os.kill(four.asking("beta"), signal.SIGKILL)
+        four.go_on("beta")
+        four.said(f"{next_step} (update, attempt 1), round {number + 1}: 3 of 4 sites replied, beta crashed")
+        four.said(f"{next_step} (update, attempt 1), round {number + 1}: 1 of 1 sites replied")
+        assert four.closed(number).summed == everyone
 
-    four.over("shares", 1)
-    four.kill("node-beta")
-    four.wait_for(Supervisor(four, "beta").let_in, "run", "the restarted SuperNode", 300)
-    assert four.closed(1).summed == everyone
-
-    four.over("confirm", 2)
-    four.kill("node-beta")
-    four.wait_for(Supervisor(four, "beta").let_in, "run", "the restarted SuperNode", 300)
-    assert four.closed(2).summed == everyone
+    for number, step in ((2, "shares"), (3, "confirm")):
+        four.over(step, number)
+        four.kill("node-beta")
+        four.wait_for(Supervisor(four, "beta").let_in, "run", "the restarted SuperNode", 300)
+        assert four.closed(number).summed == everyone
 
     assert four.processes["run"].wait(400) == 0, four.log("run").read_text()[-3000:]
-    assert four.done() == 4
+    assert four.done() == 5
 
 
 def test_the_server_is_killed_at_each_moment_of_a_sum_and_a_site_comes_back_late(four):
