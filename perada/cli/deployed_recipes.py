@@ -22,6 +22,7 @@ from perada.core.text import abbreviated
 from perada.core.yaml_files import parse_yaml
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.inspection import without_broken
+from perada.data.partitions.division import Division
 from perada.data.sets.manifest import OwnImages
 from perada.deploy.recipe import Recipe, ServerRecipe
 from perada.deploy.site.client import single_client_data
@@ -44,9 +45,9 @@ SHARED_DATA_OPTIONS = (
 )
 """Options of a recipe's data that describe the data of all clients and of the server."""
 PARTITION_OPTIONS = ("seed", "train_limit", "test_limit")
-"""Options that determine how a data set is partitioned: a site that names dataset and partition has the recipe's."""
+"""Options that determine how a data set is partitioned. They apply to sites that are clients of the recipe's data."""
 SHARED_IMAGE_OPTIONS = ("size", "gray", "full_scale", "test_share", "seed")
-"""Options of a recipe's image set with which a site, too, reads its files and selects its test images."""
+"""Options of a recipe's image set that also apply to a site's: how files are read, and test images selected."""
 SHARED_TABLE_OPTIONS = ("path", "label", "split", "separator", "unknown", "blank", "numbers", "group", "mask")
 """The same, if both the recipe and the site have a table."""
 MASK_OPTIONS = ("mask_values",)
@@ -75,25 +76,11 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
     content = _parse_recipe(text, str(path))
     recipe_data = content.get("data") or {}
     class_names = _class_names_of(recipe_data.get("dataset"))
-    index = site_file.data.get("client", 0)
     site_data = _site_data_options(site_file, recipe_data, class_names)
     own_options = {key: value for key, value in recipe_data.items() if key not in SHARED_DATA_OPTIONS}
     cli = _build_cli(content | {"data": own_options | site_data}, site_file.accelerator)
 
-    division = cli.datamodule.division
-    division.download()
-    if isinstance(division.dataset, OwnImages):
-        # The split of former starts, which stays the same when images are added.
-        division.dataset.fixed_splits = load_splits(site_file.state).get(split_key(division.dataset), {})
-    all_clients = division.share_out()
-    num_clients = len(all_clients.train)
-    check_integer("data: client", index, 0, le=num_clients - 1, hint="it is a client's number in the partition")
-    data = single_client_data(all_clients, index)
-    if class_names is not None and data.classes is not None and tuple(data.classes) != class_names:
-        raise ValueError(
-            f"the site's classes are {abbreviated(data.classes)}, but the recipe's are {abbreviated(class_names)}; "
-            "pass the site's data as a folder (root) or a table, whose classes are matched by name"
-        )
+    data = _client_data(cli.datamodule.division, site_file, class_names)
     parsed_data = cli.config["data"]
     options = {key: value for key, value in vars(parsed_data).items() if key not in (*SHARED_DATA_OPTIONS, "data")}
     # The parser has only the class and the arguments of the task.
@@ -102,7 +89,8 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
     recipe = Recipe(text, cli.model, cli.loop, cli.trainer, FederatedDataModule(data, **options, seed=seed))
 
     algorithm = cli.loop.algorithm
-    adds_up_logits = cli.loop.secure_sums is not None and algorithm.uses_distillation and not algorithm.builds_teachers
+    has_teachers_at_sites = algorithm.uses_distillation and not algorithm.builds_teachers
+    adds_up_logits = cli.loop.secure_sums is not None and has_teachers_at_sites
     is_private = cli.loop.privacy is not None or cli.loop.client_privacy is not None
     if adds_up_logits or is_private:
         # The public images are those of the recipe as it was written, with its data set and partition.
@@ -110,6 +98,34 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
         recipe.public = _comparable_images(original) if is_private else _public_images(original)
         recipe.prepare = original.prepare
     return recipe
+
+
+def _client_data(division: Division, site_file: SiteFile, class_names: tuple[str, ...] | None) -> FederatedData:
+    """Return the images of the site, which is one of the clients of a division.
+
+    Args:
+        division: Division of the recipe's or the site's images among clients.
+        site_file: Content of the site's file.
+        class_names: Names of the recipe's classes; None if it has none.
+
+    Raises:
+        ValueError: If there is no such client, or if the site's classes are not the recipe's.
+    """
+    division.download()
+    if isinstance(division.dataset, OwnImages):
+        # The split of former starts, which stays the same when images are added.
+        division.dataset.fixed_splits = load_splits(site_file.state).get(split_key(division.dataset), {})
+    all_clients = division.share_out()
+    index = site_file.data.get("client", 0)
+    num_clients = len(all_clients.train)
+    check_integer("data: client", index, 0, le=num_clients - 1, hint="it is a client's number in the partition")
+    data = single_client_data(all_clients, index)
+    if class_names is not None and data.classes is not None and tuple(data.classes) != class_names:
+        raise ValueError(
+            f"the site's classes are {abbreviated(data.classes)}, but the recipe's are {abbreviated(class_names)}; "
+            "pass the site's data as a folder (root) or a table, whose classes are matched by name"
+        )
+    return data
 
 
 def _check_approved(path: Path, text: bytes, site_file: SiteFile) -> None:
@@ -165,8 +181,7 @@ def _site_images(
     else:
         site_class = "Images"
     shared: tuple[str, ...] = ()
-    dataset_class = getattr(perada.data, recipe_class, None)
-    if isinstance(dataset_class, type) and issubclass(dataset_class, OwnImages):
+    if _reads_own_images(recipe_class):
         shared = SHARED_IMAGE_OPTIONS
         if recipe_class == site_class == "ImageTable":
             shared += SHARED_TABLE_OPTIONS
@@ -184,12 +199,18 @@ def _site_images(
     return {"class_path": site_class, "init_args": options}
 
 
+def _reads_own_images(class_name: str) -> bool:
+    """Return whether a class of perada's image sets reads a user's files."""
+    dataset_class = getattr(perada.data, class_name, None)
+    return isinstance(dataset_class, type) and issubclass(dataset_class, OwnImages)
+
+
 def _comparable_images(data: FederatedDataModule) -> Dataset[Any] | None:
     """Return the public set of a private recipe, which a site compares with its own images.
 
     Raises:
         ValueError: If the recipe takes the public set from the clients' images.
-        FileNotFoundError: If the set is not at the site.
+        FileNotFoundError: If the site does not have the set.
     """
     for option in ("public_fraction", "validation_fraction"):
         fraction = getattr(data.division, option)
@@ -221,25 +242,15 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
     content = _parse_recipe(text, name)
     class_names = _class_names_of((content.get("data") or {}).get("dataset"))
     cli = _build_cli(content, "auto")
-    data = cli.config["data"]
-    dataset = cli.datamodule.division.dataset
+    data_options = cli.config["data"]
     for option in ("public_fraction", "validation_fraction"):
-        if data[option]:
+        if data_options[option]:
             raise ValueError(
-                f"{option}={data[option]} cannot be deployed: the server has none of the clients' images; set "
+                f"{option}={data_options[option]} cannot be deployed: the server has none of the clients' images; set "
                 "data.public, as in the recipe `sites` (perada cp sites federation.yaml)"
             )
-    num_classes = len(class_names or ()) or data.num_classes or cli.model.num_classes
-    if not num_classes:
-        # A user's own image set reads its classes from files, which are at the sites.
-        with suppress(FileNotFoundError):
-            num_classes = dataset.num_classes
-    if not num_classes:
-        raise ValueError(
-            "the recipe does not specify the classes, and no client's images are read here; list them in the options "
-            "of its image set, as in classes: [benign, malignant], or set data.num_classes, as in the recipe `sites` "
-            "(perada cp sites federation.yaml)"
-        )
+    dataset = cli.datamodule.division.dataset
+    num_classes = _count_classes(cli, class_names)
     return ServerRecipe(
         text,
         cli.model,
@@ -252,6 +263,30 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
         classes=class_names,
         loggers=[] if folder is None else _build_loggers(content, folder),
     )
+
+
+def _count_classes(cli: PeradaCLI, class_names: Sequence[str] | None) -> int:
+    """Return the number of classes of a recipe at the server.
+
+    Args:
+        cli: The objects of the recipe.
+        class_names: Names of the classes; None if they are unknown.
+
+    Raises:
+        ValueError: If neither the recipe nor its image set has it.
+    """
+    num_classes: int = len(class_names or ()) or cli.config["data"].num_classes or cli.model.num_classes
+    if not num_classes:
+        # A user's own image set reads its classes from files, which are at the sites.
+        with suppress(FileNotFoundError):
+            num_classes = cli.datamodule.division.dataset.num_classes
+    if not num_classes:
+        raise ValueError(
+            "the recipe does not specify the classes, and no client's images are read here; list them in the options "
+            "of its image set, as in classes: [benign, malignant], or set data.num_classes, as in the recipe `sites` "
+            "(perada cp sites federation.yaml)"
+        )
+    return num_classes
 
 
 def _public_images(data: FederatedDataModule) -> Dataset[Any] | None:
@@ -274,7 +309,8 @@ def _build_loggers(content: dict[str, Any], folder: Path) -> list[Logger]:
     parser.add_argument("--logger", type=Logger)
     loggers = []
     for entry in entries:
-        if isinstance(entry, bool | None):  # of no class, such as `logger: false`
+        if isinstance(entry, bool | None):
+            # Not a class, such as `logger: false`.
             continue
         name, options = _split_class_entry(entry)
         if name == "CSVLogger":
@@ -296,7 +332,8 @@ def _split_class_entry(entry: object) -> tuple[str, dict[str, Any]]:
 def _class_names_of(dataset: object) -> tuple[str, ...] | None:
     """Return the names of the classes of a recipe's data set; None if they are only known from its files."""
     name, options = _split_class_entry(dataset)
-    if name == "Scanners":  # a view of another set, whose classes it has
+    if name == "Scanners":
+        # A view of another set, with the same classes.
         return _class_names_of(options.get("dataset"))
     names = options.get("classes")
     if not names:
@@ -337,14 +374,16 @@ def _is_options_file(word: str) -> bool:
     try:
         with Path(word).expanduser().open("rb") as file:
             return isinstance(yaml.safe_load(file), dict)
-    except (OSError, ValueError, yaml.YAMLError):  # no file, no path, or no text
+    except (OSError, ValueError, yaml.YAMLError):
+        # There is no such file, the value cannot be a path, or the file is not YAML.
         return False
 
 
 def _iterate_strings(content: object) -> Iterator[tuple[str, str]]:
     """Yield all strings of a recipe with the name of their option."""
     pending = [("", content)]
-    seen: set[int] = set()  # what YAML's aliases repeat is visited once: they may nest exponentially
+    # Objects that YAML's aliases repeat are visited once, since aliases may nest exponentially.
+    seen: set[int] = set()
     while pending:
         option, value = pending.pop()
         if isinstance(value, str):

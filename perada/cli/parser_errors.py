@@ -7,7 +7,7 @@ These errors have no attributes, only text. No other file reads that text.
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 
 from jsonargparse import ArgumentParser
@@ -24,12 +24,14 @@ _UNKNOWN_OPTION = (
     r"(?:Group '(?P<group>[^']+)'|Subcommand '\w+') does not accept option '(?P<key>[^']+)'",
     r"(?:Problem with given class_path '(?P<kind>[^']+)':\s+)?Option '(?P<key>[^']+)' is not accepted",
 )
-_NO_MODULE = r"Problem with given class_path '([\w.]+)':\s+No module named '([\w.]+)'"
-_NO_ATTRIBUTE = r"Problem with given class_path '([\w.]+)':\s+module '([\w.]+)' has no attribute '(\w+)'"
+_NO_MODULE = r"Problem with given class_path '(?P<path>[\w.]+)':\s+No module named '(?P<module>[\w.]+)'"
+_NO_ATTRIBUTE = (
+    r"Problem with given class_path '(?P<path>[\w.]+)':\s+module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'"
+)
 
 
 def option_error(message: str, typed: Mapping[str, str], options: list[str]) -> OptionError | None:
-    """Return the error of the option that a message is about; None if it is about something else.
+    """Convert a message about an option; None if it is about something else.
 
     Args:
         message: Message of the parser.
@@ -94,36 +96,62 @@ def unknown_option(message: str, options: list[str]) -> OptionError | None:
     if match is None:
         return None
     parts = match.groupdict()
-    key = parts["key"]
     class_path = parts.get("kind")
-    keys = _keys(message)
-    if class_path and keys:
-        key = f"{keys[0]}.{key}"
-    elif parts.get("group"):
-        key = f"{parts['group']}.{key}"
     if class_path:
-        module, _, name = class_path.rpartition(".")
-        arguments = inspect.signature(getattr(sys.modules[module], name)).parameters
-        options = [f"{key.rpartition('.')[0]}.{argument}" for argument in arguments]
+        return _unknown_class_option(class_path, parts["key"], _keys(message), text=message[: match.end()])
+    key = parts["key"]
+    if parts.get("group"):
+        key = f"{parts['group']}.{key}"
     dashes = parts.get("dashes") or ""
     proposals = [f"{dashes}{name}" for name in nearest(key, options)]
-    remedy = f"did you mean {' or '.join(proposals)}?" if proposals else ""
-    if class_path and not proposals:
-        remedy = f"its options are {', '.join(arguments)}" if arguments else "it has no options"
-    elif not proposals and dashes:
+    remedy = ""
+    if proposals:
+        remedy = f"did you mean {' or '.join(proposals)}?"
+    elif dashes:
         remedy = "`perada fit --help` lists the options"
-    if class_path and keys:
+    return _with_remedy(message[: match.end()], key, remedy)
+
+
+def _unknown_class_option(class_path: str, argument: str, keys: Sequence[str], text: str) -> OptionError:
+    """Return the error of an argument that a class does not have, with proposals.
+
+    Args:
+        class_path: Path of the class.
+        argument: The unknown argument.
+        keys: Options that the message is about; empty if it names none.
+        text: The message of the parser.
+    """
+    module, _, class_name = class_path.rpartition(".")
+    arguments = inspect.signature(getattr(sys.modules[module], class_name)).parameters
+    option = argument
+    if keys:
+        option = f"{keys[0]}.{argument}"
         # An option that takes one of several types repeats the message for each of them.
-        text = f"{keys[0]}: {class_path}: Option {parts['key']!r} is not accepted"
+        text = f"{keys[0]}: {class_path}: Option {argument!r} is not accepted"
+    prefix = option.rpartition(".")[0]
+    proposals = nearest(option, [f"{prefix}.{name}" for name in arguments])
+    if proposals:
+        remedy = f"did you mean {' or '.join(proposals)}?"
+    elif arguments:
+        remedy = f"its options are {', '.join(arguments)}"
     else:
-        text = message[: match.end()]
-    return OptionError(f"{text}; {remedy}" if remedy else text, name=key, remedy=remedy)
+        remedy = "it has no options"
+    return _with_remedy(text, option, remedy)
+
+
+def _with_remedy(text: str, option: str, remedy: str) -> OptionError:
+    """Return an error with a remedy, which may be empty."""
+    if remedy:
+        text = f"{text}; {remedy}"
+    return OptionError(text, name=option, remedy=remedy)
 
 
 def missing_module(message: str) -> tuple[str, str] | None:
     """Return the path of a class and its missing module; None if a message is about something else."""
     match = re.search(_NO_MODULE, message)
-    return None if match is None else (match[1], match[2])
+    if match is None:
+        return None
+    return match["path"], match["module"]
 
 
 _TYPE_TEXTS = {
@@ -153,29 +181,14 @@ def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
     if not keys:
         return None
     innermost = message[message.rindex("Parser key") :]
-    value = re.search(r"(?:Got value|Given value): (.*)", innermost)
-    if value is None:
+    value_line = re.search(r"(?:Got value|Given value): (.*)", innermost)
+    if value_line is None:
         return None
-    of_class = re.fullmatch(r"NestedArg\(key='([\w.]+)', val=.*\)", value[1])
-    if of_class and "class_path" not in innermost and len(keys) == 1:
-        option = f"{keys[0]}.{of_class[1]}"
-        name = typed.get(option, option)
-        outer = name.removesuffix(f".{of_class[1]}")
-        remedy = f"set the class of {outer} first, with {outer}=CLASS"
-        message = f"{name}: is an option of a class, but no class is set; {remedy}"
-        return OptionError(message, name=option, value=value[1], remedy=remedy)
-    expected = re.findall(r"Expected a (.*?)(?:\. Got value.*)?$", innermost[: value.end()], re.MULTILINE)
-    texts: list[str] = []
-    for type_text in expected:
-        literal = re.fullmatch(r"typing\.Literal\[(.*)\]", type_text)
-        builtin = re.fullmatch(r"<class '(\w+)'>", type_text)
-        if literal:
-            texts.append(f"one of {literal[1]}" if "," in literal[1] else literal[1])
-        elif builtin and builtin[1] in _TYPE_TEXTS:
-            texts.append(_TYPE_TEXTS[builtin[1]])
-        else:
-            return None
-    texts = list(dict.fromkeys(text for text in texts if text))
+    value = value_line[1]
+    class_option = re.fullmatch(r"NestedArg\(key='(?P<argument>[\w.]+)', val=.*\)", value)
+    if class_option and "class_path" not in innermost and len(keys) == 1:
+        return _option_without_class(keys[0], class_option["argument"], value, typed)
+    texts = _expected_types(innermost[: value_line.end()])
     if not texts or "class_path" in innermost:
         return None
     option = ".".join(keys)
@@ -184,7 +197,40 @@ def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
         if key in typed:
             name = typed[key] + option.removeprefix(key)
     remedy = f"must be {', or '.join(texts)}"
-    return OptionError(f"{name}: {remedy}, got {value[1]!r}", name=option, value=value[1], remedy=remedy)
+    return OptionError(f"{name}: {remedy}, got {value!r}", name=option, value=value, remedy=remedy)
+
+
+def _option_without_class(key: str, argument: str, value: str, typed: Mapping[str, str]) -> OptionError:
+    """Return the error of an argument of a class that was not set.
+
+    Args:
+        key: Option that takes the class.
+        argument: The argument.
+        value: Its value, as the parser prints it.
+        typed: Options as they were typed, by full name.
+    """
+    option = f"{key}.{argument}"
+    name = typed.get(option, option)
+    class_option = name.removesuffix(f".{argument}")
+    remedy = f"set the class of {class_option} first, with {class_option}=CLASS"
+    text = f"{name}: is an option of a class, but no class is set; {remedy}"
+    return OptionError(text, name=option, value=value, remedy=remedy)
+
+
+def _expected_types(message: str) -> list[str]:
+    """Describe the types that a message expects; nothing if one of them cannot be described."""
+    texts: list[str] = []
+    for type_text in re.findall(r"Expected a (.*?)(?:\. Got value.*)?$", message, re.MULTILINE):
+        literal = re.fullmatch(r"typing\.Literal\[(.*)\]", type_text)
+        builtin = re.fullmatch(r"<class '(\w+)'>", type_text)
+        if literal:
+            texts.append(f"one of {literal[1]}" if "," in literal[1] else literal[1])
+        elif builtin and builtin[1] in _TYPE_TEXTS:
+            texts.append(_TYPE_TEXTS[builtin[1]])
+        else:
+            return []
+    # Each text once: dictionaries keep the order.
+    return list(dict.fromkeys(text for text in texts if text))
 
 
 def _keys(message: str) -> list[str]:
@@ -214,6 +260,7 @@ def wrong_class(message: str, typed: Mapping[str, str]) -> OptionError | None:
 
 
 def _wrong_class(message: str) -> OptionError | None:
+    """Return the error with options by their full names; None if a message is about something else."""
     keys = _keys(message)
     if not keys:
         return None
@@ -225,17 +272,20 @@ def _wrong_class(message: str) -> OptionError | None:
     no_class = re.search(r"Expected a dot import path string: (.+)", innermost)
     value_line = re.search(r"Given value: (.*)", innermost)
     value = value_line[1] if value_line else ""
-    if no_module and no_module[1].endswith((".yaml", ".yml", ".json")):
-        remedy = "use an existing file, or a class"
-        return _class_error(option, no_module[1], f"{no_module[1]} cannot be read", remedy)
+    if no_module and no_module["path"].endswith((".yaml", ".yml", ".json")):
+        file = no_module["path"]
+        return _class_error(option, file, f"{file} cannot be read", "use an existing file, or a class")
     if no_module:
         remedy = "it must be in the current folder, on PYTHONPATH, or installed"
-        return _class_error(option, no_module[1], f"No module named {no_module[2]!r}", remedy)
+        return _class_error(option, no_module["path"], f"No module named {no_module['module']!r}", remedy)
     if no_attribute:
-        proposals = near_names(no_attribute[3], vars(sys.modules[no_attribute[2]]))
-        remedy = f"did you mean {no_attribute[2]}.{proposals[0]}?" if proposals else f"use {OWN_CLASS}"
-        problem = f"module {no_attribute[2]!r} has no attribute {no_attribute[3]!r}"
-        return _class_error(option, no_attribute[1], problem, remedy)
+        module = no_attribute["module"]
+        name = no_attribute["name"]
+        remedy = f"use {OWN_CLASS}"
+        proposals = near_names(name, vars(sys.modules[module]))
+        if proposals:
+            remedy = f"did you mean {module}.{proposals[0]}?"
+        return _class_error(option, no_attribute["path"], f"module {module!r} has no attribute {name!r}", remedy)
     if no_subclass:
         return _class_error(option, value, f"{no_subclass[1] or value} is not {no_subclass[2]}", "use one")
     if "Expected an instantiatable class" in innermost:
@@ -246,6 +296,7 @@ def _wrong_class(message: str) -> OptionError | None:
 
 
 def _class_error(option: str, value: object, problem: str, remedy: str) -> OptionError:
+    """Return the error of an option whose value is not an accepted class."""
     return OptionError(f"{option}: {problem}; {remedy}", name=option, value=value, remedy=remedy)
 
 
@@ -317,9 +368,9 @@ def _classes(types: str) -> list[type]:
     classes: list[type] = []
     for path in dict.fromkeys(re.findall(r"\w+(?:\.\w+)+", types)):
         module, _, name = path.rpartition(".")
-        found_class = getattr(sys.modules.get(module), name, None)
-        if isinstance(found_class, type) and not module.startswith("collections"):
-            classes.append(found_class)
+        value = getattr(sys.modules.get(module), name, None)
+        if isinstance(value, type) and not module.startswith("collections"):
+            classes.append(value)
     return classes
 
 

@@ -491,42 +491,61 @@ def _stretches(owners: Sequence[int]) -> list[_Stretch]:
     return stretches
 
 
+def _of_similar_lengths(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
+    """Yield groups of at most :data:`CLIENTS_AT_ONCE` stretches, the longest less than twice the shortest."""
+    stretches_by_digits: dict[int, list[_Stretch]] = {}
+    for stretch in stretches:
+        # Numbers with as many binary digits differ by less than a factor of two.
+        digits = stretch.length.bit_length()
+        stretches_by_digits.setdefault(digits, []).append(stretch)
+    for similar in stretches_by_digits.values():
+        for begin in range(0, len(similar), CLIENTS_AT_ONCE):
+            yield similar[begin : begin + CLIENTS_AT_ONCE]
+
+
+@dataclass(frozen=True)
+class _PaddedRows:
+    """Rows of a batch that p models run on at once, L rows each.
+
+    Attributes:
+        rows: Rows (p, L) of the batch. A shorter stretch is filled up with its last image.
+        is_real: Mask (p, L) of the rows that are not padding.
+    """
+
+    rows: Tensor
+    is_real: Tensor
+
+    @classmethod
+    def of(cls, stretches: Sequence[_Stretch]) -> "_PaddedRows":
+        """Return the rows of p stretches, as many of each as the longest one has."""
+        starts = torch.tensor([stretch.start for stretch in stretches]).unsqueeze(1)
+        lengths = torch.tensor([stretch.length for stretch in stretches]).unsqueeze(1)
+        offsets = torch.arange(int(lengths.max()))
+        return cls(rows=starts + offsets.minimum(lengths - 1), is_real=offsets < lengths)
+
+
 def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:
     """Run each image through its owner's personal model, once.
 
-    Images of a client follow one another in a batch, but clients have unequal numbers. A stack of models takes as many
-    images of each, so stretches of one owner's images are stacked with others that are at most twice as long.
+    Images of a client follow one another in a batch, but clients have unequal numbers. A stack of models needs equal
+    numbers of images, so an owner's images are stacked with those of owners that have up to twice as many.
 
     Returns:
         Logits (B, K), zero for images whose owner another process has; None where that holds for all.
     """
     all_stretches = _stretches(batch.owner.tolist())
     owned = _owned_among(federation, [stretch.owner for stretch in all_stretches])
-    # Lengths of one number of binary digits: the longest is less than twice the shortest.
-    stretches_by_digits: dict[int, list[_Stretch]] = {}
-    for stretch in all_stretches:
-        if stretch.owner in owned:
-            digits = stretch.length.bit_length()
-            stretches_by_digits.setdefault(digits, []).append(stretch)
-
     logits: Tensor | None = None
-    for stretches in stretches_by_digits.values():
-        for begin in range(0, len(stretches), CLIENTS_AT_ONCE):
-            part = stretches[begin : begin + CLIENTS_AT_ONCE]
-            starts = torch.tensor([stretch.start for stretch in part]).unsqueeze(1)
-            lengths = torch.tensor([stretch.length for stretch in part]).unsqueeze(1)
-            step = torch.arange(int(lengths.max()))
-            # Rows (p, L) of the batch. A shorter stretch is filled up with its last image.
-            rows = starts + step.minimum(lengths - 1)
-            # What fills up is left out again.
-            real = (step < lengths).flatten().nonzero().flatten()
-
-            states = federation.personal_states([stretch.owner for stretch in part])
-            with torch.no_grad():
-                x = batch.x[to_device_async(rows, batch.x.device)]
-                outputs = federation.engine.logits(states, x).flatten(0, 1)
-            if logits is None:
-                logits = outputs.new_zeros(len(batch.x), *outputs.shape[1:])
-            real_rows = to_device_async(rows.flatten()[real], outputs.device)
-            logits[real_rows] = outputs[to_device_async(real, outputs.device)]
+    for stretches in _of_similar_lengths([stretch for stretch in all_stretches if stretch.owner in owned]):
+        padded = _PaddedRows.of(stretches)
+        states = federation.personal_states([stretch.owner for stretch in stretches])
+        with torch.no_grad():
+            x = batch.x[to_device_async(padded.rows, batch.x.device)]
+            outputs = federation.engine.logits(states, x).flatten(0, 1)
+        if logits is None:
+            logits = outputs.new_zeros(len(batch.x), *outputs.shape[1:])
+        # The outputs of padding are left out.
+        places = padded.is_real.flatten().nonzero().flatten()
+        rows = padded.rows.flatten()[places]
+        logits[to_device_async(rows, outputs.device)] = outputs[to_device_async(places, outputs.device)]
     return logits

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm
@@ -42,23 +43,23 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
 ) -> Run:
     """Let a client join a finished run: it trains a personal model from the global state, as the run's clients did.
 
-    It has the run's algorithm with its λ, and its learning rates, optimiser, batch size and local steps. The global
-    state and the other clients stay as they are. :func:`perada.algorithms.joining.joining` defines what is trained:
-    PerAda's clients train v from w on loss + λ/2 ||v − w||². Where the run was private in single images, this training
-    is private too: with the run's noise multiplier (or its target), clipping and δ, and an ε that follows from the
-    client's own number of images. Only the release ledger is limited, since nothing is sent.
+    The algorithm with its λ, the learning rates, the optimiser, the batch size and the local steps are those of the
+    run. The global state and the other clients do not change. :func:`perada.algorithms.joining.joining` defines what is
+    trained: PerAda's clients train v from w on loss + λ/2 ||v − w||². If the run has sample-level privacy, this
+    training has it too: with the run's noise multiplier (or its target), clipping and δ, and an ε that depends on the
+    client's number of images. Only the release ledger is limited, since nothing is sent.
 
     Args:
         run: The run. It is not changed.
-        data: The client's images, as one client or among others by ``name``. Labels are the run's, by the names of the
-            classes where the data have names. Images are prepared as the run's were.
+        data: The client's images: those of its only client, or of the one called ``name``. If it has names of classes,
+            labels are matched with the run's by name. Images are preprocessed like the run's.
         name: The client's name in the run; by default its name in the data.
-        rounds: Rounds of local training; by default as many as a client of the run took part in on average, and one
-            where clients had no personal models.
-        local_steps: Local steps in a round, instead of the run's.
-        batch_size: Images in a step, instead of the run's.
-        lr: Learning rate, instead of the run's.
-        algorithm: The run's algorithm where it is not one of perada's, or another one to train with.
+        rounds: Rounds of local training. Default: as many as a client of the run took part in on average, or one if
+            clients had no personal models.
+        local_steps: Local steps per round; by default those of the run.
+        batch_size: Images per step; by default that of the run.
+        lr: Learning rate; by default that of the run.
+        algorithm: Algorithm to train with. Required if the run's is not one of perada's.
         seed: Seed of batches and dropout.
         accelerator: ``cpu``, ``gpu`` and so on; by default a GPU if there is one.
         progress: Show a progress bar.
@@ -68,8 +69,8 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
         and rounds, and the scores ``before`` and ``after`` on its test images (``None`` without any).
 
     Raises:
-        ValueError: If the name is taken, the images or classes do not fit the run, the run has no one state to begin
-            with, or its privacy cannot be kept.
+        ValueError: If the name is taken, the images or classes do not match the run, the run has several global
+            states, or its privacy cannot be provided.
     """
     check_integer("rounds", rounds, optional=True)
     check_integer("local_steps", local_steps, optional=True)
@@ -85,7 +86,7 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
     if rounds is None:
         rounds = 1 if base.inference == "global" else _mean_participation(training)
     if info.get("privacy"):
-        # Before joining_data copies the images into memory, after which nobody sees which set they are from.
+        # Before joining_data copies the images into memory: copies do not show which set they are from.
         client, _ = data.find(name)
         check_pretraining(info["pretrained"], [data.train[client]], _privacy_options(info))
     task = make_task(info["task"])
@@ -107,7 +108,7 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
     )
     adapted = run.adapted()
     module = FederatedClassifier(adapted.backbone.name)
-    # In place of a network that the module would build of that name.
+    # Otherwise the module would build a new network of that name.
     module.adapted = adapted
     loop = FederatedLoop(
         client_algorithm,
@@ -117,21 +118,11 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
         seed=seed,
     )
     loop.phases = phases
-    options: dict[str, Any] = {
-        "check_val_every_n_epoch": rounds,
-        "logger": False,
-        "devices": 1,
-        "num_nodes": 1,
-        "enable_progress_bar": progress,
-    }
-    if accelerator is not None:
-        options["accelerator"] = accelerator
-    trainer = make_trainer(loop, rounds, **options)
-    trainer.fit(module, datamodule=datamodule)
+    _make_trainer(loop, rounds, accelerator, progress).fit(module, datamodule=datamodule)
 
     client_run = loop.outcome(module)
-    before = None
-    after = None
+    before: float | None = None
+    after: float | None = None
     if datamodule.val_dataloader():
         before = _local_score(loop.client_scores.initial)
         after = _local_score(client_run.metrics["clients"])
@@ -139,10 +130,11 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
         test = datamodule.checked.test
         images = 0 if test is None else sum(test.sizes)
         _warn_if_worse(name, before, after, images, module)
-    steps_per_round = sum(phase.local_steps(datamodule.train_sizes[0], datamodule.batch_size) for phase in phases)
+    num_images = datamodule.train_sizes[0]
+    steps_per_round = sum(phase.local_steps(num_images, datamodule.batch_size) for phase in phases)
     record = {
         "name": name,
-        "images": datamodule.train_sizes[0],
+        "images": num_images,
         "algorithm": base.kind,
         "rounds": rounds,
         "steps": rounds * steps_per_round,
@@ -152,11 +144,27 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
     return run.with_client(client_run, record)
 
 
+def _make_trainer(loop: FederatedLoop, rounds: int, accelerator: str | None, progress: bool) -> pl.Trainer:
+    """Return a trainer on one device, which scores the client after the last round and logs nothing."""
+    options: dict[str, Any] = {
+        "check_val_every_n_epoch": rounds,
+        "logger": False,
+        "devices": 1,
+        "num_nodes": 1,
+        "enable_progress_bar": progress,
+    }
+    if accelerator is not None:
+        options["accelerator"] = accelerator
+    return make_trainer(loop, rounds, **options)
+
+
 def check_name(run: Run, name: str | None) -> None:
     """Raise a ValueError if a name is empty, or is the name or the number of a client of the run."""
     names: Sequence[str] = run.info.get("clients") or [str(client) for client in range(run.num_clients)]
-    is_taken = name is not None and (name in names or (name.isdecimal() and int(name) < run.num_clients))
-    if is_taken or name == "":
+    if name is None:
+        return
+    is_number_of_client = name.isdecimal() and int(name) < run.num_clients
+    if name == "" or name in names or is_number_of_client:
         raise ValueError(
             f"name={name!r} is empty or already the name or number of a client of the run; choose a different name"
         )
@@ -171,7 +179,7 @@ def _mean_participation(training: Mapping[str, Any]) -> int:
 
 
 def _recorded_training(run: Run, lr: float | None) -> Training:
-    """Return the options that the run's clients trained with, at the learning rate ``lr`` if there is one."""
+    """Return the training options of the run, with both learning rates replaced by ``lr`` unless it is None."""
     record = run.info["training"]
     options = {name: record[name] for name in (*RECORDED_OPTIONS, "clip_norm")}
     if lr is not None:
@@ -186,7 +194,7 @@ def _privacy_options(info: Mapping[str, Any]) -> str:
 
 
 def _release_privacy(info: Mapping[str, Any]) -> Privacy | None:
-    """Return the run's sample-level privacy, with the limit on the release ledger; None if it has none."""
+    """Return the run's sample-level privacy, with its limit applied to the release ledger; None if it has none."""
     privacy = info.get("privacy") or {}
     sample_level = privacy.get("sample")
     if sample_level is None:

@@ -5,6 +5,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,9 +56,9 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
             installed(package, "format=onnx", "onnx")
     number = None if client is None else run.number(client)
     run_model = run.global_model() if number is None else run.personal(number)
-    x = _samples(run)
-    model, adapter_sentence = _merge(run, run_model, number)
-    model.requires_grad_(False)
+    samples = _samples(run)
+    merged = _merge(run, run_model, number)
+    merged.model.requires_grad_(False)
     metadata = {
         "preprocessing": json.dumps(run.preprocessing.record()),
         "classes": json.dumps(run.info.get("classes")),
@@ -65,41 +66,69 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
         "client": json.dumps(client),
         "backbone": json.dumps(run.info["backbone"]),
     }
-    writers = {"onnx": _write_onnx, "safetensors": _write_safetensors, "torch-export": _write_torch_export}
     with torch.no_grad(), together(folder) as stage:
-        expected = run_model(x)
-        try:
-            read_model = writers[form](model, x, stage / FILES[form], metadata)
-            logits = read_model(x)
-        except OSError:  # of the disk, whatever the format
-            raise
-        except Exception as error:  # exporters raise errors without a common type
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ValueError(
-                f"the model cannot be exported as {form} ({reason}); choose a different format, or use Run.save"
-            ) from error
+        expected = run_model(samples)
+        logits = _write_and_read(form, merged.model, samples, stage / FILES[form], metadata)
         difference = float((logits - expected).abs().max())
-        if not difference <= TOLERANCE:  # or NaN
+        # False if the difference is NaN.
+        is_close = difference <= TOLERANCE
+        if not is_close:
             raise ValueError(
                 f"{str(folder / FILES[form])!r} was not written, because its logits would differ from the run's by "
                 f"{difference:.1e}, more than {TOLERANCE}; choose a different format"
             )
         summary = (
-            f"{adapter_sentence} Its logits on {len(x)} samples differ from the run's by at most {difference:.1e}."
+            f"{merged.description} Its logits on {len(samples)} samples differ from the run's by at most "
+            f"{difference:.1e}."
         )
-        private_client = number if number in run.own_clients() else None
-        text = render_template(
-            "model",
-            form=form,
-            client=client,
-            info=run.info,
-            shape=run.preprocessing.shape,
-            summary=summary,
-            prepared=json.dumps(run.preprocessing.record() | {"classes": run.info.get("classes")}, indent=2),
-            privacy=privacy_card(run.info.get("privacy"), private_client, joined_clients(run.info)),
-        )
+        text = _readme(run, client, number, form, summary)
         (stage / "README.md").write_text(f"{text}\n", encoding="utf-8")
     return summary
+
+
+def _write_and_read(form: Format, model: nn.Module, samples: Tensor, path: Path, metadata: dict[str, str]) -> Tensor:
+    """Write a model to a file, and return the logits of the model that is read from it.
+
+    Raises:
+        OSError: If the file cannot be written.
+        ValueError: If the model cannot be exported.
+    """
+    writers = {"onnx": _write_onnx, "safetensors": _write_safetensors, "torch-export": _write_torch_export}
+    try:
+        read_model = writers[form](model, samples, path, metadata)
+        return read_model(samples)
+    except OSError:
+        # An error of the disk, which no other format avoids.
+        raise
+    except Exception as error:  # exporters raise errors without a common type
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(
+            f"the model cannot be exported as {form} ({reason}); choose a different format, or use Run.save"
+        ) from error
+
+
+def _readme(run: Run, client: int | str | None, number: int | None, form: Format, summary: str) -> str:
+    """Return the README of an exported model.
+
+    Args:
+        run: The run.
+        client: The client, as it was requested; None for the global model.
+        number: Number of the client.
+        form: The format.
+        summary: What is said of the adapter and the logits.
+    """
+    private_client = number if number in run.own_clients() else None
+    preprocessing = run.preprocessing.record() | {"classes": run.info.get("classes")}
+    return render_template(
+        "model",
+        form=form,
+        client=client,
+        info=run.info,
+        shape=run.preprocessing.shape,
+        summary=summary,
+        prepared=json.dumps(preprocessing, indent=2),
+        privacy=privacy_card(run.info.get("privacy"), private_client, joined_clients(run.info)),
+    )
 
 
 def _samples(run: Run) -> Tensor:
@@ -114,15 +143,31 @@ def _samples(run: Run) -> Tensor:
     return torch.randn(8, *preprocessing.shape, generator=torch.Generator().manual_seed(0))
 
 
-def _merge(run: Run, run_model: nn.Module, client: int | None) -> tuple[nn.Module, str]:
-    """Return the model with its adapter merged, if PEFT can merge it, and a sentence on the adapter."""
+@dataclass(frozen=True)
+class _Merged:
+    """A model to export.
+
+    Attributes:
+        model: The model, with its adapter merged if possible.
+        description: A sentence on the adapter.
+    """
+
+    model: nn.Module
+    description: str
+
+
+def _merge(run: Run, run_model: nn.Module, client: int | None) -> _Merged:
+    """Merge the adapter of a run's model into the backbone's weights, if PEFT can."""
     if isinstance(run_model, Ensemble):
-        return run_model, "It averages several models, whose adapters are kept as layers."
+        return _Merged(run_model, "It averages several models, whose adapters are kept as layers.")
     try:
-        merged = run.merged(client)
+        model = run.merged(client)
     except (NotImplementedError, ValueError, RuntimeError, AttributeError):  # depends on PEFT's method
-        return run_model, "The adapter is kept as layers of the model: it cannot be merged into the backbone's weights."
-    return merged, "The adapter is merged: the model has the layers and names of the plain backbone."
+        return _Merged(
+            run_model,
+            "The adapter is kept as layers of the model: it cannot be merged into the backbone's weights.",
+        )
+    return _Merged(model, "The adapter is merged: the model has the layers and names of the plain backbone.")
 
 
 # Each of the following functions writes a file and returns the model that it reads from it.
@@ -132,7 +177,7 @@ def _write_safetensors(model: nn.Module, x: Tensor, path: Path, metadata: dict[s
     tensors = {name: value.cpu().clone().contiguous() for name, value in model.state_dict().items()}
     path.write_bytes(save(tensors, metadata))
     read_model = copy.deepcopy(model)
-    # Zeros, so that a tensor that the file lacks does not go unnoticed.
+    # Set to zero first, so that a tensor that is missing in the file changes the logits.
     for value in read_model.state_dict().values():
         value.zero_()
     with safe_open(path, framework="pt") as file:

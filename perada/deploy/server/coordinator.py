@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,19 @@ log = logging.getLogger("perada.deploy")
 
 
 @dataclass(frozen=True)
+class _Move:
+    """The size of a change of the model.
+
+    Attributes:
+        length: Euclidean norm of the change.
+        norm: Euclidean norm of the model before it.
+    """
+
+    length: float
+    norm: float
+
+
+@dataclass(frozen=True)
 class _Replies:
     """What sites answered.
 
@@ -129,11 +143,13 @@ class Coordinator:
                 f"{str(folder)!r} already contains a run; resume it (resume), or choose a different folder"
             )
         self._lock = FolderLock(folder, "server")
-        self._former: dict[str, Any] = {}  # states from before the last secure sum; empty if there are none
+        # States from before the last secure sum; empty if there are none.
+        self._former: dict[str, Any] = {}
         self.progress = self._resume() if terms.resume else self._begin()
         transport.max_bytes = self._max_reply_size()
         self.loggers = list(recipe.loggers)
-        for row in self.progress.history:  # each start logs the whole run
+        # Each start logs all rounds of the run.
+        for row in self.progress.history:
             log_round(self.loggers, row)
         self.roster = Roster(self.progress, terms, recipe)
 
@@ -248,7 +264,8 @@ class Coordinator:
         if self.settings.privacy is not None:
             progress.history[-1] |= epsilon_metrics(progress.roster)
         progress.tuned = True
-        progress.scored = -1  # the tuned models are to be scored
+        # The tuned models have not been scored.
+        progress.scored = -1
         self._save()
 
     # Asking
@@ -277,7 +294,7 @@ class Coordinator:
         record: RoundRecord,
         enough: int | None = None,
         spare: Sequence[str] = (),
-    ) -> "_Replies":
+    ) -> _Replies:
         """Ask sites until all or enough have answered, or time runs out.
 
         A site whose failure is transient is asked again; one that fails for good is replaced by a spare one.
@@ -292,33 +309,30 @@ class Coordinator:
             spare: Sites that may be asked in place of others, in this order.
         """
         selected = list(names)
-        responses: dict[str, tuple[Response, State]] = {}
-        num_places = len(selected)
         spare = list(spare)
+        num_places = len(selected)
+        responses: dict[str, tuple[Response, State]] = {}
         while True:
-            # A site whose training broke keeps its place: it has taken part.
-            replaceable = [name for name, code in record.failed.items() if code not in (*TRANSIENT, "broken")]
-            while spare and sum(name not in replaceable for name in selected) < num_places:
+            while spare and _count_places_taken(selected, record) < num_places:
                 selected.append(spare.pop(0))
-            pending = []
-            for name in selected:
-                may_answer = record.failed.get(name) in (None, *TRANSIENT)
-                if name not in responses and may_answer:
-                    pending.append(name)
-            num_wanted = len(pending) if enough is None else enough - len(responses)
-            if not pending or num_wanted <= 0:
+            pending = [name for name in selected if name not in responses and _may_answer(name, record)]
+            num_wanted = len(pending)
+            if enough is not None:
+                num_wanted = min(num_wanted, enough - len(responses))
+            if num_wanted <= 0:
                 return _Replies(selected, responses)
             messages = {name: message_for(name) for name in pending}
             specs = {name: spec_of(expected_for(name)) for name in pending}
-            seconds = end - time.monotonic()
-            answered, failed = ask(self.transport, messages, min(num_wanted, len(pending)), seconds, specs, record)
+            answered, failed = ask(self.transport, messages, num_wanted, end - time.monotonic(), specs, record)
             for name, (_, state) in list(answered.items()):
                 if not self._has_valid_modes(state):
                     del answered[name]
                     failed[name] = "malformed"
             responses |= answered
-            still_failed = {name: code for name, code in record.failed.items() if name not in answered}
-            record.failed = still_failed | failed
+            for name in answered:
+                # It may have failed when it was asked before.
+                record.failed.pop(name, None)
+            record.failed |= failed
             if time.monotonic() >= end:
                 return _Replies(selected, responses)
             if not answered and failed:
@@ -331,8 +345,10 @@ class Coordinator:
         """
         num_modes = self.settings.algorithm.modes
         for key, value in state.items():
-            is_masked = value.dtype == torch.uint64  # any number is possible under masks
-            if key in self.recipe.module.tensor_names.keys or value.is_floating_point() or is_masked:
+            is_of_model = key in self.recipe.module.tensor_names.keys or value.is_floating_point()
+            # A masked vector may have any numbers.
+            is_masked = value.dtype == torch.uint64
+            if is_of_model or is_masked:
                 continue
             if int(value.max()) >= num_modes:
                 return False
@@ -400,11 +416,10 @@ class Coordinator:
                 )
             time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
         if len(eligible) < terms.min_sites:
-            missing = {
-                member.name: member.left or "unreachable"
-                for number, member in enumerate(progress.roster)
-                if number not in eligible
-            }
+            missing = {}
+            for number, member in enumerate(progress.roster):
+                if number not in eligible:
+                    missing[member.name] = member.left or "unreachable"
             raise TimeoutError(self._too_few_message(f"round {progress.done + 1}", len(eligible), missing, begin))
         num_sites = len(progress.roster)
         # All sites are drawn in order if some may be left out, since spare ones follow those that are asked.
@@ -452,12 +467,12 @@ class Coordinator:
         self.server.lora_ranks = self.roster.lora_ranks
         self._check_honest_sites()
         names = [progress.roster[number].name for number in drawn]
-        # After a crash the same sites receive these messages again and recognise them.
+        # After a crash the same sites receive the same messages again, which they recognise.
         if not progress.selected:
             progress.selected = names[: self.sample]
         if self.settings.secure_sums is not None:
             self._note_sent(progress.selected[0])
-        # Before sites are asked.
+        # Saved before sites are asked, so that a restarted server asks the same ones.
         self._save()
         answered = self._ask_to_train(record, names, end, begin)
         if self.settings.secure_sums is None:
@@ -509,7 +524,8 @@ class Coordinator:
         replies = self._ask(progress.selected, message_for, expected_for, end, record, enough, spare)
         answered = replies.answered
         if terms.late == "skip":
-            for name in list(answered)[terms.min_sites :]:  # the first ones count
+            # Only the first ones count.
+            for name in list(answered)[terms.min_sites :]:
                 del answered[name]
                 record.failed[name] = "late"
         num_answered = len(answered) + sum(code == "broken" for code in record.failed.values())
@@ -579,42 +595,48 @@ class Coordinator:
         progress = self.progress
         if self.recipe.noisy:
             return
-        received: State = {}
-        if not self.settings.algorithm.compares_models:  # otherwise what a site receives depends on its images
-            plan = RoundPlan(progress.done, (0,), ((0,),))
-            received = self.server.broadcast(plan, max(1, len(progress.roster)))
-        squared_move = 0.0
-        squared_norm = 0.0
-        for key, value in mean.items():
-            if not value.is_floating_point() or key.endswith(("running_mean", "running_var")):
-                continue  # statistics of images may have any size
-            before = torch.zeros_like(value, dtype=torch.float64)
-            if key in received and received[key][0].shape == value.shape:
-                before = received[key][0].to("cpu", torch.float64)
-            squared_move += float((value.double() - before).square().sum())
-            squared_norm += float(before.square().sum())
-        move = squared_move**0.5
-        norm = squared_norm**0.5
-
+        move = self._measure_move(mean)
         rate_factor = self.recipe.loop.training.rate_factor(progress.done, progress.rounds)
         multiple = OUTLIER_FACTOR if progress.moves else OUTLIER_FACTOR**2
-        limit = multiple * max(1.0, norm)
+        limit = multiple * max(1.0, move.norm)
         if progress.moves and rate_factor > 0:
             limit = max(limit, OUTLIER_FACTOR * rate_factor * max(progress.moves))
-        if move > limit:
+        if move.length > limit:
             raise RejectionError(
-                f"{SPOILED} it moves the model by {move:.3g}, more than {limit:.3g}, which is {multiple:g} times its "
-                "norm or earlier moves",
+                f"{SPOILED} it moves the model by {move.length:.3g}, more than {limit:.3g}, which is {multiple:g} "
+                "times its norm or earlier moves",
                 "other",
             )
         if rate_factor > 0:
-            progress.moves = [*progress.moves, move / rate_factor][-MAX_MOVES:]
+            progress.moves = [*progress.moves, move.length / rate_factor][-MAX_MOVES:]
+
+    def _measure_move(self, mean: State) -> _Move:
+        """Measure how far a mean of updates is from what sites received, without statistics of images.
+
+        Running statistics may have any size. If what a site receives depends on its images, the distance is from zero.
+        """
+        progress = self.progress
+        received: State = {}
+        if not self.settings.algorithm.compares_models:
+            plan = RoundPlan(progress.done, (0,), ((0,),))
+            received = self.server.broadcast(plan, max(1, len(progress.roster)))
+        squared_length = 0.0
+        squared_norm = 0.0
+        for key, value in mean.items():
+            if not value.is_floating_point() or key.endswith(("running_mean", "running_var")):
+                continue
+            before = torch.zeros_like(value, dtype=torch.float64)
+            if key in received and received[key][0].shape == value.shape:
+                before = received[key][0].to("cpu", torch.float64)
+            squared_length += float((value.double() - before).square().sum())
+            squared_norm += float(before.square().sum())
+        return _Move(length=squared_length**0.5, norm=squared_norm**0.5)
 
     def _keep_or_restore(self, record: RoundRecord, states_before: dict[str, Any]) -> None:
         """Keep the states before a secure sum, and restore them if the new ones turn out to be spoiled.
 
-        They are if most sites cannot train them. A sum that cannot be read may also be the doing of one site in this
-        round, so that the states are restored only after several such rounds in a row.
+        New states are spoiled if most sites cannot train them. A sum that cannot be read may also be the fault of a
+        single site in this round, so it takes several such rounds in a row.
         """
         progress = self.progress
         if not record.void:
@@ -678,40 +700,23 @@ class Coordinator:
         Raises:
             RejectionError: If too few sites remain at a step.
         """
-        from perada.deploy.server.summing import LIED, MASKED, SecureSum
+        from perada.deploy.server.summing import LIED, SecureSum
         from perada.deploy.sums.keys import SumTerms
 
         progress = self.progress
-        numbers = self.roster.numbers
         liars = {member.name for member in progress.roster if member.lie}
-        record.failed |= {name: LIED for name in answered if name in liars}
-        candidates = {name: answer for name, answer in answered.items() if name not in liars}
-
-        def ask_step(
-            kind: RequestKind,
-            attempt: int,
-            step_contents: Mapping[str, dict[str, Any]],
-            vector_size: int,
-        ) -> dict[str, tuple[Response, State]]:
-            def message_for(name: str) -> bytes:
-                return pack(self._request(kind, numbers[name], attempt=attempt, of=of, sums=step_contents[name]))
-
-            expected = {MASKED: torch.zeros(vector_size, dtype=torch.uint64)} if vector_size else {}
-            step_record = RoundRecord(record.round)
-            end = time.monotonic() + self.terms.deadline / len(SUM_KINDS)
-            replies = self._ask(list(step_contents), message_for, lambda _: expected, end, step_record)
-            if kind == "mask":
-                record.masked = sorted(replies.answered)
-            record.failed |= step_record.failed
-            record.up += step_record.up
-            record.down += step_record.down
-            return replies.answered
+        candidates = {}
+        for name, answer in answered.items():
+            if name in liars:
+                record.failed[name] = LIED
+            else:
+                candidates[name] = answer
 
         def terms(attempt: int) -> SumTerms:
             return SumTerms(progress.run, progress.done, progress.recipe, contents.options, attempt, of=of)
 
         secure_sum = SecureSum(
-            ask_step,
+            partial(self._ask_for_sum, of, record),
             terms,
             candidates,
             contents.size,
@@ -730,23 +735,68 @@ class Coordinator:
                 member.lie = secure_sum.lies.get(member.name, member.lie)
         return survivors, contents.decode(total, len(survivors))
 
+    def _ask_for_sum(
+        self,
+        of: str,
+        record: RoundRecord,
+        kind: RequestKind,
+        attempt: int,
+        contents: Mapping[str, dict[str, Any]],
+        vector_size: int,
+    ) -> dict[str, tuple[Response, State]]:
+        """Request a step of a secure sum from sites; with its first two arguments bound, an :class:`.AskStep`.
+
+        Args:
+            of: What is added up: ``update`` or ``scores``.
+            record: Record of the round, to which failures and megabytes are added.
+            kind: Kind of the step.
+            attempt: Number of the attempt at the sum.
+            contents: Content of the request to each site, by name.
+            vector_size: Length of the masked vector that each site must send; 0 for none.
+
+        Returns:
+            Response and tensors of each site that answered, by name.
+        """
+        from perada.deploy.server.summing import MASKED
+
+        numbers = self.roster.numbers
+        expected: State = {}
+        if vector_size:
+            expected[MASKED] = torch.zeros(vector_size, dtype=torch.uint64)
+
+        def message_for(name: str) -> bytes:
+            return pack(self._request(kind, numbers[name], attempt=attempt, of=of, sums=contents[name]))
+
+        # A record of its own: a site that failed in an earlier step is asked in this one.
+        step_record = RoundRecord(record.round)
+        end = time.monotonic() + self.terms.deadline / len(SUM_KINDS)
+        replies = self._ask(list(contents), message_for, lambda _: expected, end, step_record)
+        if kind == "mask":
+            record.masked = sorted(replies.answered)
+        record.failed |= step_record.failed
+        record.up += step_record.up
+        record.down += step_record.down
+        return replies.answered
+
     def _training_message(self, client: int) -> bytes:
         """Return the message to a site in a round. It depends only on the states and on which sites are asked."""
         progress = self.progress
-        shared = self.server.global_state
-        level = self.roster.client_level
         if self.settings.algorithm.compares_models:
-            state = shared
-            narrowed_state = shared
+            state = self.server.global_state
+            narrowed_state = state
         else:
             received = self.server.broadcast(RoundPlan(progress.done, (client,), ((0,),)), len(progress.roster))
             state = {key: value[0] for key, value in received.items()}
             narrowed_state = self._narrow(state, client)
+        clipping_norm = 0.0
+        client_level = self.roster.client_level
+        if client_level is not None and self.recipe.noisy:
+            clipping_norm = client_level.norm
         request = self._request(
             "train",
             client,
             factor=self.recipe.loop.training.rate_factor(progress.done, progress.rounds),
-            norm=level.norm if level is not None and self.recipe.noisy else 0.0,
+            norm=clipping_norm,
             strides=strides_of(state),
         )
         return pack(request, narrowed_state)
@@ -754,7 +804,9 @@ class Coordinator:
     def _narrow(self, state: State, client: int) -> State:
         """Cut a state that is sent to or by a site to the rank of the site's LoRA."""
         ranks = self.server.lora_ranks
-        return narrowed(state, self.recipe.module.tensor_names.factors, ranks[client]) if ranks else state
+        if not ranks:
+            return state
+        return narrowed(state, self.recipe.module.tensor_names.factors, ranks[client])
 
     def _evaluate(self) -> None:
         """Have sites score the models on their own test images, and average what they send."""
@@ -768,30 +820,49 @@ class Coordinator:
             num_models = stack_size(members)
         responses, _ = self._ask_everyone("evaluate", tensors, models=num_models, strides=strides_of(state))
 
-        recipe = self.recipe
-        metrics = recipe.module.metrics
-        for name, response in list(responses.items()):
-            problem = impossible_sums(metrics, recipe.num_summands, response.facts, recipe.max_pixels)
-            if problem:
-                log.warning("evaluate: site %s: malformed: %s", name, problem, extra={"site": name})
-                del responses[name]
-        recent_by_number = participation_of(progress, self.sample).recent
-        recent = [recent_by_number[self.roster.numbers[name]] for name in responses]
-        scores = mean_scores(metrics, [response.facts for response in responses.values()], recent)
-        if self.settings.secure_sums is not None and not recipe.noisy:  # sites that add noise send no scores
-            adding: dict[str, tuple[Response, State]] = {
-                name: (response, {}) for name, response in responses.items() if response.sums.get("adds")
-            }
-            try:
-                contents = recipe.contents_of_scores()
-                _, result = self._sum("scores", RoundRecord(progress.done), adding, contents)
-                scores = scores_of_sums(metrics, recipe.num_summands, result, recipe.max_pixels)
-            except RejectionError as rejection:
-                log.warning("no scores after round %d: %s", progress.done, rejection)
+        responses = self._without_impossible_sums(responses)
+        if self.settings.secure_sums is None or self.recipe.noisy:
+            scores = self._mean_scores(responses)
+        else:
+            scores = self._scores_of_sum(responses)
         progress.history[-1] |= scores
         progress.scored = progress.done
         self._save()
         log_round(self.loggers, scores | {"round": progress.history[-1]["round"]})
+
+    def _without_impossible_sums(self, responses: Mapping[str, Response]) -> dict[str, Response]:
+        """Return the responses to an evaluation, without those with sums that no test images can have."""
+        recipe = self.recipe
+        possible = {}
+        for name, response in responses.items():
+            problem = impossible_sums(recipe.module.metrics, recipe.num_summands, response.facts, recipe.max_pixels)
+            if problem:
+                log.warning("evaluate: site %s: malformed: %s", name, problem, extra={"site": name})
+            else:
+                possible[name] = response
+        return possible
+
+    def _mean_scores(self, responses: Mapping[str, Response]) -> dict[str, float]:
+        """Average the scores that sites have sent."""
+        recent_by_number = participation_of(self.progress, self.sample).recent
+        recent = [recent_by_number[self.roster.numbers[name]] for name in responses]
+        facts = [response.facts for response in responses.values()]
+        return mean_scores(self.recipe.module.metrics, facts, recent)
+
+    def _scores_of_sum(self, responses: Mapping[str, Response]) -> dict[str, float]:
+        """Compute scores from a secure sum over the sites; if it fails, from what they have sent outside of it."""
+        recipe = self.recipe
+        candidates: dict[str, tuple[Response, State]] = {}
+        for name, response in responses.items():
+            if response.sums.get("adds"):
+                candidates[name] = (response, {})
+        try:
+            contents = recipe.contents_of_scores()
+            _, result = self._sum("scores", RoundRecord(self.progress.done), candidates, contents)
+        except RejectionError as rejection:
+            log.warning("no scores after round %d: %s", self.progress.done, rejection)
+            return self._mean_scores(responses)
+        return scores_of_sums(recipe.module.metrics, recipe.num_summands, result, recipe.max_pixels)
 
     def _ensemble_members(self, state: State) -> State:
         """Return the global models (models, ...) to be scored; nothing if they follow from the global state."""
@@ -800,10 +871,10 @@ class Coordinator:
             return {}
         members = self.server.members()
         derived = algorithm.members(state, {})
-        are_derived = all(
-            members[key].shape == derived[key].shape and torch.equal(members[key], derived[key]) for key in members
-        )
-        return {} if are_derived else members
+        for key, value in members.items():
+            if value.shape != derived[key].shape or not torch.equal(value, derived[key]):
+                return members
+        return {}
 
     def _save(self) -> None:
         """Write the states and the progress."""
@@ -811,3 +882,16 @@ class Coordinator:
         if self._former:
             states["former"] = self._former
         write_progress(self.folder, self.progress, states)
+
+
+def _may_answer(name: str, record: RoundRecord) -> bool:
+    """Return whether a site can still answer: it has not failed yet, or a failure is transient."""
+    return record.failed.get(name) in (None, *TRANSIENT)
+
+
+def _count_places_taken(selected: Sequence[str], record: RoundRecord) -> int:
+    """Count the selected sites that are not to be replaced by spare ones.
+
+    A site whose training broke keeps its place: it has taken part.
+    """
+    return sum(_may_answer(name, record) or record.failed[name] == "broken" for name in selected)

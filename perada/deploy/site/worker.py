@@ -34,9 +34,9 @@ from perada.deploy.protocol import (
 )
 from perada.deploy.scores import claimed_name, counts_of, score_summands
 from perada.deploy.site.budget import add_step_without_noise, explain_image_epsilon, explain_site_epsilon
-from perada.deploy.site.client import Client
+from perada.deploy.site.client import Client, TrainingResult
 from perada.deploy.site.file import Limits
-from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteStore, SiteTotals
+from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteStore, SiteTotals, TrainingState
 from perada.federation.scores import Scores
 from perada.privacy.account import Account, Cost
 from perada.privacy.accounting import Ledger
@@ -217,7 +217,8 @@ class SiteWorker:
             client.site_privacy.check_norm(request.norm)
             self._check_site_budget(client)
 
-        trained, losses, failure = client.train(request, received, state, protection)
+        result = client.train(request, received, state, protection)
+        trained = result.trained
         training = replace(
             state.training,
             round=request.round,
@@ -233,24 +234,12 @@ class SiteWorker:
             # The update leaves without the site's noise, or at least whether training broke.
             add_step_without_noise(ledger, SITE_LEDGER)
 
-        problem = ""
+        problem = _problem_of_training(result)
         if bool(trained.finite[0]):
-            client_state: Stacks = {}
-            for role, part in trained.client_state.items():
-                # Contiguous like those in the store of a simulation: rounding depends on strides.
-                client_state[role] = {key: value.cpu().contiguous() for key, value in part.items()}
-            if tuning:
-                training = replace(training, tuned_state=client_state)
-            else:
-                training = replace(training, client_state=client_state)
-            if failure:
-                problem = f"{failure}; it was left out of all batches"
-        else:
-            problem = f"{failure or 'the training became NaN or infinite'}; the personal state is unchanged"
-
+            training = _with_client_state(training, trained.client_state, tuning)
         is_usable = bool(trained.accepted[0]) or tuning
-        if is_usable and losses:
-            facts |= self._allowed("losses", {"losses": losses})
+        if is_usable and result.losses:
+            facts |= self._allowed("losses", {"losses": result.losses})
         sent: State = {}
         if not tuning:
             sent = {key: value[0] for key, value in trained.sent.items()}
@@ -275,7 +264,8 @@ class SiteWorker:
 
         reply = pack(Response("ok", incoming.digest, facts), sent)
         try:
-            unpack(reply, spec_of(sent))  # as the server will
+            # As the server will do.
+            unpack(reply, spec_of(sent))
         except RejectionError as error:
             problem = f"the result of the training cannot be sent: {error}"
             is_usable = False
@@ -611,9 +601,31 @@ def _digest_for_all_sites(request: Request, tensors: State) -> str:
     return digest(pack(replace(request, client=0), tensors))
 
 
+def _problem_of_training(result: TrainingResult) -> str:
+    """Return what went wrong while the site trained, for its log; empty if nothing did."""
+    if not bool(result.trained.finite[0]):
+        return f"{result.failure or 'the training became NaN or infinite'}; the personal state is unchanged"
+    if result.failure:
+        return f"{result.failure}; it was left out of all batches"
+    return ""
+
+
+def _with_client_state(training: TrainingState, client_state: Stacks, tuning: bool) -> TrainingState:
+    """Return a site's training with the states (1, ...) that the client keeps, by role."""
+    kept: Stacks = {}
+    for role, state in client_state.items():
+        # Contiguous like those in the store of a simulation: rounding depends on strides.
+        kept[role] = {key: value.cpu().contiguous() for key, value in state.items()}
+    if tuning:
+        return replace(training, tuned_state=kept)
+    return replace(training, client_state=kept)
+
+
 def _has_summand(request: Request, state: RunState) -> bool:
     """Return whether the site has something to add to the sum that a request is about."""
-    return bool(state.scoring.metrics if request.of == "scores" else state.summing.update)
+    if request.of == "scores":
+        return bool(state.scoring.metrics)
+    return bool(state.summing.update)
 
 
 def _masked_round(request: Request, state: RunState) -> int:
