@@ -47,6 +47,7 @@ from perada.results.clients import check_none_lost
 from perada.results.run import Run
 
 if TYPE_CHECKING:
+    from perada.deploy.server.metrics import CountingTransport
     from perada.deploy.sums.party import Party
 
 SITE_HELP = "File of the site, such as site.yaml."
@@ -219,8 +220,8 @@ def run_local(recipe: str, files: Sequence[Path], folder: Path, terms: Terms, mo
 
 def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms, monitoring: Monitoring) -> None:
     """Run a recipe, specified as for `perada fit`, over a transport."""
-    transport, serve_metrics = _with_metrics(transport, monitoring)
-    coordinator = Coordinator(server_recipe(recipe, folder), transport, folder, terms)
+    counting = _counting_transport(transport, monitoring)
+    coordinator = Coordinator(server_recipe(recipe, folder), counting or transport, folder, terms)
     progress = coordinator.progress
     log = logging.getLogger("perada.deploy")
     stamp(log, lambda: {"run": progress.run, "round": progress.done})
@@ -228,29 +229,33 @@ def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms, mo
     tell = log.info if in_json else partial(print, flush=True)
     tell(f"perada's run is {progress.run}; its state is in {folder}")
     try:
-        with serve_metrics(progress):
+        with _serve_metrics(progress, counting, monitoring):
             coordinator.run()
     finally:
         coordinator.close()
     tell(f"all {progress.rounds} rounds are done" if in_json else format_rounds(progress))
 
 
-def _with_metrics(
-    transport: Transport, monitoring: Monitoring
-) -> tuple[Transport, Callable[[RunProgress], AbstractContextManager[None]]]:
-    """Return a counting transport, and a context that serves the metrics of a run, if requested."""
+def _counting_transport(transport: Transport, monitoring: Monitoring) -> "CountingTransport | None":
+    """Return a transport that counts messages for the metrics of a run; None if no metrics are requested."""
     if not monitoring.metrics_port:
-        return transport, lambda _: nullcontext()
+        return None
     check_installed("metrics_port", "monitoring", "prometheus_client")
-    from perada.deploy.server.metrics import CountingTransport, serving
+    from perada.deploy.server.metrics import CountingTransport
 
-    counting = CountingTransport(transport)
+    return CountingTransport(transport)
+
+
+def _serve_metrics(
+    progress: RunProgress, counting: "CountingTransport | None", monitoring: Monitoring
+) -> AbstractContextManager[None]:
+    """Return a context in which the metrics of a run are served, if they are requested."""
+    if counting is None:
+        return nullcontext()
+    from perada.deploy.server.metrics import serving
+
     expiry = ExpiryOf(monitoring.superlink) if monitoring.superlink else lambda: None
-
-    def serve_metrics(progress: RunProgress) -> AbstractContextManager[None]:
-        return serving(progress, counting, monitoring.metrics_port, monitoring.metrics_address, expiry)
-
-    return counting, serve_metrics
+    return serving(progress, counting, monitoring.metrics_port, monitoring.metrics_address, expiry)
 
 
 def make_client(path: Path, site_file: SiteFile) -> Client:

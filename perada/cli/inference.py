@@ -86,7 +86,8 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     run = open_run(options.run)
     if run.info["task"]["per_pixel"]:
         check_output_folder("--output", output.with_suffix(""))
-    broken: dict[Path, str] = {}  # filled with the files that cannot be read
+    # Run.predict adds the files that cannot be read.
+    broken: dict[Path, str] = {}
     predictions = run.predict(
         paths,
         options.client,
@@ -186,7 +187,8 @@ def open_run(path: Path) -> Run:
 def _find_config(path: Path) -> Path | None:
     """Return the ``config.yaml`` of a run folder, or of the run of a checkpoint."""
     folders = [path]
-    if path.is_file():  # a checkpoint is at most three folders below
+    if path.is_file():
+        # A checkpoint is at most three folders below its run.
         folders += path.absolute().parents[:3]
     for folder in folders:
         if (folder / "config.yaml").is_file():
@@ -198,8 +200,12 @@ def _build_user_algorithm(config: Path) -> Algorithm | None:
     """Build the algorithm of a run's ``config.yaml`` if its class, or one that it wraps, is not perada's."""
     try:
         entry = read_yaml(config)["federated"].get("algorithm")
-        names = [entry] if isinstance(entry, str) else re.findall(r"class_path: (\S+)", yaml.safe_dump(entry))
-        if all("." not in name or name.startswith("perada.") for name in names):
+        if isinstance(entry, str):
+            names = [entry]
+        else:
+            names = re.findall(r"class_path: (\S+)", yaml.safe_dump(entry))
+        is_from_perada = all("." not in name or name.startswith("perada.") for name in names)
+        if is_from_perada:
             return None
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--algorithm", type=Algorithm)
@@ -248,16 +254,24 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
         data = _read_like_run(run, images_class, options.data, vars(options.images))
     training = {name: options[name] for name in training_names}
     joined = personalize(run, data, options.client, **training, progress=sys.stderr.isatty())
-    client = joined.num_clients - 1
-    folder = joined.add_client(path, client) if output is None else joined.export(output)
-    sample_level = (joined.info.get("privacy") or {}).get("sample")
-    record = joined.info["joined"][-1]
-    unit = unit_of(joined.info["task"])
-    metric = metric_title(joined.info)
-    text = render_template(
-        "joined", record=record, client=client, sample_level=sample_level, folder=folder, unit=unit, metric=metric
+    if output is None:
+        folder = joined.add_client(path, joined.num_clients - 1)
+    else:
+        folder = joined.export(output)
+    print(_describe_joined(joined, folder))
+
+
+def _describe_joined(run: Run, folder: Path) -> str:
+    """Describe the client that joined a run last, whose adapter is in a folder."""
+    return render_template(
+        "joined",
+        record=run.info["joined"][-1],
+        client=run.num_clients - 1,
+        sample_level=(run.info.get("privacy") or {}).get("sample"),
+        folder=folder,
+        unit=unit_of(run.info["task"]),
+        metric=metric_title(run.info),
     )
-    print(text)
 
 
 def remove_client(parser: ArgumentParser, words: list[str]) -> None:
@@ -270,7 +284,11 @@ def remove_client(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def _find_source(words: list[str]) -> tuple[list[str], str]:
-    """Return the words of a command line with ``--data`` in place of ``--images``, and its value; empty without one."""
+    """Replace ``--images`` by ``--data`` in a command line.
+
+    Returns:
+        The words of the command line, and the value of the option; empty if it is missing.
+    """
     renamed = []
     positions = []
     for position, word in enumerate(words):
@@ -293,7 +311,9 @@ def _find_source(words: list[str]) -> tuple[list[str], str]:
 def _read_like_run(run: Run, images_class: type[Source], source: str, options: dict[str, Any]) -> FederatedData:
     """Return the images of a source, read and labelled like the run's."""
     preprocessing = run.preprocessing
-    size = max(preprocessing.resize[0][:2]) if preprocessing.resize else preprocessing.shape[-1]
+    size = preprocessing.shape[-1]
+    if preprocessing.resize:
+        size = max(preprocessing.resize[0][:2])
     full_scale = options["full_scale"]
     if full_scale is None:
         full_scale = preprocessing.full_scale
@@ -306,7 +326,8 @@ def _read_like_run(run: Run, images_class: type[Source], source: str, options: d
         options = _with_numbers(run, images_class, source, options)
     data = make_division(source, images_class, options).share_out()
     names_in_run = run.info.get("classes") or []
-    if not task["has_classes"] and not {*(data.classes or ())} <= {*names_in_run}:
+    has_other_names = not {*(data.classes or ())} <= {*names_in_run}
+    if not task["has_classes"] and has_other_names:
         # Columns with other names were listed in the order of the run's numbers.
         data = replace(data, classes=None)
     return data

@@ -321,7 +321,7 @@ class BatchPlace(NamedTuple):
         start: Place in the plan of its chunk's first client.
         phase: Index of the phase.
         step: Index of the step within the phase.
-        active: Number of clients that take the step, the chunk's first ones; 0 where another rank is still training.
+        active: Number of clients that take the step, the chunk's first ones; 0 while only other ranks train.
     """
 
     start: int
@@ -330,11 +330,26 @@ class BatchPlace(NamedTuple):
     active: int
 
 
+@dataclass(order=True)
+class _Lane:
+    """A row of chunks that train one after another, as on one thread. The smallest lane has the least work.
+
+    Attributes:
+        work: Number of steps that its clients have taken.
+        number: Decides between lanes with equal work.
+        places: Places of the batches that are left of its current chunk.
+    """
+
+    work: int
+    number: int
+    places: Iterator[BatchPlace] = field(default_factory=lambda: iter(()), compare=False)
+
+
 def batch_places(plan: RoundPlan) -> Iterator[BatchPlace]:
     """Yield the place of every cohort batch of a round.
 
-    A chunk takes all its steps before the next one begins. If several train at a time, the next batch is one of the
-    chunk whose lane has had the fewest images: a lane is a row of chunks, one after another, as a thread trains them.
+    A chunk takes all its steps before the next one begins. If several chunks train at a time, each in its own lane, the
+    next batch is one of the lane whose clients have taken the fewest steps.
 
     >>> [tuple(place) for place in batch_places(RoundPlan(0, (5, 2), ((2, 1), (1, 1))))]
     [(0, 0, 0, 2), (0, 0, 1, 1), (0, 1, 0, 2)]
@@ -343,22 +358,22 @@ def batch_places(plan: RoundPlan) -> Iterator[BatchPlace]:
     [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0)]
     """
     waiting = deque(plan.chunks)
-    # Of each lane, the client steps that it has taken, its number, which decides between equal ones, and what follows.
-    lanes: list[tuple[int, int, Iterator[BatchPlace]]] = []
-    for lane in range(plan.chunks_at_a_time):
-        lanes.append((0, lane, iter(())))
+    # A heap, so that the next batch is one of the lane with the least work.
+    lanes = [_Lane(work=0, number=number) for number in range(plan.chunks_at_a_time)]
     num_batches = 0
     while lanes:
-        client_steps, lane, places = heapq.heappop(lanes)
-        place = next(places, None)
+        lane = heapq.heappop(lanes)
+        place = next(lane.places, None)
         while place is None and waiting:
-            places = _places_of_chunk(plan, waiting.popleft())
-            place = next(places, None)
+            lane.places = _places_of_chunk(plan, waiting.popleft())
+            place = next(lane.places, None)
         if place is None:
-            continue  # no chunk is left for this lane
+            # No chunk is left for this lane.
+            continue
         yield place
         num_batches += 1
-        heapq.heappush(lanes, (client_steps + place.active, lane, places))
+        lane.work += place.active
+        heapq.heappush(lanes, lane)
     without_clients = BatchPlace(start=0, phase=len(plan.steps) - 1, step=0, active=0)
     yield from [without_clients] * (plan.num_batches - num_batches)
 

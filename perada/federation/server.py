@@ -55,13 +55,14 @@ class RoundContext:
 
     Attributes:
         plan: The round's clients and their steps.
-        received: What the clients received, as the updates are divided among the ranks.
+        received: States (C, ...) that the clients received, divided among the ranks like the updates.
         train_sizes: Numbers of training images of all clients of the federation, for weights.
         data: Public images and the server's validation set.
-        level: The account where whole clients are private.
+        level: Account of the client-level privacy; None without it.
         progress: Wraps the steps of the distillation in a progress bar.
-        logit_sum: Sum of the clients' logits where sites made a secure sum themselves, empty in a round that is not
-            distilled. Every row of the updates is then their mean, or that of their noisy changes with a ``level``.
+        logit_sum: Sum of the clients' logits, if the sites of a deployment have made a secure sum; empty in a round
+            without distillation. Every row of the updates is then the mean over the sites or, with a ``level``, the
+            mean of their noisy changes.
     """
 
     plan: RoundPlan
@@ -83,12 +84,12 @@ class ServerResult:
     """The server's results of a round.
 
     Attributes:
-        updates: The updates that counted; None if too few clients were left, and the global state stayed as it was.
+        updates: The updates that were aggregated; None if too few clients were left, so that the global state was kept.
         student: The state before the distillation; None if nothing was distilled.
-        outliers: By client, how many times as long as the median its change was; only of outliers.
-        diverged: Whether the distillation became NaN or infinite, and kept its starting point.
-        discarded: Whether the new state was NaN or infinite, and the global state stayed as it was.
-        metrics: What was measured.
+        outliers: For each outlier, by client, its change's norm divided by the median norm.
+        diverged: Whether the distillation became NaN or infinite, so that its starting point was kept.
+        discarded: Whether the new state was NaN or infinite, so that the global state was kept.
+        metrics: Metrics of the round.
     """
 
     updates: Updates | None = None
@@ -104,8 +105,8 @@ class RoundReport:
     """The results of a round, for logs and warnings.
 
     Attributes:
-        server: Those of the server.
-        broken: Clients that were left out, as their training became NaN or infinite.
+        server: Results of the server.
+        broken: Clients that were left out because their training became NaN or infinite.
         failed: Clients of whom a sample could not be read, with the reason; in a private run they train without it.
         metrics: Training losses, numbers of parameters, megabytes sent, and what the server measured.
     """
@@ -122,11 +123,11 @@ class Server:
     Attributes:
         global_state: The state w, or a stack of several.
         server_state: Tensors that the algorithm and the server rule keep between rounds, ``{name: state}``.
-        lora_ranks: LoRA's ranks of all clients; empty where they have the adapter's.
+        lora_ranks: LoRA rank of each client; empty if all have the adapter's rank.
 
     Args:
-        trainer: Whose network, settings and loss scales the server shares, for the student.
-        initial: Gives the k-th random initial state; that of 0 unless there are several global models.
+        trainer: Trainer whose network, settings and loss scales the server shares.
+        initial: Function that returns the k-th random initial state; with a single global model, k is 0.
         ranks: The processes among which clients are divided.
     """
 
@@ -137,7 +138,7 @@ class Server:
         self.scales = trainer.scales
         self.ranks = ranks or Ranks()
         self.global_state = self.settings.algorithm.initial(initial)
-        # A network of the caller's own may be random in each process: all begin with that of rank 0.
+        # A custom network may be initialised differently in each process; all start from that of rank 0.
         self.ranks.broadcast_(self.global_state.values())
         self.server_state: dict[str, State] = {}
         self.lora_ranks = self.settings.lora_ranks
@@ -155,8 +156,8 @@ class Server:
         Args:
             plan: The round's clients.
             num_clients: Number of all clients of the federation.
-            losses: Losses (C, K) of K global models on the clients' images, where clients compare them.
-            algorithm: Another algorithm than the run's, such as that of the fine-tuning after the last round.
+            losses: Losses (C, K) of K global models on the clients' images, if clients compare them.
+            algorithm: Algorithm to use instead of the run's, such as that of the fine-tuning after the last round.
         """
         algorithm = algorithm or self.settings.algorithm
         return algorithm.broadcast(
@@ -185,11 +186,11 @@ class Server:
 
     @property
     def needs_only_mean(self) -> bool:
-        """Whether nothing that the run is set to do reads a single client's update, so that they may be added up."""
+        """Whether no option of the run requires single updates, so that only their sum must be kept."""
         settings = self.settings
         algorithm = settings.algorithm
         if settings.secure_sums is not None or settings.client_privacy is not None:
-            # Both look at, or change, each client's update before it counts.
+            # Both process each client's update before it is aggregated.
             return False
         if settings.drop_outliers or settings.diagnostics or settings.lora_ranks:
             return False
@@ -197,15 +198,15 @@ class Server:
             # The teachers are the clients' models.
             return False
         if is_foreign(settings.rule) or not settings.rule.function_of_mean:
-            # A rule from elsewhere may have inherited what it states.
+            # A custom rule may have inherited function_of_mean from one of perada's.
             return False
         return algorithm.sends_updates and algorithm.mean_is_enough
 
     def sums(self, shares: Shares, train_sizes: Sequence[int]) -> UpdateSums | None:
-        """Return what adds up the updates of a round's clients, or None if single updates are needed.
+        """Return an accumulator for the updates of a round's clients, or None if single updates are needed.
 
         Args:
-            shares: The round's clients and who trains them.
+            shares: The round's clients and the ranks that train them.
             train_sizes: Numbers of training images of all clients of the federation.
         """
         if not self.needs_only_mean:
@@ -214,93 +215,108 @@ class Server:
         return UpdateSums(weights, shares.places, self.tensor_names.parameters, self.ranks)
 
     def aggregate(self, context: RoundContext, updates: Updates | UpdateSums, valid: Sequence[int]) -> ServerResult:
-        """Compute the next global state from the updates of a round. A collective: all ranks must call this alike.
+        """Compute the next global state from the updates of a round, and keep it if it is finite. A collective.
 
         Args:
             context: Facts about the round.
-            updates: What the plan's clients sent, or what adds it up.
-            valid: Places in the plan of the clients whose update is finite. With privacy of whole clients all count.
+            updates: Updates of the plan's clients, or their sums.
+            valid: Places in the plan of the clients whose update is finite. With client-level privacy all are accepted.
 
         Returns:
-            The updates that counted, and metrics. The states of the server are replaced, unless too few clients were
-            left.
+            The aggregated updates and metrics.
         """
-        secure = self.settings.secure_sums
         algorithm = self.settings.algorithm
-        clients = context.plan.clients
+        plan = context.plan
         accepted = self._accepted(context, updates, valid)
-        outliers = accepted.outliers
-        metrics = accepted.metrics
         if len(accepted.places) < self._quorum(context):
-            return ServerResult(outliers=outliers, metrics=metrics)
+            return ServerResult(outliers=accepted.outliers, metrics=accepted.metrics)
+        teachers = self._accepted_updates(context, updates, accepted.places)
 
-        if isinstance(updates, UpdateSums):
-            updates = updates.means(accepted.places)
-        else:
-            if context.level is not None:
-                updates = self.privatized(context.level, updates, context)
-            updates = updates.part(accepted.places)
-        # The distiller runs clients' models one by one only where it adds up their logits in a secure sum.
-        teachers = updates
-        if secure is not None and context.level is None and not context.summed_by_sites:
-            shares = self._shares(context.plan, context.train_sizes)
-            updates = secure.rows(updates, [shares[place] for place in accepted.places])
-
-        # Below this line `updates` is what the server may see: with secure sums or privacy of whole clients no row is
-        # a single client's.
+        # With secure sums or client-level privacy, no row of `visible` is the update of a single client. Everything
+        # below sees only this, except for the distiller, which then runs the teachers inside a secure sum of logits.
+        visible = self._visible_updates(context, teachers, accepted.places)
         distiller = self._distiller(context, teachers)
-        accepted_clients = tuple(clients[place] for place in accepted.places)
-        step = self._server_step(context, updates, accepted_clients, distiller)
-        # The algorithm may return the tensors that it was given, such as those of an update.
+        accepted_clients = tuple(plan.clients[place] for place in accepted.places)
+        step = self._server_step(context, visible, accepted_clients, distiller)
+        # Cloned, since the algorithm may return tensors that it was given, such as those of an update.
         state = clone(algorithm.server_step(step))
         if context.level is not None:
             state = floor_variances(state)
-        metrics = metrics | distiller.report.metrics | step.metrics
+        metrics = accepted.metrics | distiller.report.metrics | step.metrics
         if "lora_residual" in self.settings.diagnostics:
-            models = updates.completed(step.previous) if algorithm.global_model else updates
+            models = visible.completed(step.previous) if algorithm.global_model else visible
             metrics["updates/lora_residual"] = lora_residual(self.tensor_names.factors, models, step.weights)
         finite = is_finite(state)
         if finite:
             self.global_state = self.global_state | state
             self.server_state = step.state
         if self.tensor_names.merged:
-            # Whoever looks at the clients' models takes the merged weights that these were trained with.
+            # Clients trained with the merged weights from before the round, which complete their models.
             merged_weights = select(step.previous, self.tensor_names.merged)
-            updates = updates.completed(merged_weights)
+            visible = visible.completed(merged_weights)
         return ServerResult(
-            updates=updates,
+            updates=visible,
             student=distiller.report.student,
-            outliers=outliers,
+            outliers=accepted.outliers,
             diverged=distiller.report.diverged,
             discarded=not finite,
             metrics=metrics,
         )
 
+    def _accepted_updates(self, context: RoundContext, updates: Updates | UpdateSums, places: Sequence[int]) -> Updates:
+        """Return the updates of the accepted clients, which are at ``places`` in the plan. A collective.
+
+        With client-level privacy every row is the noisy mean; if only sums were kept, every row is the mean.
+        """
+        if isinstance(updates, UpdateSums):
+            return updates.means(places)
+        if context.level is not None:
+            updates = self.privatized(context.level, updates, context)
+        return updates.part(places)
+
+    def _visible_updates(self, context: RoundContext, updates: Updates, places: Sequence[int]) -> Updates:
+        """Return what the server sees of the updates: with secure sums, their mean in every row. A collective."""
+        secure = self.settings.secure_sums
+        # The noisy mean of client-level privacy, and a sum that sites have made, are no longer single updates.
+        is_mean = context.level is not None or context.summed_by_sites
+        if secure is None or is_mean:
+            return updates
+        shares = self._shares(context.plan, context.train_sizes)
+        return secure.rows(updates, [shares[place] for place in places])
+
     def privatized(self, level: ClientLevel, updates: Updates, context: RoundContext) -> Updates:
-        """Replace every client's update by their noisy mean, the only thing that the server gets to see."""
+        """Replace every client's update by their noisy mean, which is all that the server sees."""
         plan = context.plan
         received = context.received.local_rows
         weights = client_weights("uniform", plan.clients)
         if level.sums is None:
             noisy = level.privatized(updates, received, plan.round, plan.clients)
-            # The mean has all of the noise, a row has a share of it: nothing after this gets to see a row.
+            # Each row has only a share of the noise, so only the mean is returned.
             return updates.repeat(updates.replace(noisy).mean(weights))
-        if context.summed_by_sites:  # every row is the mean of the sites' noisy changes
+        if context.summed_by_sites:
+            # Every row is the mean of the sites' noisy changes.
             change = {name: value[0] for name, value in updates.local_rows.items() if value.is_floating_point()}
         else:
             change = level.mean_change(updates, received, plan.round, plan.clients)
         base = {name: received[name] for name in updates.names if name != VOTE}
-        return updates.repeat(level.apply_mean_change(updates.replace(base).mean(weights), change, updates.clients))
+        mean_before = updates.replace(base).mean(weights)
+        return updates.repeat(level.apply_mean_change(mean_before, change, updates.clients))
 
     def _accepted(self, context: RoundContext, updates: Updates | UpdateSums, valid: Sequence[int]) -> "_Accepted":
-        """Choose the clients whose updates count. A collective."""
+        """Choose the clients whose updates are aggregated. A collective.
+
+        Args:
+            context: Facts about the round.
+            updates: Updates of the plan's clients, or their sums.
+            valid: Places in the plan of the clients whose update is finite.
+        """
         secure = self.settings.secure_sums
         plan = context.plan
         if isinstance(updates, UpdateSums):
             norms = updates.change_norms()[list(valid)]
             return _Accepted(places=valid, outliers=outliers_of_norms(norms, plan, valid))
         if context.level is not None:
-            # All count, since who broke depends on their images.
+            # All are accepted, since whose training broke depends on their images.
             return _Accepted(places=range(len(plan.clients)))
         if secure is not None:
             if not context.summed_by_sites:
@@ -321,23 +337,23 @@ class Server:
         return _Accepted(places=valid, outliers=outliers, metrics=metrics)
 
     def _quorum(self, context: RoundContext) -> int:
-        """Return how many clients must remain; with fewer the round is void."""
+        """Return how many clients must remain; with fewer, the global state is kept."""
         secure = self.settings.secure_sums
-        # Sites that made the sum have seen to it themselves.
+        # Sites that have made the sum themselves have checked their number.
         if secure is None or context.summed_by_sites:
             return 1
         return secure.least(len(context.plan.clients))
 
     def _shares(self, plan: RoundPlan, train_sizes: Sequence[int]) -> list[float]:
-        """Return the weights of a plan's clients, not yet divided by their sum."""
+        """Return the weights of a plan's clients, which need not sum to one."""
         if self.settings.weighting == "uniform":
             return [1.0] * len(plan.clients)
         return [float(train_sizes[client]) for client in plan.clients]
 
     def _distiller(self, context: RoundContext, teachers: Updates) -> Distiller:
-        """Return the distiller of a round, by which an algorithm's server step refines the global state."""
+        """Return the distiller of a round, which the algorithm's server step may call."""
         secure: SecureTeachers | None = None
-        # An algorithm that makes teachers itself makes them of what the server may see.
+        # An algorithm that builds its own teachers builds them from what the server sees.
         if self.settings.secure_sums is not None and not self.settings.algorithm.builds_teachers:
             secure = SecureTeachers(self.settings.secure_sums, teachers, context.logit_sum)
         return Distiller(
@@ -359,10 +375,19 @@ class Server:
     def _server_step(
         self, context: RoundContext, updates: Updates, clients: tuple[int, ...], distiller: Distiller
     ) -> ServerStep:
+        """Return the argument of the algorithm's server step.
+
+        Args:
+            context: Facts about the round.
+            updates: What the server sees of the updates.
+            clients: Ids of the clients that have sent them.
+            distiller: Distiller of the round.
+        """
         settings = self.settings
         weighting: Weighting = settings.weighting
         if settings.secure_sums:
-            weighting = "uniform"  # the sum is weighted already
+            # The rows are a weighted mean already.
+            weighting = "uniform"
         predict = None
         if settings.rule.needs:
             predict = partial(self._predict, context)
@@ -384,14 +409,14 @@ class Server:
     def _predict(
         self, context: RoundContext, previous: State, models: Updates | State, images: int, labelled: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Predict on the server's images. A collective where the models are updates.
+        """Predict on the server's images. A collective if the models are :class:`Updates`.
 
         Args:
-            context: The round, and the images.
-            previous: State whose tensors complete the models.
+            context: The round, with the server's images.
+            previous: State with the tensors that the models lack.
             models: Models (C, ...).
-            images: N, at most.
-            labelled: Whether the images are those of the validation set, which have labels.
+            images: Largest number N of images.
+            labelled: Whether to use the validation set, which has labels, rather than public images.
 
         Returns:
             Probabilities (C, N, K), and labels as 0 and 1 (N, K) or None.
@@ -399,7 +424,7 @@ class Server:
         task = self.settings.training.task
         local_models = models.local_rows if isinstance(models, Updates) else models
         clients = stack_size(local_models)
-        # A rank may have no client. It runs the model before the round for the shape of the logits, and drops them.
+        # A rank without clients runs the former global model for the shape of the logits, which are then dropped.
         states = expand(previous, max(1, clients))
         if clients:
             states = states | local_models
@@ -418,7 +443,7 @@ class Server:
         return all_predictions, torch.cat(labels)
 
     def _images(self, context: RoundContext, limit: int, labelled: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield batches of at most ``limit`` of the server's images in all, with labels or None."""
+        """Yield batches of the server's images, with labels or None; no more than ``limit`` images in total."""
         data = context.data
         if not labelled:
             for indices in data.public_indices(context.plan.round, 1, limit)[0].split(PREDICTION_BATCH):
@@ -443,11 +468,11 @@ class Server:
 
 @dataclass(frozen=True)
 class _Accepted:
-    """The clients whose updates count.
+    """The clients whose updates are aggregated.
 
     Attributes:
         places: Their places in the plan.
-        outliers: By client, how many times as long as the median its change was; only of outliers.
+        outliers: As in :class:`ServerResult`.
         metrics: Metrics of the updates.
     """
 
@@ -457,12 +482,12 @@ class _Accepted:
 
 
 def mean_numel(state: State, tensor_names: TensorNames, ranks: Sequence[int]) -> dict[str, float]:
-    """Count the numbers in each tensor of a state (no client axis), the mean over clients of unequal ranks.
+    """Count the elements of each tensor of a state (no client axis), averaged over clients with different LoRA ranks.
 
     Args:
-        state: The tensors. One that is named after a factor, behind a prefix that ends in "/", is cut like that.
+        state: The tensors. A factor's name may have a prefix that ends in "/".
         tensor_names: Names of the model's tensors.
-        ranks: LoRA's ranks of the clients; empty where they have the adapter's.
+        ranks: LoRA ranks of the clients; empty if all have the adapter's rank.
     """
     axes = rank_axes(tensor_names.factors) if ranks else {}
     sizes = {}
@@ -476,7 +501,7 @@ def mean_numel(state: State, tensor_names: TensorNames, ranks: Sequence[int]) ->
 
 
 def megabytes_of_clients(state: State, tensor_names: TensorNames, ranks: Sequence[int], clients: int) -> float:
-    """Compute the megabytes (10**6 bytes) of a state (no client axis) at so many clients, as of :func:`mean_numel`."""
+    """Compute the megabytes (10**6 bytes) of a state (no client axis) times ``clients``; see :func:`mean_numel`."""
     sizes = mean_numel(state, tensor_names, ranks)
     bytes_of_client = fsum(size * state[name].element_size() for name, size in sizes.items())
     return clients * bytes_of_client / 1e6
@@ -491,16 +516,16 @@ def parameter_counts(
     sent: State,
     ranks: Sequence[int] = (),
 ) -> dict[str, float]:
-    """Count the parameters that a client trains in a round and sends, as metrics.
+    """Count the parameters that a client trains in a round, and those that it sends, as metrics.
 
     Args:
-        algorithm: The algorithm, for the names that it trains.
+        algorithm: The algorithm, which determines the trained parameters.
         phases: The phases of the round.
         tensor_names: Names of the model's tensors.
-        round: The round, counted from 0.
+        round: Number of the round, counted from 0.
         opened: Stacks (C, ...) by role that the round began with.
-        sent: What a client sends (no client axis). What is not a model's tensor, such as a control variate, counts too.
-        ranks: LoRA's ranks of the round's clients, over which it is the mean; empty where they have the adapter's.
+        sent: Update of a client (no client axis). Tensors that are not the model's count too, such as control variates.
+        ranks: LoRA ranks of the round's clients, over which counts are averaged; empty if all have the adapter's rank.
     """
     statistics = set(tensor_names.keys) - set(tensor_names.parameters)
     sent_numbers = {name: value for name, value in sent.items() if value.is_floating_point()}
@@ -515,7 +540,7 @@ def parameter_counts(
         for phase in phases:
             names = algorithm.trainable_keys(role, phase.name, tensor_names, round)
             trained.update((role, name) for name in names if (role, name) in sizes)
-    # fsum is exact in any order: that of a set differs between processes, since it follows from hashes of names.
+    # fsum is exact in any order. The order of a set of strings differs between processes.
     return {
         "params/trained": fsum(sizes[key] for key in trained),
         "params/sent": fsum(size for name, size in sent_sizes.items() if name not in statistics),
@@ -530,26 +555,26 @@ def find_outliers(
     places: Sequence[int],
     with_metrics: bool,
 ) -> tuple[dict[int, float], dict[str, float]]:
-    """Find outliers (:func:`outliers_of_norms`) among updates. A collective: all ranks must call this alike.
+    """Find outliers (:func:`outliers_of_norms`) among updates. A collective.
 
     Args:
-        names: Trained parameters. Running statistics are left out: an honest client's with two images may be far from
-            all others.
-        updates: What the C clients sent.
-        received: What this rank's clients among them had received (c, ...).
+        names: Names of trained parameters. Running statistics are left out, since those of an honest client with two
+            images may be far from all others.
+        updates: Updates of C clients.
+        received: States (c, ...) that this rank's clients among them had received.
         plan: The round's clients and their steps.
-        places: Where the C clients stand in the plan.
-        with_metrics: Whether to measure the round's updates, too, which moves a state between ranks.
+        places: Places of the C clients in the plan.
+        with_metrics: Whether to compute metrics too, which transfers a state between ranks.
 
     Returns:
-        By how many times the median the changes of outliers are as long, by client, and the metrics.
+        For each outlier, by client, its change's norm divided by the median norm; and the metrics.
     """
     norms, cosines = _norms_and_cosines(names, updates, received, with_metrics)
     outliers = outliers_of_norms(norms, plan, places)
     if cosines is None:
         return outliers, {}
     clients = [plan.clients[place] for place in places]
-    # NaN, of a client that did not move, is never the largest or the smallest.
+    # The cosine of a client that did not move is NaN, which must be neither the largest nor the smallest.
     longest = int(norms.nan_to_num(-1).argmax())
     most_opposed = int(cosines.nan_to_num(2).argmin())
     return outliers, {
@@ -562,17 +587,17 @@ def find_outliers(
 
 
 def outliers_of_norms(norms: Tensor, plan: RoundPlan, places: Sequence[int]) -> dict[int, float]:
-    """Find clients whose change is much longer than the median.
+    """Find clients whose change has a norm above :data:`OUTLIER_FACTOR` times the median.
 
-    A client that took more steps than the median of the plan may have moved so many times as far.
+    For a client that took k times as many steps as the median client, the limit is k times as large.
 
     Args:
         norms: Norms (C,) of the changes, on the CPU.
         plan: The round's clients and their steps.
-        places: Where the C clients stand in the plan.
+        places: Places of the C clients in the plan.
 
     Returns:
-        By how many times the median the changes of outliers are as long, by client.
+        For each outlier, by client, its change's norm divided by the median norm.
     """
     median = float(norms.nanmedian())
     steps = [sum(steps_of_phases) for steps_of_phases in zip(*plan.steps, strict=True)]
@@ -588,13 +613,13 @@ def outliers_of_norms(norms: Tensor, plan: RoundPlan, places: Sequence[int]) -> 
 def _norms_and_cosines(
     names: Iterable[str], updates: Updates, received: State, with_cosines: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Measure the clients' changes. A collective: all ranks must call this alike.
+    """Measure the clients' changes. A collective.
 
     Args:
-        names: Trained parameters.
-        updates: What the C clients sent.
-        received: What this rank's clients among them had received (c, ...).
-        with_cosines: Whether to compare each change with the mean of all, too.
+        names: Names of trained parameters.
+        updates: Updates of C clients.
+        received: States (c, ...) that this rank's clients among them had received.
+        with_cosines: Whether to compare each change with the mean change too.
 
     Returns:
         The norms (C,) of the changes, and their cosines (C,) with the mean change or None; on the CPU.
@@ -604,7 +629,8 @@ def _norms_and_cosines(
         device = device_of(received)
     dtype = double_dtype(device)
     squares = torch.zeros(updates.clients, dtype=dtype, device=device)
-    products = torch.zeros(updates.clients, dtype=dtype, device=device)  # with the mean change
+    # Inner products of the changes with the mean change.
+    products = torch.zeros(updates.clients, dtype=dtype, device=device)
     mean_square = torch.zeros((), dtype=dtype, device=device)
     rows = to_device_async(torch.tensor(updates.places, dtype=torch.int64), device)
     if updates.local_rows:
@@ -621,14 +647,15 @@ def _norms_and_cosines(
         for block in blocks:
             change = double(sent_rows[:, block]) - double(received_rows[:, block])
             mean_change[block] = change.sum(0) / updates.clients
-        # One collective for all blocks, of which ranks have different numbers.
+        # One collective for all blocks, since ranks have different numbers of blocks.
         updates.ranks.sum_([mean_change])
         mean_square += mean_change.square().sum()
         for block in blocks:
             change = double(sent_rows[:, block]) - double(received_rows[:, block])
             products[rows] += (change * mean_change[block]).sum(1)
+    # One collective, and one transfer to the host, for both.
     table = torch.stack([squares, products])
-    updates.ranks.sum_([table])  # one collective for both
+    updates.ranks.sum_([table])
     squares, products = table.cpu().double()
     mean_square = mean_square.cpu().double()
     norms = squares.sqrt()

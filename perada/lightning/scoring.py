@@ -13,6 +13,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from perada.core.rounds import Phase, PrivateSampling, RoundPlan
 from perada.data.shifts import Condition
 from perada.federation.evaluation import ShiftedEvaluation
 from perada.lightning.results import ShiftScores
@@ -31,16 +32,16 @@ FEW_MODELS = 10
 
 
 def scoring_notice(seconds: float, batches: int, models: int, everywhere: int) -> str | None:
-    """Describe how long it takes to score all models, if that is minutes.
+    """Return a message on how long it takes to score all models, if that is long.
 
     Args:
         seconds: Duration of the first batch of images.
         batches: Number of batches.
-        models: Number of personal models; 0 where clients predict with the global one.
-        everywhere: Number of personal models that are scored on all images, and not only on their clients' own.
+        models: Number of personal models; 0 if clients predict with the global one.
+        everywhere: Number of personal models that are scored on all images, and not only on those of their client.
 
     Returns:
-        The message, with the options that make it shorter; None for less than :data:`LONG_SCORING` seconds.
+        The message, which names the options that reduce the time; None for less than :data:`LONG_SCORING` seconds.
     """
     total = seconds * batches
     if total < LONG_SCORING:
@@ -82,7 +83,7 @@ class ScoringClock:
             self._started_at = time.perf_counter()
 
     def stop(self, context: RunContext, batch_idx: int, batches: float) -> None:
-        """Stop the clock after the first batch, and log how long all ``batches`` will take, if that is minutes."""
+        """Stop the clock after the first batch, and log how long all ``batches`` will take, if that is long."""
         if batch_idx != 0 or self.announced or not math.isfinite(batches):
             return
         self.announced = True
@@ -105,7 +106,12 @@ def _synchronize(context: RunContext) -> None:
 
 
 class _ConditionScores(NamedTuple):
-    """Scores on one shifted set, by metric: each client's (M,), NaN where it has none, and the global model's."""
+    """Scores on one shifted set.
+
+    Attributes:
+        condition: The shifted set.
+        by_metric: For each metric the clients' scores (M,), NaN if a client has none, and that of the global model.
+    """
 
     condition: Condition
     by_metric: dict[str, tuple[torch.Tensor, float]]
@@ -114,7 +120,7 @@ class _ConditionScores(NamedTuple):
 def score_shifts(context: RunContext) -> bool:
     """Score all models on the shifted test sets, and keep the scores in the run's results. A collective.
 
-    The trainer's limit of test batches, or of validation batches in training, holds for each pass over the images.
+    The trainer's limit of test batches, or of validation batches during training, applies to each shifted set.
 
     Returns:
         Whether there was a shifted set to score.
@@ -147,7 +153,7 @@ def score_shifts(context: RunContext) -> bool:
 
 
 def _announce_long_shifts(seconds_of_first: float, count: int) -> None:
-    """Log how long all shifted sets will take, from the time of the first, if that is minutes."""
+    """Log how long all shifted sets will take, estimated from the first one, if that is long."""
     expected = seconds_of_first * count
     if expected >= LONG_SCORING:
         rank_zero_info(
@@ -185,35 +191,35 @@ def _summarize(
 ) -> ShiftScores:
     """Combine the scores on all shifted sets.
 
-    The score on corruptions is the mean over their kinds and severities. The first metric has the plain names, and
-    only it is given for each kind.
+    The score on corruptions is the mean over their kinds and severities. Names of the first metric have no suffix, and
+    scores of single kinds are those of the first metric.
 
     Args:
         results: Scores on each set.
         has_global_model: Whether there is a global model.
-        shifts: Fingerprint of the shifts.
+        shifts: Values that identify the shifts.
         seconds: Time that scoring took.
     """
-    by_shift: dict[str, list[_ConditionScores]] = {}
+    results_of_shifts: dict[str, list[_ConditionScores]] = {}
     for result in results:
-        by_shift.setdefault(result.condition.shift, []).append(result)
+        results_of_shifts.setdefault(result.condition.shift, []).append(result)
     scores: dict[str, float] = {}
     per_client: dict[str, torch.Tensor] = {}
     kinds: dict[str, dict[str, Any]] = {}
-    for shift, of_shift in by_shift.items():
-        metrics = list(of_shift[0].by_metric)
+    for shift, shift_results in results_of_shifts.items():
+        metrics = list(shift_results[0].by_metric)
         for metric in metrics:
-            suffix = "" if metric == metrics[0] else f"_{metric}"
-            client_scores = torch.stack([result.by_metric[metric][0] for result in of_shift]).nanmean(0)
+            name = shift if metric == metrics[0] else f"{shift}_{metric}"
+            client_scores = torch.stack([result.by_metric[metric][0] for result in shift_results]).nanmean(0)
             if not client_scores.isnan().all():
                 mean, std = _mean_and_std(client_scores)
-                per_client[f"personal/{shift}{suffix}"] = client_scores
-                scores[f"personal/{shift}{suffix}"] = mean
-                scores[f"personal/{shift}{suffix}_std"] = std
+                per_client[f"personal/{name}"] = client_scores
+                scores[f"personal/{name}"] = mean
+                scores[f"personal/{name}_std"] = std
             if has_global_model:
-                scores[f"global/{shift}{suffix}"] = fmean(result.by_metric[metric][1] for result in of_shift)
-        if of_shift[0].condition.kind:
-            kinds[shift] = _severity_curves(of_shift, metrics[0])
+                scores[f"global/{name}"] = fmean(result.by_metric[metric][1] for result in shift_results)
+        if shift_results[0].condition.kind:
+            kinds[shift] = _severity_curves(shift_results, metrics[0])
     return ShiftScores(scores, per_client, kinds, shifts, seconds)
 
 
@@ -255,32 +261,41 @@ def fine_tune_clients(context: RunContext) -> bool:
     excluded = sorted({*clients} - {*able})
     if excluded:
         rank_zero_warn(f"privacy: client {', '.join(map(str, excluded))} cannot afford the fine-tuning")
-    # A group trains for as many steps as its largest client needs, so clients of similar sizes are grouped.
-    ordered = sorted(able, key=lambda client: -context.data.train_sizes[client])
-    group_size = context.settings.clients_per_round or len(clients)
-    plans = []
-    for start in range(0, len(ordered), group_size):
-        group = ordered[start : start + group_size]
-        plans.append(context.data.plan_for(group, federation.rounds_done, [phase]))
+    plans = _fine_tuning_plans(context, able, phase)
+    sampling: PrivateSampling | None = None
     images = federation.protection.images
-    sampling = None if images is None else images.sampling(tuning=True)
+    if images is not None:
+        sampling = images.sampling(tuning=True)
     with context.precision():
         broken, failed = federation.personalize(
             context.progress_bar(plans, "Fine-tune"), lambda plan: context.local_steps(plan, sampling)
         )
-    context.results.shifted = None  # of the models before
-    # Whose training failed depends on the images: no log of a private run may name it.
+    # The scores are those of the models before the fine-tuning.
+    context.results.shifted = None
+    # Which client's training failed depends on its images, so no log of a private run may name it.
     if not context.settings.private:
         warn_of_failed_clients("fine-tuning", broken, "it keeps the global adapter", failed)
     return True
 
 
+def _fine_tuning_plans(context: RunContext, clients: Sequence[int], phase: Phase) -> list[RoundPlan]:
+    """Return the plans of groups of clients that fine-tune together, as many at a time as in a round."""
+    # A group trains for as many steps as its largest client needs, so clients of similar sizes are grouped.
+    ordered = sorted(clients, key=lambda client: -context.data.train_sizes[client])
+    group_size = context.settings.clients_per_round or context.data.num_clients
+    plans = []
+    for start in range(0, len(ordered), group_size):
+        group = ordered[start : start + group_size]
+        plans.append(context.data.plan_for(group, context.federation.rounds_done, [phase]))
+    return plans
+
+
 def finish(context: RunContext, history: History) -> None:
     """Run the final steps that training skipped because it was stopped early. A collective.
 
-    Clients are fine-tuned, and models are scored, where that was not done yet. New scores are logged and added to the
-    last record of the history, if there is one. The newest checkpoint of each callback is written again with all that
-    is new.
+    Clients are fine-tuned and models are scored unless that was done before. New scores are logged and added to the
+    last record of the history, if there is one. The newest checkpoint of each callback is written again to include
+    them.
     """
     tuned = fine_tune_clients(context)
     scored = _score_last_round(context, history, tuned)
@@ -324,15 +339,15 @@ def _log_scores(context: RunContext, history: History) -> None:
 
 
 def _rewrite_newest_checkpoints(trainer: pl.Trainer) -> None:
-    """Write the newest checkpoint of each callback again, with the present models and scores."""
+    """Write the newest checkpoint of each callback again, with the current models and scores."""
     if is_dev_run(trainer):
         return
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint):
             continue
         newest = callback.last_model_path
-        # A callback that monitors nothing takes its newest checkpoint for the best one. A checkpoint that was chosen by
-        # a metric stays as it was when it was chosen.
+        # If a callback monitors nothing, its best checkpoint is the newest one. A checkpoint that was selected by a
+        # metric is left as it was then.
         if not newest and not callback.monitor:
             newest = callback.best_model_path
         if newest:

@@ -57,7 +57,8 @@ class Predictions:
             return [self.classes[label] for label in self.labels.tolist()]
         names = []
         for row in self.labels.bool().tolist():
-            names.append("|".join(name for name, is_predicted in zip(self.classes, row, strict=True) if is_predicted))
+            predicted = [name for name, is_predicted in zip(self.classes, row, strict=True) if is_predicted]
+            names.append("|".join(predicted))
         return names
 
     def save_masks(self, folder: str | Path) -> Path:
@@ -71,12 +72,13 @@ class Predictions:
         folder = Path(folder)
         if self.labels.ndim != 3:
             raise ValueError("the model does not predict masks; write the predictions with to_csv")
+        files = self.paths if self.sources is None else self.sources
         for row, mask in enumerate(self.labels):
             name = f"{row:06d}"
-            size = None
-            if self.paths is not None:
+            size: tuple[int, int] | None = None
+            if self.paths is not None and files is not None:
                 name = _name_of_mask(self.paths, row)
-                size = _size_of_image(self.sources[row] if self.sources is not None else self.paths[row])
+                size = _size_of_image(files[row])
             save_mask(mask, folder / f"{name}.png", size)
         return folder
 
@@ -96,10 +98,7 @@ class Predictions:
             first_cells = [str(number) for number in range(len(self.labels))]
         else:
             first_header = "path"
-            first_cells = []
-            for name in self.paths:
-                # Spreadsheets take some paths for formulas, such as "=1.png". With a prefix they are still valid.
-                first_cells.append(f"./{name}" if name.startswith(FORMULA) else name)
+            first_cells = [_path_cell(path_of_image) for path_of_image in self.paths]
         with writing(path), path.open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)
             if self.labels.is_floating_point():
@@ -113,6 +112,14 @@ class Predictions:
         return path
 
 
+def _path_cell(path: str) -> str:
+    """Return a path as the cell of a table. Spreadsheets would read some as formulas, such as ``=1.png``."""
+    if path.startswith(FORMULA):
+        # Still the path of the same file.
+        return f"./{path}"
+    return path
+
+
 def save_mask(mask: Tensor, path: Path, size: tuple[int, int] | None = None) -> None:
     """Write a mask (H, W) as a PNG file.
 
@@ -123,8 +130,8 @@ def save_mask(mask: Tensor, path: Path, size: tuple[int, int] | None = None) -> 
     """
     if size is not None:
         mask = resize_masks(mask, size)
-    largest = int(mask.max())
-    pixels = mask.cpu().numpy().astype(np.uint8 if largest < 256 else np.uint16)
+    dtype = np.uint8 if int(mask.max()) < 256 else np.uint16
+    pixels = mask.cpu().numpy().astype(dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path):
         Image.fromarray(pixels).save(path)
@@ -145,8 +152,11 @@ def _name_of_mask(paths: Sequence[str], row: int) -> str:
         # Masks must stay in their folder.
         return f"{row:06d}_{path.stem}"
     stem = path.with_suffix("")
-    has_twin = any(Path(other).with_suffix("") == stem for place, other in enumerate(paths) if place != row)
-    return str(path if has_twin else stem)
+    for other_row, other_path in enumerate(paths):
+        if other_row != row and Path(other_path).with_suffix("") == stem:
+            # Two images differ only in their extensions, which then tell their masks apart.
+            return str(path)
+    return str(stem)
 
 
 def _size_of_image(path: str) -> tuple[int, int]:

@@ -42,14 +42,14 @@ def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
 class Updates:
     """The updates of a round's C clients, by name, each part on the rank that trained it.
 
-    This is not a dictionary, because reading the tensors of all clients is a collective: all ranks must call
-    :meth:`gathered` alike. :meth:`mean` is one, too, but moves only one state.
+    This is not a dictionary, because reading the tensors of all clients is a collective: all ranks must make the same
+    calls of :meth:`gathered`. :meth:`mean` is a collective too, but transfers only one state.
 
     Args:
         local_rows: The stack (c, ...) of this rank's clients. With c = 0 the tensors still have their shapes.
-        places: Where this rank's clients stand among all; by default they are all.
-        clients: C, by default c.
-        ranks: The processes among which the clients are divided; by default one.
+        places: Positions of this rank's clients among all C clients. Default: this rank has all clients.
+        clients: Number C of all clients; by default c.
+        ranks: The processes among which the clients are divided; by default a single one.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Updates:
 
     @classmethod
     def replicated(cls, stack: Mapping[str, Tensor], ranks: Ranks) -> "Updates":
-        """Create updates from a stack that every rank holds, of which each rank keeps its share."""
+        """Divide a stack (C, ...) that every rank has among the ranks."""
         clients = len(next(iter(stack.values())))
         places = list(range(ranks.rank, clients, ranks.size))
         local_rows = {name: value[ranks.rank :: ranks.size] for name, value in stack.items()}
@@ -96,13 +96,14 @@ class Updates:
         This is a collective: all ranks must gather the same names in the same order, or the job hangs.
 
         Raises:
-            KeyError: If nothing was sent by this name.
+            KeyError: If clients did not send a tensor of this name.
         """
         value = self.local_rows[name]
         if self.ranks.size == 1:
             return value
         if name not in self._gathered:
-            # Ranks may hold different numbers of clients, so a sum of zero-padded stacks takes the place of all_gather.
+            # all_gather requires equal sizes, but ranks may have different numbers of clients. The sum of zero-padded
+            # stacks is the same.
             padded = value.new_zeros(self.clients, *value.shape[1:])
             padded[self.places] = value.detach()
             self.ranks.sum_([padded])
@@ -114,17 +115,22 @@ class Updates:
         return {name: self.gathered(name) for name in self.local_rows}
 
     def replace(self, local_rows: Mapping[str, Tensor]) -> "Updates":
-        """Replace the updates of this rank's clients by another stack (c, ...)."""
+        """Return the updates with another stack (c, ...) for this rank's clients."""
         return Updates(local_rows, self.places, self.clients, self.ranks)
 
     def repeat(self, state: State) -> "Updates":
-        """Replace every client's update by one state, without a client axis."""
+        """Return updates in which every client has sent the same ``state``, which has no client axis."""
         return self.replace(expand(state, len(self.places)))
 
     def part(self, rows: Sequence[int], without: Collection[str] = ()) -> "Updates":
-        """Select the updates of the clients in ``rows``, and leave out the names in ``without``."""
+        """Return the updates of some clients.
+
+        Args:
+            rows: Positions of the clients among all C, in the order of the result.
+            without: Names of tensors to leave out.
+        """
         index_of = {place: index for index, place in enumerate(self.places)}
-        # Of the selected clients, those of this rank: where they stand among the selected, and in the stack.
+        # Of the selected clients that this rank has: positions among the selected ones, and indices in the stack.
         places = []
         indices = []
         for place, row in enumerate(rows):
@@ -138,7 +144,7 @@ class Updates:
         return Updates(selected, places, len(rows), self.ranks)
 
     def completed(self, state: State) -> "Updates":
-        """Add the names that clients did not send, with the values of a ``state`` without a client axis."""
+        """Return the updates with the tensors of ``state`` (no client axis) for names that clients did not send."""
         missing = {name: value for name, value in state.items() if name not in self.local_rows}
         missing_rows = expand(missing, len(self.places))
         return self.replace(missing_rows | self.local_rows)
@@ -146,7 +152,7 @@ class Updates:
     def mean(self, weights: Tensor) -> State:
         """Compute the weighted mean over all C clients, on every rank; a collective.
 
-        Of integer tensors it is the maximum, as of :func:`mean`.
+        Integer tensors get their maximum, as in :func:`mean`.
         """
         local_weights = _on_device_of(self.local_rows, weights[self.places])
         sums: State = {}
@@ -170,17 +176,17 @@ class Updates:
 class UpdateSums:
     """The sums of a round's updates, added chunk by chunk, for a server that needs only their mean.
 
-    No process then holds more updates than those of a chunk.
+    The updates of only one chunk at a time are in memory.
 
     Args:
-        shares: Weights of the round's C clients, not yet divided by their sum.
-        places: Where this rank's clients stand among all.
+        shares: Weights of the round's C clients; they need not sum to one.
+        places: Positions of this rank's clients among all C.
         parameters: Names of trained parameters, whose changes are measured.
-        ranks: The processes among which the clients are divided; by default one.
+        ranks: The processes among which the clients are divided; by default a single one.
 
     Attributes:
-        example: What a client sent, without a client axis, for its names, shapes and types; empty before the first
-            chunk.
+        example: Uninitialised tensors with the names, shapes and dtypes of a client's update, without a client axis;
+            empty before the first chunk.
     """
 
     def __init__(
@@ -201,11 +207,11 @@ class UpdateSums:
         """Add the updates of a chunk, c of this rank's clients. Chunks may come in any order.
 
         Args:
-            sent: Their updates, (c, ...).
-            received: What the server had sent them, (c, ...).
-            start: Place of the first one among this rank's clients. A rank without clients trains a stand-in, which
-                is beyond them and left out.
-            accepted: Which updates count, (c,). Others, which may not be finite, are left out.
+            sent: Updates (c, ...) of these clients.
+            received: States (c, ...) that the server had sent them.
+            start: Position of the first of them among this rank's clients. A rank without clients trains a stand-in,
+                which is left out since it has no position.
+            accepted: Mask (c,) of the updates to add. The others may not be finite.
         """
         places = self._places[start : start + len(accepted)]
         clients = len(places)
@@ -232,28 +238,28 @@ class UpdateSums:
     def _add_numbers(
         self, name: str, value: Tensor, weights: Tensor, accepted: Tensor, before: Tensor | None, squares: Tensor
     ) -> None:
-        """Add a stack (c, ...) to the sum of its name, and its squared changes to ``squares`` (c,).
+        """Add the rows of a stack to the sum of its name, and the squared norms of its changes to ``squares``.
 
-        Both in one pass over blocks that stay in the processor's caches: memory is read once.
+        This takes one pass over blocks that fit the processor's caches, so memory is read once.
 
         Args:
             name: Name of the stack.
-            value: The stack.
-            weights: Weights of the clients, (c,).
-            accepted: Which clients count, (c,).
+            value: The stack (c, ...).
+            weights: Weights (c,) of the clients.
+            accepted: Mask (c,) of the clients to add.
             before: The stack (c, ...) before training; None if its change is not measured.
-            squares: Squared norms (c,) of the clients' changes so far, to which those of this stack are added in place.
+            squares: Squared norms (c,) of the clients' changes so far; changed in place.
         """
         rows = as_matrix(value)
         rows_before = None if before is None else as_matrix(_read_once(before))
-        # On a GPU always: the host would have to wait for it to find out whether all clients count.
+        # On a GPU always, since the host would have to wait for it to find out whether all clients are accepted.
         excludes = rows.device.type != "cpu" or not accepted.all()
         excluded = ~accepted.unsqueeze(1)
         if name not in self._sums:
             self._sums[name] = weights.new_zeros(value.shape[1:])
         sums = self._sums[name].view(-1)
         for block in column_blocks(rows):
-            # A copy also of what is in double precision, since it is changed.
+            # Copied even if it is in double precision already, since it is changed below.
             numbers = rows[:, block].to(weights.dtype, copy=True)
             if excludes:
                 # Zero times NaN would be NaN.
@@ -267,7 +273,7 @@ class UpdateSums:
     def change_norms(self) -> Tensor:
         """Return the norms (C,) of the changes of all clients' parameters, on the CPU; a collective.
 
-        Those of clients that are left out may not be finite.
+        The norms of clients that were not accepted may not be finite.
         """
         squares_of_rank = torch.cat([self._squares[start] for start in sorted(self._squares)])
         squares = torch.zeros(len(self._shares), dtype=torch.float64)
@@ -276,10 +282,10 @@ class UpdateSums:
         return squares.sqrt()
 
     def means(self, places: Sequence[int]) -> Updates:
-        """Return updates that are all equal, and have the mean of those that were added; a collective.
+        """Return updates in which every accepted client has sent the mean of the added ones; a collective.
 
         Args:
-            places: Places of all clients whose updates were accepted, of all ranks.
+            places: Positions of the accepted clients of all ranks.
         """
         self._ranks.sum_(self._sums.values())
         self._ranks.max_(self._largest.values())
@@ -299,11 +305,11 @@ def mean(updates: Updates | Mapping[str, Tensor], weights: Tensor) -> State:
     """Compute the weighted mean over the leading client axis, summed in double precision.
 
     Args:
-        updates: :class:`Updates`, or a stack (C, ...) that all ranks hold.
+        updates: :class:`Updates`, or a stack (C, ...) that all ranks have.
         weights: Weights (C,) that sum to one.
 
     Returns:
-        The mean, without a client axis. Of integer tensors (counters of BatchNorm) it is the maximum.
+        The mean, without a client axis. Integer tensors (counters of BatchNorm) have the maximum instead.
 
     >>> mean({"w": torch.tensor([[1.0], [5.0]])}, torch.tensor([0.25, 0.75]))["w"].tolist()
     [4.0]
@@ -324,7 +330,7 @@ def _on_device_of(stack: Mapping[str, Tensor], weights: Tensor) -> Tensor:
 def double(value: Tensor) -> Tensor:
     """Convert to double precision, or to single if the device has no double.
 
-    Sums of so many bits, once rounded, do not depend on the order in which ranks add them.
+    A sum in double precision that is rounded afterwards does not depend on the order in which ranks add.
     """
     return value.to(double_dtype(value.device))
 
@@ -337,10 +343,10 @@ def double_dtype(device: torch.device) -> torch.dtype:
 
 
 def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum (...) of a stack (C, ...) over clients, times their weights (C,), in double precision.
+    """Return the weighted sum (...) of a stack (C, ...) over clients with weights (C,), in double precision.
 
-    Block by block: a copy of all updates in double precision would not fit the processor's caches, and new memory of
-    its size costs more than the sum.
+    It is computed block by block: a copy of all updates in double precision would not fit the processor's caches, and
+    allocating it takes longer than the sum.
     """
     weights = weights.to(double_dtype(value.device))
     distinct = _read_once(value)
@@ -356,17 +362,17 @@ def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:
 
 
 def _read_once(stack: Tensor) -> Tensor:
-    """Return a stack (C, ...), or its first row (1, ...) if all clients share one tensor in memory, as of expand()."""
+    """Return a stack (C, ...), or its first row (1, ...) if all clients share it in memory, as after expand()."""
     if len(stack) > 1 and stack.stride(0) == 0:
         return stack[:1]
     return stack
 
 
 def _largest(value: Tensor, accepted: Tensor | None = None) -> Tensor:
-    """Return the maximum (...) of a stack (C, ...) of integers over clients, of those that count where it is given."""
+    """Return the maximum (...) of a stack (C, ...) of integers over clients, or over those of the mask ``accepted``."""
     smallest_number = torch.iinfo(value.dtype).min
     if not len(value):
-        # A rank without clients takes part in the collective: any other rank's numbers are at least as large.
+        # A rank without clients takes part in the collective, but must not change the maximum.
         return value.new_full(value.shape[1:], smallest_number)
     if accepted is not None:
         value = value.masked_fill(~per_client(accepted, value), smallest_number)
@@ -374,21 +380,25 @@ def _largest(value: Tensor, accepted: Tensor | None = None) -> Tensor:
 
 
 def names_with_change(names: Iterable[str], sent: State, received: State) -> list[str]:
-    """Return the names of tensors that clients sent and had received in the same shape, whose change can be measured.
+    """Return the names of tensors that clients received and sent in the same shape, so their change can be measured.
 
     Args:
         names: Names to select from.
         sent: What the clients sent, (C, ...).
         received: What they had received, (C, ...).
     """
-    return [name for name in names if name in sent and name in received and received[name].shape == sent[name].shape]
+    measurable = []
+    for name in names:
+        if name in sent and name in received and received[name].shape == sent[name].shape:
+            measurable.append(name)
+    return measurable
 
 
 def squared_changes(names: Iterable[str], sent: State, received: State) -> Tensor:
     """Return the squared norms (C,) of the clients' changes, in double precision.
 
     Args:
-        names: Tensors whose change counts, where a client received one of the same shape.
+        names: Names of the tensors to measure, as far as clients received them in the same shape.
         sent: What the clients sent, (C, ...).
         received: What they had received, (C, ...).
     """
@@ -429,20 +439,20 @@ class Aggregation:
     """The input of a rule in a round.
 
     Attributes:
-        updates: What the clients sent; it may lack names of ``previous``. ``updates.gathered(name)`` is the tensor
-            (C, ...) of all clients, which moves between devices, where :func:`mean` moves one state. Given as a stack
-            (C, ...), it becomes an :class:`Updates`. A rule does not change its tensors, which may be those of clients.
+        updates: The clients' updates, or a stack (C, ...) to make them from. They may lack names of ``previous``.
+            ``updates.gathered(name)`` transfers the tensors (C, ...) of all clients between devices; :func:`mean`
+            transfers only one state. A rule must not change these tensors, which may be those of clients.
         weights: Weights (C,) in float64 that sum to one.
         previous: Global state before the round.
         parameters: Names of trained parameters. Other names are running statistics and counters.
-        round: Counted from 0.
-        state: The rule's own tensors, which are kept between rounds and in checkpoints; empty at first. The rule
-            replaces entries and does not change tensors in place.
-        predict: ``predict(models, N, labelled)`` gives probabilities (C, N, K) of models (C, ...) on N of the server's
-            images, fewer where there are fewer, and the labels as 0 and 1 (N, K). They are public ones, which the seed
-            and the round draw, and have no labels (None), or the first ``labelled`` ones. All ranks call it alike.
-            None unless the rule declares its ``needs``.
-        factors: The pairs of LoRA's factors among the parameters.
+        round: Number of the round, counted from 0.
+        state: Tensors that the rule keeps between rounds and in checkpoints; empty at first. The rule replaces entries
+            and does not change tensors in place.
+        predict: Function ``predict(models, N, labelled)`` that returns probabilities (C, N, K) of models (C, ...) on
+            N of the server's images, or fewer if it has fewer, and their labels (N, K) as 0 and 1. If ``labelled``,
+            these are its first labelled images; otherwise public images, drawn by the seed and the round, whose labels
+            are None. A collective. None unless the rule declares its ``needs``.
+        factors: Names of each layer's LoRA factors among the parameters.
         metrics: Metrics of the round, to which the rule adds its own.
     """
 
@@ -464,15 +474,14 @@ class Aggregation:
 class ServerRule(Options, ABC):
     """Base class of server rules: call one with an :class:`Aggregation` to get the next global state.
 
-    A rule has only options; it raises a ValueError for one that is out of range. What it must remember goes to
-    :attr:`Aggregation.state`.
+    The attributes of a rule are its options; the constructor raises a ValueError for an invalid one. Tensors to be kept
+    between rounds go into :attr:`Aggregation.state`.
 
     Attributes:
         weighted: Whether the clients' weights matter. If not, ``weighting='samples'`` is rejected.
         function_of_mean: Whether the result depends only on the mean of the updates and on earlier results, so that
-            noise on the mean protects it. Client-level privacy accepts only such rules, and checks at set-up that it
-            is true.
-        needs: Images of the server on which it needs predictions: ``public`` or ``labelled`` ones, or None.
+            noise on the mean protects it. Client-level privacy accepts only such rules, and verifies it at set-up.
+        needs: Kind of the server's images on which the rule needs predictions: ``public``, ``labelled`` or None.
         needs_factors: Whether clients must send both of LoRA's factors of a layer.
     """
 
@@ -483,7 +492,7 @@ class ServerRule(Options, ABC):
 
     @property
     def kind(self) -> str:
-        """Identifies the owner of saved tensors: training resumes only with a rule of the same kind."""
+        """Name in checkpoints: training resumes only with a rule of the same kind."""
         return type(self).__name__
 
     def check(self, clients: int) -> None:
@@ -493,7 +502,7 @@ class ServerRule(Options, ABC):
     def __call__(self, aggregation: Aggregation) -> State:
         """Return a state with the names of ``aggregation.updates``, without the client axis.
 
-        Of integer tensors (counters of BatchNorm) it holds the maximum, not an average.
+        Integer tensors (counters of BatchNorm) have the maximum, not an average.
         """
 
 
@@ -506,14 +515,14 @@ class Mean(ServerRule):
     function_of_mean = True
 
     def __call__(self, aggregation: Aggregation) -> State:
-        """Aggregate."""
+        """Return the weighted mean of the updates."""
         return mean(aggregation.updates, aggregation.weights)
 
 
 class ComposedRule(ServerRule):
-    """Base class of rules on the result of an inner rule.
+    """Base class of rules that modify the result of an inner rule.
 
-    A class sets ``function_of_mean`` for the case that the inner rule is the mean.
+    A subclass sets ``function_of_mean`` as if the inner rule were the mean.
     """
 
     def __init__(self, aggregate: ServerRule | None) -> None:
@@ -539,8 +548,12 @@ class ComposedRule(ServerRule):
         self.aggregate.check(clients)
 
     def _aggregate(self, aggregation: Aggregation) -> State:
-        """Apply the inner rule, whose state is kept separate from this rule's by a prefix."""
-        inner = {key.removeprefix(_INNER): state for key, state in aggregation.state.items() if key.startswith(_INNER)}
-        result = self.aggregate(replace(aggregation, state=inner))
-        aggregation.state.update({_INNER + key: state for key, state in inner.items()})
+        """Apply the inner rule, whose tensors are kept separate from this rule's by a prefix."""
+        inner_state = {}
+        for key, state in aggregation.state.items():
+            if key.startswith(_INNER):
+                inner_state[key.removeprefix(_INNER)] = state
+        result = self.aggregate(replace(aggregation, state=inner_state))
+        for key, state in inner_state.items():
+            aggregation.state[_INNER + key] = state
         return result

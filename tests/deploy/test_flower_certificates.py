@@ -161,7 +161,7 @@ def test_the_metric_goes_on_while_nobody_answers_and_tries_the_machine_itself(mo
 
 def test_when_the_certificate_expires_is_among_the_metrics(tiny, tmp_path, monkeypatch):
     pytest.importorskip("prometheus_client", reason="pip install 'perada[monitoring]'")
-    from perada.cli.deploy import _with_metrics
+    from perada.cli.deploy import _counting_transport, _serve_metrics
     from perada.deploy.transport import LocalTransport
     from perada.studies.deployment import free_port
 
@@ -172,9 +172,10 @@ def test_when_the_certificate_expires_is_among_the_metrics(tiny, tmp_path, monke
     parties, port, name = Parties(tiny, tmp_path), free_port(), "superlink_certificate_expiry_timestamp_seconds"
     with presenting(tmp_path / "keys") as address:
         for superlink in (address, ""):
-            transport, metrics = _with_metrics(LocalTransport({}), Monitoring(port, superlink=superlink))
+            monitoring = Monitoring(port, superlink=superlink)
+            transport = _counting_transport(LocalTransport({}), monitoring)
             coordinator = parties.coordinator(transport)
-            with metrics(coordinator.progress):
+            with _serve_metrics(coordinator.progress, transport, monitoring):
                 found = scraped(port)
             coordinator.close()
             expected = certificate.not_valid_after_utc.timestamp() if superlink else None

@@ -184,7 +184,9 @@ def test_it_answers_one_at_a_time_and_of_those_that_wait_the_newest(path):
             threads.append(thread)
             assert began.wait(5)
             if message != b"first":
-                wait_until(lambda message=message: listener._waiting is not None and listener._waiting[1] == message)
+                wait_until(
+                    lambda message=message: listener._waiting is not None and listener._waiting.message == message
+                )
         wait_until(lambda: b"second" in got)
         go.set()
         for thread in threads:

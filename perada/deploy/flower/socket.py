@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from perada.core.files import is_owner_only
@@ -60,7 +61,10 @@ def read_frame(connection: socket.socket, max_bytes: int, seconds: float) -> tup
     """
     end = time.monotonic() + seconds
     mark, kind, name_length, length = _HEAD.unpack(_exactly(connection, _HEAD.size, end))
-    if mark != _MARK or kind > len(FAILURE_CODES) or name_length > MAX_NAME_BYTES or (kind and length):
+    is_known_kind = mark == _MARK and kind <= len(FAILURE_CODES)
+    # A failure has no payload.
+    are_lengths_valid = name_length <= MAX_NAME_BYTES and not (kind and length)
+    if not is_known_kind or not are_lengths_valid:
         raise Failure("malformed")
     if length > max_bytes:
         raise Failure("refused")
@@ -133,6 +137,21 @@ def ask(
         return Failure("malformed")
 
 
+@dataclass(frozen=True)
+class _WaitingRequest:
+    """A request that was read and not yet answered.
+
+    Attributes:
+        connection: Connection on which the reply is expected.
+        message: The message.
+        run: Name of the run.
+    """
+
+    connection: socket.socket
+    message: bytes
+    run: str
+
+
 class Listener(AbstractContextManager["Listener"]):
     """The worker's end of the socket. It answers one request at a time, the newest of those waiting.
 
@@ -151,7 +170,7 @@ class Listener(AbstractContextManager["Listener"]):
     def __init__(self, path: Path | str | None, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._path = None if supervised() else Path(path or "")
         self._max_bytes = max_bytes
-        self._waiting: tuple[socket.socket, bytes, str] | None = None
+        self._waiting: _WaitingRequest | None = None
         self._changed = threading.Condition()
         self._closed = False
         if self._path is None:
@@ -169,7 +188,7 @@ class Listener(AbstractContextManager["Listener"]):
     def close(self) -> None:
         """Accept no more requests, and remove the socket's file if this listener created it."""
         self._closed = True
-        self._wait(None, "unreachable")
+        self._replace_waiting(None, "unreachable")
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._thread.join(TRANSFER_TIMEOUT)
@@ -189,25 +208,26 @@ class Listener(AbstractContextManager["Listener"]):
                 self._changed.wait_for(lambda: self._closed or self._waiting is not None)
                 if self._waiting is None:
                     return
-                connection, message, run = self._waiting
+                request = self._waiting
                 self._waiting = None
-            if _is_closed(connection):
-                connection.close()
+            if _is_closed(request.connection):
+                request.connection.close()
                 continue
             reply: bytes | Failure
             try:
-                reply = answer(message, run)
+                reply = answer(request.message, request.run)
             except Exception:
                 log.exception("a request failed")
                 reply = Failure("crashed")
-            _reply(connection, reply)
+            _reply(request.connection, reply)
 
     def _accept(self) -> None:
         """Read requests until the listener is closed."""
         while not self._closed:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # too many files are open, or this is closed
+            except OSError:
+                # Too many files are open, or this listener is closed.
                 time.sleep(0.1)
                 continue
             try:
@@ -219,17 +239,16 @@ class Listener(AbstractContextManager["Listener"]):
                 log.warning("a request was rejected: %s (%s)", failure.code, type(error).__name__)
                 _reply(connection, failure)
                 continue
-            self._wait((connection, message, run), "late")
+            self._replace_waiting(_WaitingRequest(connection, message, run), "late")
 
-    def _wait(self, request: tuple[socket.socket, bytes, str] | None, code: str) -> None:
-        """Queue a request in place of the one waiting, which is answered with the code."""
+    def _replace_waiting(self, request: _WaitingRequest | None, code: str) -> None:
+        """Queue a request in place of the waiting one, which is answered with a failure of this code."""
         with self._changed:
             overtaken = self._waiting
             self._waiting = request
             self._changed.notify_all()
         if overtaken is not None:
-            connection, _, _ = overtaken
-            _reply(connection, Failure(code))
+            _reply(overtaken.connection, Failure(code))
 
 
 def supervised() -> bool:
@@ -253,7 +272,8 @@ def _bind(path: Path) -> socket.socket:
             try:
                 other.connect(os.fspath(path))
             except ConnectionRefusedError:
-                path.unlink()  # the socket of a worker that was killed
+                # The socket of a worker that was killed.
+                path.unlink()
             else:
                 raise ValueError(f"another worker is listening at {str(path)!r}; stop it, or choose a different path")
     listening = socket.socket(socket.AF_UNIX)

@@ -5,6 +5,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from perada.core.states import State
@@ -65,6 +66,19 @@ class AskStep(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class _SharedRound:
+    """A round whose sites have shares of one another, so that masked vectors can be requested.
+
+    Attributes:
+        server: The server's side of the round.
+        state: What a restarted server needs of it, as last saved.
+    """
+
+    server: ServerRound
+    state: SumState
+
+
 class SecureSum:
     """One secure sum on the server's side.
 
@@ -118,13 +132,13 @@ class SecureSum:
             RejectionError: If too few sites remain at a step. The sum can then not be decrypted.
         """
         if self._state is not None and self._state.senders:
-            server, state = self._resume(self._state)
+            shared = self._resume(self._state)
         else:
-            server, state = self._exchange_shares()
+            shared = self._exchange_shares()
         try:
-            return self._finish(server, state)
+            return self._finish(shared)
         finally:
-            self._blame(server.lies)
+            self._blame(shared.server.lies)
 
     def _blame(self, lies: Mapping[str, str]) -> None:
         """Record proven lies, and log those that are new."""
@@ -134,8 +148,12 @@ class SecureSum:
             self.lies[name] = lie
             self.failed[name] = LIED
 
-    def _exchange_shares(self) -> tuple[ServerRound, SumState]:
-        """Exchange keys and shares, in a new attempt whenever the sites that made it fail were identified."""
+    def _exchange_shares(self) -> _SharedRound:
+        """Exchange keys and shares. An attempt that fails is repeated without the sites that are to blame.
+
+        Raises:
+            RejectionError: If too few sites remain, or after :data:`MAX_FAILURES` failures without a site to blame.
+        """
         attempt = 0 if self._state is None else self._state.attempt + 1
         failures = 0
         while True:
@@ -156,16 +174,18 @@ class SecureSum:
         """Raise a RejectionError if there are too few sites for an attempt."""
         min_sites = self._terms(0).options.min_sites
         if len(candidates) < min_sites:
-            without = f"; without {', '.join(sorted(self._excluded))}" if self._excluded else ""
+            without = ""
+            if self._excluded:
+                without = f"; without {', '.join(sorted(self._excluded))}"
             raise RejectionError(
                 f"secure sum: {len(candidates)} sites may take part, but {min_sites} are required{without}", "other"
             )
 
-    def _attempt(self, attempt: int, candidates: Mapping[str, tuple[Response, State]]) -> tuple[ServerRound, SumState]:
-        """Exchange keys and shares once.
+    def _attempt(self, attempt: int, candidates: Mapping[str, tuple[Response, State]]) -> _SharedRound:
+        """Exchange keys and shares once, and save the state.
 
-        Returns:
-            The round, in which the remaining sites have shares of one another, and its saved state.
+        Raises:
+            RejectionError: If too few sites answer, or some of them object to others.
         """
         adverts = self._collect_adverts(attempt, candidates)
         terms = self._terms(attempt)
@@ -181,7 +201,7 @@ class SecureSum:
         for dealer, commitments in server.commitments.items():
             state.commitments[dealer] = {holder: list(pair) for holder, pair in commitments.items()}
         self._save(state)
-        return server, state
+        return _SharedRound(server, state)
 
     def _collect_adverts(self, attempt: int, candidates: Mapping[str, tuple[Response, State]]) -> dict[str, Advert]:
         """Return the adverts of the sites that can be in the same list."""
@@ -307,7 +327,7 @@ class SecureSum:
             f"secure sum: sealed shares do not open: excluding {', '.join(sorted(self._excluded))}", "other"
         )
 
-    def _resume(self, state: SumState) -> tuple[ServerRound, SumState]:
+    def _resume(self, state: SumState) -> _SharedRound:
         """Restore the round of a server that was stopped after it had requested masked vectors."""
         server = ServerRound(self._terms(state.attempt), [Advert(**entry) for entry in state.adverts])
         server.commitments = {}
@@ -315,41 +335,51 @@ class SecureSum:
             # JSON has lists in place of pairs.
             server.commitments[dealer] = {holder: (first, second) for holder, (first, second) in commitments.items()}
         server.begin(state.senders)
-        return server, state
+        return _SharedRound(server, state)
 
-    def _finish(self, server: ServerRound, state: SumState) -> tuple[list[str], Uint64Vector]:
-        """Collect the masked vectors, and remove the masks from their sum."""
-        attempt = state.attempt
-        senders = state.senders
-        masked = self._ask_same("mask", attempt, senders, {"there": senders}, self._vector_size)
-        vectors = {}
-        for name, (_, tensors) in masked.items():
-            vectors[name] = tensors[MASKED].numpy()
-        # As large as the vectors of all sites.
-        del masked
-        if state.survivors:
-            # Before the restart, sites may have signed that these are in the sum; they sign no other list.
-            missing = [name for name in state.survivors if name not in vectors]
-            if missing:
-                num_came = len(state.survivors) - len(missing)
-                raise RejectionError(
-                    f"secure sum: {num_came} of {len(state.survivors)} sites sent their part again after the restart; "
-                    f"missing: {', '.join(missing)}",
-                    "other",
-                )
-            vectors = {name: vectors[name] for name in state.survivors}
-        state.survivors = server.take(vectors)
+    def _finish(self, shared: _SharedRound) -> tuple[list[str], Uint64Vector]:
+        """Collect the masked vectors, and remove the masks from their sum.
+
+        Returns:
+            The sites in the sum, and the sum.
+        """
+        server = shared.server
+        state = shared.state
+        state.survivors = server.take(self._collect_vectors(state))
         self._save(state)
         if not state.signatures:
-            confirmed = self._ask_same("confirm", attempt, state.survivors, {"alive": state.survivors})
+            confirmed = self._ask_same("confirm", state.attempt, state.survivors, {"alive": state.survivors})
             state.signatures = server.valid_signatures(self._read(confirmed, _read_signature))
             server.check_enough(state.signatures, "signed the list of sites in the sum")
             self._save(state)
         survivors = set(state.survivors)
-        dropouts = set(senders) - survivors
-        answers = self._ask_same("reveal", attempt, state.signatures, {"signatures": state.signatures})
+        dropouts = set(state.senders) - survivors
+        answers = self._ask_same("reveal", state.attempt, state.signatures, {"signatures": state.signatures})
         revealed = self._read(answers, lambda _, content: _read_revealed(content, survivors, dropouts))
         return state.survivors, server.total(revealed)
+
+    def _collect_vectors(self, state: SumState) -> dict[str, Uint64Vector]:
+        """Request the masked vectors, and return those that arrive.
+
+        Raises:
+            RejectionError: If the list of sites in the sum was fixed before a restart, and one of them is missing.
+        """
+        masked = self._ask_same("mask", state.attempt, state.senders, {"there": state.senders}, self._vector_size)
+        vectors = {}
+        for name, (_, tensors) in masked.items():
+            vectors[name] = tensors[MASKED].numpy()
+        if not state.survivors:
+            return vectors
+        # Before the restart, sites may have signed that these are in the sum; they sign no other list.
+        missing = [name for name in state.survivors if name not in vectors]
+        if missing:
+            num_sent = len(state.survivors) - len(missing)
+            raise RejectionError(
+                f"secure sum: {num_sent} of {len(state.survivors)} sites sent their part again after the restart; "
+                f"missing: {', '.join(missing)}",
+                "other",
+            )
+        return {name: vectors[name] for name in state.survivors}
 
     def _read(
         self,
