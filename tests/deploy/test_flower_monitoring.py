@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from perada.cli import main
 from perada.cli.flower import recipe_digest
+from perada.core.files import LOCK
 from perada.deploy.server.progress import read_progress
 from perada.studies.deployment import ENVIRONMENT, SITES, Demo, free_port
 
@@ -74,17 +75,24 @@ def test_a_superlink_that_is_killed_is_said_in_lines_of_json(capfd):
     with tempfile.TemporaryDirectory(prefix="pd") as folder, Demo(Path(folder), SITES, ENVIRONMENT) as demo:
         demo.begin(1, recipe_digest)
         capfd.readouterr()
-        killed = threading.Timer(20, demo.processes["link"].kill)
         words = ["--link", f"127.0.0.1:{demo.port}", "--root-certificates", str(demo.folder / "keys" / "ca.crt")]
         words += ["--min-sites", "9", "--deadline", "400", "--state", str(demo.folder / "server")]
-        killed.start()
+
+        def kill_link():
+            """Kill the SuperLink once the server's process, which then waits for nine sites, has locked its folder."""
+            demo.wait_for((demo.folder / "server" / LOCK).exists, "link", "the server's process", 300)
+            demo.kill("link")
+
+        killer = threading.Thread(target=kill_link)
+        killer.start()
         try:
             with pytest.raises(SystemExit) as end:
                 main(["deploy", "run", str(demo.app), *words, "--log-format", "json"])
         finally:
-            killed.join()
+            killer.join()
     output = capfd.readouterr()
     lines = [json.loads(line) for line in output.out.splitlines()]
     assert end.value.code == 1 and "Traceback" not in output.err
-    assert any("is unknown: the SuperLink does not answer" in line["message"] for line in lines)
-    assert "restart it with the same --database" in lines[-1]["message"]
+    *_, status, remedy = [line["message"] for line in lines]
+    assert status.endswith("has the status unknown: the SuperLink does not answer")
+    assert "restart it with the same --database" in remedy
