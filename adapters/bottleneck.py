@@ -98,7 +98,7 @@ class BottleneckLayer(AddedLayer[BottleneckConfig]):
         "perada_bottleneck_dropout",
         "perada_bottleneck_up",
     )
-    # What PEFT saves and trains, and what it only moves and deletes along with it.
+    # The first ones are trained and saved by PEFT; the others are only moved and deleted with them.
     adapter_layer_names = ("perada_bottleneck_down", "perada_bottleneck_up")
     other_param_names = ("perada_bottleneck_activation", "perada_bottleneck_dropout")
 
@@ -108,7 +108,8 @@ class BottleneckLayer(AddedLayer[BottleneckConfig]):
         features = linear.out_features
         dtype = linear.weight.dtype
         bottleneck = config.bottleneck_dim or max(1, features // config.reduction)
-        # nn.Linear draws initial values even where they are then set to zero: building down first would change them.
+        # nn.Linear draws initial values even for `up`, which is then set to zero: building `down` first would give it
+        # different ones.
         up = nn.Linear(bottleneck, features, dtype=dtype)
         nn.init.zeros_(up.weight)
         nn.init.zeros_(up.bias)

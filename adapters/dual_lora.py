@@ -28,7 +28,7 @@ class DualLoraConfig(AdapterConfig):
         lora_alpha: Numerator of s.
         gate: Whether the input weights the branches.
         target_modules: Layers to adapt: names (or ends of names), or a regular expression of the full name. Each must
-            be a linear layer or a convolution without groups. perada chooses those of LoRA where it is left out.
+            be a linear layer or a convolution without groups. By default, perada chooses the layers that LoRA adapts.
         exclude_modules: Layers to leave out of ``target_modules``.
         modules_to_save: Modules trained in full and saved with the adapters, such as the classification head.
     """

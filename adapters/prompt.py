@@ -38,10 +38,10 @@ class PromptConfig(AdapterConfig):
         tokens: Tokens of a block, T. The paper tries 1 to 200.
         deep: Whether every block has its own tokens (VPT-deep), or only the first (VPT-shallow).
         dropout: Probability of dropout on the tokens, drawn anew for each image.
-        last_blocks: Tokens for the last so many blocks only; by default for all. Shallow ones then enter before the
-            first of these. What stands before never changes, and runs once an image.
+        last_blocks: Number of blocks with tokens, counted from the end of the network; by default all. Shallow tokens
+            are inserted before the first of these. The layers before it are frozen, and run once per image.
         target_modules: Regular expression of the full names of the blocks, in place of ``last_blocks``. Shallow tokens
-            go from the first of them to the last.
+            are inserted before the first of these blocks and removed after the last.
         modules_to_save: As in :class:`~perada.adapters.ResidualConfig`.
     """
 

@@ -35,11 +35,12 @@ class ResidualConfig(AdapterConfig):
             hence 0.01. Zero starts as the identity.
         train_norms: Also train the network's own normalisation layers, except those of shortcuts, as the paper does.
             They are added to ``modules_to_save``.
-        last_blocks: Adapt, and with ``train_norms`` train, only the last so many blocks of the network and what follows
-            them; by default all. What stands before them never changes, and runs once an image. A norm after the
-            blocks stays frozen where PEFT cannot distinguish its name from one before them (``bn2`` of EfficientNets).
-        target_modules: Convolutions to adapt: names (or ends of names), or a regular expression of the full name. Left
-            out: every 3x3 convolution of the blocks of a ResNet, ResNetV2, RegNet or DenseNet, the last pointwise
+        last_blocks: Number of blocks to adapt (and, with ``train_norms``, to train norms in), counted from the end of
+            the network, together with the layers after them; by default all. The layers before are frozen, and run
+            once per image. A norm after the blocks stays frozen if PEFT cannot distinguish its name from that of one
+            before them (``bn2`` of EfficientNets).
+        target_modules: Convolutions to adapt: names (or ends of names), or a regular expression of the full name. By
+            default every 3x3 convolution of the blocks of a ResNet, ResNetV2, RegNet or DenseNet, the last pointwise
             convolution of each block of an EfficientNet, the depthwise one of a ConvNeXt.
         exclude_modules: Convolutions to leave out of ``target_modules``.
         modules_to_save: Modules trained in full and saved with the adapters, such as the classification head.

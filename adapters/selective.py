@@ -22,8 +22,8 @@ class SelectiveConfig(AdapterConfig):
         select: Any of ``"all"`` (every parameter), ``"bias"`` (every bias) and ``"norm"`` (every parameter of every
             normalisation layer).
         modules: Full names of modules whose parameters are all selected, such as the classification head.
-        last_blocks: Select by ``select`` only in the last so many blocks of the network and in what follows them; by
-            default everywhere.
+        last_blocks: Number of blocks, counted from the end of the network, in which ``select`` applies, together with
+            the layers after them; by default everywhere.
     """
 
     select: list[str] = field(

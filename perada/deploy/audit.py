@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A site's audit log: a hash chain with a line for each request, its reply and what left the site.
 
-``audit.jsonl`` only grows. A line is JSON with sorted keys and no spaces. It holds its number, the digest of the line
-before it, and its own digest. ``audit.head`` holds the number and the digest of the last line, so that it is noticed if
-lines are cut off at the end. A line is on disk before the reply leaves, and the head after the line: a process that is
-killed leaves a head that is at most one line behind. A line that was cut off by that stays where it is, with a ``~``
-after it, and the next line holds the number of these bytes and their digest.
+``audit.jsonl`` is append-only. A line is JSON with sorted keys and no spaces. It has its number, the digest of the line
+before it, and its own digest. ``audit.head`` has the number and the digest of the last line, which reveals that lines
+were removed at the end. A line is on disk before the reply is sent, and the head after the line, so that a killed
+process leaves a head that is at most one line behind. A line that was then only partly written is kept, with a ``~``
+after it, and the next line has the number of its bytes and their digest.
 
-Each line also holds how often the site's state was written by then (``commits``), and so does the state itself. A state
-that counts fewer writes than the log is an older copy, whatever was written. The folder's lock file holds a third copy
-of both numbers (:class:`HighWaterMark`), so that the log and its head cannot be replaced by older copies together.
+Each line also has the number of times that the site's state was written before (``commits``), and so does the state
+itself. A state with fewer writes than the log is an older copy. The folder's lock file has a third copy of both numbers
+(:class:`HighWaterMark`), so that the log and its head cannot both be replaced by older copies.
 
 The state is written before the line, and the line before the lock file. A process that is killed in between leaves a
 state that is ahead of the log, or a log that is ahead of the lock file, and neither is an error. The reverse never

@@ -27,7 +27,7 @@ class EvaluationPass:
 
     Args:
         federation: Whose models are scored.
-        metrics: The metrics; the first one has the plain names.
+        metrics: The metrics; names of scores of the first one have no suffix.
         everywhere: Clients whose models run on everyone's images.
 
     Attributes:
@@ -62,7 +62,7 @@ class EvaluationPass:
         self._sizes = torch.zeros(self.num_clients, dtype=torch.int64)
         self._recent: Sequence[bool] | None = None
         if federation.rounds_done:
-            # Before the first round nobody took part, and there is no mean over recent clients.
+            # Before the first round no client has taken part, and there is no mean over recent clients.
             self._recent = federation.participation.recent
         self._tallies: dict[str, Tally | NumberCounts] = {}
         for model in ("personal", "global"):
@@ -132,7 +132,7 @@ class EvaluationPass:
             self._everywhere_scores.update(run.logits, batch.y, models=run.places)
             clients = to_device_async(torch.tensor(run.clients), owner.device)
             is_owner = owner.unsqueeze(1) == clients  # (B, p)
-            # The first of the p models where none is the owner's.
+            # The first of the p models if none is the owner's.
             owner_model = is_owner.long().argmax(1)
             logits = run.logits[owner_model, rows]
             if owner_logits is None:
@@ -146,8 +146,8 @@ class EvaluationPass:
         """Merge the counts of all processes. A collective: all of them must call this, once.
 
         Returns:
-            Scores by name, and those of each client (M,), NaN where it has none. The first metric has the plain names.
-            Scores of classes are in ``per_class`` too, (M, K) or (K,).
+            Scores by name, and scores (M,) of the clients by name, NaN if a client has none. Names of the first metric
+            have no suffix. Scores of classes are in ``per_class`` too, (M, K) or (K,).
         """
         ranks = self.federation.ranks
         # The order of these collectives must be the same on all ranks.
@@ -333,8 +333,8 @@ class ShiftedEvaluation:
         """Merge the counts of all processes. A collective: all of them must call this.
 
         Returns:
-            By metric each personal model's score (M,), NaN where it was not run, and the global one's, NaN where there
-            is none. Scores of classes are their mean.
+            For each metric the scores (M,) of the personal models, NaN for those that did not run, and the score of the
+            global model, NaN if there is none. Scores of classes are averaged.
         """
         num_clients = self.federation.num_clients
         # The order of these collectives must be the same on all ranks.

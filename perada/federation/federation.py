@@ -107,19 +107,19 @@ class Federation:
         """Start a round: gather the states that its clients kept, and send them the global state. A collective.
 
         Args:
-            shares: The round's clients and who trains them.
+            shares: The round's clients and the ranks that train them.
             factor: Factor of the clients' learning rates.
-            loader: Gives their training images, where they compare the global models on them or full gradients are
-                measured.
-            train_sizes: Numbers of training images of all clients, with which updates are added up as they come where
-                the server needs only their mean; by default they are all kept until the end of the round.
+            loader: Loads their training images, if they compare the global models or full gradients are measured.
+            train_sizes: Numbers of training images of all clients. With them, updates are added up as soon as clients
+                finish if the server needs only their mean. None to keep all updates until the end of the round.
 
         Returns:
-            The clients that this rank trains, or a stand-in.
+            The clients that this rank trains, or a stand-in for a rank without clients.
         """
         settings = self.settings
         self._shares = shares
-        self.tuned = None  # what was tuned from an earlier global state is outdated
+        # States that were fine-tuned from an earlier global state are outdated.
+        self.tuned = None
         self.store.bring(shares.parts)
         cohort_plan = shares.cohort_plan
         losses = None
@@ -132,7 +132,7 @@ class Federation:
                 len(cohort_plan.clients),
                 settings.training.task,
             )
-        # Before any training: a round that is interrupted has been counted.
+        # Counted before any training, since an interrupted round has spent its budget too.
         self.protection.spend(shares.plan, self.ranks)
         received = self.server.broadcast(cohort_plan, self.num_clients, losses)
         client_state = self.store.local.gather(cohort_plan.clients)
@@ -153,7 +153,7 @@ class Federation:
     def end_round(self, data: FederationData, progress: Progress = iter) -> RoundReport:
         """End the round: clients store what they keep, the server aggregates what the finite ones sent and distils.
 
-        A collective: all ranks call it alike.
+        A collective.
 
         Args:
             data: The training images' numbers, public images, and the server's validation set.

@@ -204,10 +204,10 @@ def _set_counts(progress: dict[str, Any], total: int, current: int) -> None:
 
 
 def remap_clients(saved: dict[str, Any], data: FederatedDataModule, allowed: Sequence[str]) -> dict[str, Any]:
-    """Renumber a checkpoint's clients for a run that has more clients, where that is ``allowed``.
+    """Renumber a checkpoint's clients for a run that has more clients.
 
-    Clients are matched by name where both runs have names, or else by number. New clients start from the global state.
-    Scores and fine-tuned models are left out: they are of the former clients only.
+    Clients are matched by name if both runs have names, and otherwise by number. New clients start from the global
+    state. Scores and fine-tuned models are left out, since they belong to the former clients only.
 
     Args:
         saved: The checkpoint's content.
@@ -215,7 +215,7 @@ def remap_clients(saved: dict[str, Any], data: FederatedDataModule, allowed: Seq
         allowed: The run's ``resume_allow``.
 
     Returns:
-        The content for the run; ``saved`` itself where the number of clients is the same.
+        The content for the run; ``saved`` itself if the number of clients is the same.
 
     Raises:
         ValueError: If a former client is missing or has other images, or the run is private.

@@ -477,7 +477,7 @@ class FederatedLoop(pl.Callback):
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Score the shifted test sets where they are due.
+        """Score the shifted test sets if they are due.
 
         Lightning calls this hook before the module's, which then logs these scores with its own.
         """

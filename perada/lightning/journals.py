@@ -33,7 +33,7 @@ def find_journals(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
         # Journals are written to, and a checkpoint from elsewhere may name any file.
         files = [candidate for candidate in (path, moved) if candidate.name == JOURNAL and candidate.is_file()]
         existing = [candidate for candidate in files if not candidate.is_symlink()]
-        # That of the checkpoint's own run is missed where it is read, with an error.
+        # If the journal of the checkpoint's own run is missing, reading it raises an error.
         if not existing and path.parent != former_folder:
             rank_zero_warn(
                 f"{str(path)!r} is missing, the journal of a private run that this one was resumed from: any rounds "

@@ -244,8 +244,8 @@ class FederatedClassifier(pl.LightningModule):
         """Predict a batch with the personal model of each image's owner, and with the global model. A collective.
 
         Returns:
-            Logits (B, K) ``personal`` and, where there is a global model, ``global``; ``owner`` (B,) and labels ``y``
-            of the images.
+            Logits (B, K) of the models, ``personal`` and ``global``, as far as there are such models; ``owner`` (B,)
+            and labels ``y`` of the images.
         """
         federation = self._states()
         predictions = {"owner": batch.owner, "y": batch.y}

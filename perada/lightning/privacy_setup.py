@@ -279,14 +279,14 @@ def states_near_initial(module: FederatedClassifier, clients: int) -> State:
 
 
 def plan_privacy(context: RunContext, rounds: int | None) -> Protection:
-    """Plan the privacy of a run: its image-level and client-level accounts, where it has them.
+    """Plan the image-level and the client-level privacy of a run, as far as it has them.
 
     Args:
         context: The run.
-        rounds: Number of rounds; None if it is open.
+        rounds: Number of rounds; None if it is not fixed.
 
     Raises:
-        ValueError: If it cannot be kept, for example if a target needs a number of rounds.
+        ValueError: If the privacy cannot be provided, for example if a target requires a number of rounds.
     """
     settings = context.settings
     num_clients = context.data.num_clients

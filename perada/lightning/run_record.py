@@ -158,7 +158,7 @@ class RunFacts:
         rounds: Number of rounds that are done.
         num_clients: Number of clients.
         clients_per_round: Number of clients drawn for a round; None for all.
-        images: Training images of each client; None where they are not known.
+        images: Number of training images of each client; None if unknown.
         preprocessing: How images are prepared.
         classes: Names of the classes.
         client_names: Names of the clients.
@@ -206,7 +206,7 @@ def describe_run(
         "task": module.task.record(),
         "classes": None if facts.classes is None else list(facts.classes),
         "clients": None if facts.client_names is None else list(facts.client_names),
-        # In the test mode of privacy the noise follows from the seed: whoever reads it can subtract the noise.
+        # In the test mode of privacy the noise is derived from the seed, with which anyone could subtract it.
         "seed": None if settings.test_mode else settings.seed,
         "training": _describe_training(settings, module, data, facts),
         "privacy": facts.privacy,

@@ -314,7 +314,7 @@ class Backbone:
 
     @property
     def head_modules(self) -> list[str]:
-        """Full names of the modules that are trained in full: the head and, where there is one, the decoder."""
+        """Full names of the modules that are trained in full: the head, and the decoder if there is one."""
         if self.decoder is None:
             return [self.head]
         return [self.head, self.decoder]
@@ -674,7 +674,7 @@ def find_tensor_names(model: nn.Module, *head_modules: str) -> TensorNames:
 
     Args:
         model: The network of an adapted model.
-        *head_modules: Full names of its head and, where there is one, of its decoder.
+        *head_modules: Full names of its head, and of its decoder if it has one.
     """
     keys = trained_keys(model)
     parameters = parameter_keys(model)

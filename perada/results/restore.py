@@ -70,7 +70,8 @@ def damage_of(path: Path) -> str | None:
             digest = hashlib.sha256()
             while block := file.read(min(archive_size - file.tell(), 2**22)):
                 digest.update(block)
-            digest.update(b"\0\0")  # the length of the comment when the digest was computed
+            # The length of the comment was still 0 when the digest was computed.
+            digest.update(b"\0\0")
             if end == LENGTH + MARK + digest.hexdigest().encode():
                 return None
             return "is damaged: its content does not match its digest"
@@ -209,7 +210,10 @@ class RestoredRun:
 
 
 def states_of(federation: Federation) -> tuple[list[State], Callable[[int], State] | None]:
-    """Return the states of the global models, and a function for a client's personal state, or None without these."""
+    """Return the states of the global models, and a function that returns a client's personal state.
+
+    The function is None if clients have no personal states.
+    """
     global_states = unstack(clone(federation.server.members()))
     if not federation.personalized:
         return global_states, None
@@ -236,7 +240,8 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
     path = _checkpoint(path)
     check_intact_file(path)
     with plain_data(str(path)):
-        saved = contents(torch.load(path, map_location="cpu", weights_only=True).get(CHECKPOINT_KEY))
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        saved = contents(checkpoint.get(CHECKPOINT_KEY))
         info = saved["info"]
         if algorithm is None:
             algorithm = algorithm_of(info["training"]["algorithm"])
@@ -256,10 +261,27 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
     error_context = plain_data(str(path)) if backbone is None else nullcontext()
     with error_context:
         adapted = spec.build()
+    _check_belongs(path, saved, adapted, algorithm)
+    with plain_data(str(path)):
+        federation = _federation(path, saved, spec, adapted, algorithm)
+        global_states, personal_state = states_of(federation)
+        return RestoredRun(
+            adapted=adapted,
+            global_states=global_states,
+            personal_state=personal_state,
+            num_clients=federation.num_clients,
+            metrics=saved["metrics"],
+            info=info,
+        )
+
+
+def _check_belongs(path: Path, saved: dict[str, Any], adapted: AdaptedModel, algorithm: Algorithm) -> None:
+    """Raise a ValueError if a checkpoint was written with a different algorithm or network."""
+    model_state = adapted.model.state_dict()
     trained = find_tensor_names(adapted.model, *adapted.backbone.head_modules).keys
-    trained_shapes = {key: list(adapted.model.state_dict()[key].shape) for key in trained}
+    trained_shapes = {key: list(model_state[key].shape) for key in trained}
     weights_remedy = "put the run's weights at the path that it names"
-    if info["seed"] is None:
+    if saved["info"]["seed"] is None:
         weights_remedy = (
             "it belongs to a private run in test mode, whose frozen weights depend on its seed, which is not saved; "
             "save the result of perada.finetune with Run.save, or start from pretrained weights"
@@ -272,17 +294,6 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
     ):
         if saved["belongs"].get(fact) != actual:
             raise ValueError(f"{str(path)!r} was written with different {fact}; {remedy}")
-    with plain_data(str(path)):
-        federation = _federation(path, saved, spec, adapted, algorithm)
-        global_states, personal_state = states_of(federation)
-        return RestoredRun(
-            adapted=adapted,
-            global_states=global_states,
-            personal_state=personal_state,
-            num_clients=federation.num_clients,
-            metrics=saved["metrics"],
-            info=info,
-        )
 
 
 def _checkpoint(path: Path) -> Path:
@@ -368,7 +379,8 @@ def rebuilt(folder: Path, info: dict[str, Any], backbone: nn.Module | None, conf
         )
     pretrained = info["pretrained"]
     if path.is_file() and needs_backbone_file(info):
-        pretrained = False  # all weights are in the file
+        # All weights are in the file.
+        pretrained = False
     built = build_backbone(
         network,
         info["num_classes"],

@@ -37,14 +37,14 @@ class Validity(NamedTuple):
 def read_validity(address: str, timeout: float = TIMEOUT) -> Validity | None:
     """Read the validity period of the certificate presented at an address.
 
-    It is not verified, since its dates are wanted also if it has expired. Nothing is sent to whoever presents it.
+    The certificate is not verified, since an expired one has dates too. Nothing is sent over the connection.
 
     Args:
         address: Host and port, such as ``link.example.org:8000``.
         timeout: Seconds to wait.
 
     Returns:
-        Its dates; None if nobody answers there by TLS.
+        Its dates; None if no TLS server answers.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -64,7 +64,7 @@ def read_validity(address: str, timeout: float = TIMEOUT) -> Validity | None:
 def check_presented(address: str, authority: Path | None) -> None:
     """Check a SuperLink's certificate as Flower's programs do, and warn if it expires soon.
 
-    If nobody answers nothing happens: Flower reports that itself.
+    If there is no answer, nothing happens: Flower reports that itself.
 
     Args:
         address: Where the SuperLink listens.
@@ -113,7 +113,7 @@ class ExpiryOf:
     """Looks up when a SuperLink's certificate expires, and keeps the result for a while.
 
     Args:
-        address: Where the SuperLink listens. If nobody answers there, as behind a firewall that does not let the server
+        address: Address of the SuperLink. If there is no answer, as behind a firewall that does not let the server
             reach itself, the same port of this machine is tried.
         pause: Seconds between two look-ups.
         read: Reads when a certificate is valid.
@@ -135,7 +135,7 @@ class ExpiryOf:
     def __call__(self) -> float | None:
         """Return when the certificate expires, in seconds since 1970.
 
-        While nobody answers it is what was read last; None if nothing was read yet.
+        If there is no answer, this is the result of the last successful look-up; None before the first one.
         """
         if time.monotonic() < self._next_look_up:
             return None if self._last is None else self._last.end

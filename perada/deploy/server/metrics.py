@@ -83,7 +83,7 @@ class RunMetrics(Collector):
     Args:
         progress: Progress of the run.
         transport: Transport of the run.
-        expiry: Returns when the SuperLink's certificate expires, in seconds since 1970; None where that is unknown.
+        expiry: Returns when the SuperLink's certificate expires, in seconds since 1970; None if unknown.
     """
 
     def __init__(self, progress: RunProgress, transport: CountingTransport, expiry: Callable[[], float | None]) -> None:

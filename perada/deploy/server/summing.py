@@ -267,8 +267,8 @@ class SecureSum:
     def _settle_objections(self, server: ServerRound, dealt: Mapping[str, tuple[Response, State]]) -> None:
         """Exclude sites whose keys most others reject, and sites that reject keys which most others accept.
 
-        All sites see the same keys, so that all honest sites with complete lists judge them alike: a single site
-        that rejects the keys of another one cannot have it excluded.
+        All sites see the same keys, so all honest sites with complete lists accept the same ones. A single site that
+        rejects the keys of another one therefore cannot have it excluded.
 
         Raises:
             RejectionError: If there are objections.
@@ -298,8 +298,8 @@ class SecureSum:
     def _settle_disputes(self, server: ServerRound, attempt: int, objections: Mapping[str, Collection[str]]) -> None:
         """Determine who lied when a site claims that the shares sealed for it do not open.
 
-        The word of one site does not suffice to exclude another. The accused disclose the keys of what they dealt, and
-        the server sees who is right.
+        A claim alone does not exclude the accused site. It discloses the key of the shares that it dealt, with which
+        the server checks the claim.
 
         Raises:
             RejectionError: If there are disputes.

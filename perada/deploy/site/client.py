@@ -71,14 +71,14 @@ class Client:
         limits: Limits of the site.
 
     Attributes:
-        planned: Noisy steps of one whole run, as {(σ, q): steps}: all rounds that the recipe's own limits leave room
-            for, and the fine-tuning; empty without privacy.
-        budget: What the site allows to be spent of its images.
+        planned: Numbers of noisy steps of one complete run by (σ, q): those of all rounds that the recipe's own limits
+            allow, and of the fine-tuning; empty without privacy.
+        budget: Privacy budget of the site's images.
         site_privacy: The noise that the site adds to secure sums; None if the recipe adds none.
         images: The public images.
 
     Raises:
-        ValueError: If data, network and recipe do not fit one another, or the recipe's privacy cannot be kept.
+        ValueError: If data, network and recipe do not match, or the recipe's privacy cannot be provided.
     """
 
     def __init__(self, recipe: Recipe, limits: Limits) -> None:
@@ -90,7 +90,7 @@ class Client:
         self._check_limits()
         self._check_site_deltas()
         recipe.build(self.data.num_classes, self.data.task)
-        # What needs the server's images or other clients is done by the server.
+        # Without the options that only the server uses, which require its images or other clients.
         self.settings: Settings = recipe.settings(
             distillation=Distillation(steps=0),
             clients_per_round=None,
@@ -425,7 +425,7 @@ class Client:
         return self.recipe.contents_of_scores().vector({}, 1.0, None, metrics, num_sites)
 
     def score(self, request: Request, shared: State, members: State, state: RunState) -> dict[str, Scores]:
-        """Score the ``personal`` model, where there is one, and the ``global`` one on the site's test images.
+        """Score the ``personal`` and the ``global`` model, as far as they exist, on the site's test images.
 
         Args:
             request: Request of the server.
@@ -453,7 +453,7 @@ class Client:
         return scores
 
     def personal(self, shared: State, state: RunState) -> State | None:
-        """Return the state (1, ...) that the site predicts with; None where that is the global one."""
+        """Return the state (1, ...) that the site predicts with; None if it is the global one."""
         algorithm = self.settings.algorithm
         if state.training.tuned_state is not None:
             tuning, _ = self._tuning()

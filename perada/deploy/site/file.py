@@ -60,7 +60,7 @@ class SecureSumsSection:
 
 
 class Approved(NamedTuple):
-    """What a site has approved of a recipe; empty where it has not.
+    """Digests of a recipe that a site has approved; empty if it has not.
 
     Attributes:
         sha256: Digest of the file, which is compared before the file is interpreted.

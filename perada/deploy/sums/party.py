@@ -15,7 +15,7 @@ from perada.deploy.sums.vector import Uint64Vector
 MAX_RUNS = 8
 """How many runs a site sums in at once. It keeps the last replies of each, a masked vector among them."""
 MakeVector = Callable[[int, Collection[str]], Uint64Vector]
-"""Makes a site's vector for a sum over so many sites, with the metrics of these names."""
+"""Makes a site's vector, given the number of sites in the sum and the names of the metrics to include."""
 
 
 @dataclass(frozen=True)

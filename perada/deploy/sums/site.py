@@ -137,8 +137,8 @@ class SiteRound:
     def shared_metric_names(self) -> set[str]:
         """Names of the metrics that may be added up.
 
-        They are those that so many sites have that ``min_sites`` of them are in the sum, whichever sites drop out. The
-        sum of another metric could be that of a single site.
+        A metric may be added up if, whichever sites drop out, at least ``min_sites`` of the sites that have it remain.
+        Otherwise its sum could be that of a single site.
         """
         num_owners = Counter(name for advert in self._adverts.values() for name in {*advert.numbers.split()})
         max_dropouts = self.num_sites - self._min_survivors
