@@ -106,9 +106,15 @@ def operations(work: Workload) -> dict[str, float]:
 
 def _computed_operations(work: Workload, device: torch.device) -> dict[str, float]:
     """Return the floating-point operations of the parts of perada's second round, in single precision."""
-    with FlopCounterMode(display=False) as counter:
-        turns = Turns({}, device, lambda _: counter.get_total_flops())
-        work.finetune(work.data(), device, rounds=2, callbacks=[turns])
+    # The counter sees only its own thread: a single one makes perada train there.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with FlopCounterMode(display=False) as counter:
+            turns = Turns({}, device, lambda _: counter.get_total_flops())
+            work.finetune(work.data(), device, rounds=2, callbacks=[turns])
+    finally:
+        torch.set_num_threads(threads)
     return {part: counts[0] for part, counts in turns.seconds["perada"].items()}
 
 

@@ -19,6 +19,8 @@ from benchmarks.arithmetic import BF16, FP32, Arithmetic, arithmetics
 from benchmarks.naive import Limit, Naive
 from benchmarks.timing import clock, ratio
 from benchmarks.workload import Workload
+from perada.federation.cohort import Cohort
+from perada.lightning.federated_loop import FederatedLoop
 
 Way = Callable[[pl.LightningDataModule, int], dict[str, float]]
 RESNET = Workload()
@@ -62,7 +64,17 @@ class Turns(pl.Callback):
     ) -> None:
         """Record the end of the last local step."""
         if trainer.is_last_batch:
+            # Steps in other threads may not have ended.
+            self._cohort_of(trainer).wait()
             self._trained_at = self.read(self.device)
+
+    @staticmethod
+    def _cohort_of(trainer: pl.Trainer) -> Cohort:
+        """Return the clients of the round that is under way."""
+        loop = next(callback for callback in trainer.callbacks if isinstance(callback, FederatedLoop))
+        cohort = loop.context.federation.cohort
+        assert cohort is not None
+        return cohort
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the end of the round, and run those of the other ways."""

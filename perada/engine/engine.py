@@ -33,6 +33,7 @@ from perada.core.states import (
     unstack,
 )
 from perada.core.text import abbreviated
+from perada.engine.attention import FasterAttention, may_run_faster
 from perada.engine.fold import Fold, fold
 from perada.engine.frozen_trunk import FrozenTrunk, find_trunk
 from perada.tasks import Task
@@ -98,6 +99,8 @@ class Engine:
         self.trunk: FrozenTrunk | None = None
         self._single = model
         self._tied = tied_names(model)
+        # Whether the network calls torch's attention, until the first pass in bfloat16 shows that it does not.
+        self._calls_attention = True
         self._full_batch: ModelCall = _call
         if compile is not None:
             self._full_batch = torch.compile(_call, **compile)
@@ -207,7 +210,14 @@ class Engine:
                     norm.train()
                 states = self._with_copied_buffers(states)
         run = self._folded if self.kind == "folded" else self._loop
-        logits = run(states, x, full_batch, real_counts, streams)
+        if self._calls_attention and full_batch is _call and may_run_faster(x):
+            attention = FasterAttention()
+            with attention:
+                logits = run(states, x, full_batch, real_counts, streams)
+            # In networks without attention, later passes save its time, which every function of torch takes.
+            self._calls_attention = attention.was_called
+        else:
+            logits = run(states, x, full_batch, real_counts, streams)
         # Losses and metrics of half precision would be too coarse.
         if logits.dtype in (torch.float16, torch.bfloat16):
             return logits.float()

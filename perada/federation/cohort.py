@@ -214,6 +214,11 @@ class Cohort:
             update = self._early_updates.pop(start)
             sums.add(update.sent, update.received, start, update.accepted)
 
+    def wait(self) -> None:
+        """Wait until all steps so far have been taken, in whatever thread."""
+        for worker in self._workers:
+            worker.wait()
+
     def finish(self, shares: Shares | None = None, ranks: Ranks | None = None) -> ClientResults:
         """End the round, and merge the results of the ranks. A collective: all ranks must call this alike.
 

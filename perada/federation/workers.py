@@ -92,14 +92,19 @@ class WorkerThread:
         # Tasks that have ended are taken out too: result() raises their errors, in the order of the tasks.
         while self._pending and (len(self._pending) >= MAX_QUEUED or self._pending[0].done()):
             self._pending.popleft().result()
-        self._pending.append(self._executor.submit(self._run, task))
+        # Autocast is a setting of each thread.
+        precision = torch.autocast(
+            "cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+        )
+        self._pending.append(self._executor.submit(self._run, task, precision))
 
-    def _run(self, task: Callable[[], None]) -> None:
+    def _run(self, task: Callable[[], None], precision: torch.autocast) -> None:
         """Run a task in the thread, unless an earlier one has failed: it would continue what that one left behind."""
         if self._has_failed:
             return
         try:
-            task()
+            with precision:
+                task()
         except BaseException:
             self._has_failed = True
             raise
@@ -129,16 +134,15 @@ def trains_side_by_side(engine: Engine, settings: Settings) -> bool:
 
     Args:
         engine: Runs networks for the chunks.
-        settings: Options of the run. The calling context has its precision.
+        settings: Options of the run.
     """
     # The loop over clients runs one model, as do features in place of images.
     runs_one_model = engine.kind == "loop" or engine.trunk is not None
-    # Compiled networks are not meant for several threads, and autocast is a setting of the calling one.
-    is_bound_to_thread = engine.is_compiled or torch.is_autocast_enabled("cpu")
     # Loss scales and private gradients are made for one chunk after another.
     is_sequential = settings.privacy is not None or settings.loss_scaling is not None
     # An algorithm from elsewhere may keep something between steps, which other threads would overwrite.
-    return not (runs_one_model or is_bound_to_thread or is_sequential or is_foreign(settings.algorithm))
+    # Compiled networks are not meant for several threads.
+    return not (runs_one_model or engine.is_compiled or is_sequential or is_foreign(settings.algorithm))
 
 
 def workers_of(engine: Engine, count: int, device: torch.device) -> list[Worker]:

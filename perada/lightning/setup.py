@@ -145,9 +145,8 @@ def _choose_chunks(context: RunContext, image: Tensor | None) -> Chunks:
     on_cpu = context.trainer.strategy.root_device.type == "cpu"
     # Chunks that may train at a time: one for each thread, or a single one that uses all of them.
     threads = 1
-    with context.precision():
-        if on_cpu and trains_side_by_side(engine, settings):
-            threads = torch.get_num_threads()
+    if on_cpu and trains_side_by_side(engine, settings):
+        threads = torch.get_num_threads()
     if engine.kind == "loop":
         return Chunks(1)
     mostly_trained = is_mostly_trained(context.module.model)

@@ -109,7 +109,7 @@ class FrozenNetwork(Network):
         return super().forward(self.first(x))
 
 
-def trained_behind_a_frozen_backbone(sizes, options, **arguments):
+def trained_behind_a_frozen_backbone(sizes, options):
     """The global state after one round of clients of these sizes, and the number of threads besides this one."""
     Network.threads.clear()
     clients = []
@@ -129,7 +129,6 @@ def trained_behind_a_frozen_backbone(sizes, options, **arguments):
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
-        **arguments,
     )
     return run.state("global"), len(other_threads())
 
@@ -144,18 +143,44 @@ def test_chunks_behind_a_frozen_backbone_train_side_by_side(two_threads):
     torch.testing.assert_close(state, expected)
 
 
+@pytest.mark.parametrize("algorithm", [FedAvg, Ditto, lambda: PerAda(distill=False)])
+def test_threads_train_in_the_precision_of_the_run(algorithm, two_threads):
+    """Autocast is a setting of each thread: states are those of one thread in bfloat16, not in single precision."""
+    states = trained(algorithm(), precision="bf16-mixed")
+    assert len(other_threads()) >= 2
+    torch.set_num_threads(1)
+    assert_equal(states, trained(algorithm(), precision="bf16-mixed"))
+    single = trained(algorithm())
+    assert not all(torch.equal(states[name], value) for name, value in single.items())
+
+
+def test_a_task_runs_under_the_autocast_of_the_call_that_submits_it(two_threads):
+    worker = WorkerThread(Engine(Network()))
+    dtypes = []
+
+    def multiply():
+        dtypes.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+
+    worker.submit(multiply)
+    with torch.autocast("cpu", torch.bfloat16):
+        worker.submit(multiply)
+        with torch.autocast("cpu", enabled=False):
+            worker.submit(multiply)
+    worker.finish()
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "options", "arguments"),
+    ("sizes", "options"),
     [
-        ((40, 4, 4, 4), {}, {}),  # one thread would train for most of the round
-        ((8, 8, 8), {}, {}),
-        ((8, 8, 8, 8), {"clients_per_chunk": 2}, {}),  # bounds the memory
-        ((8, 8, 8, 8), {"engine": "loop"}, {}),
-        ((8, 8, 8, 8), {}, {"precision": "bf16-mixed"}),
+        ((40, 4, 4, 4), {}),  # one thread would train for most of the round
+        ((8, 8, 8), {}),
+        ((8, 8, 8, 8), {"clients_per_chunk": 2}),  # bounds the memory
+        ((8, 8, 8, 8), {"engine": "loop"}),
     ],
 )
-def test_passes_behind_a_frozen_backbone_are_divided_among_cores(sizes, options, arguments, two_threads):
-    assert trained_behind_a_frozen_backbone(sizes, options, **arguments)[1] == 0
+def test_passes_behind_a_frozen_backbone_are_divided_among_cores(sizes, options, two_threads):
+    assert trained_behind_a_frozen_backbone(sizes, options)[1] == 0
 
 
 def test_batches_of_chunks_that_train_at_a_time_come_in_turns():
