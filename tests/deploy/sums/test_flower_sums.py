@@ -192,7 +192,7 @@ def test_a_worker_is_killed_at_each_moment_of_a_sum(four):
 def test_a_clientapp_and_a_supernode_are_killed_in_a_sum(four):
     """They have no keys: their site stays in it. What the worker made for a ClientApp that died, the next one gets."""
     everyone = sorted(FOUR)
-    four.begin(5)
+    four.begin(4)
     four.command(deadline=600)  # the default, of which each step waits a seventh
 
     for number, (step, next_step) in enumerate((("shares", "hold"), ("hold", "mask"))):
@@ -212,17 +212,16 @@ def test_a_clientapp_and_a_supernode_are_killed_in_a_sum(four):
         assert four.closed(number).summed == everyone
 
     assert four.processes["run"].wait(400) == 0, four.log("run").read_text()[-3000:]
-    assert four.done() == 5
+    assert four.done() == 4
 
 
 def test_the_server_is_killed_at_each_moment_of_a_sum_and_a_site_comes_back_late(four):
-    everyone, deadline = sorted(FOUR), 500
-    four.begin(6)
-    four.command(deadline)
+    everyone = sorted(FOUR)
+    four.begin(5)
+    four.command(deadline=500)
     for number, step in enumerate(("shares", "mask", "confirm")):
         four.over(step, number)
-        deadline = 100 if number == 2 else deadline
-        four.end_server(deadline)
+        four.end_server(deadline=500)
         record = four.closed(number)
         assert (record.summed, record.void) == (everyone, "")
 
@@ -235,4 +234,4 @@ def test_the_server_is_killed_at_each_moment_of_a_sum_and_a_site_comes_back_late
     assert (record.summed, record.failed) == (["alpha", "delta", "gamma"], {"beta": "late"})
     assert four.closed(4).summed == everyone
     assert four.processes["run"].wait(400) == 0, four.log("run").read_text()[-3000:]
-    assert four.done() == 6
+    assert four.done() == 5
