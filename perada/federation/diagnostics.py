@@ -22,7 +22,7 @@ from perada.federation.chunk import LocalRound
 from perada.federation.scores import probabilities
 from perada.federation.settings import FederationData, Settings
 from perada.server import Updates
-from perada.server.aggregate import client_weights, double
+from perada.server.aggregate import Weighting, client_weights, double
 from perada.tasks import Task
 
 Diagnostic = Literal[
@@ -356,32 +356,56 @@ def gradient_norms(
         ranks: The processes that share the work.
     """
     algorithm = settings.algorithm
-    places = shares.places
-    num_local_clients = len(places)
-    clients = len(shares.plan.clients)
     points = [received]
     if isinstance(algorithm, PerAda):
         points.append(local_round.client_state["personal"])
     # A stand-in has no batches of its own.
-    local_batches = batches if places else ()
+    local_batches = batches if shares.places else ()
     gradients = full_gradients(local_round, settings, points, local_batches)
-    num_images = torch.zeros(clients, dtype=torch.float64)
-    num_images[places] = gradients.num_images[:num_local_clients]
-    ranks.sum_([num_images])
-    weights = client_weights(settings.weighting, num_images.int().tolist())[places]
-    mean_gradient = {}
-    for name, value in gradients.at_points[0].items():
-        if name in local_round.received:
-            mean_gradient[name] = (value[:num_local_clients] * _per_client(weights, value)).sum(0)
-    ranks.sum_(mean_gradient.values())
-    square = sum(value.square().sum() for value in mean_gradient.values())
-    metrics = {"theory/global_gradient": float(square)}
+    square = _squared_mean_gradient(gradients, local_round.received, settings.weighting, shares, ranks)
+    metrics = {"theory/global_gradient": square}
     if isinstance(algorithm, PerAda):
-        squares = torch.zeros(clients, dtype=torch.float64)
+        personal = local_round.client_state["personal"]
+        personal_gradients = {}
         for name, value in gradients.at_points[1].items():
-            pull = double(local_round.client_state["personal"][name]) - double(received[name])
-            gradient = (value + algorithm.prox_strength * pull)[:num_local_clients]
-            squares[places] += as_matrix(gradient).square().sum(1).to(squares)
-        ranks.sum_([squares])
+            pull = double(personal[name]) - double(received[name])
+            personal_gradients[name] = value + algorithm.prox_strength * pull
+        squares = _squared_norms(personal_gradients, shares, ranks)
         metrics |= mean_and_spread("theory/personal_gradient", squares)
     return metrics
+
+
+def _squared_mean_gradient(
+    gradients: FullGradients, names: Collection[str], weighting: Weighting, shares: Shares, ranks: Ranks
+) -> float:
+    """Compute the squared norm of the clients' mean gradient at the first point. A collective.
+
+    Args:
+        gradients: Gradients of this rank's clients.
+        names: Names of the tensors that count.
+        weighting: How clients are weighted.
+        shares: Division of the round's clients among the ranks.
+        ranks: The processes that share the work.
+    """
+    places = shares.places
+    num_local_clients = len(places)
+    num_images = torch.zeros(len(shares.plan.clients), dtype=torch.float64)
+    num_images[places] = gradients.num_images[:num_local_clients]
+    ranks.sum_([num_images])
+    weights = client_weights(weighting, num_images.int().tolist())[places]
+    mean_gradient = {}
+    for name, value in gradients.at_points[0].items():
+        if name in names:
+            mean_gradient[name] = (value[:num_local_clients] * _per_client(weights, value)).sum(0)
+    ranks.sum_(mean_gradient.values())
+    return float(sum(value.square().sum() for value in mean_gradient.values()))
+
+
+def _squared_norms(gradients: State, shares: Shares, ranks: Ranks) -> Tensor:
+    """Compute the squared norms (C,) of all clients' gradients, of which this rank has (c, ...). A collective."""
+    places = shares.places
+    squares = torch.zeros(len(shares.plan.clients), dtype=torch.float64)
+    for value in gradients.values():
+        squares[places] += as_matrix(value[: len(places)]).square().sum(1).to(squares)
+    ranks.sum_([squares])
+    return squares

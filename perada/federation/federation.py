@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from perada.algorithms import Algorithm, Stacks, TensorNames
 from perada.core.ranks import Ranks
@@ -36,22 +37,22 @@ class Federation:
     """One server and M clients.
 
     Args:
-        engine: Runs the states of several clients through the network.
+        engine: Engine that runs the states of several clients through the network.
         tensor_names: Names of the states' tensors.
-        initial: Gives the k-th random initial state. Everyone starts from that of 0 unless there are several models.
+        initial: Function that returns the k-th random initial state; with a single global model, k is 0.
         settings: Options of the run.
-        num_clients: M.
-        ranks: The processes among which the clients are divided; by default one.
+        num_clients: Number M of clients.
+        ranks: The processes among which the clients are divided; by default a single one.
         protection: Privacy of the clients' images; by default none.
 
     Attributes:
-        trainer: What this rank's clients train with.
+        trainer: Trainer of this rank's clients.
         server: The server.
-        store: What clients keep between rounds.
-        tuned: What clients keep of the fine-tuning after the last round; None before.
-        rounds_done: Number of rounds that are done.
+        store: States that clients keep between rounds.
+        tuned: States that clients keep of the fine-tuning after the last round; None before.
+        rounds_done: Number of completed rounds.
         last_rounds: The last round of each client, counted from 1; 0 for a client that never took part.
-        cohort: This rank's clients in the round that is under way; None between rounds.
+        cohort: This rank's clients in the current round; None between rounds.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Federation:
         self.rounds_done = 0
         self.last_rounds = [0] * num_clients
         self.cohort: Cohort | None = None
-        # Of the round that is under way.
+        # These belong to the current round.
         self._shares = Shares.of(RoundPlan(0, (), ()))
         self._gradient_norms: dict[str, float] = {}
 
@@ -91,7 +92,7 @@ class Federation:
         storage = self.settings.storage
         name = ""
         if tuned:
-            # All clients are tuned, where fewer may take part in rounds.
+            # All clients are fine-tuned, but fewer may take part in rounds.
             storage = replace(storage, clients=self.num_clients)
             name = "tuned"
         initial = algorithm.initial_client_state(self.global_state, self.tensor_names)
@@ -122,16 +123,9 @@ class Federation:
         self.tuned = None
         self.store.bring(shares.parts)
         cohort_plan = shares.cohort_plan
-        losses = None
+        losses: Tensor | None = None
         if loader and settings.algorithm.compares_models:
-            batches = map(one_of, loader(cohort_plan))
-            losses = compare(
-                self.engine,
-                self.server.members(),
-                batches,
-                len(cohort_plan.clients),
-                settings.training.task,
-            )
+            losses = self._compare_models(cohort_plan, loader)
         # Counted before any training, since an interrupted round has spent its budget too.
         self.protection.spend(shares.plan, self.ranks)
         received = self.server.broadcast(cohort_plan, self.num_clients, losses)
@@ -150,13 +144,17 @@ class Federation:
             )
         return self.cohort
 
-    def end_round(self, data: FederationData, progress: Progress = iter) -> RoundReport:
-        """End the round: clients store what they keep, the server aggregates what the finite ones sent and distils.
+    def _compare_models(self, plan: RoundPlan, loader: Loader) -> Tensor:
+        """Compute the losses (C, K) of the K global models on the training images of a plan's clients."""
+        batches = map(one_of, loader(plan))
+        task = self.settings.training.task
+        return compare(self.engine, self.server.members(), batches, len(plan.clients), task)
 
-        A collective.
+    def end_round(self, data: FederationData, progress: Progress = iter) -> RoundReport:
+        """End the round: store the clients' states, aggregate the finite updates, and distil. A collective.
 
         Args:
-            data: The training images' numbers, public images, and the server's validation set.
+            data: Numbers of training images, public images, and the server's validation set.
             progress: Wraps the steps of the distillation in a progress bar.
         """
         cohort = self.cohort
@@ -167,10 +165,9 @@ class Federation:
         plan = shares.plan
         places = shares.places
         results = cohort.finish(shares, self.ranks)
-        # A rank without clients trained a stand-in, whose loss scale does not count.
+        # A rank without clients trained a stand-in, whose loss scale and rows are left out.
         is_client = torch.arange(len(results.finite_here), device=results.finite_here.device) < len(places)
         self.trainer.scales.close("clients", local_round.scales, results.finite_here & is_client, self.ranks)
-        # Without the rows of a stand-in.
         received = Updates(prefix(local_round.received, len(places)), places, len(plan.clients), self.ranks)
         updates: Updates | UpdateSums
         if cohort.sums is None:
@@ -181,12 +178,7 @@ class Federation:
             sent_by_one = cohort.sums.example
         metrics = self._round_metrics(local_round.opened, local_round.received, sent_by_one, results)
         self.store.scatter(shares.parts, results.broken, results.client_state)
-        self.rounds_done = plan.round + 1
-        for client in plan.clients:
-            # Who failed depends on the images, and no ledger of a private run counts it: there all that were drawn
-            # count.
-            if self.settings.private or client not in results.broken:
-                self.last_rounds[client] = self.rounds_done
+        self._note_participation(plan, results.broken)
 
         context = RoundContext(
             plan=plan,
@@ -202,9 +194,23 @@ class Federation:
         if server.updates is not None and self.settings.diagnostics:
             metrics |= self._diagnostics(server.updates, data, server.student)
         metrics |= self._gradient_norms | self.protection.metrics()
-        if results.broken and not self.settings.private:  # who fails depends on the images
+        # Whose training fails depends on the images, so a private run logs no number of failures.
+        if results.broken and not self.settings.private:
             metrics |= {"clients/drawn": len(plan.clients), "clients/failed": len(results.broken)}
         return RoundReport(server=server, broken=results.broken, failed=results.failed, metrics=metrics)
+
+    def _note_participation(self, plan: RoundPlan, broken: Sequence[int]) -> None:
+        """Count a round, and record which clients took part.
+
+        Args:
+            plan: The plan of the round.
+            broken: Clients whose training failed. In a private run they are recorded too: which ones these are depends
+                on the images, and no ledger accounts for that.
+        """
+        self.rounds_done = plan.round + 1
+        for client in plan.clients:
+            if self.settings.private or client not in broken:
+                self.last_rounds[client] = self.rounds_done
 
     def _round_metrics(
         self, opened: Stacks, received: State, sent_by_one: State, results: ClientResults
@@ -221,14 +227,15 @@ class Federation:
         metrics["comm/up_mb"] = megabytes_of_clients(sent_by_one, self.tensor_names, ranks, clients)
         metrics["comm/down_mb"] = 0.0
         if algorithm.sends_updates:
-            # Every client is sent all models where it compares them, and takes one.
             received_by_one = {name: value[0] for name, value in received.items()}
             if algorithm.compares_models:
+                # Every client receives all global models, and chooses one.
                 received_by_one = self.global_state
             metrics["comm/down_mb"] = megabytes_of_clients(received_by_one, self.tensor_names, ranks, clients)
         if results.skipped is not None:
             metrics["train/skipped_steps"] = float(results.skipped.sum())
-        if settings.client_privacy is None:  # no ledger counts losses
+        # No ledger accounts for losses.
+        if settings.client_privacy is None:
             for role, losses in results.losses.items():
                 metrics[f"train/{role}_loss"] = float(losses[results.finite].mean())
         return metrics
@@ -237,12 +244,14 @@ class Federation:
         """Measure the round's diagnostics, without those of gradients.
 
         Args:
-            updates: What counted of the clients' updates.
+            updates: The aggregated updates.
             data: Public and test images.
-            student: What was distilled into, if anything was.
+            student: State before the distillation; None if nothing was distilled.
         """
         shares = self._shares
-        models = [self.global_state] if student is None else [student, self.global_state]
+        models = [self.global_state]
+        if student is not None:
+            models = [student, self.global_state]
         personal: State = {}
         places: list[int] = []
         if "personal_distance" in self.settings.diagnostics and shares.local_plan.clients:
@@ -266,8 +275,8 @@ class Federation:
         """Fine-tune the final global state for every client separately, as the algorithm requires. A collective.
 
         Args:
-            groups: Plans of clients that train together; every client is in one.
-            loader: Gives their training images.
+            groups: Plans of clients that train together; every client is in exactly one.
+            loader: Loads their training images.
             factor: Factor of their learning rates.
 
         Returns:
@@ -356,7 +365,8 @@ class Federation:
         self.rounds_done = saved["rounds_done"]
         self.protection.load_state_dict(saved.get("privacy"), self.rounds_done, saved["tuned"] is not None)
         self.server.load_state_dict(saved)
-        numbers = saved.get("numbers")  # of the former clients, where a run resumes with more
+        # Numbers of the former clients, if a run resumes with more clients.
+        numbers = saved.get("numbers")
         self.last_rounds = [0] * self.num_clients
         for former_client, last_round in enumerate(saved["last_rounds"]):
             client = former_client if numbers is None else numbers[former_client]
@@ -369,13 +379,22 @@ class Federation:
             self.store.grow(saved["clients"], numbers, new_clients, client_state)
         self.tuned = None
         if saved["tuned"] is not None:
-            tuning = self.settings.algorithm.personalization()
-            if tuning is None:
-                raise ValueError(
-                    f"the checkpoint holds states fine-tuned after the last round, but {self.settings.algorithm.kind} "
-                    "does no fine-tuning; resume with the configuration that wrote it"
-                )
-            algorithm, _ = tuning
-            self.tuned = self._store(algorithm, tuned=True)
-            self.tuned.load_state_dict(saved["tuned"])
+            self.tuned = self._load_tuned(saved["tuned"])
         self.trainer.scales.load_state_dict(saved.get("loss_scales", {}))
+
+    def _load_tuned(self, saved: dict[str, Any]) -> SharedStore:
+        """Load the states that were fine-tuned after the last round.
+
+        Raises:
+            ValueError: If the algorithm does not fine-tune.
+        """
+        tuning = self.settings.algorithm.personalization()
+        if tuning is None:
+            raise ValueError(
+                f"the checkpoint holds states fine-tuned after the last round, but {self.settings.algorithm.kind} "
+                "does no fine-tuning; resume with the configuration that wrote it"
+            )
+        algorithm, _ = tuning
+        tuned = self._store(algorithm, tuned=True)
+        tuned.load_state_dict(saved)
+        return tuned
