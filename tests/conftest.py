@@ -5,7 +5,7 @@ import os
 
 # Read at import by huggingface_hub, so it is set first: a missing model then fails at once instead of after retries.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Read at import by torch. Chunks of clients depend on the number of threads, and with them the rows that some tests read.
+# Read at import by torch. The size of chunks depends on the number of threads, and some tests read rows of chunks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gzip

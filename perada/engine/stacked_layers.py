@@ -202,7 +202,8 @@ class StackedConv2d(StackedLayer):
         weights = self.weight.unbind()
         biases = _unbound(bias, len(x_CB))
         outputs = []
-        for x, client_weight, client_bias in zip(x_CB, weights, biases, strict=True):
+        # Chunks keep the strides of images of one channel, unlike x_CB.
+        for x, client_weight, client_bias in zip(x_R.chunk(len(x_CB)), weights, biases, strict=True):
             outputs.append(conv._conv_forward(x, client_weight, client_bias))
         return _joined(outputs)
 
