@@ -18,6 +18,7 @@ from perada.algorithms.specs import class_path_of
 from perada.core.checks import OptionError, check_integer, check_options
 from perada.core.interruption import watch_signals
 from perada.core.quiet import quiet
+from perada.core.text import value_text
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.workers import explain_worker_deaths
 from perada.federation.options import Evaluation, Training
@@ -324,7 +325,7 @@ def _check_datamodule(
 ) -> None:
     """Raise if the data are not a data module, or an argument contradicts the data module's options."""
     if not isinstance(data, FederatedDataModule):
-        raise TypeError(f"data must be a FederatedData or a FederatedDataModule, got {type(data).__name__}")
+        raise TypeError(f"data must be a FederatedData or a FederatedDataModule, got {value_text(data)}")
     datamodule_values = {"batch_size": data.batch_size, "image_size": data.image_size, "task": data.chosen_task}
     for name, value in {"batch_size": batch_size, "image_size": image_size, "task": task}.items():
         datamodule_value = datamodule_values[name]

@@ -26,6 +26,7 @@ from perada.core.checks import Options, check_choice
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
 from perada.core.states import State, clone, device_of, expand, numel, stack_size
+from perada.core.text import value_text
 from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
 from perada.tasks import DEFAULT_TASK, Classification, Task
 
@@ -518,7 +519,7 @@ class _CheckedDryRun(DryRun):
         """
         if not isinstance(result, tuple) or len(result) != 2:
             raise _MisfitError(
-                f"{who} returned {type(result).__name__}; return a pair of what clients keep and what they send"
+                f"{who} returned {value_text(result)}; return a pair of what clients keep and what they send"
             )
         client_state, update = result
         _check_stacks(f"{who} (client states)", client_state, former_client_state, len(self.clients))
@@ -591,7 +592,7 @@ def _check_state(who: str, state: object, expected: State, clients: int | None =
         partial: Whether names may be missing.
     """
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise _MisfitError(f"{who} returned {type(state).__name__}; return tensors by name, {{name: tensor}}")
+        raise _MisfitError(f"{who} returned {value_text(state)}; return tensors by name, {{name: tensor}}")
     for name, value in state.items():
         if name not in expected:
             message = f"{who} returned {name!r}, which is not the name of a trained tensor"

@@ -17,7 +17,7 @@ from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any
 
-from perada.core.text import near_names
+from perada.core.text import near_names, plain_number, value_text
 
 
 class OptionError(ValueError):
@@ -70,13 +70,7 @@ def invalid_option(name: str, value: object, requirement: str, hint: str = "") -
 
 def _message(name: str, value: object, remedy: str, hint: str) -> str:
     """Return the text of an error, in one line, with a long value abbreviated."""
-    value_text = repr(value)
-    if "\n" in value_text:
-        # Tensors, arrays and tables are printed in several lines.
-        value_text = " ".join(value_text.split())
-    if len(value_text) > 80:
-        value_text = f"{value_text[:60]}…"
-    message = f"{name} {remedy}, got {value_text}"
+    message = f"{name} {remedy}, got {value_text(value)}"
     if hint:
         message += f"; {hint}"
     return message
@@ -264,9 +258,10 @@ def check_choice(name: str, value: object, allowed: Sequence[object], *, hint: s
     Traceback (most recent call last):
     perada.core.checks.OptionError: optimizer must be one of 'sgd', 'adam', got 'sgdd'
     """
+    plain_value = plain_number(value)
     for choice in allowed:
         # Types are compared too: 1 == True, and "no" of YAML is False.
-        if value is choice or (type(value) is type(choice) and value == choice):
+        if plain_value is choice or (type(plain_value) is type(choice) and plain_value == choice):
             return
     choices = ", ".join(repr(choice) for choice in allowed)
     raise invalid_option(name, value, f"one of {choices}", hint)
@@ -298,7 +293,8 @@ def check_known(name: str, value: object, choices: Iterable[str], also: str = ""
         remedy = f"did you mean {' or '.join(map(repr, proposals))}?"
     else:
         remedy = f"choose one of {', '.join(names)}{also}"
-    raise OptionError(f"{name}={value!r} is unknown; {remedy}", name=name, value=value, remedy=remedy)
+    message = f"{name}={value_text(value)} is unknown; {remedy}"
+    raise OptionError(message, name=name, value=value, remedy=remedy)
 
 
 def check_name(name: str, value: object, optional: bool = False) -> None:
@@ -316,6 +312,29 @@ def check_name(name: str, value: object, optional: bool = False) -> None:
     if isinstance(value, str | PurePath) and str(value):
         return
     raise invalid_option(name, value, "a non-empty string or None" if optional else "a non-empty string")
+
+
+def checked_names(name: str, value: object) -> list[str] | None:
+    """Return names as a list of Python's strings, or None for None.
+
+    Any collection in a fixed order is accepted, such as a column of pandas or the keys of a dictionary.
+
+    Raises:
+        OptionTypeError: If the value is none of these, or an entry is not a non-empty string.
+
+    >>> checked_names("classes", {"cat": 0, "dog": 1}.keys())
+    ['cat', 'dog']
+    """
+    if value is None:
+        return None
+    # A set has no order.
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | set | frozenset):
+        entries = list(value)
+        names = [str(entry) for entry in entries if isinstance(entry, str) and entry]
+        if len(names) == len(entries):
+            return names
+    remedy = "must be a list of names (non-empty strings) or None"
+    raise OptionTypeError(_message(name, value, remedy, ""), name=name, value=value, remedy=remedy)
 
 
 def check_type(name: str, value: object, kind: type, example: str) -> None:

@@ -4,6 +4,10 @@
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 SPREADS = ("_std", "_worst", "_p10", "_weighted", "_recent")
 """Suffixes of the names of scores that are statistics over clients other than the mean."""
@@ -125,6 +129,107 @@ def abbreviated(names: Sequence[str], limit: int = 5) -> str:
     if hidden <= 0:
         return first
     return f"{first} and {hidden} more"
+
+
+def plain_number(value: object) -> object:
+    """Return the number, flag or text in a NumPy scalar as Python's own; return everything else unchanged.
+
+    NumPy is recognised without an import, since this package does not depend on it.
+    """
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+def value_text(value: object) -> str:
+    """Describe a value that a user passed, for a message, in one line and without the address of an object.
+
+    Only plain values and objects that print their options are written as in Python. A class and a tensor of one number
+    come with the remedy, since they are passed by mistake for an instance and for the number. A text of more than 80
+    letters is cut.
+
+    >>> value_text(PurePath("a.png")), value_text(None), value_text([1, "b"])
+    ("'a.png'", 'None', "[1, 'b']")
+    >>> value_text(object()), value_text([object()]), value_text(OSError)
+    ('an object', '[an object]', 'the class OSError (create it: OSError(...))')
+    """
+    text = _full_text(value)
+    return f"{text[:60]}…" if len(text) > 80 else text
+
+
+def _full_text(value: object) -> str:
+    """Describe a value; see :func:`value_text`."""
+    plain = plain_number(value)
+    if plain is not value:
+        # As NumPy prints it: the number 0.1 in float32 is 0.10000000149 in Python.
+        return repr(plain) if isinstance(plain, str) else str(value)
+    if isinstance(value, PurePath):
+        return repr(str(value))
+    if isinstance(value, type):
+        return f"the class {value.__name__} (create it: {value.__name__}(...))"
+    if isinstance(value, FunctionType | BuiltinFunctionType | MethodType):
+        return f"the function {value.__name__}"
+    if isinstance(value, ModuleType):
+        return f"the module {value.__name__}"
+    if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
+        return _tensor_text(value)
+    if type(value) is dict:
+        entries = [f"{value_text(key)}: {value_text(entry)}" for key, entry in islice(value.items(), _MAX_ENTRIES)]
+        return f"{{{_joined(entries, len(value))}}}"
+    if type(value) in (list, tuple, set, frozenset):
+        return _container_text(value)
+    return _object_text(value)
+
+
+_MAX_ENTRIES = 20
+"""Number of entries of a container that are described. It may have millions."""
+
+
+def _tensor_text(value: Any) -> str:  # noqa: ANN401  # a tensor, or an array of NumPy or pandas
+    """Describe a tensor, or an array of NumPy or pandas."""
+    noun = _with_article(type(value).__name__)
+    if type(value).__module__ == "torch":
+        noun = "a tensor"
+    elif type(value).__name__ == "ndarray":
+        noun = "an array"
+    if value.shape == ():
+        try:
+            return f"{noun} of the number {value.item():.6g} (pass its .item())"
+        except (RuntimeError, TypeError, ValueError):  # it has no data, or is complex
+            return noun
+    return f"{noun} of shape {tuple(value.shape)}"
+
+
+def _with_article(noun: str) -> str:
+    """Put the indefinite article in front of the name of a type."""
+    return f"{'an' if noun[0].upper() in 'AEIO' else 'a'} {noun}"
+
+
+def _container_text(values: Any) -> str:  # noqa: ANN401  # a list, tuple or set
+    """Describe a list, a tuple or a set by its entries."""
+    entries = _joined([value_text(entry) for entry in islice(values, _MAX_ENTRIES)], len(values))
+    if isinstance(values, list):
+        return f"[{entries}]"
+    if isinstance(values, tuple):
+        return f"({entries},)" if len(values) == 1 else f"({entries})"
+    return f"{{{entries}}}" if entries else "an empty set"
+
+
+def _joined(entries: Sequence[str], count: int) -> str:
+    """Join the first entries of a container with ``count`` entries."""
+    return ", ".join([*entries, "…"] if count > len(entries) else entries)
+
+
+def _object_text(value: object) -> str:
+    """Describe an object by its ``repr`` if that is one line without an address, otherwise by its type."""
+    try:
+        text = repr(value)
+    except Exception:  # of any class
+        text = ""
+    is_readable = bool(text) and "\n" not in text and " at 0x" not in text and not text.startswith("<")
+    if is_readable and type(value).__repr__ is not object.__repr__:
+        return text
+    return _with_article(type(value).__name__)
 
 
 def near_names(word: str, names: Iterable[str], limit: int = 1) -> list[str]:

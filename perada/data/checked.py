@@ -24,19 +24,21 @@ from perada.data.batches.datasets import (
     as_labels,
     check_label_formats,
     check_same_format,
+    format_text,
     image_and_label,
     isolated_randomness,
     labels_at,
     labels_of_base,
     location_of,
     read_item,
+    resized_format,
     resolve_subset,
     tensor_format,
 )
 from perada.data.batches.samples import MapStore, Store, TensorStore, make_store
 from perada.data.federated import FederatedData, warn_of_look_alikes
 from perada.data.sets.base import ImageSet, class_names
-from perada.tasks import Task, task_of_labels
+from perada.tasks import Task, describe_labels, task_of_labels
 
 SCAN_LIMIT = 50_000
 """Labels of datasets that declare none are read from all samples, up to this many. Beyond, they are checked on use."""
@@ -358,10 +360,12 @@ def _fitted_task(
                 "are not known before training; give numbers, or data that declare their labels (targets=)"
             )
         return task
-    if not bool(task.known(training_labels).any()):
-        raise ValueError("all training labels are unknown (NaN or -1), so nothing can be learned; add known labels")
     if task.per_pixel:
-        _check_several_classes_of_pixels(training_labels, task)
+        classes_of_pixels = training_labels[task.known(training_labels)].unique().tolist()
+        if len(classes_of_pixels) < 2:
+            raise _one_class_of_pixels(classes_of_pixels)
+    elif not bool(task.known(training_labels).any()):
+        raise ValueError("all training labels are unknown (NaN or -1), so nothing can be learned; add known labels")
     return task.fitted_to(training_labels, num_classes)
 
 
@@ -386,15 +390,15 @@ def _warn_of_unknown_labels(task: Task, labels_of_clients: Sequence[Tensor], cla
         )
 
 
-def _check_several_classes_of_pixels(masks: Tensor, task: Task) -> None:
-    """Raise a ValueError if all pixels of the training masks (N, H, W) that count have the same class."""
-    classes = masks[task.known(masks)].unique().tolist()
-    if len(classes) == 1:
-        raise ValueError(
-            f"all pixels of the training masks that count have the class {classes[0]}, so nothing can be learned; if "
-            "a value of the masks that stands for a class is ignored, such as 255, list the values in mask_values, or "
-            "set another ignore_index of the task"
-        )
+def _one_class_of_pixels(classes: Sequence[int]) -> ValueError:
+    """Return the error for training masks whose pixels have no class, or only one."""
+    problem = "are ignored"
+    if classes:
+        problem = f"that count have the class {classes[0]}"
+    return ValueError(
+        f"all pixels of the training masks {problem}, so nothing can be learned; if a value of the masks that stands "
+        "for a class is ignored, such as 255, list the values in mask_values, or set another ignore_index of the task"
+    )
 
 
 def _raise_for_owner(
@@ -423,6 +427,8 @@ def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]], task: T
         labels = torch.cat([labels for labels in labels_of_clients if labels.size(0)])
         values_of_parts[part] = labels[task.known(labels)].unique()
     trained = values_of_parts["training"].tolist()
+    if task.per_pixel and len(trained) < 2:
+        raise _one_class_of_pixels(trained)
     if len(trained) == 1:
         raise ValueError(
             f"all training images have the label {trained[0]}, and nothing can be learned from one class: add images "
@@ -466,7 +472,7 @@ def _describe_labels(labels: Tensor) -> str:
     try:
         return task_of_labels(labels).labels_per_image
     except TypeError:
-        return f"{labels.dtype} of shape {tuple(labels.shape[1:])}"
+        return describe_labels(labels)
 
 
 def _set_up_checks_on_use(store: Store, task: Task, num_classes: int) -> None:
@@ -529,7 +535,7 @@ def _common_format(stores: Mapping[str, Store], size: int | None) -> TensorForma
             clients = np.flatnonzero(store.sizes).tolist()
         for client in clients:
             image_format = first_image_format(store, client, size)
-            check_same_format(client, image_format, common or image_format, f"{part} data: ")
+            check_same_format(f"{part} data: client {client}", image_format, common or image_format)
             common = image_format
     assert common is not None
     return common
@@ -563,10 +569,7 @@ def first_image_format(store: Store, client: int = 0, size: int | None = None) -
     if isinstance(store, MapStore):
         image, _ = store.take(torch.tensor([client]), torch.tensor([0]))
         return tensor_format(image)
-    shape, dtype = tensor_format(store.images)
-    if size is not None and dtype == torch.uint8:
-        shape = (*shape[:-2], size, size)
-    return shape, dtype
+    return resized_format(tensor_format(store.images), size)
 
 
 def _known_labels(part: str, store: Store, num_classes: int | None, resolve: Resolve) -> list[Labels]:
@@ -593,7 +596,7 @@ def _known_labels(part: str, store: Store, num_classes: int | None, resolve: Res
                 declared = labels_at(declared, rows)
                 # The declared labels of an ImageSet are those of its items, of which none has to be read.
                 is_certain = size == 0 or isinstance(base, ImageSet)
-                if not is_certain and not _labels_match_items(declared, dataset, client):
+                if not is_certain and not _labels_match_items(declared, dataset, _owner(part, client)):
                     declared = None
             if declared is not None:
                 labels_of_clients.append(declared)
@@ -605,13 +608,15 @@ def _known_labels(part: str, store: Store, num_classes: int | None, resolve: Res
                     "dataset"
                 )
             num_read = size if reads_all else min(1, size)
-            labels = [_read_label(dataset, client, index) for index in range(min(1, num_read))]
+            owner = _owner(part, client)
+            labels = [_read_label(dataset, owner, index) for index in range(min(1, num_read))]
             if labels and _is_mask(labels[0]):
                 # Masks are too large to be kept, and are checked when they are read.
                 num_read = 1
                 _require_num_classes(client, num_classes)
-            labels += [_read_label(dataset, client, index) for index in range(1, num_read)]
+            labels += [_read_label(dataset, owner, index) for index in range(1, num_read)]
             tensors = [label for label in labels if isinstance(label, Tensor)]
+            _check_one_label_format(owner, tensors)
             if len(tensors) < len(labels):  # some labels are words
                 labels_of_clients.append(labels)
             elif tensors:
@@ -635,23 +640,43 @@ def _require_num_classes(client: int, num_classes: int | None) -> None:
         )
 
 
-def _labels_match_items(declared: Labels, dataset: Dataset[Any], client: int) -> bool:
+def _owner(part: str, client: int) -> str:
+    """Name the owner of samples for a message."""
+    if part == "validation":
+        return "the server's validation set"
+    return f"client {client}: the test set" if part == "test" else f"client {client}"
+
+
+def _check_one_label_format(owner: str, labels: Sequence[Tensor]) -> None:
+    """Raise a ValueError if labels (...) of single samples cannot be stacked, such as vectors of several lengths."""
+    for index, label in enumerate(labels):
+        label_format = tensor_format(label, 0)
+        first_format = tensor_format(labels[0], 0)
+        if label_format != first_format:
+            raise ValueError(
+                f"{owner}, sample {index}: the label is {format_text(label_format)}, that of the first sample is "
+                f"{format_text(first_format)}: use labels of one kind and length for all"
+            )
+
+
+def _labels_match_items(declared: Labels, dataset: Dataset[Any], owner: str) -> bool:
     """Return whether a dataset's declared labels are of the same kind, words or not, as those of its items.
 
     A transform may turn one into the other.
     """
-    items_have_words = isinstance(_read_label(dataset, client, 0), str)
+    items_have_words = isinstance(_read_label(dataset, owner, 0), str)
     return items_have_words == isinstance(declared, list)
 
 
-def _read_label(dataset: Dataset[Any], client: int, index: int) -> str | Tensor:
+def _read_label(dataset: Dataset[Any], owner: str, index: int) -> str | Tensor:
     """Read the label of a sample, a word or a tensor."""
     try:
-        item = read_item(dataset, index, f"client {client}")
+        item = read_item(dataset, index, owner)
         _, label = image_and_label(item, labelled=True)
-        return label if isinstance(label, str) else as_labels(label, of_one_image=True)
+        # A word of NumPy becomes one of Python, which is what messages and files show.
+        return str(label) if isinstance(label, str) else as_labels(label, of_one_image=True)
     except TypeError as error:
-        raise TypeError(f"client {client}, sample {index}: {error}") from None
+        raise TypeError(f"{owner}, sample {index}: {error}") from None
 
 
 def _words(labels_of_parts: Mapping[str, list[Labels]]) -> list[str] | None:
@@ -736,6 +761,8 @@ def check_labels(prefix: str, labels: Tensor, num_classes: int, task: Task) -> N
     out_of_range = task.out_of_range(labels, num_classes)
     if len(out_of_range):
         remedy = "correct the label"
+        if task.has_classes and not (task.exclusive or task.per_pixel):
+            remedy += ", or set task=Regression() to predict numbers"
         if task.exclusive or task.per_pixel:
             remedy += f" or num_classes (now {num_classes})"
         raise ValueError(f"{prefix} {out_of_range[0].item()}, outside {task.describe_range(num_classes)}: {remedy}")

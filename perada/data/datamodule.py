@@ -269,7 +269,7 @@ class FederatedDataModule(pl.LightningDataModule):
         evaluates_test = self.evaluate_on == "test"
         # Test images that are not used are not read either.
         data = divided if evaluates_test else replace(divided, test=[])
-        data = without_broken(data, self.on_broken, self.num_workers, resolve)
+        data = without_broken(data, self.on_broken, self.num_workers, resolve, self.image_size)
         held_out: list[Dataset[Any]] = []
         if self.client_validation:
             train, held_out = hold_out(data.train, self.client_validation, self.seed)

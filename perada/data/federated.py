@@ -2,12 +2,14 @@
 """Datasets of the clients and the server."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, ValuesView
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 
+from perada.core.checks import checked_names
 from perada.core.text import abbreviated, case_variants, look_alike
 
 
@@ -27,6 +29,14 @@ def warn_of_look_alikes(what: str, names: Iterable[Any]) -> None:
             "to be one",
             stacklevel=3,
         )
+
+
+def _as_list(datasets: Any) -> Any:  # noqa: ANN401  # what a user passed, which is checked before it is opened
+    """Return the datasets of an iterator, a view of a dictionary or an array as a list, and anything else unchanged."""
+    is_array_of_objects = isinstance(datasets, np.ndarray) and datasets.dtype == object
+    if isinstance(datasets, Iterator | ValuesView) or is_array_of_objects:
+        return list(datasets)
+    return datasets
 
 
 @dataclass
@@ -56,10 +66,10 @@ class FederatedData:
     client_names: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("classes", "client_names"):
-            names = getattr(self, name)
-            if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
-                raise TypeError(f"FederatedData: {name} must be a list of names or None, got {names!r}")
+        self.train = _as_list(self.train)
+        self.test = _as_list(self.test)
+        self.classes = checked_names("FederatedData: classes", self.classes)
+        self.client_names = checked_names("FederatedData: client_names", self.client_names)
         warn_of_look_alikes("classes", self.classes or ())
         warn_of_look_alikes("clients", self.client_names or ())
 
@@ -72,7 +82,7 @@ class FederatedData:
         Raises:
             ValueError: If there is no such client, or it has no name.
         """
-        names = [str(client_name) for client_name in self.client_names or ()]
+        names = list(self.client_names or ())
         if len(self.train) == 1:
             if name:
                 return 0, name

@@ -27,17 +27,22 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from tqdm import tqdm
 
 from perada.core.files import write_atomic
-from perada.core.text import abbreviated
+from perada.core.text import abbreviated, value_text
 from perada.data.batches.datasets import (
     Resolve,
+    ResolvedSubset,
+    TensorFormat,
+    check_same_format,
     declared_labels,
     image_and_label,
     isolated_randomness,
     length,
     location_of,
     read_item,
+    resized_format,
     resolve_subset,
     stored_images,
+    tensor_format,
 )
 from perada.data.batches.transforms import (
     WHOLE_SCALE,
@@ -313,7 +318,11 @@ def _count_frames(picture: Image.Image) -> int:
 
 
 def without_broken(
-    data: FederatedData, on_broken: OnBroken, workers: int, resolve: Resolve = resolve_subset
+    data: FederatedData,
+    on_broken: OnBroken,
+    workers: int,
+    resolve: Resolve = resolve_subset,
+    image_size: int | None = None,
 ) -> FederatedData:
     """Read every image of the clients and the server once, and reject or skip those that cannot be read.
 
@@ -325,22 +334,24 @@ def without_broken(
         on_broken: Whether to reject or to skip images that cannot be read.
         workers: Number of processes that read items.
         resolve: Finds the dataset behind a Subset.
+        image_size: Height and width that uint8 images are resized to; None keeps them.
 
     Raises:
-        ValueError: If images cannot be read and ``on_broken`` is "refuse". The message lists all of them.
+        ValueError: If images cannot be read and ``on_broken`` is "refuse". The message lists all of them. Or if images
+            of a dataset cannot be batched together.
         TypeError: If something is not a map-style dataset.
     """
     check_datasets(data)
     parts = data.parts()
     # Clients often have Subsets of one dataset, whose items are read once. Each entry is a dataset and its rows in it.
-    bases = [resolve(dataset) for _, dataset in parts]
+    bases = [_resolved(name, dataset, resolve) for name, dataset in parts]
     rows_of_base: dict[int, list[np.ndarray[Any, Any]]] = defaultdict(list)
     for base, rows in bases:
         rows_of_base[id(base)].append(rows)
     problems_of_base = _finite_bases({id(base): base for base, _ in bases}.values())
     for (name, _), (base, _) in zip(parts, bases, strict=True):
         if id(base) not in problems_of_base:
-            problems_of_base[id(base)] = _find_broken(base, rows_of_base[id(base)], name, workers)
+            problems_of_base[id(base)] = _find_broken(base, rows_of_base[id(base)], name, workers, image_size)
     if not any(problems_of_base.values()):
         return data
 
@@ -371,6 +382,14 @@ def without_broken(
     return data.with_datasets(datasets)
 
 
+def _resolved(name: str, dataset: Dataset[Any], resolve: Resolve) -> ResolvedSubset:
+    """Resolve a dataset; an error begins with the dataset's name."""
+    try:
+        return resolve(dataset)
+    except (IndexError, TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
 def check_datasets(data: FederatedData) -> None:
     """Check that all datasets are map-style datasets, before any is opened.
 
@@ -379,10 +398,16 @@ def check_datasets(data: FederatedData) -> None:
             clients' datasets are not in a list.
     """
     for name, datasets in (("train", data.train), ("test", data.test)):
-        if not isinstance(datasets, Sequence):
-            raise TypeError(
-                f"FederatedData.{name} must be a list with one dataset per client, got a {type(datasets).__name__}"
-            )
+        if isinstance(datasets, Sequence) and not isinstance(datasets, str):
+            continue
+        remedy = ""
+        if isinstance(datasets, Mapping):
+            remedy = f"; pass {name}=[*datasets.values()] and client_names=[*datasets]"
+        elif name == "test" and datasets is None:
+            remedy = "; pass test=[] for no evaluation"
+        raise TypeError(
+            f"FederatedData.{name} must be a list with one dataset per client, got {value_text(datasets)}{remedy}"
+        )
     # Whether a dataset can be used depends only on its type, and many clients have datasets of few types.
     usable_types: set[type] = set()
     for name, dataset in data.parts():
@@ -401,7 +426,8 @@ def check_datasets(data: FederatedData) -> None:
                 "whose items cannot be indexed: pass a dataset with len() and [index], such as a list of its items"
             )
         if problem:
-            raise TypeError(f"{name} is a {type(dataset).__name__}, {problem}")
+            kind = "a dict" if isinstance(base, Mapping) else value_text(dataset)
+            raise TypeError(f"{name} is {kind}, {problem}")
         usable_types.add(type(base))
 
 
@@ -430,7 +456,7 @@ def _finite_bases(bases: Iterable[Dataset[Any]]) -> dict[int, dict[int, str]]:
 
 
 def _find_broken(
-    base: Dataset[Any], rows_of_datasets: list[np.ndarray[Any, Any]], name: str, workers: int
+    base: Dataset[Any], rows_of_datasets: list[np.ndarray[Any, Any]], name: str, workers: int, image_size: int | None
 ) -> dict[int, str]:
     """Read rows of a dataset and return a description of each that cannot be read, by row.
 
@@ -439,6 +465,10 @@ def _find_broken(
         rows_of_datasets: The rows that each client's or the server's dataset has of it.
         name: Name of the first of these datasets.
         workers: Number of processes that read items.
+        image_size: Height and width that uint8 images are resized to; None keeps them.
+
+    Raises:
+        ValueError: If the images of items have different shapes or types.
     """
     if isinstance(base, ImageFiles) and not base.in_memory:
         return _find_broken_files(base, _unique_rows(rows_of_datasets))
@@ -455,9 +485,18 @@ def _find_broken(
         progress = WorkerProgress(workers, partial(_describe_sample, base, name))
     with isolated_randomness(), explain_worker_deaths():
         # Workers call the function that collates a batch, here a single row.
-        read_row = partial(_problem_of_row, base, name, progress)
-        problems = _show_progress(worker_loader(rows, workers, progress, collate_fn=read_row), len(rows))
-        return {row: problem for row, problem in zip(rows, problems, strict=True) if problem}
+        read_row = partial(_read_row, base, name, progress)
+        readings = [*_show_progress(worker_loader(rows, workers, progress, collate_fn=read_row), len(rows))]
+    expected: TensorFormat | None = None
+    problems: dict[int, str] = {}
+    for row, reading in zip(rows, readings, strict=True):
+        if reading.problem:
+            problems[row] = reading.problem
+        if reading.format is not None:
+            image_format = resized_format(reading.format, image_size)
+            expected = expected or image_format
+            check_same_format(f"{name}, sample {row}{location_of(base, row)}", image_format, expected)
+    return problems
 
 
 def _unique_rows(rows_of_datasets: Sequence[np.ndarray[Any, Any]]) -> list[int]:
@@ -525,29 +564,42 @@ def _describe_sample(dataset: Dataset[Any], name: str, owner: int, row: int) -> 
     return f"sample {row}{location_of(dataset, row)} of {name}"
 
 
-def _problem_of_row(dataset: Dataset[Any], name: str, progress: WorkerProgress | None, row: int) -> str:
-    """Read an item, in a worker that records its progress if there are workers, and describe what is wrong with it."""
+class _Reading(NamedTuple):
+    """What is known of an item after it was read once.
+
+    Attributes:
+        problem: Why it cannot be used; an empty string if it can.
+        format: Shape and type of its image; None if it is not an image.
+    """
+
+    problem: str
+    format: TensorFormat | None = None
+
+
+def _read_row(dataset: Dataset[Any], name: str, progress: WorkerProgress | None, row: int) -> _Reading:
+    """Read an item, in a worker that records its progress if there are workers."""
     if progress is None:
-        return _problem_of_item(dataset, name, row)
+        return _read_once(dataset, name, row)
     progress.begin(0, row)
-    problem = _problem_of_item(dataset, name, row)
+    reading = _read_once(dataset, name, row)
     progress.end()
-    return problem
+    return reading
 
 
-def _problem_of_item(dataset: Dataset[Any], name: str, row: int) -> str:
-    """Read an item and describe what is wrong with it; an empty string if it can be used."""
+def _read_once(dataset: Dataset[Any], name: str, row: int) -> _Reading:
+    """Read an item, and find what is wrong with it."""
     try:
         item = read_item(dataset, row, name)
     except (UnreadableImageError, MissingImageError) as error:
-        return error.problem
+        return _Reading(error.problem)
     # The checks of the data report items that are not images.
     with suppress(TypeError, IndexError):
         stored, _ = image_and_label(item, labelled=False)
         try:
             image = to_image(stored)  # reads the pixels of a PIL image that was only opened
         except UnreadableImageError as error:
-            return f"sample {row} cannot be read ({' '.join(error.problem.split())})"
+            return _Reading(f"sample {row} cannot be read ({' '.join(error.problem.split())})")
         if image.is_floating_point() and not image.isfinite().all():
-            return f"sample {row} is an image with NaN or infinity"
-    return ""
+            return _Reading(f"sample {row} is an image with NaN or infinity")
+        return _Reading("", tensor_format(image, 0))
+    return _Reading("")

@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from perada.core.checks import OptionError, check_choice, check_integer
 from perada.core.seeding import derive_seed
-from perada.core.text import SPREADS
+from perada.core.text import SPREADS, value_text
 from perada.data.batches.datasets import isolated_randomness, seed_all
 from perada.data.batches.samples import Rows, Samples, Store, TensorStore
 from perada.data.batches.transforms import resize_uint8
@@ -120,11 +120,12 @@ def as_shifts(options: Mapping[str, ShiftOption]) -> dict[str, Shift | ImageSet]
     """
     shifts: dict[str, Shift | ImageSet] = {}
     for name, value in options.items():
-        is_reserved = name.startswith(RESERVED_PREFIXES) or name.endswith(SPREADS)
-        if is_reserved or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        is_text = isinstance(name, str)
+        is_reserved = is_text and (name.startswith(RESERVED_PREFIXES) or name.endswith(SPREADS))
+        if not is_text or is_reserved or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
             raise OptionError(
-                f"shifts: the name {name!r} is not allowed; use letters, digits, '_', '-' and '.'. It must not begin "
-                f"with {', '.join(RESERVED_PREFIXES)}, nor end in {', '.join(SPREADS)}, as other scores do",
+                f"shifts: the name {value_text(name)} is not allowed; use letters, digits, '_', '-' and '.'. It must "
+                f"not begin with {', '.join(RESERVED_PREFIXES)}, nor end in {', '.join(SPREADS)}, as other scores do",
                 name="shifts",
             )
         if isinstance(value, Shift | ImageSet):
@@ -135,7 +136,7 @@ def as_shifts(options: Mapping[str, ShiftOption]) -> dict[str, Shift | ImageSet]
             shifts[name] = Corruptions(value)
         else:
             raise OptionError(
-                f"shifts: {name}={value!r} is not a shift; use {LABEL_SHIFT!r}, a kind of corruption "
+                f"shifts: {name}={value_text(value)} is not a shift; use {LABEL_SHIFT!r}, a kind of corruption "
                 f"({', '.join(GROUPS)} or one of them), Corruptions, or an ImageSet with the same classes",
                 name=f"shifts: {name}",
                 value=value,

@@ -16,6 +16,7 @@ from perada.core.checks import OptionError, check_choice, check_integer, invalid
 from perada.core.interruption import raise_if_interrupted, watch_signals
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
+from perada.core.text import value_text
 from perada.data import CohortBatch, EvalBatch, FederatedDataModule
 from perada.data.batches.workers import lost_worker
 from perada.federation.federation import Federation
@@ -222,11 +223,11 @@ class FederatedLoop(pl.Callback):
         data = datamodule_of(trainer)
         if not isinstance(data, FederatedDataModule):
             raise TypeError(
-                f"FederatedLoop requires a FederatedDataModule, got {type(data).__name__}; pass one as datamodule"
+                f"FederatedLoop requires a FederatedDataModule, got {value_text(data)}; pass one as datamodule"
             )
         if not isinstance(pl_module, FederatedClassifier):
             raise TypeError(
-                f"FederatedLoop requires a FederatedClassifier, got {type(pl_module).__name__}; pass one as the model"
+                f"FederatedLoop requires a FederatedClassifier, got {value_text(pl_module)}; pass one as the model"
             )
         module = pl_module
         self._check_unused(data, module, stage)

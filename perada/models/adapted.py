@@ -26,6 +26,7 @@ from perada.algorithms.base import TensorNames
 from perada.core.checks import OptionError, invalid_option
 from perada.core.rounds import ImageConfig
 from perada.core.states import Merged, parameter_keys, trained_keys
+from perada.core.text import value_text
 from perada.models.factors import branch_prefixes, check_lora, lora_factors
 from perada.models.merging import TrainBackbone, make_mergeable
 
@@ -457,10 +458,10 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         config.base_model_name_or_path = None
         config.inference_mode = False
     elif not isinstance(adapter, str):
-        raise TypeError(f"adapter must be one of {ADAPTERS} or a PeftConfig, got {type(adapter).__name__}")
+        raise TypeError(f"adapter must be one of {', '.join(ADAPTERS)} or a PeftConfig, got {value_text(adapter)}")
     elif adapter not in ADAPTERS:
         raise OptionError(
-            f"adapter {adapter!r} is unknown; choose one of {ADAPTERS} or pass a PeftConfig",
+            f"adapter {adapter!r} is unknown; choose one of {', '.join(ADAPTERS)} or pass a PeftConfig",
             name="adapter",
             value=adapter,
         )

@@ -21,7 +21,7 @@ import perada.models.twins  # noqa: F401  # registers how layers of timm and PEF
 from perada.adapters.prompt import PromptedBlock
 from perada.core.checks import OptionError, check_integer
 from perada.core.rounds import ImageConfig
-from perada.core.text import near_names
+from perada.core.text import near_names, value_text
 from perada.models.adapted import Backbone
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
 from perada.models.segmentation import SEGMENTATION_PREFIX, build_segmentation_network
@@ -76,7 +76,7 @@ def build_backbone(
     if isinstance(backbone, nn.Module):
         built = _from_module(backbone, num_classes, per_pixel)
     elif not isinstance(backbone, str):
-        raise TypeError(f"backbone must be a timm name, 'hf:NAME' or an nn.Module, got {type(backbone).__name__}")
+        raise TypeError(f"backbone must be a timm name, 'hf:NAME' or an nn.Module, got {value_text(backbone)}")
     elif per_pixel or backbone.startswith(SEGMENTATION_PREFIX):
         built = _segmentation_network(backbone, num_classes, pretrained, image_size, in_chans, per_pixel)
     elif backbone.startswith("hf:"):
@@ -286,12 +286,9 @@ def _extract_logits(
     logits = [part for part in parts if isinstance(part, Tensor) and part.ndim == ndim and part.shape[1] == classes]
     if len(logits) == 1:
         return logits[0]
-    description = type(output).__name__
-    if parts:
-        shapes = [str(tuple(part.shape)) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
-        description += f" of {', '.join(shapes)}"
+    description = value_text(parts) if parts else value_text(output)
     raise TypeError(
-        f"backbone {type(module).__name__!r} returns a {description}, and {len(logits)} of its parts are logits (B, "
+        f"backbone {type(module).__name__!r} returns {description}, and {len(logits)} of its parts are logits (B, "
         f"{classes}{', H, W' if ndim == 4 else ''}); return the logits, or an object with .logits"
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number
+from perada.core.text import value_text
 from perada.privacy.accounting import check_delta, check_target
 
 Accountant = Literal["rdp", "prv"]
@@ -133,8 +134,9 @@ def options_of(kind: type[T], section: str, options: T | Mapping[str, Any] | Non
     if options is None or isinstance(options, kind):
         return options
     if not isinstance(options, Mapping):
-        actual = type(options).__name__
-        raise TypeError(f"{section} must be a {kind.__name__} or a dictionary of its fields, got {actual}")
+        raise TypeError(
+            f"{section} must be of type {kind.__name__} or a dictionary of its fields, got {value_text(options)}"
+        )
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     for name in options:
         if name not in names:

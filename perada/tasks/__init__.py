@@ -32,7 +32,20 @@ def task_of_labels(labels: Tensor) -> Task:
     task = tasks.get(labels.ndim)
     if task is None or not task.fits(labels):
         raise TypeError(
-            f"labels are {labels.dtype} of shape {tuple(labels.shape[1:])}: use integer classes, float vectors (K,) "
-            "for several labels, or masks of integers; to predict numbers, set task=Regression()"
+            f"labels are {describe_labels(labels)}: use integers for classes (labels.long()), float vectors (K,) for "
+            "several labels, or masks of integers; to predict numbers, set task=Regression()"
         )
     return task
+
+
+def describe_labels(labels: Tensor) -> str:
+    """Describe labels (N, ...) that are of no default task, for a message.
+
+    >>> import torch
+    >>> describe_labels(torch.tensor([0.5])), describe_labels(torch.zeros(1, 8, 8))
+    ('one float32 number per image', 'float32 values of shape (8, 8)')
+    """
+    type_name = str(labels.dtype).removeprefix("torch.")
+    if labels.ndim == 1:
+        return f"one {type_name} number per image"
+    return f"{type_name} values of shape {tuple(labels.shape[1:])}"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong inputs: one line at set-up that says what, why, and what to do."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -98,12 +100,27 @@ def test_image_size_makes_one_shape_of_clients_tensors_too():
     assert [int(image) for client in batch.x for image in client[0].unique()] == [5, 8]
 
 
-def test_a_shape_that_changes_within_a_client_is_named_when_it_is_met():
+WRONG_SHAPE = "an image is float32 of shape (1, 6, 6), others are float32 of shape (1, 5, 5): use one shape"
+
+
+def test_a_shape_that_differs_within_a_dataset_is_named_at_set_up():
     mixed = [(torch.zeros(1, 5, 5), 0), (torch.zeros(1, 6, 6), 1)]
-    (batch,) = FederatedDataModule(FederatedData([mixed])).train_dataloader()
+    refused(FederatedData([mixed]), re.escape(f"client 0: the training set, sample 1: {WRONG_SHAPE}"))
+    refused(
+        FederatedData([mixed[:1]], public=mixed, num_classes=2), re.escape(f"the public set, sample 1: {WRONG_SHAPE}")
+    )
+    assert FederatedDataModule(FederatedData([[(torch.zeros(1, 5, 5).byte(), 0), (torch.zeros(1, 6, 6).byte(), 1)]]))
+
+
+def test_a_shape_that_changes_after_set_up_is_named_when_it_is_met():
+    changing = [(torch.zeros(1, 5, 5), 0), (torch.zeros(1, 5, 5), 1)]
+    module = FederatedDataModule(FederatedData([changing]))
+    module.setup()
+    changing[1] = (torch.zeros(1, 6, 6), 1)
+    (batch,) = module.train_dataloader()
     ((client, reason),) = batch.failed
     assert client == 0
-    assert "client 0: an image is ((1, 6, 6), torch.float32), others are ((1, 5, 5), torch.float32)" in reason
+    assert f"client 0: {WRONG_SHAPE}" in reason
 
 
 def test_missing_and_empty_clients():
@@ -141,15 +158,13 @@ def test_labels_of_different_kinds(kind):
     refused(FederatedData([kind(client(labels=torch.full((4, 3), torch.nan)))]), "all training labels are unknown")
     refused(
         FederatedData([items(client(labels=torch.ones(4)))]),
-        r"labels are torch.float32 of shape \(\): use integer",
+        "labels are one float32 number per image: use integer",
         TypeError,
     )
-    refused(
-        FederatedData([kind(client(labels=torch.ones(4, 3, dtype=torch.bool)))]), "labels are torch.bool", TypeError
-    )
+    refused(FederatedData([kind(client(labels=torch.ones(4, 3, dtype=torch.bool)))]), "labels are booleans", TypeError)
     refused(
         FederatedData([client(), client(labels=torch.ones(4))]),
-        r"client 1: a label is \(\(\), torch.float32\), an earlier client's is \(\(\), torch.int64\)",
+        "client 1: a label is a single float32, an earlier client's is a single int64",
     )
 
 
@@ -157,7 +172,7 @@ def test_images_that_are_none():
     refused(FederatedData([client(dtype=torch.int64)]), "images are torch.int64: use uint8", TypeError)
     refused(
         FederatedData([[("cat.jpg", 1)]], num_classes=2),
-        "client 0, sample 0: an image must be a tensor, an array or a PIL image, got str",
+        "client 0, sample 0: an image must be a tensor, an array or a PIL image, got 'cat.jpg'",
         TypeError,
     )
 
@@ -326,7 +341,7 @@ GOOD = PIXELS, CLASSES
         ((PIXELS, CLASSES[:4]), "6 images and 4 labels; return one label for each"),
         (
             ([PIXELS[0], PIXELS[0, :, 1:]], CLASSES),
-            "images as one list, which is not a tensor of numbers",
+            "images as .*, which is not a tensor of numbers",
         ),
         ((PIXELS.long(), CLASSES), "images are torch.int64: use uint8"),
         ((PIXELS[0, 0], CLASSES), r"images of shape \(8, 8\); return \(N, channels, height, width\), or \(N, height"),
@@ -357,8 +372,8 @@ def test_what_a_set_of_ones_own_loads(given, words):
     ("dataset", "words"),
     [
         (Own(GOOD, {"clinic": ["a"] * 5}), r"Own, training split: the column 'clinic' has shape \(5,\) for 6 images"),
-        (Own(GOOD, ["clinic"]), r"Own, .* columns is of type list; return \{name: array \(N,\)\} from"),
-        (ColumnsAsMethod(GOOD), "ColumnsAsMethod, .* columns is of type method; return .* from a @property"),
+        (Own(GOOD, ["clinic"]), r"Own, .* columns is \['clinic'\]; return \{name: array \(N,\)\} from"),
+        (ColumnsAsMethod(GOOD), "ColumnsAsMethod, .* columns is the function columns; return .* from a @property"),
         (Own(GOOD, {"hospital": ["a"] * 6}), r"Own has no column 'clinic' to divide by: it has \['hospital'\]"),
         (
             Own(GOOD),

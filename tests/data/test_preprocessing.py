@@ -155,7 +155,7 @@ def test_floats_pass_as_they_are():
         (COLOUR, noise(5), r"a uint8 image must have the shape \(channels, height, width\), got \(5,\)"),
         (COLOUR, torch.zeros(2, 2, dtype=torch.int32), "images are torch.int32"),
         (COLOUR, "missing.png", "missing.png does not exist: fix it, or leave it out"),
-        (COLOUR, 7, "an image must be a tensor, an array or a PIL image, got int"),
+        (COLOUR, 7, "an image must be a tensor, an array or a PIL image, got 7"),
         (
             Preprocessing("float", (1, 8, 8)),
             "a.png",

@@ -71,7 +71,7 @@ def test_whatever_a_dataset_gives_becomes_a_tensor(image, shape, dtype):
 
 
 @pytest.mark.parametrize(
-    ("image", "words"), [("cat.jpg", "got str"), (torch.zeros(3, 4, 4, dtype=torch.int64), "int64")]
+    ("image", "words"), [("cat.jpg", "got 'cat.jpg'"), (torch.zeros(3, 4, 4, dtype=torch.int64), "int64")]
 )
 def test_what_is_no_image(image, words):
     with pytest.raises(TypeError, match=words):

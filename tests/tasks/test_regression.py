@@ -249,7 +249,7 @@ def test_perada_distils_saves_and_predicts(tmp_path):
 
 
 def test_numbers_need_the_task():
-    with pytest.raises(TypeError, match=r"labels are torch.float32.*to predict numbers, set task=Regression\(\)"):
+    with pytest.raises(TypeError, match=r"labels are one float32 number.*to predict numbers, set task=Regression\(\)"):
         task_of_labels(torch.tensor([1.5]))
     with pytest.raises(TypeError, match=r"set task=Regression\(\)"):
         FederatedDataModule(hospitals()).setup()

@@ -2,7 +2,6 @@
 """Access to map-style datasets: the tensors behind them, their items, and their labels."""
 
 import random
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from perada.core.seeding import derive_seed, seed_global
+from perada.core.text import value_text
 from perada.data.batches.transforms import MissingImageError, UnreadableImageError
 from perada.data.sets.base import ImageSet
 
@@ -39,8 +39,19 @@ class Source(NamedTuple):
 
 
 def length(dataset: Dataset[Any]) -> int:
-    """Return the number of items of a map-style dataset."""
-    return len(cast(Sized, dataset))
+    """Return the number of items of a map-style dataset.
+
+    Raises:
+        ValueError: If the dataset cannot tell.
+    """
+    try:
+        return len(cast(Sized, dataset))
+    except Exception as error:  # whatever a dataset raises
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        raise ValueError(
+            f"the length of {value_text(dataset)} cannot be read ({reason}); correct its __len__, which returns the "
+            "number of items"
+        ) from error
 
 
 class ResolvedSubset(NamedTuple):
@@ -64,16 +75,17 @@ def resolve_subset(dataset: Dataset[Any]) -> ResolvedSubset:
 
     Raises:
         IndexError: If an index of a Subset is out of range.
+        TypeError: If the indices of a Subset are not integers.
     """
     # A subclass of Subset may change the items.
     if type(dataset) is not Subset:
         return ResolvedSubset(dataset, np.arange(length(dataset)))
     # A copy, since the caller may change an array of indices.
-    rows = np.array(dataset.indices, dtype=np.int64)
+    rows = _indices_of(dataset).copy()
     is_outermost = True
     while type(dataset) is Subset:
         if not is_outermost:
-            rows = np.asarray(dataset.indices, dtype=np.int64)[rows]
+            rows = _indices_of(dataset)[rows]
         is_outermost = False
         dataset = dataset.dataset
         size = length(dataset)
@@ -86,6 +98,29 @@ def resolve_subset(dataset: Dataset[Any]) -> ResolvedSubset:
         if smallest < 0:
             rows = np.where(rows < 0, rows + size, rows)
     return ResolvedSubset(dataset, rows)
+
+
+def _indices_of(subset: Subset[Any]) -> np.ndarray[Any, Any]:
+    """Return the indices (N,) of a Subset.
+
+    Raises:
+        TypeError: If they are not integers. Numbers with decimals, and a mask of booleans, would select other items.
+    """
+    indices: Any = subset.indices
+    if isinstance(indices, list | tuple) and any(isinstance(index, Tensor) for index in indices[:1]):
+        indices = [int(index) for index in indices]
+    if isinstance(indices, Tensor):
+        indices = indices.cpu().numpy()
+    try:
+        rows = np.asarray(indices)
+    except ValueError:  # lists of unequal lengths
+        rows = np.empty(0, dtype=object)
+    if rows.ndim == 1 and (np.issubdtype(rows.dtype, np.integer) or (not len(rows) and rows.dtype != object)):
+        return rows.astype(np.int64, copy=False)
+    raise TypeError(
+        f"the indices of a Subset must be a list of integers, got {value_text(indices)}; for a mask of booleans, pass "
+        "mask.nonzero()[0] of NumPy, or mask.nonzero().flatten() of torch"
+    )
 
 
 class SubsetResolver:
@@ -156,16 +191,23 @@ def as_labels(values: object, of_one_image: bool = False) -> Tensor:
     try:
         labels = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):  # such as None, words, or lists of unequal lengths
-        raise TypeError(f"labels are {reprlib.repr(values)}: {remedy}") from None
+        raise TypeError(f"labels are {value_text(values)}: {remedy}") from None
     if labels.is_floating_point():
         return labels.float()
-    if labels.is_complex() or labels.dtype == torch.bool:
-        raise TypeError(f"labels are {labels.dtype}: {remedy}")
+    if labels.dtype == torch.bool:
+        raise TypeError("labels are booleans: use labels.long() for two classes, or labels.float() for several labels")
+    if labels.is_complex():
+        raise TypeError(f"labels are complex numbers: {remedy}")
     expected_ndim = 0 if of_one_image else 1
     if labels.ndim == expected_ndim + 3 and labels.shape[expected_ndim] == 1:
         labels = labels.squeeze(expected_ndim)
     if labels.ndim == expected_ndim + 2 and min(labels.shape[expected_ndim:]) > 1:
         return labels
+    if labels.ndim == expected_ndim + 3:
+        raise TypeError(
+            f"labels are integers of shape {tuple(labels.shape)}: a mask must be (H, W), with the number of the "
+            "class of each pixel; convert colours to numbers, or take one channel"
+        )
     while labels.ndim > expected_ndim and labels.shape[-1] == 1:
         labels = labels.squeeze(-1)
     if labels.ndim > expected_ndim:
@@ -217,7 +259,8 @@ def labels_of_base(base: Dataset[Any]) -> Labels | None:
     if targets is None or getattr(base, "target_transform", None) is not None or len(targets) != length(base):
         return None
     if isinstance(next(iter(targets), None), str):
-        return list(targets)
+        # Words of NumPy become those of Python, which is what messages and files show.
+        return [str(target) if isinstance(target, str) else target for target in targets]
     try:
         return as_labels(targets)
     except TypeError:
@@ -241,10 +284,7 @@ def image_and_label(item: object, labelled: bool) -> tuple[Any, Any]:
         image = item[0] if isinstance(item, tuple | list) else item
         return image, None
     if not isinstance(item, Sequence) or isinstance(item, str) or len(item) < 2:
-        description = type(item).__name__
-        if isinstance(item, tuple | list):
-            description += f" of {len(item)}"
-        raise TypeError(f"the item is a {description}: return (image, label), or a dict with both")
+        raise TypeError(f"the item is {value_text(item)}: return (image, label), or a dict with both")
     return item[0], item[1]
 
 
@@ -306,8 +346,31 @@ def tensor_format(tensor: Tensor, skip: int = 1) -> TensorFormat:
     return tuple(tensor.shape[skip:]), tensor.dtype
 
 
-def check_same_format(client: int, actual: TensorFormat, expected: TensorFormat, prefix: str = "") -> None:
-    """Raise a ValueError, which begins with ``prefix``, if images cannot be batched together."""
+def resized_format(image_format: TensorFormat, size: int | None) -> TensorFormat:
+    """Return the format of an image (Ch, H, W) after uint8 images are resized to ``size``."""
+    shape, dtype = image_format
+    if size is not None and dtype == torch.uint8:
+        shape = (*shape[:-2], size, size)
+    return shape, dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type of numbers without its module, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def format_text(tensor_format: TensorFormat) -> str:
+    """Describe the format of an image or a label for a message.
+
+    >>> format_text(((3, 8, 8), torch.uint8)), format_text(((), torch.int64))
+    ('uint8 of shape (3, 8, 8)', 'a single int64')
+    """
+    shape, dtype = tensor_format
+    return f"{dtype_name(dtype)} of shape {shape}" if shape else f"a single {dtype_name(dtype)}"
+
+
+def check_same_format(owner: str, actual: TensorFormat, expected: TensorFormat) -> None:
+    """Raise a ValueError, which begins with the ``owner`` of an image, if images cannot be batched together."""
     if actual == expected:
         return
     shape, dtype = actual
@@ -329,7 +392,9 @@ def check_same_format(client: int, actual: TensorFormat, expected: TensorFormat,
         remedies.append("use images of one shape for all clients")
     elif shape[-2:] != expected_shape[-2:]:
         remedies.append("use one shape and type for all clients, or set image_size to resize uint8 images")
-    raise ValueError(f"{prefix}client {client}: an image is {actual}, others are {expected}: {'; and '.join(remedies)}")
+    raise ValueError(
+        f"{owner}: an image is {format_text(actual)}, others are {format_text(expected)}: {'; and '.join(remedies)}"
+    )
 
 
 def check_label_formats(labels_of_clients: Sequence[tuple[int, Tensor]]) -> None:
@@ -342,10 +407,13 @@ def check_label_formats(labels_of_clients: Sequence[tuple[int, Tensor]]) -> None
     expected = tensor_format(first_labels)
     for client, labels in labels_of_clients:
         label_format = tensor_format(labels)
-        if labels.ndim > 3 or label_format != expected:
+        remedy = "use an integer for all, a float for all, a float vector of K labels for all, or a mask of one size"
+        if labels.ndim > 3:
+            raise ValueError(f"client {client}: a label is {format_text(label_format)}: {remedy} for all")
+        if label_format != expected:
             raise ValueError(
-                f"client {client}: a label is {label_format}, an earlier client's is {expected}: use an integer for "
-                "all, a float for all, a float vector of K labels for all, or a mask of one size for all"
+                f"client {client}: a label is {format_text(label_format)}, an earlier client's is "
+                f"{format_text(expected)}: {remedy} for all"
             )
 
 

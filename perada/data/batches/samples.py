@@ -276,6 +276,7 @@ class MapStore(Samples):
                 label = as_labels(label, of_one_image=True)
         except TypeError as error:
             raise TypeError(f"{owner_name}, sample {index}: {error}") from None
+        _check_pixels(f"{owner_name}, sample {index}{location_of(self.datasets[owner], index)}", image.shape)
         if image.is_floating_point() and not image.isfinite().all():
             location = location_of(self.datasets[owner], index)
             raise UnreadableImageError(
@@ -355,7 +356,7 @@ class MapStore(Samples):
                     assert not isinstance(label, str)
                     image_format = tensor_format(image, 0)
                     expected = expected or image_format
-                    check_same_format(owner, image_format, expected)
+                    check_same_format(f"client {owner}", image_format, expected)
                 except Exception as error:  # whatever a dataset raises concerns one client only
                     failed[position] = error
                     rows.append(self._blank)
@@ -426,6 +427,7 @@ def make_store(
                 f"client {client}: its images have no labels; use labelled images, or leave the client out"
             )
         check_dtype(source.images)
+        _check_pixels(f"client {client}" if labelled else "the public set", source.images.shape[1:])
         labels = None if source.labels is None else as_labels(source.labels)
         label_format = None if labels is None else tensor_format(labels)
         formats.add((tensor_format(source.images), label_format))
@@ -434,6 +436,12 @@ def make_store(
     if not sources:
         return MapStore(datasets, labelled, size, resolve)
     return TensorStore(sources)
+
+
+def _check_pixels(owner: str, shape: Sequence[int]) -> None:
+    """Raise a ValueError, which begins with the owner, for images of a shape without pixels."""
+    if 0 in shape:
+        raise ValueError(f"{owner}: images of shape {tuple(shape)} have no pixels; leave them out, or read them again")
 
 
 class RoundBatches(Dataset[AnyBatch]):

@@ -19,6 +19,7 @@ from perada.core.checks import OptionError, check_number
 from perada.core.rounds import CohortBatch, EvalBatch, ImageConfig
 from perada.core.seeding import generator
 from perada.core.states import to_device_async
+from perada.core.text import value_text
 from perada.data.batches.mixing import Mixing
 from perada.engine.engine import real_rows
 from perada.tasks import Classification, Task
@@ -299,7 +300,7 @@ def to_image(image: object) -> Tensor:
             image = image.transpose(2, 0, 1)
         image = torch.from_numpy(np.ascontiguousarray(image))
     if not isinstance(image, Tensor):
-        raise TypeError(f"an image must be a tensor, an array or a PIL image, got {type(image).__name__}")
+        raise TypeError(f"an image must be a tensor, an array or a PIL image, got {value_text(image)}")
     check_dtype(image.unsqueeze(0))
     if image.dtype == torch.uint8 and image.ndim == 2:
         return image.unsqueeze(0)

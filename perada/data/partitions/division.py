@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset
 
 from perada.core.checks import OptionError, check_integer, check_number
 from perada.core.seeding import derive_seed
-from perada.core.text import abbreviated
+from perada.core.text import abbreviated, value_text
 from perada.data.batches.datasets import Resolve, image_and_label, isolated_randomness, read_item, resolve_subset
 from perada.data.batches.transforms import to_image
 from perada.data.federated import FederatedData
@@ -173,7 +173,7 @@ def divide(partition: Partition, train: Split, test: Split, seed: int) -> Assign
         ) from None
     assignment: Any = partition.split(train, test, seed)
     if not isinstance(assignment, tuple | list):
-        raise _invalid_split(name, f"one {type(assignment).__name__}")
+        raise _invalid_split(name, value_text(assignment))
     if len(assignment) != 2:
         raise _invalid_split(name, f"{len(assignment)} values")
     train_rows = _checked_rows(name, "training", assignment[0], len(train))
@@ -195,11 +195,19 @@ def _invalid_split(name: str, returned: str) -> ValueError:
 def _checked_rows(name: str, part: str, rows_of_clients: Any, size: int) -> list[Array]:  # noqa: ANN401  # from users
     """Return the rows of each client as int64 arrays, after checking them against the ``size`` of the split."""
     if not isinstance(rows_of_clients, Sequence | np.ndarray) or isinstance(rows_of_clients, str):
-        raise _invalid_split(name, f"the {part} rows as {type(rows_of_clients).__name__}")
-    clients = [np.asarray(rows) for rows in rows_of_clients]
+        raise _invalid_split(name, f"the {part} rows as {value_text(rows_of_clients)}")
+    clients = [_as_array(rows) for rows in rows_of_clients]
     if not _are_disjoint_rows(clients, size):
         raise _invalid_split(name, _first_invalid_rows(part, clients, size))
     return [rows.astype(np.int64) for rows in clients]
+
+
+def _as_array(rows: object) -> Array:
+    """Return rows as an array; lists of unequal lengths within rows as an array of objects, which is rejected."""
+    try:
+        return np.asarray(rows)
+    except ValueError:
+        return np.empty((), dtype=object)
 
 
 def _is_row_array(rows: Array) -> bool:
@@ -252,7 +260,11 @@ def identities_of(dataset: Dataset[Any]) -> Array | None:
     identities = base.identities
     if identities is None:
         return None
-    identities_of_rows: Array = identities[rows]
+    if len(identities) != len(base):
+        raise ValueError(
+            f"{split_of(base)}: identities has {len(identities)} entries for {len(base)} images; give each image one"
+        )
+    identities_of_rows: Array = np.asarray(identities)[rows]
     return identities_of_rows
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import isnan
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from perada.core.text import abbreviated, visible_form
+from perada.core.checks import checked_names
+from perada.core.text import abbreviated, value_text, visible_form
 from perada.data.batches.transforms import check_dtype
 from perada.data.partitions.shares import Array
 
@@ -273,11 +275,15 @@ def checked_columns(who: str, columns: object, size: int) -> dict[str, np.ndarra
         TypeError: If ``columns`` is not a mapping.
     """
     if not isinstance(columns, Mapping):
-        raise TypeError(
-            f"{who}: columns is of type {type(columns).__name__}; return {{name: array (N,)}} from a @property"
-        )
+        raise TypeError(f"{who}: columns is {value_text(columns)}; return {{name: array (N,)}} from a @property")
     arrays = {name: np.asarray(column) for name, column in columns.items()}
     for name, array in arrays.items():
+        blank = _blank_rows(array)
+        if blank:
+            raise ValueError(
+                f"{who}: the column {name!r} has no value (None or NaN) for {len(blank)} images, such as image "
+                f"{blank[0]}; give each image of the split one, such as 'unknown'"
+            )
         if array.shape[:1] != (size,):
             raise ValueError(
                 f"{who}: the column {name!r} has shape {array.shape} for {size} images; return one value for each "
@@ -286,8 +292,19 @@ def checked_columns(who: str, columns: object, size: int) -> dict[str, np.ndarra
     return arrays
 
 
+def _blank_rows(column: np.ndarray[Any, Any]) -> list[int]:
+    """Return the rows of a column (N, ...) that have no value: None, or NaN."""
+    if column.dtype.kind == "f":
+        rows: list[int] = np.flatnonzero(np.isnan(column)).tolist()
+        return rows
+    if column.dtype.kind != "O":
+        return []
+    values = column.tolist()
+    return [row for row, value in enumerate(values) if value is None or (isinstance(value, float) and isnan(value))]
+
+
 def class_names(who: str, classes: object, num_classes: int | None) -> tuple[str, ...] | None:
-    """Return the class names as a tuple; None if ``classes`` is not a list of names.
+    """Return the class names as a tuple; None if there are none.
 
     Args:
         who: Name of the set for messages.
@@ -295,27 +312,28 @@ def class_names(who: str, classes: object, num_classes: int | None) -> tuple[str
         num_classes: Expected number of names; None for any.
 
     Raises:
-        ValueError: If there are more or fewer names, or a name occurs twice.
+        ValueError: If ``classes`` is not a list of names, there are more or fewer, or a name occurs twice.
     """
-    if not isinstance(classes, tuple | list) or not all(isinstance(name, str) for name in classes):
+    names = checked_names(f"{who}: classes", classes)
+    if names is None:
         return None
-    duplicates = [name for name, count in Counter(classes).items() if count > 1]
+    duplicates = [name for name, count in Counter(names).items() if count > 1]
     problem = ""
     if duplicates:
         problem = f"the name {duplicates[0]!r} twice"
-    elif num_classes not in (None, len(classes)):
-        problem = f"{len(classes)} names for {num_classes} classes"
+    elif num_classes not in (None, len(names)):
+        problem = f"{len(names)} names for {num_classes} classes"
     if problem:
         raise ValueError(
             f"{who} has {problem} in classes; give each class a unique name, in the order of their numbers"
         )
-    return tuple(classes)
+    return tuple(names)
 
 
 def _describe_type(value: object) -> str:
     if isinstance(value, Tensor | np.ndarray):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    return "None" if value is None else f"one {type(value).__name__}"
+    return value_text(value)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from perada.core.checks import check_choice, check_integer, check_number, invalid_option
 from perada.core.seeding import derive_seed
+from perada.core.text import value_text
 from perada.data.partitions import Dirichlet, Split
 from perada.data.partitions.shares import Array, stratified_sample
 from perada.data.sets.base import ImageSet, checked_columns, split_of
@@ -235,7 +236,7 @@ class Scanners(ImageSet):
     ) -> None:
         super().__init__(train)
         if not isinstance(dataset, ImageSet):
-            raise TypeError(f"Scanners: dataset must be an image set such as Digits(), got {type(dataset).__name__}")
+            raise TypeError(f"Scanners: dataset must be an image set such as Digits(), got {value_text(dataset)}")
         self.names = _names(kinds)
         check_number("alpha", alpha, gt=0, optional=True, hint="0.1 is very unequal, 100 even")
         check_integer("min_per_scanner", min_per_scanner)
