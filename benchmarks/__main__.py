@@ -9,12 +9,14 @@ import os
 import platform
 import subprocess
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from perada.core.checks import OptionError, check_known
 from perada.core.files import write_atomic
 from perada.results.report import table
 
@@ -73,13 +75,17 @@ def main() -> None:
 
         peers(sys.argv[2:])
         return
+    names = textwrap.fill(", ".join(BENCHMARKS), 78, initial_indent="  ", subsequent_indent="  ")
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Speed, as ratios within one run, memory, the audit of the reported ε, accuracy under attack, "
-        "clients that join, and options of tasks. `python -m benchmarks faults` puts faults into runs instead, and "
-        "`python -m benchmarks peers` runs other frameworks beside perada.",
+        # The list of names keeps its line breaks.
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"names:\n{names}",
+        description="Speed, as ratios within one run, memory, the audit of the reported ε, accuracy under\nattack, "
+        "clients that join, and options of tasks. `python -m benchmarks faults` puts\nfaults into runs instead, and "
+        "`python -m benchmarks peers` runs other frameworks beside\nperada.",
     )
-    parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="By default all.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="Benchmarks to run, see below; by default all.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--repeats", type=int, default=7, help="Turns that the ways take; the median ratio is reported."
@@ -87,6 +93,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="Tiny models, one turn: shows that the benchmarks run.")
     parser.add_argument("--output", type=Path, default=Path("lightning_logs/benchmarks.json"))
     options = parser.parse_args()
+    for name in options.names:
+        try:
+            check_known("NAME", name, BENCHMARKS)
+        except OptionError as error:
+            parser.error(str(error))
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)  # in Lightning
     repeats = 1 if options.quick else options.repeats

@@ -4,7 +4,7 @@
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from textwrap import shorten
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from perada.algorithms.specs import class_path_of
 from perada.core.checks import OptionError, check_integer, check_options
 from perada.core.interruption import watch_signals
 from perada.core.quiet import quiet
-from perada.core.text import value_text
+from perada.core.text import near_names, plain_number, value_text
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.workers import explain_worker_deaths
 from perada.federation.options import Evaluation, Training
@@ -155,6 +155,7 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
     watch_signals()
     check_integer("rounds", rounds, 0, hint="0 returns the initial states")
     rounds = int(rounds)  # NumPy's integers pass the check, but Lightning compares types
+    _check_trainer_options(trainer_kwargs, rounds)
     training_arguments = {
         "lr_personal": lr_personal,
         "lr_local": lr_local,
@@ -232,8 +233,11 @@ def to_yaml_value(value: object) -> YamlValue:
     >>> to_yaml_value(make_algorithm("ditto", prox_strength=0.5))
     {'class_path': 'perada.algorithms.perada.Ditto', 'init_args': {'prox_strength': 0.5}}
     """
+    value = plain_number(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, PurePath):
+        return str(value)
     if isinstance(value, Mapping):
         return {str(key): to_yaml_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -271,7 +275,9 @@ def _training(training: Training | dict[str, Any] | None, arguments: Mapping[str
     for name, value in arguments_set.items():
         if name in options_set:
             raise OptionError(
-                f"{name}={value!r} cannot be combined with training={training!r}; set it there", name=name, value=value
+                f"{name}={value_text(value)} cannot be combined with training={value_text(training)}; set it there",
+                name=name,
+                value=value,
             )
     if isinstance(training, Training):
         return training
@@ -337,6 +343,34 @@ def _check_datamodule(
                 name=name,
                 value=value,
             )
+
+
+def _check_trainer_options(options: Mapping[str, Any], rounds: int) -> None:
+    """Raise an OptionError for an option that neither :func:`finetune` nor Lightning's trainer has.
+
+    Also for another number of rounds.
+    """
+    trainer_options = [name for name in inspect.signature(pl.Trainer).parameters if name != "kwargs"]
+    for name, value in options.items():
+        if name not in trainer_options:
+            options_of_finetune = inspect.signature(finetune).parameters
+            near = near_names(name, [*options_of_finetune, *trainer_options])
+            remedy = f"did you mean {near[0]}?" if near else "leave it out"
+            if name in ("epochs", "num_epochs"):
+                remedy = "rounds and local_epochs are the options for it"
+            raise OptionError(
+                f"{name}={value_text(value)} is neither an option of perada.finetune nor of Lightning's Trainer; "
+                f"{remedy}",
+                name=name,
+                value=value,
+            )
+    max_epochs = options.get("max_epochs", rounds)
+    if max_epochs != rounds:
+        raise OptionError(
+            f"max_epochs={value_text(max_epochs)} contradicts rounds={rounds}; set rounds, and leave max_epochs out",
+            name="max_epochs",
+            value=max_epochs,
+        )
 
 
 def _set_up_callers_trainer(

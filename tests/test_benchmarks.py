@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import perada
 from benchmarks import protocol, scanner_tasks
-from benchmarks.__main__ import BENCHMARKS
+from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.experiments import mean_and_spread
 from benchmarks.faults.hostile import _put_link
 from benchmarks.faults.job import UNEXPECTED, Job
@@ -282,3 +282,21 @@ def test_an_error_that_is_no_rejection_is_not_taken_for_one(tmp_path):
     plain_job = replace(job, labels="classes")
     references.results[plain_job] = Reference(Content([], {}, []), 1.0, 1, 1)
     assert references.possible(job) == plain_job
+
+
+def test_help_lists_each_benchmark_once(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main()
+    text = capsys.readouterr().out
+    assert "[]" not in text
+    assert max(map(len, text.splitlines())) <= 100
+    listed = text.partition("names:\n")[2].replace("\n", " ").split(",")
+    assert [name.strip() for name in listed] == list(BENCHMARKS)
+
+
+def test_unknown_benchmarks_are_rejected(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "start_up", "privacy_adit"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main()
+    assert "NAME='privacy_adit' is unknown; did you mean 'privacy_audit'?" in capsys.readouterr().err

@@ -8,13 +8,14 @@ The checks raise messages of one form: ``lr must be a finite number > 0, got -1`
 
 import inspect
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from numbers import Integral, Real
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from perada.core.text import near_names, plain_number, value_text
@@ -91,6 +92,10 @@ class Options:
     them under its name, all attributes are listed instead.
     """
 
+    def __setattr__(self, name: str, value: object) -> None:
+        # NumPy's numbers become Python's, which all files and checkpoints can hold.
+        super().__setattr__(name, plain_number(value))
+
     def __repr__(self) -> str:
         attributes = vars(self)
         names = list(inspect.signature(type(self)).parameters)
@@ -98,6 +103,15 @@ class Options:
             names = list(attributes)
         options = ", ".join(f"{name}={_stable_repr(attributes[name])}" for name in names)
         return f"{type(self).__name__}({options})"
+
+
+def use_plain_numbers(options: object) -> None:
+    """Replace NumPy's numbers in the attributes of an object by Python's, which all files and checkpoints can hold."""
+    for name, value in [*vars(options).items()]:
+        plain = plain_number(value)
+        if plain is not value:
+            # Also of a frozen dataclass.
+            object.__setattr__(options, name, plain)
 
 
 def _stable_repr(value: object) -> str:
@@ -334,6 +348,24 @@ def checked_names(name: str, value: object) -> list[str] | None:
         if len(names) == len(entries):
             return names
     remedy = "must be a list of names (non-empty strings) or None"
+    raise OptionTypeError(_message(name, value, remedy, ""), name=name, value=value, remedy=remedy)
+
+
+def checked_path(name: str, value: object) -> Path:
+    """Return a path, after checking that the value names one.
+
+    Raises:
+        OptionTypeError: If the value is not a path, is empty, or has a null character, which no path may have.
+
+    >>> checked_path("folder", None)
+    Traceback (most recent call last):
+    perada.core.checks.OptionTypeError: folder must be a path, got None
+    """
+    if isinstance(value, str | os.PathLike):
+        path = os.fspath(value)
+        if isinstance(path, str) and path and "\0" not in path:
+            return Path(path)
+    remedy = "must be a path"
     raise OptionTypeError(_message(name, value, remedy, ""), name=name, value=value, remedy=remedy)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from perada.core.checks import OptionError, check_choice, check_integer, check_number, check_type
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, check_type, use_plain_numbers
 from perada.core.garbage import collection_paused
 from perada.core.rounds import (
     CohortBatch,
@@ -143,12 +143,16 @@ class FederatedDataModule(pl.LightningDataModule):
         on_broken: OnBroken = "refuse",
     ) -> None:
         super().__init__()
-        check_type("data", data, FederatedData, "FederatedData(train=[...])")
-        check_type("dataset", dataset, ImageSet, "Digits()")
-        check_type("partition", partition, Partition, "Dirichlet(20, 0.1)")
-        check_type("public", public, ImageSet, "Photographs()")
-        check_type("task", task, Task, "Classification()")
-        check_type("shifts", shifts, Mapping, "{'noise': 'gaussian_noise'}")
+        types: dict[str, tuple[object, type, str]] = {
+            "data": (data, FederatedData, "FederatedData(train=[...])"),
+            "dataset": (dataset, ImageSet, "Digits()"),
+            "partition": (partition, Partition, "Dirichlet(20, 0.1)"),
+            "public": (public, ImageSet, "Photographs()"),
+            "task": (task, Task, "Classification()"),
+            "shifts": (shifts, Mapping, "{'noise': 'gaussian_noise'}"),
+        }
+        for name, (value, kind, example) in types.items():
+            check_type(name, value, kind, example)
         check_integer("seed", seed, 0, le=None)
         check_number("client_validation", client_validation, ge=0, lt=1, hint="it is a share of the training images")
         check_choice("evaluate_on", evaluate_on, get_args(EvaluateOn))
@@ -161,9 +165,10 @@ class FederatedDataModule(pl.LightningDataModule):
         self.division: Division | None = None
         if data is None:
             if dataset is None or partition is None:
+                missing = [name for name, value in (("dataset", dataset), ("partition", partition)) if value is None]
                 raise OptionError(
-                    f"dataset={dataset} and partition={partition}: set both, for example Digits and Dirichlet, or pass "
-                    "data=FederatedData(...)",
+                    f"{' and '.join(missing)} must be set: pass a dataset and a partition, for example Digits() and "
+                    "Dirichlet(), or data=FederatedData(...)",
                     name="dataset",
                     value=dataset,
                 )
@@ -200,6 +205,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self.on_broken = on_broken
         self.shifts_when = shifts_when
         self._num_classes = num_classes
+        use_plain_numbers(self)
         self.chosen_task = task
         """The option ``task``; None where the task is chosen from the labels."""
         self._check_options(crop_padding, flip, augment_public)
@@ -228,6 +234,7 @@ class FederatedDataModule(pl.LightningDataModule):
         check_integer("num_classes", self._num_classes, optional=True)
         check_integer("num_workers", self.num_workers, 0)
         check_integer("crop_padding", crop_padding, 0, le=2**10)
+        check_number("device_cache_mb", self.device_cache_mb, ge=0, hint="0 keeps all images in the memory of the host")
         check_choice("sampling", self.sampling, get_args(Sampling))
         check_choice("flip", flip, [False, True])
         check_choice("augment_public", augment_public, [False, True])
@@ -350,6 +357,7 @@ class FederatedDataModule(pl.LightningDataModule):
         image: ImageConfig | None = None,
         private: PrivateSampling | None = None,
         eligible: Eligible | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Configure the rounds. The defaults are seed 0, all clients, one epoch, and no normalisation constants.
 
@@ -360,6 +368,7 @@ class FederatedDataModule(pl.LightningDataModule):
             image: Image size and normalisation of the backbone.
             private: How batches are drawn in private training, with the streams of each phase.
             eligible: Returns those of the given clients that may still take part; None if all may.
+            dtype: Type that floating-point images are converted to; None keeps theirs.
 
         Raises:
             ValueError: If there are fewer clients than are to be drawn, or the images do not fit the backbone.
@@ -382,7 +391,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._eligible = eligible
         self._shares = None
         secure = private is not None and private.secure
-        self.prepare = replace(self.prepare, image=image, seed=seed, secure=secure)
+        self.prepare = replace(self.prepare, image=image, seed=seed, secure=secure, dtype=dtype)
 
     def plan(self, round: int) -> RoundPlan:
         """Draw a round's clients, as a function of the run's seed, the round and the eligible clients.

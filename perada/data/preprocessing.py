@@ -15,7 +15,16 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada.core.checks import check_choice, check_integer, check_known, check_number
 from perada.core.rounds import ImageConfig
-from perada.data.batches.datasets import as_labels, length, resolve_subset, tensor_format
+from perada.core.text import abbreviated
+from perada.data.batches.datasets import (
+    as_labels,
+    image_and_label,
+    length,
+    location_of,
+    read_item,
+    resolve_subset,
+    tensor_format,
+)
 from perada.data.batches.samples import MapStore, TensorStore, make_store
 from perada.data.batches.transforms import (
     Preparation,
@@ -29,6 +38,7 @@ from perada.data.batches.transforms import (
 )
 from perada.data.checked import Checked
 from perada.data.federated import FederatedData
+from perada.data.inspection import check_datasets
 from perada.data.sets.base import ImageSet
 from perada.data.sets.manifest import ImageFiles
 from perada.tasks import Task
@@ -240,6 +250,8 @@ class Preprocessing:
         expected = torch.int64 if self.kind == "tokens" else torch.float32
         if x.is_floating_point():
             x = x.float()
+        if x.is_floating_point() and not x.isfinite().all():
+            raise ValueError("a sample has NaN or infinity; leave it out, or correct it")
         if x.dtype != expected or tuple(x.shape) != self.shape:
             hint = " (or uint8 images, of any size)" if self.kind == "uint8" else ""
             raise ValueError(
@@ -382,14 +394,17 @@ def joining_data(
     Raises:
         ValueError: If the client, a class or the kind of labels is unknown to the run, or there are no images.
     """
+    check_datasets(data)
     client, name = data.find(name)
     class_numbers = _numbers_in_run(data, classes, num_classes)
-    train = _read_samples(data.train[client], preprocessing, class_numbers, num_classes, task)
+    # Labels that are words are numbered as the classes of the data or, without these, of the run.
+    words = list(data.classes or classes or ())
+    train = _read_samples(data.train[client], preprocessing, class_numbers, words, num_classes, task)
     if train is None:
         raise ValueError(f"client {name!r} has no training images; add some")
     test = None
     if data.test:
-        test = _read_samples(data.test[client], preprocessing, class_numbers, num_classes, task)
+        test = _read_samples(data.test[client], preprocessing, class_numbers, words, num_classes, task)
     test_sets = [] if test is None else [test]
     return FederatedData([train], test_sets, num_classes=num_classes, classes=classes, client_names=[name])
 
@@ -411,19 +426,55 @@ def _numbers_in_run(data: FederatedData, classes: Sequence[str] | None, num_clas
     return [names_in_run.index(name) for name in data.classes]
 
 
+def _number_of_word(label: str, words: Sequence[str]) -> int:
+    """Return the number of a label that is a word.
+
+    Raises:
+        TypeError: If it is not the name of a class.
+    """
+    if label in words:
+        return words.index(label)
+    remedy = f"use one of {abbreviated(words)}"
+    if not words:
+        remedy = "the run has no names of classes: use numbers"
+    raise TypeError(f"the label is {label!r}; {remedy}")
+
+
 def _read_samples(
     dataset: Dataset[Any],
     preprocessing: Preprocessing,
     class_numbers: Sequence[int],
+    words: Sequence[str],
     num_classes: int,
     task: Task,
 ) -> TensorDataset | None:
-    """Read a dataset into memory, with its labels numbered as the run's; None if it is empty."""
-    samples = [dataset[index] for index in range(length(dataset))]
-    if not samples:
+    """Read a dataset into memory, with its labels numbered as the run's; None if it is empty.
+
+    Args:
+        dataset: The dataset.
+        preprocessing: The run's preprocessing.
+        class_numbers: The run's number of each class of the data.
+        words: The classes of labels that are words.
+        num_classes: The run's number of classes K.
+        task: What the run's network predicts.
+    """
+    images_in_memory = []
+    labels_in_memory = []
+    for index in range(length(dataset)):
+        owner = "the client"
+        item = read_item(dataset, index, owner)
+        try:
+            image, label = image_and_label(item, labelled=True)
+            if isinstance(label, str):
+                label = _number_of_word(label, words)
+            labels_in_memory.append(as_labels(label, of_one_image=True))
+            images_in_memory.append(preprocessing.stored(image))
+        except TypeError as error:
+            raise TypeError(f"{owner}, sample {index}{location_of(dataset, index)}: {error}") from None
+    if not images_in_memory:
         return None
-    images = torch.stack([preprocessing.stored(image) for image, _ in samples])
-    labels = torch.stack([as_labels(label, of_one_image=True) for _, label in samples])
+    images = torch.stack(images_in_memory)
+    labels = torch.stack(labels_in_memory)
     known_classes = len(class_numbers)
     if not task.fits(labels, known_classes) or len(task.out_of_range(labels, known_classes)):
         expected = task.describe_targets(num_classes)

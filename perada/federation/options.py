@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from perada.core.checks import check_choice, check_integer, check_number, check_options
+from perada.core.checks import check_choice, check_integer, check_number, check_options, use_plain_numbers
 from perada.engine.engine import EngineName
 from perada.federation.diagnostics import Diagnostic, check_diagnostics
 from perada.federation.metrics import metric_names
@@ -68,6 +68,7 @@ class Training:
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         check_number("lr_personal", self.lr_personal, ge=0)
         check_number("lr_local", self.lr_local, ge=0)
         check_choice("optimizer", self.optimizer, get_args(ClientOptimizer))
@@ -134,6 +135,7 @@ class Evaluation:
     diagnostics: bool | list[Diagnostic] = False
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         metric_names(self.metric)
         check_integer(
             "global_test_clients", self.global_test_clients, 0, optional=True, hint="by default all are scored"

@@ -15,6 +15,7 @@ from perada.core.checks import OptionError
 from perada.core.seeding import generator
 from perada.core.text import abbreviated
 from perada.data import FederatedDataModule
+from perada.data.batches.datasets import dtype_name
 from perada.engine.fold_check import check_fold
 from perada.engine.frozen_trunk import FrozenTrunk
 from perada.federation.diagnostics import Diagnostic, choose_diagnostics, obstacles
@@ -143,7 +144,7 @@ def _check_image(context: RunContext, name: str, image: Tensor) -> None:
     if context.module.task.per_pixel:
         expected = (*expected, *image.shape[-2:])
     backbone = f"backbone {context.adapted.backbone.name!r}"
-    mismatch = f"{name} of shape {tuple(image.shape[1:])} and type {image.dtype} do not fit {backbone}"
+    mismatch = f"{name} of shape {tuple(image.shape[1:])} do not fit {backbone}"
     try:
         with torch.no_grad():
             logits = context.module.model.eval()(image)
@@ -166,15 +167,37 @@ def _explained(context: RunContext, name: str, image: Tensor, mismatch: str, rea
             "choose a different adapter, or set channels_last: false"
         )
     formats = {value.dtype for value in context.module.model.parameters() if value.is_floating_point()}
-    if image.dtype == torch.float32 and formats == {torch.float64}:
+    if image.is_floating_point() and formats and image.dtype not in formats:
+        weights_type = dtype_name(formats.pop())
+        image_type = dtype_name(image.dtype)
+        remedy = f"convert the images, with image.to(torch.{weights_type})"
+        if image.dtype == torch.float32:
+            remedy = "convert the network with network.float(), or pass float64 images"
+        return ValueError(f"{backbone} has {weights_type} weights, but the {name} are {image_type}; {remedy}")
+    channels = _channels_of(adapted.peft_model)
+    if image.ndim == 4 and channels not in (None, image.shape[1]):
+        remedy = f"convert them to {channels} channels, or pass a network for {image.shape[1]}"
+        if image.shape[-1] == channels:
+            remedy = "their channels seem to come last: pass image.permute(2, 0, 1)"
+        elif image.shape[1] == 1:
+            remedy = (
+                "convert grey images with image.convert('RGB') of a PIL image, or image.expand(3, -1, -1) of a tensor"
+            )
         return ValueError(
-            f"{backbone} has float64 weights, but the {name} are {image.dtype} ({reason}); convert the network with "
-            "network.float(), or pass float64 images"
+            f"{mismatch}, whose first convolution takes {channels} channels instead of {image.shape[1]}; {remedy}"
         )
     remedy = "pass images of the shape and type that it expects (image_size resizes uint8 images)"
     if context.data.tokens:
         remedy = "pass texts of the length that it expects, with tokens from its vocabulary"
     return ValueError(f"{mismatch}: {reason}; {remedy}")
+
+
+def _channels_of(model: nn.Module) -> int | None:
+    """Return the number of channels that the first convolution of a network takes; None without convolutions."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            return layer.in_channels
+    return None
 
 
 def _runs_without_adapter(adapted: AdaptedModel, model: nn.Module, image: Tensor) -> bool:

@@ -12,7 +12,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
-from perada.core.checks import OptionError, check_choice, check_integer, invalid_option
+from perada.core.checks import OptionError, check_choice, check_integer, invalid_option, use_plain_numbers
 from perada.core.interruption import raise_if_interrupted, watch_signals
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
@@ -125,6 +125,7 @@ class FederatedLoop(pl.Callback):
         self.resume_allow = [] if resume_allow is None else resume_allow
         self.max_failures = max_failures
         self.drop_outliers = drop_outliers
+        use_plain_numbers(self)
         self._check_options()
         self.phases = self.algorithm.phases(self.training.epochs_per_round, self.training.local_steps)
         self.history: list[dict[str, float]] = []
@@ -155,7 +156,8 @@ class FederatedLoop(pl.Callback):
             raise invalid_option("resume_allow", self.resume_allow, "a list such as ['training.lr_local']")
         if not isinstance(self.algorithm, Algorithm):
             raise OptionError(
-                f"algorithm={self.algorithm!r} is not an algorithm; pass an Algorithm object, such as PerAda()",
+                f"algorithm={value_text(self.algorithm)} is not an algorithm; pass an Algorithm object, such as "
+                "PerAda()",
                 name="algorithm",
                 value=self.algorithm,
             )

@@ -11,7 +11,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm
 from perada.algorithms.joining import algorithm_of, joining
-from perada.core.checks import check_integer, check_number
+from perada.core.checks import check_choice, check_integer, check_number, check_type, invalid_option
 from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.preprocessing import joining_data
@@ -72,19 +72,17 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
         ValueError: If the name is taken, the images or classes do not match the run, the run has several global
             states, or its privacy cannot be provided.
     """
-    check_integer("rounds", rounds, optional=True)
-    check_integer("local_steps", local_steps, optional=True)
-    check_integer("batch_size", batch_size, optional=True)
-    check_number("lr", lr, ge=0, optional=True)
+    _check_arguments(run, data, name, rounds, local_steps, batch_size, lr, algorithm, progress)
     check_name(run, name)
     info = run.info
     training = info["training"]
     base = algorithm_of(training["algorithm"]) if algorithm is None else algorithm
     client_algorithm, phases = joining(base, tuple(Phase(**phase) for phase in training["phases"]))
     if local_steps is not None:
-        phases = tuple(Phase(phase.name, steps=local_steps) for phase in phases)
+        phases = tuple(Phase(phase.name, steps=int(local_steps)) for phase in phases)
     if rounds is None:
         rounds = 1 if base.inference == "global" else _mean_participation(training)
+    rounds = int(rounds)  # Lightning and files do not take NumPy's integers
     if info.get("privacy"):
         # Before joining_data copies the images into memory: copies do not show which set they are from.
         client, _ = data.find(name)
@@ -156,6 +154,31 @@ def _make_trainer(loop: FederatedLoop, rounds: int, accelerator: str | None, pro
     if accelerator is not None:
         options["accelerator"] = accelerator
     return make_trainer(loop, rounds, **options)
+
+
+def _check_arguments(  # those of personalize
+    run: object,
+    data: object,
+    name: object,
+    rounds: object,
+    local_steps: object,
+    batch_size: object,
+    lr: object,
+    algorithm: object,
+    progress: object,
+) -> None:
+    """Raise an OptionError for an argument of :func:`personalize` that has a wrong type or is out of range."""
+    if not isinstance(run, Run):
+        raise invalid_option("run", run, "a Run", "load a saved one with Run.load(folder)")
+    if not isinstance(data, FederatedData):
+        raise invalid_option("data", data, "of type FederatedData", "for example FederatedData(train=[dataset])")
+    check_type("name", name, str, "'south'")
+    check_type("algorithm", algorithm, Algorithm, "PerAda()")
+    check_choice("progress", progress, [True, False])
+    check_integer("rounds", rounds, optional=True)
+    check_integer("local_steps", local_steps, optional=True)
+    check_integer("batch_size", batch_size, optional=True)
+    check_number("lr", lr, ge=0, optional=True)
 
 
 def check_name(run: Run, name: str | None) -> None:

@@ -3,16 +3,17 @@
 
 from dataclasses import fields
 from functools import cached_property, partial
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from perada.core.checks import check_options, invalid_option
+from perada.core.checks import check_choice, check_options, invalid_option, use_plain_numbers
 from perada.core.rounds import AnyBatch
 from perada.core.states import State
-from perada.core.text import is_spread
+from perada.core.text import is_spread, plain_number
 from perada.data import EvalBatch
 from perada.engine.engine import Engine
 from perada.federation.evaluation import EvaluationPass, own_logits, shared_logits
@@ -71,15 +72,19 @@ class FederatedClassifier(pl.LightningModule):
     ) -> None:
         super().__init__()
         check_options("adapter_options", {} if adapter_options is None else adapter_options, "{'r': 8}")
+        # Recipes and files hold a path as text.
+        pretrained = str(pretrained) if isinstance(pretrained, PurePath) else pretrained
         if not isinstance(pretrained, bool | str):
             raise invalid_option("pretrained", pretrained, "True, False or the location of the weights")
+        check_choice("train_backbone", train_backbone, [False, True, "merged"])
         # A network of the caller's is no part of this module: it would be moved and put in training mode with it.
         object.__setattr__(self, "backbone", backbone)
         self.adapter = adapter
-        self.adapter_options = adapter_options or {}
+        self.adapter_options = {name: plain_number(value) for name, value in (adapter_options or {}).items()}
         self.pretrained = pretrained
         self.num_classes = num_classes
         self.image_size = image_size
+        use_plain_numbers(self)
         self.train_backbone: TrainBackbone = train_backbone
         self.automatic_optimization = False
         self.strict_loading = False

@@ -123,6 +123,9 @@ def _number_of_rounds(context: RunContext) -> int | None:
 def configure_rounds(context: RunContext, protection: Protection) -> None:
     """Configure how the data draws clients and batches, which differs if training is private."""
     images = protection.images
+    weight_types = {value.dtype for value in context.module.model.parameters() if value.is_floating_point()}
+    # Images of NumPy are often in double precision. A network in it is rejected later, with the images.
+    dtype = torch.float32 if weight_types == {torch.float32} else None
     context.data.configure_rounds(
         seed=context.settings.seed,
         clients_per_round=context.settings.clients_per_round,
@@ -130,6 +133,7 @@ def configure_rounds(context: RunContext, protection: Protection) -> None:
         image=context.adapted.backbone.image,
         private=None if images is None else images.sampling(),
         eligible=protection.affordable if protection.limited else None,
+        dtype=dtype,
     )
 
 

@@ -87,10 +87,22 @@ def build_backbone(
             built = _char_lstm(backbone, hidden, num_classes, pretrained)
         else:
             built = _from_timm(backbone, num_classes, pretrained, image_size, in_chans)
+    _check_parameters(built)
     built.model.requires_grad_(False).eval()
     _turn_off_checkpointing(built)
     register_transformers()
     return built
+
+
+def _check_parameters(backbone: Backbone) -> None:
+    """Raise an OptionError if a parameter has no values, or one that is not finite: no client could train."""
+    for key, parameter in backbone.model.named_parameters():
+        if parameter.is_meta:
+            raise _backbone_error(
+                backbone.name, f"has no values in {key!r}, which is on the device 'meta'; load its weights first"
+            )
+        if parameter.is_floating_point() and not bool(parameter.isfinite().all()):
+            raise _backbone_error(backbone.name, f"has NaN or infinity in {key!r}; load intact weights")
 
 
 def _backbone_error(name: str, problem: str) -> OptionError:

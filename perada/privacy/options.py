@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from perada.core.checks import OptionError, check_choice, check_integer, check_number
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, use_plain_numbers
 from perada.core.text import value_text
 from perada.privacy.accounting import check_delta, check_target
 
@@ -58,6 +58,7 @@ class Privacy:
     secure_rng: bool = True
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         _check_common("privacy", self)
         check_number("privacy: max_epsilon", self.max_epsilon, gt=0, optional=True)
         check_integer("privacy: physical_batch_size", self.physical_batch_size, optional=True)
@@ -105,6 +106,7 @@ class ClientPrivacy:
     max_epsilon: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         _check_common("client_privacy", self)
         check_number("client_privacy: quantile", self.quantile, ge=0, le=1, hint="0.5 is usual")
         check_number("client_privacy: clip_lr", self.clip_lr, gt=0)
@@ -149,9 +151,11 @@ def _check_common(section: str, options: Privacy | ClientPrivacy) -> None:
     noise_multiplier = options.noise_multiplier
     target_epsilon = options.target_epsilon
     if (noise_multiplier is None) == (target_epsilon is None):
+        problem = "neither noise_multiplier nor target_epsilon is set"
+        if noise_multiplier is not None:
+            problem = f"noise_multiplier={noise_multiplier} and target_epsilon={target_epsilon} are both set"
         raise OptionError(
-            f"{section}: noise_multiplier={noise_multiplier} and target_epsilon={target_epsilon}: set exactly one of "
-            "them, the noise or the ε to calibrate it for",
+            f"{section}: {problem}: set exactly one of them, the noise or the ε to calibrate it for",
             name=f"{section}: noise_multiplier",
             value=noise_multiplier,
         )

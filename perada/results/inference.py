@@ -2,7 +2,7 @@
 """Predictions of a run's models for images from elsewhere."""
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from perada.core.checks import check_integer
-from perada.core.files import writing
+from perada.core.checks import check_integer, checked_path
+from perada.core.files import check_output_file, check_output_folder, writing
 from perada.core.text import FORMULA, abbreviated, cell_text, near_names
 from perada.data.batches.transforms import read_image, resize_masks
 from perada.data.preprocessing import Preprocessing
@@ -69,10 +69,11 @@ class Predictions:
         Raises:
             ValueError: If no masks were predicted.
         """
-        folder = Path(folder)
+        folder = checked_path("folder", folder)
         if self.labels.ndim != 3:
             raise ValueError("the model does not predict masks; write the predictions with to_csv")
         files = self.paths if self.sources is None else self.sources
+        check_output_folder("folder", folder)
         for row, mask in enumerate(self.labels):
             name = f"{row:06d}"
             size: tuple[int, int] | None = None
@@ -90,9 +91,11 @@ class Predictions:
         Probabilities have six decimal places, numbers seven significant digits. No cell looks like a formula to a
         spreadsheet: a path gets ``./`` in front, a name a quote.
         """
-        path = Path(path)
+        path = checked_path("path", path)
         if self.labels.ndim == 3:
             raise ValueError("masks are not written to a table; write them with save_masks")
+        check_output_file("path", path, "predictions.csv")
+        path.parent.mkdir(parents=True, exist_ok=True)
         if self.paths is None:
             first_header = "image"
             first_cells = [str(number) for number in range(len(self.labels))]
@@ -206,8 +209,11 @@ def check_device(device: torch.device | str) -> torch.device:
     try:
         checked = torch.device(device)
         torch.zeros(1, device=checked).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # depends on torch's build
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:  # depends on torch's build
         reason = " ".join(str(error).split(".")[0].split())[:200]
+        # torch describes other types by the signatures of its constructor.
+        if isinstance(error, TypeError):
+            reason = "it is not a name"
         raise ValueError(
             f"device={str(device)!r} is not available ({reason}); use cpu, or a GPU of this machine"
         ) from None
@@ -218,7 +224,7 @@ def as_list(images: object) -> list[Any]:
     """Return one image, a batch with four axes, or several images as a list of images."""
     if isinstance(images, Tensor | np.ndarray):
         return list(images) if images.ndim == 4 else [images]
-    if isinstance(images, str | Path | Image.Image) or not isinstance(images, Iterable):
+    if isinstance(images, str | Path | Image.Image | Mapping) or not isinstance(images, Iterable):
         return [images]
     return list(images)
 

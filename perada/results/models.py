@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from perada.core.checks import check_integer, installed
+from perada.core.checks import check_choice, check_integer, check_type, installed
 from perada.core.seeding import generator
 from perada.core.states import State, clone, parameter_keys, set_state, to_device
 from perada.data.preprocessing import Preprocessing
@@ -232,6 +232,8 @@ class Models:
             TypeError: If something is not an image.
         """
         check_integer("batch_size", batch_size)
+        check_choice("progress", progress, [True, False])
+        check_type("broken", broken, dict, "{}")
         preprocessing = self.preprocessing
         task = make_task(self.info["task"])
         model = self.global_model() if client is None else self.personal(client)

@@ -327,6 +327,11 @@ def _check_available(path: Path, what: str, part: Any, remedy: str = "") -> Any:
 def _network(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> Any:  # noqa: ANN401  # a name, or a network
     """Return the backbone of a saved run: its name, or the caller's own network."""
     network = info["backbone"] if backbone is None else backbone
+    if backbone is not None and info["backbone"] is not None:
+        raise ValueError(
+            f"{str(path)!r} belongs to a run with the backbone {info['backbone']!r}, which is built by name; leave "
+            "backbone out"
+        )
     return _check_available(path, "network", network, "pass one of the same class as backbone=, or ")
 
 

@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from perada.algorithms import Algorithm
+from perada.core.checks import check_choice, check_name, check_type, checked_path
 from perada.core.digests import digest_of, write_sums
+from perada.core.files import check_output_folder
 from perada.core.ranks import this_rank
 from perada.core.states import State, get_state
 from perada.data.preprocessing import Preprocessing
@@ -105,7 +107,7 @@ class Run(Models):
         Raises:
             ValueError: If the folder has a run that :meth:`export` wrote.
         """
-        folder = Path(folder)
+        folder = _checked_output(folder, license, scores)
         if this_rank():
             return folder
         self._warn_of_test_mode(folder)
@@ -149,7 +151,7 @@ class Run(Models):
         Raises:
             ValueError: If the folder has a run that :meth:`save` wrote.
         """
-        folder = Path(folder)
+        folder = _checked_output(folder, license, scores)
         number = None if client is None else self.number(client)
         if this_rank():
             return folder
@@ -174,7 +176,7 @@ class Run(Models):
             client: Number or name of the client.
             scores: See :meth:`save`.
         """
-        folder = Path(folder)
+        folder = _checked_output(folder, UNKNOWN, scores)
         number = self.number(client)
         with_scores = self._with_scores(scores)
         if this_rank():
@@ -353,6 +355,10 @@ class Run(Models):
             ValueError: If there is no such client, no global model or several; or if the repository must be private,
                 exists, and is public.
         """
+        check_name("repo", repo)
+        check_name("license", license)
+        check_choice("scores", scores, [True, False, None])
+        check_choice("private", private, [True, False])
         number = None if client is None else self.number(client)
         if number is None:
             if not self.info["global_model"]:
@@ -411,7 +417,9 @@ class Run(Models):
             FileNotFoundError: If there is no run in ``folder``, or a file of it is missing.
             ValueError: If a file is broken or belongs to another run, or the backbone is missing.
         """
-        folder = Path(folder)
+        folder = checked_path("folder", folder)
+        check_type("algorithm", algorithm, Algorithm, "PerAda()")
+        check_type("backbone", backbone, nn.Module, "the network that the run was made with")
         finish(folder)
         layout = layout_of(folder)
         if layout == "checkpoints":
@@ -494,6 +502,20 @@ class Run(Models):
                 rank = _lora_rank(info, client)
                 personal_states[client] = peft_folders.load(folder / f"client_{client}", config, rank)
         return cls(adapted, global_states, personal_states.__getitem__, saved.num_clients, saved.metrics, info)
+
+
+def _checked_output(folder: object, license: object, scores: object) -> Path:
+    """Return the folder to write to, after checking it and the options of what is written.
+
+    Raises:
+        OptionError: If an option has a wrong type. In particular, a word for ``scores`` would publish them.
+        OSError: If the folder cannot be created or written to.
+    """
+    check_name("license", license)
+    check_choice("scores", scores, [True, False, None])
+    path = checked_path("folder", folder)
+    check_output_folder("folder", path)
+    return path
 
 
 def _check_layout(folder: Path, layout: Layout) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 from perada.core.checks import OptionError, check_integer
 from perada.core.digests import SUMS_FILE, WrongFormat, check_format, check_sealed, digest_of, sealed
 from perada.core.files import check_links, locked, sync, write_atomic
+from perada.core.text import plain_number
 
 STAGE = ".perada-saving"
 """Subfolder with the files that are being written."""
@@ -415,7 +416,9 @@ def read_run(folder: Path) -> RunFile:
         raise FileNotFoundError(f"{str(folder)!r} contains no run: it has no {RUN_FILE}; pass one written by Run.save")
     check_links(folder, _READ_FILES)
     with naming(path):
-        content = dict(check_sealed(json.loads(path.read_text(encoding="utf-8"))))
+        content = check_sealed(json.loads(path.read_text(encoding="utf-8")))
+        if not isinstance(content, dict):
+            raise ValueError("it has no entries")
         check_format(path, content.pop("format"), FORMAT)
         states = {name: StateRows(**part) for name, part in content.pop("states").items()}
         run_file = RunFile(**content, states=states)
@@ -465,6 +468,7 @@ def _replace(content: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401
 
 def _to_json(value: Any) -> Any:  # noqa: ANN401  # a number, a word, None
     """Replace values that JSON lacks: NaN by null, and infinity by a string that ``float`` reads."""
+    value = plain_number(value)
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else str(value)

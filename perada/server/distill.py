@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from perada.core.checks import OptionError, check_choice, check_integer, check_number
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, use_plain_numbers
 from perada.core.ranks import Ranks
 from perada.core.seeding import Streams
 from perada.core.states import State, device_of, expand, is_finite, to_device_async
@@ -115,6 +115,7 @@ class Distillation:
     share_steps: bool = False
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         check_integer("distillation: steps", self.steps, 0, hint="0 turns distillation off")
         check_integer("distillation: batch_size", self.batch_size, also=["full"])
         check_number("distillation: lr", self.lr, gt=0)
@@ -127,6 +128,7 @@ class Distillation:
             check_number("distillation: trust_region", self.trust_region, gt=0, hint="null sets no limit")
         if self.guard is not None:
             check_choice("distillation: guard", self.guard, ["predictions"])
+        check_choice("distillation: share_steps", self.share_steps, [True, False])
         if self.share_steps and self.student_mode == "train":
             raise OptionError(
                 "distillation: share_steps=True would show the student's norms only the images of one device; choose "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_integer, check_number
+from perada.core.checks import check_integer, check_number, use_plain_numbers
 from perada.core.states import State, per_client
 from perada.server.aggregate import Updates, double
 
@@ -37,6 +37,7 @@ class SecureSums:
     fraction_bits: int = 24
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         hint = "in a sum of two, each site can infer the other's part"
         check_integer("secure_sums: min_sites", self.min_sites, 3, hint=hint)
         hint = "below it, a dishonest site could help present different requests to two groups of sites"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perada.core.checks import OptionError, check_number
+from perada.core.checks import OptionError, check_number, use_plain_numbers
 from perada.tasks.base import Task
 from perada.tasks.class_task import ClassTask
 from perada.tasks.weights import (
@@ -49,9 +49,10 @@ class Classification(ClassTask):
     focal_gamma: float = 0.0
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         check_number("label_smoothing", self.label_smoothing, ge=0, lt=1)
         check_number("focal_gamma", self.focal_gamma, ge=0)
-        if self.class_weights != BALANCED_PER_CLIENT:
+        if not (isinstance(self.class_weights, str) and self.class_weights == BALANCED_PER_CLIENT):
             weights = checked_weights("class_weights", self.class_weights)
             # A tuple, since tasks with the same options must be equal.
             object.__setattr__(self, "class_weights", weights)
@@ -84,7 +85,7 @@ class Classification(ClassTask):
 
     def check_classes(self, classes: int) -> None:
         """Raise an OptionError if there is not one weight for each class."""
-        if self.class_weights != BALANCED_PER_CLIENT:
+        if not (isinstance(self.class_weights, str) and self.class_weights == BALANCED_PER_CLIENT):
             check_length("class_weights", self.class_weights, classes)
 
     @property
@@ -101,7 +102,7 @@ class Classification(ClassTask):
         [4.0, 4.0]
         """
         weights = None
-        if self.class_weights != BALANCED_PER_CLIENT:
+        if not (isinstance(self.class_weights, str) and self.class_weights == BALANCED_PER_CLIENT):
             weights = weights_on(self.class_weights, logits)
         if targets.is_floating_point():
             targets = targets.to(logits)

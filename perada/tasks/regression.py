@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perada.core.checks import check_choice, check_number, invalid_option
+from perada.core.checks import check_choice, check_number, invalid_option, use_plain_numbers
 from perada.core.states import to_device_async
 from perada.tasks.base import Average, SummedMetric, Task
 from perada.tasks.deviation import (
@@ -66,6 +67,7 @@ class Regression(Task):
     standardize: Literal["all"] | None = None
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         check_choice("loss_function", self.loss_function, get_args(RegressionLoss))
         check_number("delta", self.delta, gt=0)
         # Tuples, since tasks with the same options must be equal.
@@ -208,6 +210,8 @@ def _checked_numbers(name: str, numbers: Numbers | None, gt: float | None = None
     """Return the value of an option as a number, a tuple of numbers or None; raise an OptionError otherwise."""
     if numbers is None:
         return None
+    if isinstance(numbers, Tensor | np.ndarray) and numbers.ndim:
+        numbers = numbers.tolist()
     if isinstance(numbers, Sequence) and not isinstance(numbers, str) and numbers:
         for number in numbers:
             check_number(name, number, gt=gt)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perada.core.checks import OptionError, check_choice, check_integer, check_number
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, use_plain_numbers
 from perada.tasks.base import SummedMetric, Task
 from perada.tasks.class_task import ClassTask
 from perada.tasks.overlap import Dice, IntersectionOverUnion
@@ -67,7 +67,9 @@ class Segmentation(ClassTask):
     distill_stride: int = 1
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         check_choice("loss_function", self.loss_function, get_args(LossFunction))
+        check_choice("include_background", self.include_background, (True, False))
         # Any integer, such as torch's -100.
         check_integer("ignore_index", self.ignore_index, -(2**31))
         check_number("dice_smoothing", self.dice_smoothing, gt=0)

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from typing import Final, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +24,10 @@ def checked_weights(name: str, weights: Weights) -> tuple[float, ...] | Literal[
     Raises:
         OptionError: If it is none of these, or a weight is not a number > 0.
     """
-    if weights is None or weights == BALANCED:
+    if weights is None or (isinstance(weights, str) and weights == BALANCED):
         return weights
+    if isinstance(weights, Tensor | np.ndarray):
+        weights = weights.tolist()
     if isinstance(weights, str) or not isinstance(weights, Sequence) or not weights:
         raise invalid_option(name, weights, "a list of numbers, one for each class, or 'balanced'")
     for weight in weights:

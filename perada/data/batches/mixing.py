@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_number
+from perada.core.checks import check_number, use_plain_numbers
 from perada.core.rounds import CohortBatch
 from perada.core.seeding import derive_seed
 from perada.core.states import to_device_async
@@ -35,6 +35,7 @@ class Mixing:
     cutmix: float = 0.0
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         check_number("mixup", self.mixup, ge=0)
         check_number("cutmix", self.cutmix, ge=0)
 

@@ -3,6 +3,7 @@
 
 import io
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as vision
 
-from perada.core.checks import OptionError, check_number
+from perada.core.checks import OptionError, check_number, use_plain_numbers
 from perada.core.rounds import CohortBatch, EvalBatch, ImageConfig
 from perada.core.seeding import generator
 from perada.core.states import to_device_async
@@ -300,7 +302,10 @@ def to_image(image: object) -> Tensor:
             image = image.transpose(2, 0, 1)
         image = torch.from_numpy(np.ascontiguousarray(image))
     if not isinstance(image, Tensor):
-        raise TypeError(f"an image must be a tensor, an array or a PIL image, got {value_text(image)}")
+        remedy = ""
+        if isinstance(image, Mapping | tuple | list | Dataset):
+            remedy = "; pass the images without labels, such as [image for image, _ in dataset]"
+        raise TypeError(f"an image must be a tensor, an array or a PIL image, got {value_text(image)}{remedy}")
     check_dtype(image.unsqueeze(0))
     if image.dtype == torch.uint8 and image.ndim == 2:
         return image.unsqueeze(0)
@@ -462,6 +467,7 @@ class Preparation:
         num_classes: Number of classes K.
         mask_size: Height and width to resize masks to; None keeps them. It is the size of the prepared images, which is
             not always ``image_size``: only uint8 images are resized.
+        dtype: Type that floating-point images are converted to; None keeps theirs.
     """
 
     image: ImageConfig | None = None
@@ -475,8 +481,10 @@ class Preparation:
     task: Task = field(default_factory=Classification)
     num_classes: int = 0
     mask_size: tuple[int, int] | None = None
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         if self.augment_public and not self.augments:
             raise OptionError(
                 "augment_public=True has no effect without flip or crop_padding: set at least one of them, or set "
@@ -505,20 +513,25 @@ class Preparation:
     def __call__(self, batch: BatchT) -> BatchT:
         """Prepare a cohort batch, a dict with one for each stream, a batch of test data, or images (B, ...)."""
         if isinstance(batch, Tensor):
-            return prepare_images(batch, self.image, self.image_size)
+            return self._prepare_images(batch)
         if isinstance(batch, EvalBatch):
-            x = prepare_images(batch.x, self.image, self.image_size)
+            x = self._prepare_images(batch.x)
             return batch._replace(x=x, y=self.prepare_targets(batch.y))
         if isinstance(batch, CohortBatch):
             return self._prepare_cohort(batch)
         return {stream: self._prepare_cohort(stream_batch, stream) for stream, stream_batch in batch.items()}
+
+    def _prepare_images(self, images: Tensor) -> Tensor:
+        """Return images (..., Ch, H, W), or texts, as the model takes them."""
+        x = prepare_images(images, self.image, self.image_size)
+        return x if self.dtype is None or not x.is_floating_point() else x.to(self.dtype)
 
     def _prepare_cohort(self, batch: CohortBatch, stream: str | None = None) -> CohortBatch:
         """Augment and normalise the images of a batch; rows of padding stay zero."""
         if not batch.clients:
             return batch
         batch = self._augment(batch, stream)
-        x = prepare_images(batch.x, self.image, self.image_size)
+        x = self._prepare_images(batch.x)
         width = x.shape[1]
         if min(batch.counts) < width:
             # Normalisation changed the zeros of the padding.

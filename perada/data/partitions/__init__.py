@@ -17,6 +17,7 @@ import numpy as np
 from perada.core.checks import Options, check_integer, check_name, check_number
 from perada.core.digests import check_sealed
 from perada.core.seeding import derive_seed
+from perada.core.text import value_text
 from perada.data.partitions.shares import (
     Array,
     apportion,
@@ -152,7 +153,7 @@ class ByDomain(Partition):
         if not isinstance(getattr(self.within, "num_clients", None), int):
             raise ValueError(
                 f"within must be a partition with num_clients, such as Dirichlet(num_clients=2, alpha=0.3), got "
-                f"{self.within}"
+                f"{value_text(self.within)}"
             )
 
     @property
@@ -247,6 +248,8 @@ class FromFile(Partition):
             )
         try:
             record = check_sealed(json.loads(Path(self.path).read_text(encoding="utf-8")))
+            if not isinstance(record, dict):
+                raise TypeError("it has no entries")
             # The validation images were held out of the training images of this partition, and are again.
             held_out = record.get("client_validation") or [[]] * len(record["train"])
             train_positions = []
@@ -254,7 +257,8 @@ class FromFile(Partition):
                 train_positions.append(_as_integers([*trained, *validation]))
             test_positions = [_as_integers(positions) for positions in record["test"]]
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{self.path} is not a partition of a dataset ({error!r}): use a different file") from None
+            reason = f"it has no entry {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{self.path} is not a partition of a dataset ({reason}): use a different file") from None
         return self._rows_of(train_positions, train), self._rows_of(test_positions, test)
 
     def _rows_of(self, positions: Sequence[list[int]], split: Split) -> list[Array]:

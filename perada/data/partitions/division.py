@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from perada.core.checks import OptionError, check_integer, check_number
+from perada.core.checks import OptionError, check_integer, check_number, invalid_option, use_plain_numbers
 from perada.core.seeding import derive_seed
 from perada.core.text import abbreviated, value_text
 from perada.data.batches.datasets import Resolve, image_and_label, isolated_randomness, read_item, resolve_subset
@@ -40,6 +40,7 @@ class Division:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        use_plain_numbers(self)
         for name in ("public_fraction", "validation_fraction"):
             check_number(name, getattr(self, name), ge=0, lt=1, hint="it is a share of the training images")
         if self.public_fraction + self.validation_fraction >= 1:
@@ -75,8 +76,13 @@ class Division:
 
         # The server's shares are drawn from the limited training set, before the clients get the others.
         limited_index = self._sample("train", len(train_set), self.train_limit)
-        server_shares = (self.public_fraction, self.validation_fraction)
-        server_counts = [round(len(limited_index) * share) for share in server_shares]
+        server_counts = []
+        for name in ("public_fraction", "validation_fraction"):
+            share = getattr(self, name)
+            count = round(len(limited_index) * share)
+            if share and not count:
+                raise invalid_option(name, share, f"a share of at least one of {len(limited_index)} training images")
+            server_counts.append(count)
         rng = np.random.default_rng(derive_seed(self.seed, "hold_out"))
         groups = groups_of(Subset(train_set, limited_index.tolist()))
         public_rows, validation_rows, client_rows = split_by_group(groups, server_counts, rng)

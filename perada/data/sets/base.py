@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isnan
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Self
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from perada.core.checks import checked_names
-from perada.core.text import abbreviated, value_text, visible_form
+from perada.core.text import abbreviated, near_names, plain_number, value_text, visible_form
 from perada.data.batches.transforms import check_dtype
 from perada.data.partitions.shares import Array
 
@@ -52,11 +52,14 @@ class ImageSet(Dataset[Any], ABC):
     group_column: str | None = None
     identities: Array | None = None
 
+    # For a class whose constructor does not call that of its base class.
+    train: bool = True
     _init_args: tuple[Any, ...] = ()
     _init_kwargs: Mapping[str, Any] = {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Keep the arguments, from which :meth:`with_split` makes the other split."""
+        _check_option_names(cls, kwargs)
         images = super().__new__(cls)
         images._init_args = args
         images._init_kwargs = kwargs
@@ -138,8 +141,38 @@ class ImageSet(Dataset[Any], ABC):
     def __repr__(self) -> str:
         bound = self._bound_arguments()
         arguments = bound.arguments | bound.kwargs
-        options = [f"{name}={value!r}" for name, value in arguments.items() if name in vars(self)]
+        options = [f"{name}={_plain(value)!r}" for name, value in arguments.items() if name in vars(self)]
         return f"{type(self).__name__}({', '.join(options)})"
+
+
+def _check_option_names(kind: type, options: Mapping[str, Any]) -> None:
+    """Raise a TypeError for an option that a class hands on to its base classes, and none of them has.
+
+    Python's own error would name the base class instead of the class that the caller knows.
+    """
+    names: list[str] = []
+    for base in kind.__mro__:
+        constructor = vars(base).get("__init__")
+        if constructor is None:
+            continue
+        parameters = [*inspect.signature(constructor).parameters.values()][1:]
+        names += [
+            option.name for option in parameters if option.kind in (option.POSITIONAL_OR_KEYWORD, option.KEYWORD_ONLY)
+        ]
+        if not any(option.kind is option.VAR_KEYWORD for option in parameters):
+            break
+    else:
+        return
+    for name in options:
+        if name not in names:
+            near = near_names(name, names)
+            remedy = f"did you mean {near[0]}?" if near else f"its options are {', '.join(dict.fromkeys(names))}"
+            raise TypeError(f"{kind.__name__} has no option {name!r}; {remedy}")
+
+
+def _plain(value: object) -> object:
+    """Return an argument of a set as a recipe has it: a path as text, and a number of NumPy as one of Python."""
+    return str(value) if isinstance(value, PurePath) else plain_number(value)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from perada.core.checks import OptionError, check_known
+from perada.core.checks import OptionError, check_known, check_name
 from perada.core.text import abbreviated
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, number_labels, renumber_labels
@@ -298,6 +298,7 @@ def layout_pattern(layout: str) -> re.Pattern[str]:
     >>> layout_pattern("{client}/{class}_*").fullmatch("a/b_c_1.png").groupdict()
     {'client': 'a', 'class': 'b'}
     """
+    check_name("layout", layout)
     wildcards = {"*": "[^/]*", "?": "[^/]", "**": ".*", "**/": "(?:.*/)?"}
     pattern = ""
     for part in re.split(r"(\{[^{}]*\}|\*\*/?|\*|\?)", layout):

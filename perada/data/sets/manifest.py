@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perada.core.checks import OptionError, check_integer, check_number, invalid_option
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, checked_path, invalid_option
 from perada.core.text import abbreviated, near_names
 from perada.data.batches.transforms import UnreadableImageError, check_full_scale, read_image, resize_uint8
 from perada.data.federated import warn_of_look_alikes
@@ -56,8 +56,10 @@ class ImageFiles(ImageSet):
     def __init__(self, root: str, *, size: int = 224, in_memory: bool = False, train: bool = True) -> None:
         super().__init__(train)
         check_integer("size", size)
+        checked_path("root", root)
+        check_choice("in_memory", in_memory, [True, False])
         self.root = root
-        self.size = size
+        self.size = int(size)  # resizing does not take NumPy's integers
         self.in_memory = in_memory
 
     @abstractmethod

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from torch import Tensor
 
-from perada.core.checks import OptionError, check_choice, installed
+from perada.core.checks import OptionError, check_choice, check_name, checked_path, installed, invalid_option
 from perada.core.text import abbreviated
 from perada.data.batches.transforms import MissingImageError, read_image, resize_uint8
 from perada.data.partitions.shares import Array
@@ -118,7 +118,12 @@ class ImageTable(ListedImages):
         _check_one_kind_of_label(
             mask=mask, numbers=numbers, separator=separator, label=None if isinstance(label, str) else label
         )
-        super().__init__(str(Path(table).parent) if folder is None else folder, **options)
+        table_path = checked_path("table", table)
+        _check_columns("label", label)
+        _check_columns("numbers", numbers, optional=True)
+        for name, column in {"path": path, "separator": separator, "mask": mask, "split": split}.items():
+            check_name(name, column, optional=name != "path")
+        super().__init__(str(table_path.parent) if folder is None else folder, **options)
         self.table = table
         self.folder = folder
         self.path = path
@@ -323,8 +328,9 @@ class HuggingFace(ListedImages):
         **options: Any,
     ) -> None:
         _check_one_kind_of_label(mask=mask, numbers=numbers, label=label)
+        check_name("name", name)
         super().__init__(name, **options)
-        self.name = name.removeprefix("hf:")  # the prefix of datasets on the command line
+        self.name = str(name).removeprefix("hf:")  # the prefix of datasets on the command line
         self.config = config
         self.revision = revision
         self.splits = splits
@@ -603,6 +609,19 @@ def _read_numbers(images: ListedImages, columns: Sequence[str]) -> Array:
             images.reject_rows(not_numbers, problem, "correct it, with a point for decimals, or take the row out")
         numbers_of_columns.append(np.array(cells, dtype=np.float32))
     return np.stack(numbers_of_columns, 1)
+
+
+def _check_columns(name: str, columns: object, optional: bool = False) -> None:
+    """Raise an OptionError unless an option is the name of a column, or a list of some."""
+    if optional and columns is None:
+        return
+    entries: Sequence[object] = []
+    if isinstance(columns, str):
+        entries = [columns]
+    elif isinstance(columns, list | tuple):
+        entries = columns
+    if not entries or not all(isinstance(entry, str) and entry for entry in entries):
+        raise invalid_option(name, columns, "the name of a column or a list of names")
 
 
 def _check_unknown(unknown: Unknown | dict[str, Unknown], blank: Blank, label: str | list[str]) -> None:
