@@ -601,5 +601,7 @@ def _read_once(dataset: Dataset[Any], name: str, row: int) -> _Reading:
             return _Reading(f"sample {row} cannot be read ({' '.join(error.problem.split())})")
         if image.is_floating_point() and not image.isfinite().all():
             return _Reading(f"sample {row} is an image with NaN or infinity")
-        return _Reading("", tensor_format(image, 0))
+        # Several images in one item are not an item, which the checks of the data report.
+        if image.ndim <= 3:
+            return _Reading("", tensor_format(image, 0))
     return _Reading("")

@@ -175,6 +175,8 @@ def _explained(context: RunContext, name: str, image: Tensor, mismatch: str, rea
             remedy = "convert the network with network.float(), or pass float64 images"
         return ValueError(f"{backbone} has {weights_type} weights, but the {name} are {image_type}; {remedy}")
     channels = _channels_of(adapted.peft_model)
+    if channels is not None and image.ndim != 4:
+        return ValueError(f"{mismatch}, which has convolutions; pass images of shape (channels, height, width)")
     if image.ndim == 4 and channels not in (None, image.shape[1]):
         remedy = f"convert them to {channels} channels, or pass a network for {image.shape[1]}"
         if image.shape[-1] == channels:

@@ -45,6 +45,7 @@ def fail():
         ({"a": CLIENT}, r"pass train=\[\*datasets.values\(\)\] and client_names=\[\*datasets\]"),
         ([None], r"^client 0: the training set is None, whose items cannot be indexed"),
         ([5], r"^client 0: the training set is 5, whose items cannot be indexed"),
+        ([(IMAGES, LABELS)], r"^client 0, sample 0: the item is a tensor of shape \(12, 3, 4, 4\): return"),
         ([CLIENT, [None]], r"^client 1, sample 0: the item is None: return \(image, label\)"),
         ([CLIENT, [IMAGES[0]]], r"^client 1, sample 0: the item is a tensor of shape \(3, 4, 4\): return"),
         ([[(None, 0), (None, 1)]], r"^client 0, sample 0: an image must be a tensor, .* got None"),
