@@ -15,10 +15,10 @@ from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm
 from perada.algorithms.specs import class_path_of
-from perada.core.checks import OptionError, check_integer, check_options
+from perada.core.checks import OptionError, check_integer, check_options, check_type
 from perada.core.interruption import watch_signals
 from perada.core.quiet import quiet
-from perada.core.text import near_names, plain_number, value_text
+from perada.core.text import near_names, plain_number, quoted, value_text
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.workers import explain_worker_deaths
 from perada.federation.options import Evaluation, Training
@@ -155,6 +155,7 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
     watch_signals()
     check_integer("rounds", rounds, 0, hint="0 returns the initial states")
     rounds = int(rounds)  # NumPy's integers pass the check, but Lightning compares types
+    check_type("trainer", trainer, pl.Trainer, "pytorch_lightning.Trainer()")
     _check_trainer_options(trainer_kwargs, rounds)
     training_arguments = {
         "lr_personal": lr_personal,
@@ -386,7 +387,9 @@ def _set_up_callers_trainer(
             already, or options that federated rounds do not support.
     """
     if trainer_kwargs:
-        raise ValueError(f"{sorted(trainer_kwargs)} cannot be combined with trainer=; set them in the trainer itself")
+        raise ValueError(
+            f"{quoted(sorted(trainer_kwargs))} cannot be combined with trainer=; set them in the trainer itself"
+        )
     if any(isinstance(callback, FederatedLoop) for callback in callbacks_of(trainer)):
         raise ValueError("the trainer already has a FederatedLoop from an earlier call; pass a new trainer")
     # fast_dev_run sets max_epochs, and the trial must stay as short as that.

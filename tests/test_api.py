@@ -162,7 +162,7 @@ def test_a_trainer_of_the_callers_own(call, tiny, tmp_path):
     with pytest.raises(ValueError, match="already has a FederatedLoop"):  # whatever else is asked for
         perada.finetune(tiny.net(), tiny.data(), **sections(rounds=5, trainer=trainer, **options))
     assert len([one for one in trainer.callbacks if isinstance(one, perada.FederatedLoop)]) == 1
-    with pytest.raises(ValueError, match=r"\['precision'\] cannot be combined with trainer="):
+    with pytest.raises(ValueError, match=r"'precision' cannot be combined with trainer="):
         perada.finetune(
             tiny.net(), tiny.data(), **sections(trainer=pl.Trainer(logger=False), precision="bf16-mixed", **options)
         )
@@ -375,7 +375,7 @@ def test_a_network_that_does_not_return_logits_is_refused(call, tiny):
 def test_a_network_without_linear_head_is_refused(call):
     with pytest.raises(ValueError, match=r"no nn.Linear"):
         call(backbone=nn.Flatten(), rounds=1, logger=False)
-    with pytest.raises(TypeError, match=r"backbone must be a timm name, .*, got int"):
+    with pytest.raises(TypeError, match=r"backbone must be a timm name, .*, got 3"):
         call(backbone=3, rounds=1, logger=False)
 
 

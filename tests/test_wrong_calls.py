@@ -111,6 +111,18 @@ def test_floating_point_images_of_another_type_are_converted(dtype):
     assert torch.equal(runs[0].predict(images, 0).probabilities, runs[1].predict(images.float(), 0).probabilities)
 
 
+def test_wrong_objects():
+    with pytest.raises(TypeError, match=r"^trainer must be of type Trainer or None, got 'gpu'"):
+        perada.finetune(Network(), FederatedData([CLIENT]), trainer="gpu")
+    for options, message in (
+        ({"training": {"lr_local": 0.1}}, r"^training must be of type Training or None, got {'lr_local': 0.1}; for"),
+        ({"privacy": perada.ClientPrivacy(noise_multiplier=1)}, r"^privacy must be of type Privacy or None"),
+        ({"server_rule": "median"}, r"^server_rule must be of type ServerRule or None, got 'median'"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            perada.FederatedLoop(**options)
+
+
 def test_wrong_options_of_data_modules():
     for options, message in (
         ({}, r"^dataset and partition must be set: pass a dataset"),

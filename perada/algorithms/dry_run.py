@@ -26,7 +26,7 @@ from perada.core.checks import Options, check_choice
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
 from perada.core.states import State, clone, device_of, expand, numel, stack_size
-from perada.core.text import value_text
+from perada.core.text import quoted, value_text
 from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
 from perada.tasks import DEFAULT_TASK, Classification, Task
 
@@ -574,7 +574,7 @@ def _check_stacks(who: str, stacks: object, expected: Mapping[str, State], clien
     """
     if not isinstance(stacks, Mapping) or set(stacks) != set(expected):
         actual = sorted(map(str, stacks)) if isinstance(stacks, Mapping) else type(stacks).__name__
-        raise _MisfitError(f"{who} returned {actual} instead of states for the roles {sorted(expected)}")
+        raise _MisfitError(f"{who} returned {actual} instead of states for the roles {quoted(sorted(expected))}")
     for role, state in stacks.items():
         # If only the roles are known, any names and shapes are accepted.
         expected_state = state if clients is None else expected[role]

@@ -6,6 +6,7 @@ import torch
 from perada.algorithms.base import Algorithm, ClientStep, Stacks, TensorNames
 from perada.core.checks import check_number
 from perada.core.states import State, expand, stack_size
+from perada.core.text import quoted
 from perada.server.aggregate import double
 
 
@@ -43,7 +44,7 @@ class FedROD(Algorithm):
         if not trains_weight or len(tensor_names.head) > 2:
             raise ValueError(
                 "algorithm FedROD adds a second linear head to a trained one, but the trained tensors of the head are "
-                f"{sorted(tensor_names.head) or 'none'}; choose an adapter that trains its weight, such as "
+                f"{quoted(sorted(tensor_names.head))}; choose an adapter that trains its weight, such as "
                 "adapter='full', or a different algorithm"
             )
 

@@ -144,7 +144,7 @@ def _check_image(context: RunContext, name: str, image: Tensor) -> None:
     if context.module.task.per_pixel:
         expected = (*expected, *image.shape[-2:])
     backbone = f"backbone {context.adapted.backbone.name!r}"
-    mismatch = f"{name} of shape {tuple(image.shape[1:])} do not fit {backbone}"
+    mismatch = f"{name} of shape {tuple(image.shape[1:])} and type {dtype_name(image.dtype)} do not fit {backbone}"
     try:
         with torch.no_grad():
             logits = context.module.model.eval()(image)

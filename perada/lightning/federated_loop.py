@@ -12,7 +12,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
-from perada.core.checks import OptionError, check_choice, check_integer, invalid_option, use_plain_numbers
+from perada.core.checks import OptionError, check_choice, check_integer, check_type, invalid_option, use_plain_numbers
 from perada.core.interruption import raise_if_interrupted, watch_signals
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
@@ -110,6 +110,13 @@ class FederatedLoop(pl.Callback):
         drop_outliers: bool = False,
         seed: int = 0,
     ) -> None:
+        check_type("server_rule", server_rule, ServerRule, "Median()")
+        check_type("training", training, Training, "Training(lr_local=0.1)")
+        check_type("distillation", distillation, Distillation, "Distillation(steps=10)")
+        check_type("evaluation", evaluation, Evaluation, "Evaluation(metric='auroc')")
+        check_type("privacy", privacy, Privacy, "Privacy(target_epsilon=3)")
+        check_type("client_privacy", client_privacy, ClientPrivacy, "ClientPrivacy(target_epsilon=3)")
+        check_type("secure_sums", secure_sums, SecureSums, "SecureSums()")
         self.algorithm = algorithm or PerAda()
         self.server_rule = server_rule or Mean()
         self.clients_per_round = clients_per_round

@@ -35,6 +35,10 @@ class BuildArguments(NamedTuple):
     task: Task
     seed: int
 
+    def describe(self) -> str:
+        """Describe the arguments for a message."""
+        return f"{self.num_classes} classes, task={self.task} and seed={self.seed}"
+
 
 class FederatedClassifier(pl.LightningModule):
     """Fine-tunes an adapter on a frozen image classifier for every client of a federation.
@@ -133,8 +137,8 @@ class FederatedClassifier(pl.LightningModule):
         if self._built_for is not None:
             if self._built_for != arguments:
                 raise ValueError(
-                    f"the FederatedClassifier was built for {tuple(self._built_for)} (classes, task, seed), "
-                    f"not for {tuple(arguments)}; create a new one"
+                    f"the FederatedClassifier was built for {self._built_for.describe()}, not for "
+                    f"{arguments.describe()}; create a new one"
                 )
             return
         if self.num_classes not in (None, num_classes):

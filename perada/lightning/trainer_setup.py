@@ -126,20 +126,14 @@ def check_objects(options: Mapping[str, Any], callbacks: Sequence[object]) -> No
     """
     for callback in callbacks:
         if not isinstance(callback, pl.Callback):
-            raise invalid_option("callbacks", callback, "a Callback or a list of them", _class_hint(callback))
+            raise invalid_option("callbacks", callback, "a Callback or a list of them")
     loggers = options.get("logger")
     for logger in loggers if isinstance(loggers, list | tuple) else [loggers]:
         if not isinstance(logger, Logger | bool | None):
-            hint = _class_hint(logger) or "True writes CSV files"
-            raise invalid_option("logger", logger, "True, False, a Logger or a list of them", hint)
+            raise invalid_option("logger", logger, "True, False, a Logger or a list of them", "True writes CSV files")
     folder = options.get("default_root_dir")
     if not isinstance(folder, str | os.PathLike | None):
         raise invalid_option("default_root_dir", folder, "the path of a folder")
-
-
-def _class_hint(value: object) -> str:
-    """Return how to correct a class that was passed instead of an instance; an empty string for other values."""
-    return f"create it: {value.__name__}(...)" if isinstance(value, type) else ""
 
 
 class _Unsupported(NamedTuple):

@@ -26,7 +26,7 @@ from perada.algorithms.base import TensorNames
 from perada.core.checks import OptionError, invalid_option
 from perada.core.rounds import ImageConfig
 from perada.core.states import Merged, parameter_keys, trained_keys
-from perada.core.text import value_text
+from perada.core.text import quoted, value_text
 from perada.models.factors import branch_prefixes, check_lora, lora_factors
 from perada.models.merging import TrainBackbone, make_mergeable
 
@@ -450,7 +450,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
     if isinstance(adapter, PeftConfig):
         if options:
             raise ValueError(
-                f"adapter_options {sorted(options)} must be left out with a PeftConfig; set them in the "
+                f"adapter_options {quoted(sorted(options))} must be left out with a PeftConfig; set them in the "
                 "configuration itself"
             )
         config = copy.deepcopy(adapter)

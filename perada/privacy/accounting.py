@@ -18,6 +18,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from perada.core.checks import OptionError, check_choice, check_installed, check_integer, check_number
+from perada.core.text import quoted
 
 ACCOUNTANTS = ("rdp", "prv")
 LARGEST_TARGET = 50
@@ -326,7 +327,7 @@ class Ledger:
         """
         if "rows" not in state:
             raise ValueError(
-                f"the state of a ledger must have the key 'rows' only, got {sorted(state)}; load what "
+                f"the state of a ledger must have the key 'rows' only, got {quoted(sorted(state))}; load what "
                 "Ledger.state_dict() returned"
             )
         loaded = Ledger()
@@ -374,7 +375,8 @@ class Ledgers:
         """
         if set(state) != {"server", "release"}:
             raise ValueError(
-                f"the ledgers must be server and release, got {sorted(state)}; load what Ledgers.state_dict() returned"
+                f"the ledgers must be server and release, got {quoted(sorted(state))}; load what "
+                "Ledgers.state_dict() returned"
             )
         server = Ledger()
         server.load_state_dict(state["server"])

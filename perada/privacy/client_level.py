@@ -18,6 +18,7 @@ from torch import Tensor
 from perada.core.checks import OptionError
 from perada.core.seeding import generator
 from perada.core.states import State, per_client, stack_size
+from perada.core.text import quoted
 from perada.privacy.account import Budget, Cost, Planned
 from perada.privacy.accounting import calibrate
 from perada.privacy.client_sums import (
@@ -464,7 +465,7 @@ class ClientLevel(Budget):
         names = sorted(self.state_dict())
         if sorted(state) != names:
             raise ValueError(
-                f"the state of client-level privacy must have the keys {names}, got {sorted(state)}; "
+                f"the state of client-level privacy must have the keys {names}, got {quoted(sorted(state))}; "
                 "load what its state_dict() returned"
             )
         check_bound(state["norm"])

@@ -15,7 +15,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.checks import check_integer, checked_path
 from perada.core.files import check_output_file, check_output_folder, writing
-from perada.core.text import FORMULA, abbreviated, cell_text, near_names
+from perada.core.text import FORMULA, abbreviated, cell_text, near_names, quoted
 from perada.data.batches.transforms import read_image, resize_masks
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.folders import list_images
@@ -284,7 +284,7 @@ def find_images(source: Path, column: str = "path", encoding: str | None = None)
     columns, row_numbers = read_table(source, encoding=encoding)
     if column not in columns:
         raise ValueError(
-            f"{str(source)!r} has no column {column!r} among {list(columns)}; set the column of the paths with --path"
+            f"{str(source)!r} has no column {column!r} among {quoted(columns)}; set the column of the paths with --path"
         )
     names = columns[column].tolist()
     for row_number, name in zip(row_numbers, names, strict=True):

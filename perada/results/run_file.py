@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from perada.core.checks import OptionError, check_integer
 from perada.core.digests import SUMS_FILE, WrongFormat, check_format, check_sealed, digest_of, sealed
 from perada.core.files import check_links, locked, sync, write_atomic
-from perada.core.text import plain_number
+from perada.core.text import plain_number, quoted
 
 STAGE = ".perada-saving"
 """Subfolder with the files that are being written."""
@@ -307,7 +307,7 @@ class RunFile:
             raise TypeError("the options of the task are not a mapping")
         missing = _REQUIRED_INFO - set(info)
         if missing:
-            raise KeyError(f"info lacks {sorted(missing)}")
+            raise KeyError(f"info lacks {quoted(sorted(missing))}")
 
     def _check_metrics(self) -> None:
         metrics = self.metrics

@@ -158,7 +158,7 @@ def test_adapters_that_need_contiguous_tensors_get_them(adapter):
 
 def test_images_that_do_not_fit_are_not_the_adapters_fault():
     network = nn.Sequential(nn.Flatten(), nn.Linear(7, 7), nn.Linear(7, 3))
-    with pytest.raises(ValueError, match=r"images of shape \(3, 32, 32\) and type torch.float32 do not fit backbone"):
+    with pytest.raises(ValueError, match=r"images of shape \(3, 32, 32\) and type float32 do not fit backbone"):
         finetune(network, "lora")
 
 

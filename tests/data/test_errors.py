@@ -215,7 +215,7 @@ def test_options(options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"partition": None}, "set both"),
+        ({"partition": None}, "partition must be set: pass a dataset and a partition"),
         ({"dataset": None}, "dataset=None and"),
         ({"public_fraction": 1.0}, r"public_fraction must be a finite number >= 0 and < 1, got 1\.0"),
         ({"validation_fraction": -0.1}, r"validation_fraction must be .*, got -0\.1"),

@@ -293,14 +293,14 @@ def single(x, size=4):
             "tokens (L,), got shape (3, 8, 8)",
         ),
         (torch.zeros(4, 80, dtype=torch.int32), "char_lstm_8", TypeError, "images are torch.int32: use uint8"),
-        (torch.full((4, 80), 80), "char_lstm_8", ValueError, "of shape (80,) and type torch.int64 do not fit backbone"),
+        (torch.full((4, 80), 80), "char_lstm_8", ValueError, "of shape (80,) and type int64 do not fit backbone"),
         (
             torch.zeros(4, 80).long().index_fill(0, torch.tensor([3]), 80),  # not in the first text
             "char_lstm_8",
             ValueError,
             "pass texts of the length that it expects, with tokens from its vocabulary",
         ),
-        (torch.rand(4, 80), "char_lstm_8", ValueError, "type torch.float32 do not fit backbone 'char_lstm_8'"),
+        (torch.rand(4, 80), "char_lstm_8", ValueError, "type float32 do not fit backbone 'char_lstm_8'"),
         (torch.zeros(4, 80, dtype=torch.int64), "test_resnet", ValueError, "do not fit backbone 'test_resnet'"),
     ],
 )

@@ -10,6 +10,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.loggers import CSVLogger
 
 import perada
+from perada.core.text import value_text
 from perada.data import ByDomain, Digits, Dirichlet, FederatedData, FederatedDataModule, FromFile
 from perada.models.adapted import METHODS
 from tests.options import sections
@@ -43,8 +44,8 @@ WRONG = [
 
 
 def test_a_class_in_a_list_of_callbacks_is_to_be_created(tiny):
-    with pytest.raises(ValueError, match=r"^callbacks must be .*, got <class .*>; create it: EarlyStopping\(\.\.\.\)$"):
-        perada.finetune(tiny.net(), tiny.data(), **tiny.options | {"callbacks": [EarlyStopping]})
+    with pytest.raises(ValueError, match=r"^callbacks must be .*, got the class EarlyStopping \(create it: .*\)$"):
+        perada.finetune(tiny.net(), tiny.data(), **sections(**tiny.options | {"callbacks": [EarlyStopping]}))
 
 
 @pytest.mark.parametrize("rounds", [np.int64(1), np.int32(1), torch.tensor(1).numpy()[()]])
@@ -58,7 +59,7 @@ def test_one_line_says_what_is_wrong(tiny, name, value):
     with pytest.raises(ValueError, match=rf"^{name}(=| must be )") as raised:
         perada.finetune(tiny.net(), tiny.data(), **sections(**tiny.options | {name: value}))
     message = str(raised.value)
-    assert f", got {value!r}" in message or message.startswith(f"{name}={value!r} is unknown")
+    assert f", got {value_text(value)}" in message or message.startswith(f"{name}={value_text(value)} is unknown")
     assert "\n" not in message
 
 

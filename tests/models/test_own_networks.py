@@ -197,7 +197,7 @@ def test_a_network_that_cannot_be_copied_or_adapted_is_refused(make, message):
 
 
 def test_a_network_in_double_precision_is_refused_with_its_format():
-    with pytest.raises(ValueError, match=r"has float64 weights, but the images are torch.float32 .*network\.float"):
+    with pytest.raises(ValueError, match=r"has float64 weights, but the images are float32; .*network\.float"):
         finetune(Network().double())
 
 

@@ -136,7 +136,7 @@ def test_what_cannot_be_predicted_is_said(tiny, run, tmp_path):
         run.predict("missing.png")
     with pytest.raises(ValueError, match="there are no images"):
         run.predict([])
-    with pytest.raises(TypeError, match="an image must be a tensor, an array or a PIL image, got int"):
+    with pytest.raises(TypeError, match="an image must be a tensor, an array or a PIL image, got 7"):
         run.predict(7)
     with pytest.raises(ValueError, match="Standalone has no global model"):
         grey_run(tiny, "standalone").predict(torch.zeros(1, 8, 8, dtype=torch.uint8))
@@ -182,5 +182,5 @@ def test_a_broken_record_in_the_file_is_named(saved, tmp_path):
     content = json.loads(text)
     del content["info"]["preprocessing"]
     (folder / "run.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"run.json' is broken \(KeyError: .*info lacks \['preprocessing'\]"):
+    with pytest.raises(ValueError, match=r"run.json' is broken \(KeyError: .*info lacks 'preprocessing'"):
         perada.Run.load(folder)

@@ -17,7 +17,7 @@ import numpy as np
 from perada.core.checks import Options, check_integer, check_name, check_number
 from perada.core.digests import check_sealed
 from perada.core.seeding import derive_seed
-from perada.core.text import value_text
+from perada.core.text import quoted, value_text
 from perada.data.partitions.shares import (
     Array,
     apportion,
@@ -41,7 +41,7 @@ class _Columns(dict[str, Array]):
 
     def __missing__(self, name: str) -> Array:
         raise ValueError(
-            f"{self._owner} has no column {name!r} to divide by: it has {sorted(self) or 'none'}; an ImageFolder with "
+            f"{self._owner} has no column {name!r} to divide by: it has {quoted(sorted(self))}; an ImageFolder with "
             "domains: true and OfficeHome have 'domain', CheXpert has 'category', and OpenImage and Images with "
             "{client} in its layout have 'client'. For a column of an ImageTable or HuggingFace, set its option "
             f"client={name!r}, and divide by 'client'"

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset
 
 from perada.core.checks import OptionError, check_integer, check_number, invalid_option, use_plain_numbers
 from perada.core.seeding import derive_seed
-from perada.core.text import abbreviated, value_text
+from perada.core.text import abbreviated, quoted, value_text
 from perada.data.batches.datasets import Resolve, image_and_label, isolated_randomness, read_item, resolve_subset
 from perada.data.batches.transforms import to_image
 from perada.data.federated import FederatedData
@@ -289,7 +289,7 @@ def groups_of(dataset: Dataset[Any]) -> Array:
     if base.group_column not in columns:
         raise ValueError(
             f"{split_of(base)}: group_column={base.group_column!r} is not among the columns "
-            f"{sorted(columns) or 'none'}; add it to columns, or set group_column to None"
+            f"{quoted(sorted(columns))}; add it to columns, or set group_column to None"
         )
     groups: Array = columns[base.group_column][rows]
     return groups

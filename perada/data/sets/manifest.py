@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, checked_path, invalid_option
-from perada.core.text import abbreviated, near_names
+from perada.core.text import abbreviated, near_names, quoted
 from perada.data.batches.transforms import UnreadableImageError, check_full_scale, read_image, resize_uint8
 from perada.data.federated import warn_of_look_alikes
 from perada.data.partitions.shares import Array, hashed_share
@@ -247,8 +247,8 @@ class OwnImages(ImageFiles):
         """Raise an OptionError if classes are named, and the labels are numbers."""
         if self._class_names is not None:
             raise OptionError(
-                f"classes={list(self._class_names)} cannot be combined with numbers, which have the names of their "
-                "columns; leave classes out",
+                f"the classes {quoted(self._class_names)} cannot be combined with numbers, which have the names of "
+                "their columns; leave classes out",
                 name="classes",
                 value=self._class_names,
             )

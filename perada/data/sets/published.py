@@ -15,6 +15,7 @@ from torch import Tensor
 
 from perada.core.checks import check_choice, check_integer, check_number, floor_share
 from perada.core.seeding import derive_seed
+from perada.core.text import quoted
 from perada.data.partitions import categories
 from perada.data.partitions.shares import Array, split_by_group, stratified_sample
 from perada.data.sets.arrays import find_folder
@@ -251,7 +252,7 @@ def read_columns(tables: list[Path], patterns: Mapping[str, str], source: str) -
         columns, row_numbers = read_table(path, remedy)
         for name, pattern in patterns.items():
             if name not in columns:
-                raise ValueError(f"{path} has no column {name!r} among {list(columns)}: {remedy}")
+                raise ValueError(f"{path} has no column {name!r} among {quoted(columns)}: {remedy}")
             matches = re.compile(pattern).fullmatch
             for row_number, cell in zip(row_numbers.tolist(), columns[name].tolist(), strict=True):
                 if not matches(cell):
