@@ -87,7 +87,10 @@ def test_networks_without_finite_weights_are_rejected_before_training():
     [
         (IMAGES.movedim(1, -1), r"shape \(4, 4, 3\) .* takes 3 channels instead of 4; .* image.permute\(2, 0, 1\)"),
         (IMAGES[:, :1], r"takes 3 channels instead of 1; convert grey images with image.convert\('RGB'\)"),
-        (IMAGES.flatten(1).float(), r"images of shape \(48,\) do not fit .*; pass images of shape \(channels, height"),
+        (
+            IMAGES.flatten(1).float(),
+            r"images of shape \(48,\) .*do not fit .*; pass images of shape \(channels, height",
+        ),
         (IMAGES[:, :2].float(), r"takes 3 channels instead of 2; convert them to 3 channels, or pass a network for 2"),
     ],
 )

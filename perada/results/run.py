@@ -356,9 +356,8 @@ class Run(Models):
                 exists, and is public.
         """
         check_name("repo", repo)
-        check_name("license", license)
-        check_choice("scores", scores, [True, False, None])
         check_choice("private", private, [True, False])
+        _check_publication(license, scores)
         number = None if client is None else self.number(client)
         if number is None:
             if not self.info["global_model"]:
@@ -504,15 +503,20 @@ class Run(Models):
         return cls(adapted, global_states, personal_states.__getitem__, saved.num_clients, saved.metrics, info)
 
 
+def _check_publication(license: object, scores: object) -> None:
+    """Raise an OptionError for an option that has a wrong type: the word "no" for ``scores`` would publish them."""
+    check_name("license", license)
+    check_choice("scores", scores, [True, False, None])
+
+
 def _checked_output(folder: object, license: object, scores: object) -> Path:
     """Return the folder to write to, after checking it and the options of what is written.
 
     Raises:
-        OptionError: If an option has a wrong type. In particular, a word for ``scores`` would publish them.
+        OptionError: If an option has a wrong type.
         OSError: If the folder cannot be created or written to.
     """
-    check_name("license", license)
-    check_choice("scores", scores, [True, False, None])
+    _check_publication(license, scores)
     path = checked_path("folder", folder)
     check_output_folder("folder", path)
     return path

@@ -374,7 +374,7 @@ def test_what_a_set_of_ones_own_loads(given, words):
         (Own(GOOD, {"clinic": ["a"] * 5}), r"Own, training split: the column 'clinic' has shape \(5,\) for 6 images"),
         (Own(GOOD, ["clinic"]), r"Own, .* columns is \['clinic'\]; return \{name: array \(N,\)\} from"),
         (ColumnsAsMethod(GOOD), "ColumnsAsMethod, .* columns is the function columns; return .* from a @property"),
-        (Own(GOOD, {"hospital": ["a"] * 6}), r"Own has no column 'clinic' to divide by: it has \['hospital'\]"),
+        (Own(GOOD, {"hospital": ["a"] * 6}), r"Own has no column 'clinic' to divide by: it has 'hospital'"),
         (
             Own(GOOD),
             "Own has no column 'clinic' to divide by: it has none.*set its option client='clinic'",

@@ -68,7 +68,7 @@ FAULTS = {
     ),
     "nan": (lambda x, y: (x * torch.nan, y), "client 1, sample 2, is an image with NaN or infinity"),
     "label": (lambda x, y: (x, 7), r"client 1 has the label 7, outside 0\.\.2"),
-    "shape": (lambda x, y: (x[:, :4], y), r"client 1: an image is \(\(1, 4, 8\)"),
+    "shape": (lambda x, y: (x[:, :4], y), r"client 1: an image is float32 of shape \(1, 4, 8\)"),
     "word": (lambda x, y: ("image", y), r"client 1, sample 2: "),
 }
 
