@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -210,7 +209,8 @@ def _checked_numbers(name: str, numbers: Numbers | None, gt: float | None = None
     """Return the value of an option as a number, a tuple of numbers or None; raise an OptionError otherwise."""
     if numbers is None:
         return None
-    if isinstance(numbers, Tensor | np.ndarray) and numbers.ndim:
+    has_axes = bool(getattr(numbers, "shape", None))  # a tensor or an array, but not one of its numbers
+    if has_axes and hasattr(numbers, "tolist"):
         numbers = numbers.tolist()
     if isinstance(numbers, Sequence) and not isinstance(numbers, str) and numbers:
         for number in numbers:

@@ -4,7 +4,6 @@
 from collections.abc import Sequence
 from typing import Final, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +25,7 @@ def checked_weights(name: str, weights: Weights) -> tuple[float, ...] | Literal[
     """
     if weights is None or (isinstance(weights, str) and weights == BALANCED):
         return weights
-    if isinstance(weights, Tensor | np.ndarray):
+    if not isinstance(weights, str) and hasattr(weights, "tolist"):  # a tensor or an array
         weights = weights.tolist()
     if isinstance(weights, str) or not isinstance(weights, Sequence) or not weights:
         raise invalid_option(name, weights, "a list of numbers, one for each class, or 'balanced'")

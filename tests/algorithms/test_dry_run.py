@@ -165,7 +165,7 @@ def keep(change):
         (changed(inference="personel"), "Changed.inference must be one of 'personal', 'global', got 'personel'"),
         (
             changed(initial_client_state=lambda self, initial, tensor_names: {"drift": torch.zeros(3)}),
-            "for role 'drift' returned Tensor; return tensors by name",
+            "for role 'drift' returned a tensor of shape (3,); return tensors by name",
         ),
         (
             changed(initial_client_state=lambda self, initial, tensor_names: {"drift": initial}),
@@ -185,7 +185,7 @@ def keep(change):
         ),
         (
             changed(end_round=lambda self, trained, *rest: trained["local"]),
-            "Changed.end_round returned dict; return a pair of what clients keep",
+            "; return a pair of what clients keep",
         ),
         (
             send(lambda sent: sent | {"tau": torch.ones(2)}),
@@ -201,12 +201,12 @@ def keep(change):
         ),
         (
             keep(lambda kept: {"drift": kept["drift"]}),
-            "returned ['drift'] instead of states for the roles ['drift', 'personal']",
+            "returned ['drift'] instead of states for the roles 'drift', 'personal'",
         ),
         (keep(lambda kept: kept | {"drift": {}}), "for role 'drift' lacks 'conv.bias' and "),
         (
             changed(server_step=lambda self, server: None),
-            "Changed.server_step returned NoneType; return tensors by name",
+            "Changed.server_step returned None; return tensors by name",
         ),
         (
             changed(server_step=lambda self, server: {"c": torch.ones(1)}),
@@ -247,7 +247,7 @@ def no_state(value):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (rule(lambda made, given: None), "Wrong returned NoneType; return tensors by name, {name: tensor}"),
+        (rule(lambda made, given: None), "Wrong returned None; return tensors by name, {name: tensor}"),
         (rule(lambda made, given: {"fc.bias": made["fc.bias"]}), "Wrong lacks 'conv.bias' and "),
         (
             rule(lambda made, given: made | {"oops": torch.zeros(3)}),
@@ -262,9 +262,12 @@ def no_state(value):
             rule(lambda made, given: made["absent"]),
             "Wrong fails in the dry run at set-up (KeyError: 'absent')",
         ),
-        (rule(remember=no_state(1)), "Wrong (aggregation.state) for role 'n' returned int; return tensors by name"),
-        (rule(remember=no_state(torch.zeros(3))), "for role 'n' returned Tensor; return tensors by name"),
-        (rule(remember=no_state({"a": [1, 2]})), "for role 'n' returned dict; return tensors by name"),
+        (rule(remember=no_state(1)), "Wrong (aggregation.state) for role 'n' returned 1; return tensors by name"),
+        (
+            rule(remember=no_state(torch.zeros(3))),
+            "for role 'n' returned a tensor of shape (3,); return tensors by name",
+        ),
+        (rule(remember=no_state({"a": [1, 2]})), "for role 'n' returned {'a': [1, 2]}; return tensors by name"),
     ],
 )
 def test_a_rule_that_does_not_fit_is_refused_before_the_first_round(wrong, says):

@@ -52,8 +52,6 @@ class ImageSet(Dataset[Any], ABC):
     group_column: str | None = None
     identities: Array | None = None
 
-    # For a class whose constructor does not call that of its base class.
-    train: bool = True
     _init_args: tuple[Any, ...] = ()
     _init_kwargs: Mapping[str, Any] = {}
 
@@ -61,6 +59,8 @@ class ImageSet(Dataset[Any], ABC):
         """Keep the arguments, from which :meth:`with_split` makes the other split."""
         _check_option_names(cls, kwargs)
         images = super().__new__(cls)
+        # For a class whose constructor does not call that of its base class.
+        images.train = True
         images._init_args = args
         images._init_kwargs = kwargs
         return images
