@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 @pytest.mark.parametrize(
     ("backbone", "adapter", "options", "message"),
     [
-        ("net", "adaptor", {}, r"adapter 'adaptor' is unknown; choose one of \['residual', "),
+        ("net", "adaptor", {}, r"adapter 'adaptor' is unknown; choose one of residual, "),
         ("resnet", "residual", {"drop": 0.1}, r"'residual' has no option 'drop' \(its options: dropout, exclude_"),
         (
             "resnet",
@@ -51,7 +51,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
             "net",
             peft.LoraConfig(),
             {"r": 3},
-            r"adapter_options \['r'\] must be left out with a PeftConfig",
+            r"adapter_options 'r' must be left out with a PeftConfig",
         ),
         ("vit", peft.PromptTuningConfig(num_virtual_tokens=2), {}, r"PromptTuningConfig cannot train a classification"),
         ("vit", "lora", {"r": "abc"}, "adapter_options: r must be of type int for adapter 'lora', got 'abc'"),
@@ -91,7 +91,7 @@ def test_refusals(make_backbone, backbone, adapter, options, message):
 
 
 def test_adapter_of_the_wrong_type(make_backbone):
-    with pytest.raises(TypeError, match=r"adapter must be one of .*, got int"):
+    with pytest.raises(TypeError, match=r"adapter must be one of .*, got 3"):
         insert_adapter(make_backbone("net"), 3)
 
 

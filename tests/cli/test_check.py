@@ -55,7 +55,7 @@ def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
         "unrecognized arguments: --xyz",
         "does not accept option 'lr_locl'; did you mean training.lr_local?",
         "'lerning_rate' is not accepted; did you mean training.lr_local or training.lr_personal or distillation.lr",
-        "privacy: noise_multiplier=1.0 and target_epsilon=3.0: set exactly one of them",
+        "privacy: noise_multiplier=1.0 and target_epsilon=3.0 are both set: set exactly one of them",
         "lr_personal must be a finite number >= 0, got -1.0",
         "batch_size must be an integer >= 1 or 'full', got -3",
         "precision='64-true' is not supported: it casts all weights",

@@ -106,7 +106,7 @@ def test_a_module_built_for_other_data_is_refused():
     module.build(10, Classification(), 0)
     module.build(10, Classification(), 0)
     with pytest.raises(
-        ValueError, match=r"built for \(10, Classification\(\), 0\) .*, not for \(3, Classification\(\), 0\)"
+        ValueError, match=r"built for 10 classes, task=Classification\(\) and seed=0, not for 3 classes, "
     ):
         module.build(3, Classification(), 0)
 

@@ -110,7 +110,7 @@ def test_a_folders_own_normalisation_counts(tmp_path):
         (("resnet81", 4), {}, ValueError, r"'resnet81' is not a timm model; did you mean resnet18"),
         (("zzzz", 4), {}, ValueError, r"'zzzz' is not a timm model; see timm\.list_models"),
         (("resnet18", 0), {}, ValueError, r"num_classes must be .*, got 0"),
-        ((3,), {}, TypeError, r"backbone must be a timm name, .*, got int"),
+        ((3,), {}, TypeError, r"backbone must be a timm name, .*, got 3"),
         (("resnet18", 4), {}, FileNotFoundError, r"'resnet18': HF_HUB_OFFLINE is set .*`pretrained: false`"),
         (("test_resnet", 4), {"pretrained": "/no/where"}, FileNotFoundError, r"'/no/where': there is no such file"),
         (("hf:someone/something", 4), {}, FileNotFoundError, r"'hf:someone/something': HF_HUB_OFFLINE is set"),

@@ -64,9 +64,12 @@ def test_a_run_is_that_of_the_logits_alone(options, tmp_path):
     [
         (
             lambda logits, h: (logits, logits + 1),
-            r"returns a tuple of \(2, 3\), \(2, 3\), and 2 of its parts are logits",
+            r"returns \[a tensor of shape \(2, 3\), a tensor of shape \(2, 3\)\], and 2 of its parts are logits",
         ),
-        (lambda logits, h: {"out": logits}, "'Net' returns a dict, and 0 of its parts are logits .B, 3.; return the"),
+        (
+            lambda logits, h: {"out": logits},
+            r"'Net' returns \{'out': a tensor of shape \(2, 3\)\}, and 0 of its parts are logits .B, 3.; return the",
+        ),
     ],
 )
 def test_what_holds_no_logits_is_one_line(way, words):
