@@ -314,13 +314,15 @@ def _checkpoint(path: Path) -> Path:
     )
 
 
-def _check_available(path: Path, what: str, part: Any, remedy: str = "") -> Any:  # noqa: ANN401  # a name, or an object
+def _check_available(
+    path: Path,
+    what: str,
+    part: Any,  # noqa: ANN401  # a name, or an object
+    remedy: str = "save the result of perada.finetune with Run.save",
+) -> Any:  # noqa: ANN401  # a name, or an object
     """Return a part of a run; raise if it is the caller's own, which the run's files do not contain."""
     if part is None:
-        raise ValueError(
-            f"{str(path)!r} belongs to a run with a custom {what}, which it does not contain; {remedy}save the result "
-            "of perada.finetune with Run.save"
-        )
+        raise ValueError(f"{str(path)!r} belongs to a run with a custom {what}, which it does not contain; {remedy}")
     return part
 
 
@@ -332,7 +334,7 @@ def _network(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> An
             f"{str(path)!r} belongs to a run with the backbone {info['backbone']!r}, which is built by name; leave "
             "backbone out"
         )
-    return _check_available(path, "network", network, "pass one of the same class as backbone=, or ")
+    return _check_available(path, "network", network, "pass one of the same class as backbone=")
 
 
 def _federation(
