@@ -347,10 +347,7 @@ def _check_datamodule(
 
 
 def _check_trainer_options(options: Mapping[str, Any], rounds: int) -> None:
-    """Raise an OptionError for an option that neither :func:`finetune` nor Lightning's trainer has.
-
-    Also for another number of rounds.
-    """
+    """Raise an OptionError for an unknown option of the trainer, or for ``max_epochs`` that differs from ``rounds``."""
     trainer_options = [name for name in inspect.signature(pl.Trainer).parameters if name != "kwargs"]
     for name, value in options.items():
         if name not in trainer_options:

@@ -3,7 +3,7 @@
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -176,7 +176,8 @@ def _full_text(value: object) -> str:
     if type(value) is dict:
         entries = [f"{value_text(key)}: {value_text(entry)}" for key, entry in islice(value.items(), _MAX_ENTRIES)]
         return f"{{{_joined(entries, len(value))}}}"
-    if type(value) in (list, tuple, set, frozenset):
+    # Subclasses, such as named tuples, print themselves.
+    if isinstance(value, list | tuple | set | frozenset) and type(value) in (list, tuple, set, frozenset):
         return _container_text(value)
     return _object_text(value)
 
@@ -205,7 +206,7 @@ def _with_article(noun: str) -> str:
     return f"{'an' if noun[0].upper() in 'AEIO' else 'a'} {noun}"
 
 
-def _container_text(values: Any) -> str:  # noqa: ANN401  # a list, tuple or set
+def _container_text(values: Collection[object]) -> str:
     """Describe a list, a tuple or a set by its entries."""
     entries = _joined([value_text(entry) for entry in islice(values, _MAX_ENTRIES)], len(values))
     if isinstance(values, list):

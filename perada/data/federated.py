@@ -31,7 +31,7 @@ def warn_of_look_alikes(what: str, names: Iterable[Any]) -> None:
         )
 
 
-def _as_list(datasets: Any) -> Any:  # noqa: ANN401  # what a user passed, which is checked before it is opened
+def _as_list(datasets: Sequence[Dataset[Any]]) -> Sequence[Dataset[Any]]:
     """Return the datasets of an iterator, a view of a dictionary or an array as a list, and anything else unchanged."""
     is_array_of_objects = isinstance(datasets, np.ndarray) and datasets.dtype == object
     if isinstance(datasets, Iterator | ValuesView) or is_array_of_objects:

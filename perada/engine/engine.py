@@ -33,7 +33,7 @@ from perada.core.states import (
     unstack,
 )
 from perada.core.text import abbreviated
-from perada.engine.attention import FasterAttention, may_run_faster
+from perada.engine.attention import FasterAttention, can_run_faster
 from perada.engine.fold import Fold, fold
 from perada.engine.frozen_trunk import FrozenTrunk, find_trunk
 from perada.tasks import Task
@@ -210,7 +210,7 @@ class Engine:
                     norm.train()
                 states = self._with_copied_buffers(states)
         run = self._folded if self.kind == "folded" else self._loop
-        if self._calls_attention and full_batch is _call and may_run_faster(x):
+        if self._calls_attention and full_batch is _call and can_run_faster(x):
             attention = FasterAttention()
             with attention:
                 logits = run(states, x, full_batch, real_counts, streams)

@@ -278,7 +278,7 @@ def small_map_matrix(conv: nn.Conv2d, size: torch.Size, channels_last: bool) -> 
     return LinearMap(matrix, bias.reshape(-1))
 
 
-_Context = Any  # torch has no type for the context of an autograd function
+AutogradContext = Any  # torch has no type for the context of an autograd function
 
 
 def strided_depthwise(conv: nn.Conv2d, x: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ class _StridedDepthwise(torch.autograd.Function):
     """A frozen convolution like torch's, whose input gradient is computed in single precision."""
 
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, conv: nn.Conv2d) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, conv: nn.Conv2d) -> Tensor:
         """Run the convolution on x (B, in, H, W)."""
         ctx.conv = conv
         ctx.size = x.shape
@@ -305,7 +305,7 @@ class _StridedDepthwise(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the input, computed in float32."""
         conv: nn.Conv2d = ctx.conv
         image_gradient = conv2d_input(
@@ -339,7 +339,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: AutogradContext,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -353,7 +353,7 @@ class _Normalise(torch.autograd.Function):
         return F.batch_norm(x, mean, var, weight, bias, training=False, momentum=0.0, eps=eps)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the input."""
         weight, mean, var = ctx.saved_tensors
         if gradient.device.type == "cpu":

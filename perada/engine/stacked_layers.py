@@ -15,11 +15,10 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from perada.core.seeding import Streams
 from perada.core.states import Merged
-from perada.engine.frozen_layers import autocast_dtype, is_small_map, pixel_tap
+from perada.engine.frozen_layers import AutogradContext, autocast_dtype, is_small_map, pixel_tap
 
 
 @dataclass
@@ -291,7 +290,7 @@ class _BatchedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: AutogradContext,
         x_CND: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -303,7 +302,7 @@ class _BatchedLinear(torch.autograd.Function):
         return torch.baddbmm(bias.unsqueeze(1), x_CND, weight.transpose(1, 2))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # torch's class lacks what it saves
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs, weights and biases, as far as they are needed."""
         x_CND, weight = ctx.saved_tensors
         needs_x_gradient, needs_weight_gradient, needs_bias_gradient = ctx.needs_input_grad

@@ -156,7 +156,7 @@ def _make_trainer(loop: FederatedLoop, rounds: int, accelerator: str | None, pro
     return make_trainer(loop, rounds, **options)
 
 
-def _check_arguments(  # those of personalize
+def _check_arguments(
     run: object,
     data: object,
     name: object,

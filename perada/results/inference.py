@@ -209,7 +209,8 @@ def check_device(device: torch.device | str) -> torch.device:
     try:
         checked = torch.device(device)
         torch.zeros(1, device=checked).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:  # depends on torch's build
+    # A build of torch without the device raises any of these: AssertionError without CUDA, for instance.
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = " ".join(str(error).split(".")[0].split())[:200]
         # torch describes other types by the signatures of its constructor.
         if isinstance(error, TypeError):

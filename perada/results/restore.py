@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft import PeftConfig
@@ -33,6 +33,8 @@ from perada.results.export import BACKBONE_FILE, CONFIG_FILE, needs_backbone_fil
 from perada.results.run_file import RUN_FILE, RunFile, naming
 from perada.server import Distillation
 from perada.tasks.base import make_task
+
+PartT = TypeVar("PartT")
 
 CHECKPOINT_KEY = "perada"
 """Entry of a Lightning checkpoint with perada's content."""
@@ -317,9 +319,9 @@ def _checkpoint(path: Path) -> Path:
 def _check_available(
     path: Path,
     what: str,
-    part: Any,  # noqa: ANN401  # a name, or an object
+    part: PartT | None,
     remedy: str = "save the result of perada.finetune with Run.save",
-) -> Any:  # noqa: ANN401  # a name, or an object
+) -> PartT:
     """Return a part of a run; raise if it is the caller's own, which the run's files do not contain."""
     if part is None:
         raise ValueError(f"{str(path)!r} belongs to a run with a custom {what}, which it does not contain; {remedy}")

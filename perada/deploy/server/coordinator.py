@@ -106,6 +106,19 @@ class _Replies:
     answered: dict[str, tuple[Response, State]]
 
 
+@dataclass(frozen=True)
+class _FinishedSum:
+    """A secure sum over sites.
+
+    Attributes:
+        sites: Names of the sites in the sum.
+        result: Its content.
+    """
+
+    sites: list[str]
+    result: SumResult
+
+
 class Coordinator:
     """Runs the rounds of a recipe over a transport, and saves its state after each round.
 
@@ -323,7 +336,9 @@ class Coordinator:
                 return _Replies(selected, responses)
             messages = {name: message_for(name) for name in pending}
             specs = {name: spec_of(expected_for(name)) for name in pending}
-            answered, failed = ask(self.transport, messages, num_wanted, end - time.monotonic(), specs, record)
+            replies = ask(self.transport, messages, num_wanted, end - time.monotonic(), specs, record)
+            answered = replies.responses
+            failed = replies.failed
             for name, (_, state) in list(answered.items()):
                 if not self._has_valid_modes(state):
                     del answered[name]
@@ -434,8 +449,8 @@ class Coordinator:
         messages = dict.fromkeys(newcomers, pack(self._request("join")))
         specs: dict[str, Spec] = {name: {} for name in newcomers}
         record = RoundRecord(self.progress.done)
-        answered, failed = ask(self.transport, messages, len(newcomers), seconds, specs, record)
-        self.roster.admit({name: response for name, (response, _) in answered.items()}, failed)
+        replies = ask(self.transport, messages, len(newcomers), seconds, specs, record)
+        self.roster.admit({name: response for name, (response, _) in replies.responses.items()}, replies.failed)
 
     def _too_few_message(self, task: str, num_answered: int, missing: Mapping[str, str], begin: float) -> str:
         """Return the message of the error that too few sites answered a task, which started at ``begin``."""
@@ -560,7 +575,9 @@ class Coordinator:
         result: SumResult | None = None
         try:
             contents = self.recipe.contents(record.round, self.images)
-            record.summed, result = self._sum("update", record, answered, contents)
+            finished_sum = self._sum("update", record, answered, contents)
+            record.summed = finished_sum.sites
+            result = finished_sum.result
             self._check_move(result.mean)
         except RejectionError as rejection:
             record.summed = []
@@ -685,7 +702,7 @@ class Coordinator:
         record: RoundRecord,
         answered: Mapping[str, tuple[Response, State]],
         contents: Contents,
-    ) -> tuple[list[str], SumResult]:
+    ) -> _FinishedSum:
         """Make a secure sum over sites that have trained, or scored.
 
         Args:
@@ -733,7 +750,7 @@ class Coordinator:
             record.failed |= secure_sum.failed
             for member in progress.roster:
                 member.lie = secure_sum.lies.get(member.name, member.lie)
-        return survivors, contents.decode(total, len(survivors))
+        return _FinishedSum(survivors, contents.decode(total, len(survivors)))
 
     def _ask_for_sum(
         self,
@@ -749,10 +766,10 @@ class Coordinator:
         Args:
             of: What is added up: ``update`` or ``scores``.
             record: Record of the round, to which failures and megabytes are added.
-            kind: Kind of the step.
-            attempt: Number of the attempt at the sum.
-            contents: Content of the request to each site, by name.
-            vector_size: Length of the masked vector that each site must send; 0 for none.
+            kind: As in :class:`.AskStep`.
+            attempt: As there.
+            contents: As there.
+            vector_size: As there.
 
         Returns:
             Response and tensors of each site that answered, by name.
@@ -858,7 +875,7 @@ class Coordinator:
                 candidates[name] = (response, {})
         try:
             contents = recipe.contents_of_scores()
-            _, result = self._sum("scores", RoundRecord(self.progress.done), candidates, contents)
+            result = self._sum("scores", RoundRecord(self.progress.done), candidates, contents).result
         except RejectionError as rejection:
             log.warning("no scores after round %d: %s", self.progress.done, rejection)
             return self._mean_scores(responses)

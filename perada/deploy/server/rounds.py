@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -200,6 +201,19 @@ class Roster:
                 member.epsilon = {"server": None, "release": None}
 
 
+@dataclass(frozen=True)
+class SiteReplies:
+    """What sites replied to messages.
+
+    Attributes:
+        responses: Response and tensors of each site that replied as requested, by name.
+        failed: Codes of all other sites, by name.
+    """
+
+    responses: dict[str, tuple[Response, State]]
+    failed: dict[str, str]
+
+
 def ask(
     transport: Transport,
     messages: Mapping[str, bytes],
@@ -207,7 +221,7 @@ def ask(
     seconds: float,
     expected: Mapping[str, Spec],
     record: RoundRecord,
-) -> tuple[dict[str, tuple[Response, State]], dict[str, str]]:
+) -> SiteReplies:
     """Send messages to sites, and check their replies.
 
     Args:
@@ -219,7 +233,7 @@ def ask(
         record: Record of the round, to which the megabytes are added.
 
     Returns:
-        Responses and tensors by site, in the order of arrival, and the codes of all other sites.
+        The responses in the order of arrival, and the codes of all other sites.
     """
     responses: dict[str, tuple[Response, State]] = {}
     record.down += sum(map(len, messages.values())) / 1e6
@@ -247,7 +261,7 @@ def ask(
             responses[name] = response, state
         else:
             failed[name] = response.code
-    return responses, failed
+    return SiteReplies(responses, failed)
 
 
 def _describe_exchange(messages: Mapping[str, bytes], replies: Mapping[str, bytes | Failure]) -> str:
