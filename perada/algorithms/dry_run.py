@@ -26,7 +26,7 @@ from perada.core.checks import Options, check_choice
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
 from perada.core.states import State, clone, device_of, expand, numel, stack_size
-from perada.core.text import quoted, value_text
+from perada.core.text import dtype_name, quoted, value_text
 from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
 from perada.tasks import DEFAULT_TASK, Classification, Task
 
@@ -608,8 +608,8 @@ def _check_state(who: str, state: object, expected: State, clients: int | None =
         dtype = expected[name].dtype
         if tuple(value.shape) != shape or value.dtype != dtype:
             raise _MisfitError(
-                f"{who} returned {name!r} with shape {tuple(value.shape)} and {value.dtype} instead of {shape} and "
-                f"{dtype}"
+                f"{who} returned {name!r} with shape {tuple(value.shape)} and {dtype_name(value.dtype)} "
+                f"instead of {shape} and {dtype_name(dtype)}"
             )
     missing = sorted(expected.keys() - state.keys())
     if missing and not partial:

@@ -301,3 +301,8 @@ def _edit_distance(first: str, second: str) -> int:
         row_before_last = last_row
         last_row = row
     return last_row[-1]
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a type of numbers of torch or NumPy without its module, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")

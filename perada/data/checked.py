@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from perada.core.checks import OptionError, check_integer
-from perada.core.text import abbreviated
+from perada.core.text import abbreviated, dtype_name
 from perada.data.batches.datasets import (
     LABEL_KEYS,
     Labels,
@@ -122,9 +122,9 @@ class Checked:
                 continue
             if shape[0] != 1 or dtype != torch.uint8:
                 raise ValueError(
-                    f"{name} images are {dtype} of shape {shape}, but the backbone takes {channels} channels: convert "
-                    f"them to {channels} (a single uint8 channel is repeated), or pass your own network for {shape[0]} "
-                    "as backbone"
+                    f"{name} images are {dtype_name(dtype)} of shape {shape}, but the backbone takes {channels} "
+                    f"channels: convert them to {channels} (a single uint8 channel is repeated), or pass your own "
+                    f"network for {shape[0]} as backbone"
                 )
 
     def check_overlap(self, options: str) -> None:
@@ -499,14 +499,18 @@ def _set_up_checks_on_use(store: Store, task: Task, num_classes: int) -> None:
 def _check_target(task: Task, num_classes: int, target: Tensor) -> None:
     """Raise a ValueError if the target (...) of an image is not what the task needs."""
     if not task.fits(target.unsqueeze(0), num_classes):
-        raise ValueError(f"the label is {target.dtype} {tuple(target.shape)}; use {task.describe_targets(num_classes)}")
+        raise ValueError(
+            f"the label is {format_text(tensor_format(target, 0))}; use {task.describe_targets(num_classes)}"
+        )
     check_labels("the label is", target, num_classes, task)
 
 
 def _check_mask(task: Task, num_classes: int, mask: Tensor) -> None:
     """Raise a ValueError if a mask (H, W) has a value that is neither a class nor the one that is ignored."""
     if not task.fits(mask.unsqueeze(0), num_classes):
-        raise ValueError(f"the label is {mask.dtype} {tuple(mask.shape)}; use {task.describe_targets(num_classes)}")
+        raise ValueError(
+            f"the label is {format_text(tensor_format(mask, 0))}; use {task.describe_targets(num_classes)}"
+        )
     check_labels("the mask has the class", mask, num_classes, task)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada.core.checks import check_choice, check_integer, check_known, check_number
 from perada.core.rounds import ImageConfig
-from perada.core.text import abbreviated
+from perada.core.text import abbreviated, dtype_name
 from perada.data.batches.datasets import (
     as_labels,
     image_and_label,
@@ -255,8 +255,8 @@ class Preprocessing:
         if x.dtype != expected or tuple(x.shape) != self.shape:
             hint = " (or uint8 images, of any size)" if self.kind == "uint8" else ""
             raise ValueError(
-                f"a sample is {x.dtype} of shape {tuple(x.shape)}; pass {expected} of shape {self.shape}, prepared for "
-                f"the model{hint}"
+                f"a sample is {dtype_name(x.dtype)} of shape {tuple(x.shape)}; pass {dtype_name(expected)} "
+                f"of shape {self.shape}, prepared for the model{hint}"
             )
         return x
 
@@ -479,7 +479,7 @@ def _read_samples(
     if not task.fits(labels, known_classes) or len(task.out_of_range(labels, known_classes)):
         expected = task.describe_targets(num_classes)
         raise ValueError(
-            f"the labels of the images, {labels.dtype} {tuple(labels.shape)} from {labels.min()} to {labels.max()}, do "
-            f"not match those of the run, {expected}; correct them"
+            f"the labels of the images, {dtype_name(labels.dtype)} {tuple(labels.shape)} from {labels.min()} to "
+            f"{labels.max()}, do not match those of the run, {expected}; correct them"
         )
     return TensorDataset(images, task.renumber(labels, class_numbers, num_classes))

@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from perada.core.checks import OptionError, check_choice, check_integer
 from perada.core.seeding import derive_seed
-from perada.core.text import SPREADS, value_text
+from perada.core.text import SPREADS, dtype_name, value_text
 from perada.data.batches.datasets import isolated_randomness, seed_all
 from perada.data.batches.samples import Rows, Samples, Store, TensorStore
 from perada.data.batches.transforms import resize_uint8
@@ -201,8 +201,8 @@ def _check_corruptible(name: str, checked: Checked) -> None:
     is_supported = dtype == torch.uint8 and len(shape) == 3 and shape[0] in (1, 3)
     if not is_supported or min(shape[1:]) < MIN_SIZE:
         raise OptionError(
-            f"shifts: {name!r} cannot corrupt images {dtype} of shape {shape}; use uint8 images of 1 or 3 channels, "
-            f"and set image_size={MIN_SIZE} or more to resize them first",
+            f"shifts: {name!r} cannot corrupt images {dtype_name(dtype)} of shape {shape}; use uint8 images of 1 or 3 "
+            f"channels, and set image_size={MIN_SIZE} or more to resize them first",
             name="shifts",
         )
 

@@ -13,9 +13,8 @@ from perada.algorithms import Algorithm
 from perada.algorithms.dry_run import dry_run_rounds, example_sent, is_foreign
 from perada.core.checks import OptionError
 from perada.core.seeding import generator
-from perada.core.text import abbreviated
+from perada.core.text import abbreviated, dtype_name
 from perada.data import FederatedDataModule
-from perada.data.batches.datasets import dtype_name
 from perada.engine.fold_check import check_fold
 from perada.engine.frozen_trunk import FrozenTrunk
 from perada.federation.diagnostics import Diagnostic, choose_diagnostics, obstacles

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from perada.core.checks import OptionError, check_choice, check_number
 from perada.core.states import State, per_client
+from perada.core.text import dtype_name
 from perada.privacy.sampling import secure_noise
 from perada.server.aggregate import double
 
@@ -225,7 +226,7 @@ def check_precision(name: str, value: Tensor, options: str) -> None:
     """
     if value.dtype.itemsize < 4:
         raise OptionError(
-            f"{options}: {name!r} is {value.dtype}, where rounding would swallow the noise; train it in float32 "
-            "(frozen weights may stay as they are, and precision='bf16-mixed' computes in half precision)",
+            f"{options}: {name!r} is {dtype_name(value.dtype)}, where rounding would swallow the noise; train it in "
+            "float32 (frozen weights may stay as they are, and precision='bf16-mixed' computes in half precision)",
             name=options,
         )

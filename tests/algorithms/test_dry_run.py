@@ -197,7 +197,7 @@ def keep(change):
         ),
         (
             send(lambda sent: {name: value.float() for name, value in sent.items()}),
-            "and torch.float32 instead of (2, 4, ",
+            "and float32 instead of (2, 4, ",
         ),
         (
             keep(lambda kept: {"drift": kept["drift"]}),
@@ -255,9 +255,9 @@ def no_state(value):
         ),
         (
             rule(lambda made, given: given.updates.gathered_all()),
-            "with shape (2, 4, 1, 3, 3) and torch.float64 instead of (4, 1, 3, 3)",
+            "with shape (2, 4, 1, 3, 3) and float64 instead of (4, 1, 3, 3)",
         ),
-        (rule(lambda made, given: {k: v.float() for k, v in made.items()}), "and torch.float32 instead of"),
+        (rule(lambda made, given: {k: v.float() for k, v in made.items()}), "and float32 instead of"),
         (
             rule(lambda made, given: made["absent"]),
             "Wrong fails in the dry run at set-up (KeyError: 'absent')",

@@ -169,7 +169,7 @@ def test_labels_of_different_kinds(kind):
 
 
 def test_images_that_are_none():
-    refused(FederatedData([client(dtype=torch.int64)]), "images are torch.int64: use uint8", TypeError)
+    refused(FederatedData([client(dtype=torch.int64)]), "images are int64: use uint8", TypeError)
     refused(
         FederatedData([[("cat.jpg", 1)]], num_classes=2),
         "client 0, sample 0: an image must be a tensor, an array or a PIL image, got 'cat.jpg'",
@@ -189,7 +189,7 @@ def test_channels_that_the_backbone_does_not_take():
     )
     refused(
         FederatedData([client()], public=client(channels=3)),
-        r"public images are torch.uint8 of shape \(3, 5, 5\)",
+        r"public images are uint8 of shape \(3, 5, 5\)",
         image=gray,
     )
 
@@ -343,7 +343,7 @@ GOOD = PIXELS, CLASSES
             ([PIXELS[0], PIXELS[0, :, 1:]], CLASSES),
             "images as .*, which is not a tensor of numbers",
         ),
-        ((PIXELS.long(), CLASSES), "images are torch.int64: use uint8"),
+        ((PIXELS.long(), CLASSES), "images are int64: use uint8"),
         ((PIXELS[0, 0], CLASSES), r"images of shape \(8, 8\); return \(N, channels, height, width\), or \(N, height"),
         (
             (PIXELS.permute(0, 2, 3, 1), CLASSES),

@@ -150,10 +150,10 @@ def test_floats_pass_as_they_are():
 @pytest.mark.parametrize(
     ("preprocessing", "image", "message"),
     [
-        (COLOUR, torch.randn(3, 6, 6), r"of shape \(3, 6, 6\); pass torch.float32 of shape \(3, 6, 7\)"),
+        (COLOUR, torch.randn(3, 6, 6), r"of shape \(3, 6, 6\); pass float32 of shape \(3, 6, 7\)"),
         (COLOUR, noise(2, 6, 6), r"must have 3 channels, as in training, got uint8 of shape \(2, 6, 6\)"),
         (COLOUR, noise(5), r"a uint8 image must have the shape \(channels, height, width\), got \(5,\)"),
-        (COLOUR, torch.zeros(2, 2, dtype=torch.int32), "images are torch.int32"),
+        (COLOUR, torch.zeros(2, 2, dtype=torch.int32), "images are int32"),
         (COLOUR, "missing.png", "missing.png does not exist: fix it, or leave it out"),
         (COLOUR, 7, "an image must be a tensor, an array or a PIL image, got 7"),
         (
@@ -161,8 +161,8 @@ def test_floats_pass_as_they_are():
             "a.png",
             r"'a.png' cannot be decoded: the run was trained on float samples",
         ),
-        (Preprocessing("float", (1, 8, 8)), noise(1, 8, 8), r"is torch.uint8 of shape .*; pass torch.float32"),
-        (Preprocessing("tokens", (5,)), torch.randn(5), r"is torch.float32 of shape \(5,\); pass torch.int64"),
+        (Preprocessing("float", (1, 8, 8)), noise(1, 8, 8), r"is uint8 of shape .*; pass float32"),
+        (Preprocessing("tokens", (5,)), torch.randn(5), r"is float32 of shape \(5,\); pass int64"),
     ],
 )
 def test_what_is_no_image_is_refused(preprocessing, image, message):

@@ -310,7 +310,7 @@ class Oblong(Numbered):
         (lambda: Scanners(Numbered(), alpha=0), "alpha must be .*, got 0"),
         (lambda: Scanners(Numbered(), test_share=1), "test_share must be .*, got 1"),
         (lambda: Scanners(Photographs(20), alpha=0.5).images, "alpha=0.5 divides by classes, but Photographs"),
-        (lambda: Scanners(Ready()).images, "samples of type torch.float32, but scanners take uint8 images"),
+        (lambda: Scanners(Ready()).images, "samples of type float32, but scanners take uint8 images"),
         (lambda: Scanners(Oblong(), size=None).images, "6×4 pixels, but scanners need square images: set size"),
         (lambda: Scanners(Numbered(), alpha=0.5, min_per_scanner=20).images, "12 clients with at least 20"),
         (lambda: ByDomain("scanner", 2, Dirichlet(2)), "are mutually exclusive: leave one out"),

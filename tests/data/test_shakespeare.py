@@ -292,7 +292,7 @@ def single(x, size=4):
             TypeError,
             "tokens (L,), got shape (3, 8, 8)",
         ),
-        (torch.zeros(4, 80, dtype=torch.int32), "char_lstm_8", TypeError, "images are torch.int32: use uint8"),
+        (torch.zeros(4, 80, dtype=torch.int32), "char_lstm_8", TypeError, "images are int32: use uint8"),
         (torch.full((4, 80), 80), "char_lstm_8", ValueError, "of shape (80,) and type int64 do not fit backbone"),
         (
             torch.zeros(4, 80).long().index_fill(0, torch.tensor([3]), 80),  # not in the first text

@@ -166,9 +166,9 @@ def test_held_out_images_are_not_shifted():
         (
             {"a": "fog"},
             {"size": 28},
-            r"'a' cannot corrupt images torch.uint8 of shape \(1, 28, 28\); use .* and set image_size=32 or more",
+            r"'a' cannot corrupt images uint8 of shape \(1, 28, 28\); use .* and set image_size=32 or more",
         ),
-        ({"a": "fog"}, {"dtype": torch.float32}, "'a' cannot corrupt images torch.float32 of shape"),
+        ({"a": "fog"}, {"dtype": torch.float32}, "'a' cannot corrupt images float32 of shape"),
         ({"a": "fog"}, {"test": False}, "'a' needs test images"),
         ({"a": LabelShift()}, {"clients": 1}, "'a' needs test images of at least two clients"),
         ({"a": Other(None)}, {}, r"'a' \(Other, test split\) has no labels"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from perada.core.seeding import derive_seed, seed_global
-from perada.core.text import value_text
+from perada.core.text import dtype_name, value_text
 from perada.data.batches.transforms import MissingImageError, UnreadableImageError
 from perada.data.sets.base import ImageSet
 
@@ -352,11 +352,6 @@ def resized_format(image_format: TensorFormat, size: int | None) -> TensorFormat
     if size is not None and dtype == torch.uint8:
         shape = (*shape[:-2], size, size)
     return shape, dtype
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a type of numbers without its module, such as ``float32``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def format_text(tensor_format: TensorFormat) -> str:

@@ -21,7 +21,7 @@ from perada.core.checks import OptionError, check_number, use_plain_numbers
 from perada.core.rounds import CohortBatch, EvalBatch, ImageConfig
 from perada.core.seeding import generator
 from perada.core.states import to_device_async
-from perada.core.text import value_text
+from perada.core.text import dtype_name, value_text
 from perada.data.batches.mixing import Mixing
 from perada.engine.engine import real_rows
 from perada.tasks import Classification, Task
@@ -328,8 +328,8 @@ def check_dtype(images: Tensor) -> None:
     if is_tokens(images) and images.ndim == 2:
         return
     raise TypeError(
-        f"images are {images.dtype}: use uint8, or floating-point values prepared for the model; only texts are int64 "
-        f"tokens (L,), got shape {tuple(images.shape[1:])}"
+        f"images are {dtype_name(images.dtype)}: use uint8, or floating-point values prepared for the model; only "
+        f"texts are int64 tokens (L,), got shape {tuple(images.shape[1:])}"
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from perada.core.checks import checked_names
-from perada.core.text import abbreviated, near_names, plain_number, value_text, visible_form
+from perada.core.text import abbreviated, dtype_name, near_names, plain_number, value_text, visible_form
 from perada.data.batches.transforms import check_dtype
 from perada.data.partitions.shares import Array
 
@@ -365,7 +365,7 @@ def class_names(who: str, classes: object, num_classes: int | None) -> tuple[str
 
 def _describe_type(value: object) -> str:
     if isinstance(value, Tensor | np.ndarray):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return f"{dtype_name(value.dtype)} {tuple(value.shape)}"
     return value_text(value)
 
 

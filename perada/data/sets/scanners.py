@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perada.core.checks import check_choice, check_integer, check_number, invalid_option
 from perada.core.seeding import derive_seed
-from perada.core.text import value_text
+from perada.core.text import dtype_name, value_text
 from perada.data.partitions import Dirichlet, Split
 from perada.data.partitions.shares import Array, stratified_sample
 from perada.data.sets.base import ImageSet, checked_columns, split_of
@@ -430,8 +430,8 @@ class Scanners(ImageSet):
         """Make images (N, Ch, H, W) square, of ``size`` if it is given."""
         if images.dtype != torch.uint8:
             raise TypeError(
-                f"Scanners: {type(self.dataset).__name__} has samples of type {images.dtype}, but scanners take uint8 "
-                "images: pass them before normalisation"
+                f"Scanners: {type(self.dataset).__name__} has samples of type {dtype_name(images.dtype)}, but scanners "
+                "take uint8 images: pass them before normalisation"
             )
         if images.ndim == 3:
             images = images.unsqueeze(1)
