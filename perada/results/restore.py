@@ -336,7 +336,11 @@ def _network(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> An
             f"{str(path)!r} belongs to a run with the backbone {info['backbone']!r}, which is built by name; leave "
             "backbone out"
         )
-    return _check_available(path, "network", network, "pass one of the same class as backbone=")
+    remedy = "pass one of the same class as backbone="
+    if path.is_file():
+        # A checkpoint, which commands read too. They cannot be given a network, but can read what Run.save writes.
+        remedy += ", or save the result of perada.finetune with Run.save"
+    return _check_available(path, "network", network, remedy)
 
 
 def _federation(

@@ -168,9 +168,9 @@ def test_no_change_of_a_reply_stops_the_server(tiny, tmp_path):
         expected = spec_of(coordinator.recipe.template.sent) if what == "train" else {}
         transport.lie = lambda *_, changed=bytes(changed): changed
         transport.trouble = lambda *_, reply=reply: reply  # the worker is not asked
-        answers, failed = ask(transport, {"site0": message}, 1, 60.0, {"site0": expected}, RoundRecord(0))
-        assert len(answers) + len(failed) == 1
-        codes |= set(failed.values())
+        replies = ask(transport, {"site0": message}, 1, 60.0, {"site0": expected}, RoundRecord(0))
+        assert len(replies.responses) + len(replies.failed) == 1
+        codes |= set(replies.failed.values())
     assert "malformed" in codes
 
 

@@ -314,7 +314,7 @@ def test_a_fact_that_every_run_has_is_missed(fact, saved, tiny, tmp_path):
 
 def test_another_backbone_is_refused(saved, tiny):
     with pytest.raises(
-        ValueError, match="custom network, which it does not contain; pass one of the same class as backbone="
+        ValueError, match=r"custom network, which it does not contain; pass one of the same class as backbone=$"
     ):
         perada.Run.load(saved)
     with pytest.raises(ValueError, match="3"):
