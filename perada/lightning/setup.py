@@ -11,7 +11,7 @@ from torch import Tensor
 from perada.algorithms.dry_run import example_opened, no_counts
 from perada.core.rounds import CohortBatch, sample_cohort
 from perada.data.batches.features import FeatureStore
-from perada.engine.chunks import Chunks, activation_bytes, chunks_in_memory, clients_in_cache, is_mostly_trained
+from perada.engine.chunk_sizes import Chunks, activation_bytes, chunks_in_memory, clients_in_cache, is_mostly_trained
 from perada.engine.frozen_trunk import FrozenTrunk
 from perada.engine.loss_scaling import product_seconds
 from perada.federation.evaluation import EVERYWHERE_LIMIT, count_everywhere, sample_clients

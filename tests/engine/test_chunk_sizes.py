@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from perada.core.states import Merged
-from perada.engine.chunks import Chunks, activation_bytes, chunks_in_memory, clients_in_cache, is_mostly_trained
+from perada.engine.chunk_sizes import Chunks, activation_bytes, chunks_in_memory, clients_in_cache, is_mostly_trained
 from perada.lightning import setup
 
 from ..algorithms.problems import finetune
