@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Stacks
-from perada.algorithms.dry_run import no_counts, no_logits
+from perada.algorithms.client_steps import add_terms, no_counts, no_logits
 from perada.core.rounds import AnyBatch, Phase, RoundPlan, one_of, steps_of_chunk
 from perada.core.seeding import Streams
 from perada.core.states import (
@@ -494,7 +494,7 @@ class Chunk:
             self._update_scales(leaves_of_roles)
         clip_norm = self._training.clip_norm
         for leaves in leaves_of_roles:
-            _add_terms(leaves, pull, slope)
+            add_terms(leaves, pull, slope)
             # Clipped with these terms in them, each role for itself.
             gradients = _gradients(leaves)
             if gradients and clip_norm is not None:
@@ -578,24 +578,6 @@ def _all_finite(clients: Tensor, *stacks: State) -> Tensor:
 def _without_checked(state: State, checked: set[int]) -> State:
     """Return the tensors of a state whose ids are not among those that were checked before."""
     return {name: value for name, value in state.items() if id(value) not in checked}
-
-
-def _add_terms(leaves: State, pull: tuple[float, State] | None, slope: State | None) -> None:
-    """Add the gradients of a pull and a slope, as of :meth:`ClientStep.descend`, to those of the loss."""
-    for key, leaf in leaves.items():
-        if pull is not None:
-            strength, anchor = pull
-            _add_gradient(leaf, leaf.detach() - anchor[key].detach(), strength)
-        if slope is not None:
-            _add_gradient(leaf, slope[key])
-
-
-def _add_gradient(leaf: Tensor, gradient: Tensor, factor: float = 1.0) -> None:
-    """Add ``factor`` times a gradient to the gradient of a leaf, which may have none yet."""
-    if leaf.grad is None:
-        leaf.grad = gradient * factor
-    else:
-        leaf.grad.add_(gradient, alpha=factor)
 
 
 def _clip(gradients: list[Tensor], norm: float) -> None:

@@ -10,7 +10,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from perada.algorithms import Algorithm
-from perada.algorithms.dry_run import dry_run_rounds, example_sent, is_foreign
+from perada.algorithms.dry_run import example_sent, is_foreign
+from perada.algorithms.dry_run_results import dry_run_rounds
 from perada.core.checks import OptionError
 from perada.core.seeding import generator
 from perada.core.text import abbreviated, dtype_name

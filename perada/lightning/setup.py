@@ -8,7 +8,8 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from perada.algorithms.dry_run import example_opened, no_counts
+from perada.algorithms.client_steps import no_counts
+from perada.algorithms.dry_run import example_opened
 from perada.core.rounds import CohortBatch, sample_cohort
 from perada.data.batches.features import FeatureStore
 from perada.engine.chunk_sizes import Chunks, activation_bytes, chunks_in_memory, clients_in_cache, is_mostly_trained
