@@ -296,6 +296,9 @@ def check_known(name: str, value: object, choices: Iterable[str], also: str = ""
     >>> check_known("algorithm", "perda", ["perada", "ditto"])
     Traceback (most recent call last):
     perada.core.checks.OptionError: algorithm='perda' is unknown; did you mean 'perada'?
+    >>> check_known("resume_allow", "lr_local", ["training.lr_local", "batch_size"])
+    Traceback (most recent call last):
+    perada.core.checks.OptionError: resume_allow='lr_local' is unknown; did you mean 'training.lr_local'?
     """
     names = list(choices)
     if value in names:
@@ -303,6 +306,9 @@ def check_known(name: str, value: object, choices: Iterable[str], also: str = ""
     proposals = [name for name in names if value and name.startswith(f"{value}_")]
     if not proposals:
         proposals = near_names(str(value), names)
+    if not proposals:
+        # An option without its section.
+        proposals = [name for name in names if value and name.endswith(f".{value}")]
     if proposals:
         remedy = f"did you mean {' or '.join(map(repr, proposals))}?"
     else:

@@ -20,7 +20,6 @@ from perada.lightning.run_fingerprint import (
     ALLOW_CLIENTS,
     ALLOW_IMAGES,
     EarlyFingerprint,
-    check_allowed_before_setup,
     early_difference,
 )
 from perada.results.restore import LAST, LENGTH, MARK, PREVIOUS, check_intact_file, newest_intact
@@ -117,8 +116,6 @@ def find_checkpoint(
         return None
     if not isinstance(ckpt_path, str | Path):
         raise invalid_option("ckpt_path", ckpt_path, "a checkpoint's path or 'last'")
-    if fingerprint is not None:
-        check_allowed_before_setup(allowed, fingerprint)
     if ckpt_path == "last":
         return str(_find_last(root, fingerprint, allowed, training))
     path = Path(ckpt_path)

@@ -12,7 +12,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
-from perada.core.checks import OptionError, check_choice, check_integer, check_type, invalid_option, use_plain_numbers
+from perada.core.checks import OptionError, check_choice, check_integer, check_type, use_plain_numbers
 from perada.core.interruption import raise_if_interrupted, watch_signals
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
@@ -30,6 +30,7 @@ from perada.lightning.round_warnings import Failures, check_anything_learned, ch
 from perada.lightning.run_context import PassedChecks, RunContext
 from perada.lightning.run_fingerprint import (
     check_ranks_agree,
+    check_resume_allow,
     check_same_run,
     cross_rank_fingerprint,
     run_fingerprint,
@@ -159,8 +160,7 @@ class FederatedLoop(pl.Callback):
         check_integer("max_failures", self.max_failures, 0, optional=True, hint="by default there is no limit")
         check_choice("drop_outliers", self.drop_outliers, [False, True])
         client_weights(self.weighting, [1])
-        if not isinstance(self.resume_allow, list | tuple):
-            raise invalid_option("resume_allow", self.resume_allow, "a list such as ['training.lr_local']")
+        check_resume_allow(self.resume_allow)
         if not isinstance(self.algorithm, Algorithm):
             raise OptionError(
                 f"algorithm={value_text(self.algorithm)} is not an algorithm; pass an Algorithm object, such as "

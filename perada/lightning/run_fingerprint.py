@@ -4,14 +4,14 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from perada.core.checks import check_choice
+from perada.core.checks import OptionError, check_known, invalid_option
 from perada.core.ranks import Ranks
 from perada.data import FederatedDataModule
 from perada.data.fingerprints import difference_in_content, difference_in_names
@@ -19,7 +19,7 @@ from perada.federation.options import Training
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_context import RunContext
 from perada.results.restore import CHECKPOINT_KEY
-from perada.server import ServerRule
+from perada.server import Distillation, ServerRule
 
 COMPUTATION = ("engine", "clients_per_chunk", "channels_last", "cache_features", "torch_compile", "cuda_graphs")
 """Options of training that control how it is computed; results are the same up to rounding.
@@ -32,8 +32,24 @@ ALLOW_IMAGES = "images"
 """What ``resume_allow`` must contain for other images or labels of the same clients."""
 CLIENT_FIELDS = ("number of clients", "clients' numbers of images", "partition of the data")
 """Fields that may differ between a checkpoint and a run that resumes from it with more clients."""
-OPTIONS_KNOWN_AT_SETUP = ("precision",)
-"""Options of a fingerprint that an early one lacks."""
+OPTION_NAMES = (
+    *[f"training.{field.name}" for field in fields(Training) if field.name not in COMPUTATION],
+    "precision",
+    "batch_size",
+    "sampling",
+    "image_size",
+    "augmentation",
+    "mixing",
+    "task",
+    "clients_per_round",
+    "weighting",
+    "drop_outliers",
+    "algorithm",
+    "server_rule",
+    "secure_sums",
+    *[f"distillation.{field.name}" for field in fields(Distillation)],
+)
+"""Names of all options of a fingerprint, which ``resume_allow`` may contain."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +216,19 @@ def check_ranks_agree(ranks: Ranks, fingerprint: dict[str, Any]) -> None:
                 )
 
 
-def check_allowed_before_setup(allowed: Sequence[str], fingerprint: EarlyFingerprint) -> None:
-    """Raise an OptionError if ``resume_allow`` contains a name that a run does not have."""
+def check_resume_allow(allowed: object) -> None:
+    """Raise an OptionError unless ``resume_allow`` is a list of names that mean something in it."""
+    if not isinstance(allowed, list | tuple):
+        raise invalid_option("resume_allow", allowed, "a list such as ['training.lr_local']")
     for name in allowed:
-        check_choice("resume_allow", name, (*fingerprint.options, *OPTIONS_KNOWN_AT_SETUP, ALLOW_CLIENTS, ALLOW_IMAGES))
+        if isinstance(name, str) and name.removeprefix("training.") in COMPUTATION:
+            raise OptionError(
+                f"resume_allow={name!r} is not needed: the results do not depend on this option, which may always "
+                "change; leave it out",
+                name="resume_allow",
+                value=name,
+            )
+        check_known("resume_allow", name, (ALLOW_CLIENTS, ALLOW_IMAGES, *OPTION_NAMES))
 
 
 def early_difference(path: Path, fingerprint: EarlyFingerprint, allowed: Sequence[str], training: bool) -> str | None:
@@ -255,8 +280,6 @@ def check_same_run(saved: dict[str, Any], context: RunContext, training: bool, a
             other images of the same clients.
     """
     fingerprint = run_fingerprint(context)
-    for name in allowed:
-        check_choice("resume_allow", name, (*fingerprint.options, ALLOW_CLIENTS, ALLOW_IMAGES))
     num_clients = fingerprint.belongs["number of clients"]
     has_more_clients = ALLOW_CLIENTS in allowed and saved["belongs"]["number of clients"] != num_clients
     ignored: Sequence[str] = ()
