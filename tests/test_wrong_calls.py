@@ -13,8 +13,25 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada import FederatedData, FederatedDataModule, Run, personalize
-from perada.algorithms import Ditto, HetLoRA, make_algorithm
-from perada.data import IID, Digits, Dirichlet, HuggingFace, ImageFolder, Images, ImageTable
+from perada.algorithms import Ditto, FedEnsemble, FFALoRA, HetLoRA, make_algorithm
+from perada.data import (
+    CIFAR10,
+    CIFAR10C,
+    IID,
+    STL10,
+    CheXpert,
+    Digits,
+    Dirichlet,
+    HuggingFace,
+    ImageFolder,
+    ImageMasks,
+    Images,
+    ImageTable,
+    OfficeHome,
+    OpenImage,
+    Photographs,
+    Shakespeare,
+)
 from perada.server import Distillation, TrimmedMean, make_rule
 from perada.tasks import Classification, MultiLabel, Regression, Segmentation
 
@@ -121,9 +138,16 @@ def test_wrong_objects():
         ({"training": {"lr_local": 0.1}}, r"^training must be of type Training or None, got {'lr_local': 0.1}; for"),
         ({"privacy": perada.ClientPrivacy(noise_multiplier=1)}, r"^privacy must be of type Privacy or None"),
         ({"server_rule": "median"}, r"^server_rule must be of type ServerRule or None, got 'median'"),
+        ({"algorithm": []}, r"^algorithm=\[\] is not an algorithm; pass an Algorithm object"),
     ):
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             perada.FederatedLoop(**options)
+    for wrapper in (HetLoRA, FedEnsemble, FFALoRA):
+        with pytest.raises(ValueError, match=r"^base=\[\] is not an algorithm"):
+            wrapper(base=[])
+    for option in ("channels_last", "cache_features"):
+        with pytest.raises(ValueError, match=rf"^{option} must be one of None, True, False, got 'no'"):
+            perada.Training(**{option: "no"})
 
 
 def test_wrong_options_of_data_modules():
@@ -155,6 +179,25 @@ def test_wrong_options_of_image_sets(tmp_path):
         (lambda: ImageTable("t.csv", label=[1]), r"^label must be the name of a column or a list of names, got \[1\]"),
         (lambda: ImageTable("t.csv", separator=""), r"^separator must be a non-empty string or None, got ''"),
         (lambda: HuggingFace(None), r"^name must be a non-empty string, got None"),
+        (lambda: HuggingFace("a/b", label=["x"]), r"^label must be a non-empty string or None, got \['x'\]"),
+        (lambda: HuggingFace("a/b", splits=[]), r"^splits must be a list of at least one name, or None, got \[\]"),
+        (lambda: HuggingFace("a/b", splits="train"), r"^splits must be a list of names .*, got 'train'"),
+        (lambda: HuggingFace("a/b", numbers=[]), r"^numbers must be the name of a column or a list of names, got \[\]"),
+        (lambda: ImageFolder("x", domains="no"), r"^domains must be one of True, False, got 'no'"),
+        (lambda: ImageFolder("x", seed=0.5), r"^seed must be an integer >= 0, got 0.5"),
+        (lambda: ImageFolder("x", gray="no"), r"^gray must be one of True, False, got 'no'"),
+        (lambda: ImageMasks("x", masks=["y"]), r"^masks must be a non-empty string, got \['y'\]"),
+        (lambda: CIFAR10(download="no"), r"^download must be one of True, False, got 'no'"),
+        (lambda: CIFAR10(train="no"), r"^train must be one of True, False, got 'no'"),
+        (lambda: CIFAR10(["data"]), r"^root must be a path, got \['data'\]"),
+        (lambda: CIFAR10C("fog", root=3), r"^root must be a path, got 3"),
+        (lambda: STL10(unlabelled="no"), r"^unlabelled must be one of True, False, got 'no'"),
+        (lambda: Shakespeare(3), r"^root must be a path, got 3"),
+        (lambda: CheXpert(frontal_only="no"), r"^frontal_only must be one of True, False, got 'no'"),
+        (lambda: OfficeHome(seed="a"), r"^seed must be an integer >= 0, got 'a'"),
+        (lambda: OpenImage(seed="a"), r"^seed must be an integer >= 0, got 'a'"),
+        (lambda: Photographs(gray="no"), r"^gray must be one of True, False, got 'no'"),
+        (lambda: Photographs(seed=-1), r"^seed must be an integer >= 0, got -1"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             make()

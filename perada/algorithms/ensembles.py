@@ -278,7 +278,7 @@ class FedEnsemble(AlgorithmWrapper):
         average: Average = "logits",
         keeps: Literal["ensemble", "best"] = "ensemble",
     ) -> None:
-        super().__init__(base or FedAvg())
+        super().__init__(FedAvg() if base is None else base)
         check_outermost(self)
         check_integer("modes", modes)
         check_integer("strata", strata, optional=True)

@@ -73,7 +73,7 @@ class HetLoRA(AlgorithmWrapper):
         ranks: list[int] | dict[str, int] | None = None,
         sizes: list[int] | None = None,
     ) -> None:
-        super().__init__(base or FedAvg())
+        super().__init__(FedAvg() if base is None else base)
         self.ranks = ranks
         self.sizes = sizes
         check_outermost(self)

@@ -69,7 +69,7 @@ class FFALoRA(AlgorithmWrapper):
     """
 
     def __init__(self, base: Algorithm | None = None) -> None:
-        super().__init__(base or FedAvg())
+        super().__init__(FedAvg() if base is None else base)
         check_outermost(self)
         if isinstance(self.base, FFALoRA | FedSALoRA | RoLoRA) or self.base.merges_into_backbone:
             base_name = type(self.base).__name__

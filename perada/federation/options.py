@@ -85,6 +85,8 @@ class Training:
         check_integer("clients_per_chunk", self.clients_per_chunk, optional=True)
         compile_options = {} if isinstance(self.torch_compile, bool) else self.torch_compile
         check_options("torch_compile", compile_options, "{'dynamic': True}")
+        check_choice("channels_last", self.channels_last, (None, True, False))
+        check_choice("cache_features", self.cache_features, (None, True, False))
         check_choice("cuda_graphs", self.cuda_graphs, (True, False))
 
     @property

@@ -118,7 +118,7 @@ class FederatedLoop(pl.Callback):
         check_type("privacy", privacy, Privacy, "Privacy(target_epsilon=3)")
         check_type("client_privacy", client_privacy, ClientPrivacy, "ClientPrivacy(target_epsilon=3)")
         check_type("secure_sums", secure_sums, SecureSums, "SecureSums()")
-        self.algorithm = algorithm or PerAda()
+        self.algorithm = PerAda() if algorithm is None else algorithm
         self.server_rule = server_rule or Mean()
         self.clients_per_round = clients_per_round
         self.weighting = weighting

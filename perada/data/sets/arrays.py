@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision import datasets as published
 from torchvision.datasets.utils import check_integrity
 
-from perada.core.checks import check_choice, check_integer, installed
+from perada.core.checks import check_choice, check_integer, checked_path, installed
 from perada.core.seeding import derive_seed
 from perada.data.batches.transforms import resize_uint8
 from perada.data.sets.base import ImageSet, explain_read_errors
@@ -78,6 +78,9 @@ class Downloadable(ImageSet):
 
     def __init__(self, root: str | None = None, download: bool = False, train: bool = True) -> None:
         super().__init__(train)
+        if root is not None:
+            checked_path("root", root)
+        check_choice("download", download, [True, False])
         self.root = root
         self._may_download = download
 
@@ -230,6 +233,7 @@ class STL10(Downloadable):
         self, root: str = "data", download: bool = False, unlabelled: bool = False, train: bool = True
     ) -> None:
         super().__init__(root, download, train)
+        check_choice("unlabelled", unlabelled, [True, False])
         self.unlabelled = unlabelled
 
     def _load(self) -> tuple[Tensor, Tensor | None]:
@@ -269,6 +273,7 @@ class _TestSet(ImageSet):
                 "with train: false as a shift or as public"
             )
         super().__init__(train)
+        checked_path("root", root)
         self.root = root
 
     def _read(self, names: Sequence[str], labels_name: str, count: int) -> tuple[list[Tensor], Tensor]:
@@ -377,6 +382,8 @@ class Photographs(ImageSet):
         check_integer("size", size)
         check_integer("largest", largest, le=427, hint="the photographs are 427 pixels high")
         check_integer("smallest", smallest, le=largest, hint=f"largest is {largest}")
+        check_choice("gray", gray, [True, False])
+        check_integer("seed", seed, 0, le=None)
         self.count = count
         self.size = size
         self.smallest = smallest

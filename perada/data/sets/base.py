@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from perada.core.checks import checked_names
+from perada.core.checks import check_choice, checked_names
 from perada.core.text import abbreviated, dtype_name, near_names, plain_number, value_text, visible_form
 from perada.data.batches.transforms import check_dtype
 from perada.data.partitions.shares import Array
@@ -66,6 +66,7 @@ class ImageSet(Dataset[Any], ABC):
         return images
 
     def __init__(self, train: bool = True) -> None:
+        check_choice("train", train, [True, False])
         self.train = train
 
     @abstractmethod

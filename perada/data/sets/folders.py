@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from perada.core.checks import OptionError, check_known, check_name
+from perada.core.checks import OptionError, check_choice, check_known, check_name
 from perada.core.text import abbreviated
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, number_labels, renumber_labels
@@ -51,6 +51,7 @@ class ImageFolder(OwnImages):
 
     def __init__(self, root: str, domains: bool = False, **options: Any) -> None:
         super().__init__(root, **options)
+        check_choice("domains", domains, [True, False])
         self.domains = domains
 
     def read_manifest(self) -> Manifest:
@@ -122,6 +123,8 @@ class ImageMasks(OwnImages):
         **options: Any,
     ) -> None:
         super().__init__(root, **options)
+        check_name("images", images)
+        check_name("masks", masks)
         # Not `images`, which are the images themselves.
         self.images_folder = images
         self.masks_folder = masks

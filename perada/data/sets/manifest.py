@@ -216,6 +216,8 @@ class OwnImages(ImageFiles):
         if classes is not None and not self._class_names:
             raise invalid_option("classes", classes, "a list of at least one name, or None")
         check_number("test_share", test_share, gt=0, lt=1, hint="it is a share of the images")
+        check_integer("seed", seed, 0, le=None)
+        check_choice("gray", gray, [True, False])
         check_full_scale(full_scale)
         self.fixed_splits: Mapping[str, bool] = {}
         self.test_share = test_share

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_choice, check_integer, check_number, floor_share
+from perada.core.checks import check_choice, check_integer, check_number, checked_path, floor_share
 from perada.core.seeding import derive_seed
 from perada.core.text import quoted
 from perada.data.partitions import categories
@@ -55,6 +55,7 @@ class OfficeHome(ImageFiles):
     def __init__(self, root: str = "data", test_share: float = 0.1, seed: int = 0, **options: Any) -> None:
         super().__init__(root, **options)
         check_number("test_share", test_share, gt=0, lt=1, hint="it is a share of the images")
+        check_integer("seed", seed, 0, le=None)
         self.test_share = test_share
         self.seed = seed
 
@@ -123,6 +124,8 @@ class CheXpert(ImageFiles):
         check_number("test_share", test_share, ge=0, lt=1, hint="it is a share of the images in train.csv")
         check_integer("merge_below", merge_below, 0)
         check_choice("unknown", unknown, ["ignore", "zeros", "ones"])
+        check_choice("frontal_only", frontal_only, [True, False])
+        check_integer("seed", seed, 0, le=None)
         self.frontal_only = frontal_only
         self.test_share = test_share
         self.merge_below = merge_below
@@ -199,6 +202,7 @@ class OpenImage(ImageFiles):
     def __init__(self, root: str = "data", test_share: float = 0.0, seed: int = 0, **options: Any) -> None:
         super().__init__(root, **options)
         check_number("test_share", test_share, ge=0, lt=1, hint="it is a share of each uploader's images")
+        check_integer("seed", seed, 0, le=None)
         self.test_share = test_share
         self.seed = seed
 
@@ -286,6 +290,7 @@ class Shakespeare(ImageSet):
 
     def __init__(self, root: str = "data/shakespeare", train: bool = True) -> None:
         super().__init__(train)
+        checked_path("root", root)
         self.root = root
 
     def _load(self) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from torch import Tensor
 
-from perada.core.checks import OptionError, check_choice, check_name, checked_path, installed, invalid_option
+from perada.core.checks import (
+    OptionError,
+    check_choice,
+    check_name,
+    checked_names,
+    checked_path,
+    installed,
+    invalid_option,
+)
 from perada.core.text import abbreviated
 from perada.data.batches.transforms import MissingImageError, read_image, resize_uint8
 from perada.data.partitions.shares import Array
@@ -329,11 +337,18 @@ class HuggingFace(ListedImages):
     ) -> None:
         _check_one_kind_of_label(mask=mask, numbers=numbers, label=label)
         check_name("name", name)
+        named_options = {"config": config, "revision": revision, "image": image, "label": label, "mask": mask}
+        for option, value in named_options.items():
+            check_name(option, value, optional=True)
+        checked_splits = checked_names("splits", splits)
+        if checked_splits == []:
+            raise invalid_option("splits", splits, "a list of at least one name, or None")
+        _check_columns("numbers", numbers, optional=True)
         super().__init__(name, **options)
         self.name = str(name).removeprefix("hf:")  # the prefix of datasets on the command line
         self.config = config
         self.revision = revision
-        self.splits = splits
+        self.splits = checked_splits
         self.image = image
         self.label = label
         self.mask = mask
