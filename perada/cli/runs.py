@@ -42,7 +42,7 @@ from perada.lightning import FederatedLoop, PredictionFile
 from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_fingerprint import early_fingerprint
-from perada.lightning.run_folder import discard_folder_on_rejection, log_options
+from perada.lightning.run_folder import check_run_folder, discard_folder_on_rejection, log_options
 from perada.lightning.strategies import device_defaults
 from perada.lightning.trainer_attributes import callbacks_of, is_dev_run
 from perada.lightning.trainer_setup import check_devices, check_trainer, check_words
@@ -65,6 +65,7 @@ class SaveConfig(SaveConfigCallback):
         """Write the file once."""
         if not trainer.loggers:
             return
+        check_run_folder(trainer)
         callbacks = callbacks_of(trainer)
         if any(isinstance(callback, FederatedLoop) and callback.test_mode for callback in callbacks):
             self.config = self.config.clone()

@@ -240,6 +240,8 @@ class FederatedLoop(pl.Callback):
             )
         module = pl_module
         self._check_unused(data, module, stage)
+        if stage == "fit":
+            run_folder.check_run_folder(trainer)
         set_up_trainer(trainer, FederatedLoop)
         module.build(
             data.num_classes,

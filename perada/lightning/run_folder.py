@@ -19,9 +19,15 @@ from perada.core.files import clear
 from perada.federation.settings import Storage
 from perada.lightning.checkpoint import RoundCheckpoint
 from perada.lightning.run_context import RunContext, log_folder
+from perada.results.overwriting import foreign_file, is_run_file
+from perada.results.run_file import RUN_FILE
 
 PARTIAL_FILES = ("*/checkpoints/.*.partial", "*/clients/**/.*.partial", "*/.*.partial")
 """Files in and next to a run's folder that a killed process was writing."""
+CONFIG_FILE = "config.yaml"
+_CONFIG_HEADER = "# perada\n"
+_CONFIG_HEADERS = (_CONFIG_HEADER.encode(), b"# pytorch_lightning==")
+"""Beginnings of the ``config.yaml`` of runs. The second one is LightningCLI's."""
 
 
 @contextmanager
@@ -54,6 +60,25 @@ def _delete_if_unused(folder: Path) -> None:
             folder.parent.rmdir()
 
 
+def check_run_folder(trainer: pl.Trainer) -> None:
+    """Check that perada wrote the files that a run would replace in its folder, if there are any.
+
+    Loggers choose a new folder for each run by default, but a folder may be set, and some loggers have only one.
+
+    Raises:
+        FileExistsError: If it did not write one of them.
+    """
+    folder = log_folder(trainer)
+    if folder is None:
+        return
+    run_file = folder / RUN_FILE
+    if run_file.is_file() and not is_run_file(run_file):
+        raise foreign_file(run_file)
+    config_file = folder / CONFIG_FILE
+    if config_file.is_file() and not config_file.read_bytes().startswith(_CONFIG_HEADERS):
+        raise foreign_file(config_file)
+
+
 def write_description(context: RunContext, config: dict[str, Any]) -> None:
     """Write the partition and the configuration into the run's folder, and pass the configuration to loggers.
 
@@ -70,7 +95,7 @@ def write_description(context: RunContext, config: dict[str, Any]) -> None:
     (folder / "partition.json").write_text(json.dumps(sealed(context.data.partition_dict())))
     if config:
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-        (folder / "config.yaml").write_text(text, encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(f"{_CONFIG_HEADER}{text}", encoding="utf-8")
 
 
 def log_options(trainer: pl.Trainer, config: dict[str, Any]) -> None:

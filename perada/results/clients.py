@@ -11,6 +11,7 @@ from perada.core.files import sync
 from perada.results.cards import joined_record
 from perada.results.inference import client_index
 from perada.results.models import Models
+from perada.results.overwriting import check_saved_run
 from perada.results.report import LAST_ROUND
 from perada.results.run_file import (
     PERSONAL,
@@ -77,11 +78,17 @@ def joined_clients(info: Mapping[str, Any]) -> set[int]:
 
 
 def check_none_lost(folder: Path, info: Mapping[str, Any]) -> None:
-    """Raise if a run to be saved lacks a client that joined the run in ``folder``, which it would replace.
+    """Check that a folder has no foreign files, and no run with a client that joined it and that another run lacks.
+
+    Args:
+        folder: Folder that the run is to be saved to.
+        info: ``Run.info`` of the run.
 
     Raises:
+        FileExistsError: If a file would be replaced that perada did not write.
         ValueError: If such a client is missing.
     """
+    check_saved_run(folder)
     if not (folder / RUN_FILE).is_file():
         return
     names = info.get("clients") or []

@@ -20,6 +20,7 @@ from perada.data.sets.arrays import Photographs
 from perada.results.cards import privacy_card, render_template
 from perada.results.clients import joined_clients
 from perada.results.models import Ensemble
+from perada.results.overwriting import check_exported_model
 from perada.results.run import Run
 from perada.results.run_file import together
 
@@ -46,11 +47,13 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
         A sentence on the adapter, and one on the largest difference of the logits.
 
     Raises:
+        FileExistsError: If a file would be replaced that perada did not write.
         ModuleNotFoundError: If a package of the format is not installed.
         OSError: If the files cannot be written.
         ValueError: If the client does not exist, the model cannot be exported, or the logits differ.
     """
     check_choice("format", form, list(FILES))
+    check_exported_model(folder, FILES[form])
     if form == "onnx":
         for package in _ONNX_PACKAGES:
             installed(package, "format=onnx", "onnx")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -20,8 +21,11 @@ from perada.data.batches.transforms import read_image, resize_masks
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.folders import list_images
 from perada.data.sets.tables import check_encoding, existing_spelling, read_table
+from perada.results.overwriting import foreign_file
 
 _TABLES = (".csv", ".tsv", ".parquet")
+_MARK = ("Software", "perada")
+"""Entry in the metadata of PNG files with predicted masks, which distinguishes them from other files."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Predictions:
         A mask has the name of its image, or its number if images were not given as paths, and the image's size.
 
         Raises:
+            FileExistsError: If a file would be replaced that perada did not write, such as the image itself.
             ValueError: If no masks were predicted.
         """
         folder = checked_path("folder", folder)
@@ -74,13 +79,14 @@ class Predictions:
             raise ValueError("the model does not predict masks; write the predictions with to_csv")
         files = self.paths if self.sources is None else self.sources
         check_output_folder("folder", folder)
-        for row, mask in enumerate(self.labels):
-            name = f"{row:06d}"
-            size: tuple[int, int] | None = None
-            if self.paths is not None and files is not None:
-                name = _name_of_mask(self.paths, row)
-                size = _size_of_image(files[row])
-            save_mask(mask, folder / f"{name}.png", size)
+        targets = [folder / f"{row:06d}.png" for row in range(len(self.labels))]
+        if self.paths is not None:
+            targets = [folder / f"{_name_of_mask(self.paths, row)}.png" for row in range(len(self.labels))]
+        for target in targets:
+            _check_replaceable_mask(target)
+        for row, (mask, target) in enumerate(zip(self.labels, targets, strict=True)):
+            size = None if files is None else _size_of_image(files[row])
+            save_mask(mask, target, size)
         return folder
 
     def to_csv(self, path: str | Path) -> Path:
@@ -136,8 +142,24 @@ def save_mask(mask: Tensor, path: Path, size: tuple[int, int] | None = None) -> 
     dtype = np.uint8 if int(mask.max()) < 256 else np.uint16
     pixels = mask.cpu().numpy().astype(dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = PngInfo()
+    metadata.add_text(*_MARK)
     with writing(path):
-        Image.fromarray(pixels).save(path)
+        Image.fromarray(pixels).save(path, pnginfo=metadata)
+
+
+def _check_replaceable_mask(path: Path) -> None:
+    """Raise a FileExistsError if a file exists, and is not a mask of :func:`save_mask`."""
+    if not path.exists():
+        return
+    keyword, software = _MARK
+    try:
+        with Image.open(path) as image:
+            is_own_mask = image.info.get(keyword) == software
+    except OSError:
+        is_own_mask = False
+    if not is_own_mask:
+        raise foreign_file(path)
 
 
 def save_picture(image: Tensor, path: Path) -> None:

@@ -34,6 +34,7 @@ from perada.results.export import (
     shared_run_file,
 )
 from perada.results.models import Models
+from perada.results.overwriting import check_saved_run
 from perada.results.report import TEST_MODE
 from perada.results.restore import rebuilt, restored
 from perada.results.run_file import (
@@ -105,6 +106,7 @@ class Run(Models):
                 for a private run: they depend on the clients' images, and ε does not cover them.
 
         Raises:
+            FileExistsError: If a file would be replaced that perada did not write.
             ValueError: If the folder has a run that :meth:`export` wrote.
         """
         folder = _checked_output(folder, license, scores)
@@ -149,6 +151,7 @@ class Run(Models):
                 for a private run: they depend on the clients' images, and ε does not cover them.
 
         Raises:
+            FileExistsError: If a file would be replaced that perada did not write.
             ValueError: If the folder has a run that :meth:`save` wrote.
         """
         folder = _checked_output(folder, license, scores)
@@ -523,11 +526,13 @@ def _checked_output(folder: object, license: object, scores: object) -> Path:
 
 
 def _check_layout(folder: Path, layout: Layout) -> None:
-    """Raise if a folder to write has a run in the other layout, some of whose files would remain.
+    """Check what is in a folder to write.
 
     Raises:
-        ValueError: If it has such a run.
+        FileExistsError: If it has a file that would be replaced, and that perada did not write.
+        ValueError: If it has a run in the other layout, some of whose files would remain.
     """
+    check_saved_run(folder)
     try:
         former_layout = layout_of(folder)
     except ValueError:

@@ -4,7 +4,7 @@
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.resources import files
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from perada.core.files import check_output_folder, write_atomic, writing
 from perada.core.text import cell_text, printable
+from perada.results.overwriting import foreign_file
 from perada.results.report import SCORES, score_title, scores_beside, title_with_metric
 from perada.results.run_file import RUN_FILE
 from perada.studies.drawing import check_drawing
@@ -20,6 +21,10 @@ from perada.studies.report.pictures import find_examples, read_example
 from perada.studies.report.records import RunRecord
 from perada.studies.report.sections import MAX_ROWS, Cell, Section, Table, sections
 from perada.studies.report.several import comparison
+
+PAGE = "index.html"
+MARK = '<meta name="generator" content="perada">'
+"""Line in the head of the page that distinguishes it from other pages."""
 
 
 @dataclass
@@ -36,12 +41,33 @@ def check_page(output: Path) -> None:
     """Check that a report can be written to a folder, before anything is read.
 
     Raises:
+        FileExistsError: If the folder has an ``index.html`` that is not a report.
         NotADirectoryError: If ``output``, or a folder above it, is a file.
         PermissionError: If this user may not write to it.
         ModuleNotFoundError: If matplotlib is not installed.
     """
     check_output_folder("--output", output)
+    page = output / PAGE
+    if page.exists() and not _is_report(page):
+        raise foreign_file(page)
     check_drawing("perada report --output", "report")
+
+
+def _is_report(page: Path) -> bool:
+    """Return whether perada wrote a page."""
+    return MARK in page.read_text(encoding="utf-8", errors="replace")[:1000]
+
+
+def _check_files(output: Path, names: Iterable[str]) -> None:
+    """Raise a FileExistsError if a folder has files of these names that do not belong to a report."""
+    page = output / PAGE
+    if page.exists():
+        if not _is_report(page):
+            raise foreign_file(page)
+        return
+    for name in names:
+        if (output / name).exists():
+            raise foreign_file(output / name)
 
 
 def write_page(
@@ -62,6 +88,9 @@ def write_page(
 
     Returns:
         The page's path. It loads nothing from a network, and has no script; names of clients and classes are text.
+
+    Raises:
+        FileExistsError: If a file would be replaced that is not part of a report.
     """
     visible_records = []
     for record in records:
@@ -78,15 +107,19 @@ def write_page(
     for part in parts:
         all_sections += part.sections if isinstance(part, RunPart) else [part]
 
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / "index.html"
+    path = output / PAGE
     page = _html(visible_records, parts, refresh)
+    contents: dict[str, bytes] = {}
+    for section in all_sections:
+        for figure in section.figures:
+            contents[f"{figure.name}.png"] = figure.png
+        for table in section.tables:
+            contents[f"{table.name}.csv"] = as_csv(table).encode()
+    _check_files(output, contents)
+    output.mkdir(parents=True, exist_ok=True)
     with writing(output):
-        for section in all_sections:
-            for figure in section.figures:
-                (output / f"{figure.name}.png").write_bytes(figure.png)
-            for table in section.tables:
-                (output / f"{table.name}.csv").write_text(as_csv(table), encoding="utf-8")
+        for name, content in contents.items():
+            (output / name).write_bytes(content)
     write_atomic(path, page.encode())  # a browser may reload it at any time
     return path
 

@@ -16,7 +16,7 @@ from perada.core.files import write_atomic
 from perada.deploy.server import SERVER_STATE
 from perada.results.report import SHIFTS_FILE
 from perada.results.run_file import RUN_FILE
-from perada.studies.report.page import write_page
+from perada.studies.report.page import MARK, write_page
 from perada.studies.report.records import SCORES_LEFT_OUT, RunRecord, lack_scores, read_records
 
 METRICS_FILE = "metrics.csv"
@@ -48,7 +48,7 @@ def write_waiting_page(output: Path) -> None:
     """Write a page that reloads itself until the run's page replaces it."""
     output.mkdir(parents=True, exist_ok=True)
     text = (
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">{MARK}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><meta http-equiv="refresh" content="2">'
         "<title>Waiting for the first round</title></head><body><p>Waiting for the first round.</p></body></html>"
