@@ -15,7 +15,7 @@ from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm
 from perada.algorithms.specs import class_path_of
-from perada.core.checks import OptionError, check_integer, check_options, check_type
+from perada.core.checks import OptionError, check_integer, check_options, check_type, without_effect
 from perada.core.interruption import watch_signals
 from perada.core.quiet import quiet
 from perada.core.text import near_names, plain_number, quoted, value_text
@@ -163,6 +163,8 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
         "local_epochs": local_epochs,
         "local_steps": local_steps,
     }
+    if local_epochs is not None and local_steps is not None:
+        raise without_effect("local_epochs", local_epochs, f"local_steps={local_steps!r}", "leave local_steps out")
     training = _training(training, training_arguments)
     # The type that the caller passed, before a datamodule is made of it.
     data_type = type(data).__name__

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada import FederatedData, FederatedDataModule, Run, personalize
-from perada.algorithms import Ditto, FedEnsemble, FFALoRA, HetLoRA, make_algorithm
+from perada.algorithms import Ditto, FedBE, FedEnsemble, FFALoRA, HetLoRA, make_algorithm
 from perada.data import (
     CIFAR10,
     CIFAR10C,
@@ -32,7 +32,7 @@ from perada.data import (
     Photographs,
     Shakespeare,
 )
-from perada.server import Distillation, TrimmedMean, make_rule
+from perada.server import Distillation, ModifiedLocalGD, TrimmedMean, make_rule
 from perada.tasks import Classification, MultiLabel, Regression, Segmentation
 
 IMAGES = torch.arange(12 * 3 * 4 * 4).view(12, 3, 4, 4).remainder(251).byte()
@@ -180,7 +180,7 @@ def test_wrong_options_of_image_sets(tmp_path):
         (lambda: ImageTable("t.csv", separator=""), r"^separator must be a non-empty string or None, got ''"),
         (lambda: HuggingFace(None), r"^name must be a non-empty string, got None"),
         (lambda: HuggingFace("a/b", label=["x"]), r"^label must be a non-empty string or None, got \['x'\]"),
-        (lambda: HuggingFace("a/b", splits=[]), r"^splits must be a list of at least one name, or None, got \[\]"),
+        (lambda: HuggingFace("a/b", splits=[]), r"^splits must be a list of names .*, at least one, or None, got \[\]"),
         (lambda: HuggingFace("a/b", splits="train"), r"^splits must be a list of names .*, got 'train'"),
         (lambda: HuggingFace("a/b", numbers=[]), r"^numbers must be the name of a column or a list of names, got \[\]"),
         (lambda: ImageFolder("x", domains="no"), r"^domains must be one of True, False, got 'no'"),
@@ -212,7 +212,7 @@ def test_options_of_tasks_may_be_arrays():
         assert Classification(class_weights=weights) == Classification(class_weights=(1.0, 2.0))
         assert MultiLabel(positive_weights=weights) == MultiLabel(positive_weights=(1.0, 2.0))
     assert Regression(mean=np.array([1.0, 2.0]), std=torch.tensor([1.0, 2.0])).std == (1.0, 2.0)
-    assert repr(Regression(delta=np.float64(2))) == "Regression(delta=2.0)"
+    assert repr(Regression("huber", delta=np.float64(2))) == "Regression(loss_function='huber', delta=2.0)"
     with pytest.raises(ValueError, match="include_background must be one of True, False, got 'no'"):
         Segmentation(include_background="no")
 
@@ -379,3 +379,47 @@ def test_paths_of_weights(tmp_path):
     network = perada.lightning.module.FederatedClassifier("test_resnet", pretrained=Path("weights.pt"))
     assert network.pretrained == "weights.pt"
     assert repr(Images(tmp_path, size=np.int64(8))) == f"Images(root={str(tmp_path)!r}, size=8)"
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "other"),
+    [
+        (lambda run: run.state("global", 0), "client=0", "role='global'"),
+        (lambda run: finetune(local_epochs=2), "local_epochs=2", "local_steps=1"),
+        (lambda run: finetune(pretrained="weights.pt"), "pretrained='weights.pt'", "a network as backbone"),
+        (lambda run: ImageTable("t.csv", mask_values=[0, 255]), "mask_values=(0, 255)", "mask=None"),
+        (lambda run: HuggingFace("a/b", mask_values=[0, 255]), "mask_values=(0, 255)", "mask=None"),
+        (lambda run: ImageTable("t.csv", blank="absent"), "blank='absent'", "label='label'"),
+        (lambda run: Regression(delta=2.0), "delta=2.0", "loss_function='squared'"),
+        (lambda run: Segmentation(dice_smoothing=2.0), "dice_smoothing=2.0", "loss_function='cross_entropy'"),
+        (lambda run: FedBE(distill=False, average_from=0.2), "average_from=0.2", "distill=False"),
+        (lambda run: ModifiedLocalGD(alpha=0.5, power=2.0), "power=2.0", "alpha=0.5"),
+        (lambda run: private_clients(quantile=0.3), "client_privacy: quantile=0.3", "clipping='fixed'"),
+        (lambda run: private_clients(clip_lr=0.3), "client_privacy: clip_lr=0.3", "clipping='fixed'"),
+        (lambda run: private_clients(count_noise=3.0), "client_privacy: count_noise=3.0", "clipping='fixed'"),
+    ],
+)
+def test_an_option_that_another_one_makes_ineffective_is_rejected(run, make, option, other):
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(option)} has no effect with {re.escape(other)}; leave it out, or "
+    ):
+        make(run)
+
+
+def private_clients(**options):
+    return perada.ClientPrivacy(noise_multiplier=1.0, **options)
+
+
+def test_effective_options_are_accepted():
+    private_clients(clipping="adaptive", quantile=0.3, clip_lr=0.3, count_noise=3.0)
+    Regression("huber", delta=2.0)
+    Segmentation("both", dice_smoothing=2.0)
+    FedBE(average_from=0.2)
+    ModifiedLocalGD(power=2.0)
+    HuggingFace("a/b", mask="mask", mask_values=[0, 255])
+
+
+@pytest.mark.parametrize("option", ["classes", "client_names"])
+def test_an_empty_list_of_names_is_not_no_names(option):
+    with pytest.raises(TypeError, match=rf"^FederatedData: {option} must be a list of names .*, at least one, or None"):
+        FederatedData([CLIENT], **{option: []})

@@ -21,7 +21,7 @@ from perada.algorithms.fedavg import FedAvg, FedDyn
 from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL
 from perada.algorithms.scaffold import Scaffold
-from perada.core.checks import OptionError, check_choice, check_integer, check_number
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, without_effect
 from perada.core.seeding import generator
 from perada.core.states import State, clone, device_of, expand, gather, select, stack, unstack, without
 from perada.server import mean
@@ -67,6 +67,8 @@ class FedBE(Algorithm):
         check_choice("distill", distill, (True, False))
         check_number("average_from", average_from, ge=0, le=1, hint="it is the share of steps to leave out")
         check_choice("moments", moments, (True, False))
+        if average_from != 0.5 and not distill:
+            raise without_effect("average_from", average_from, "distill=False", "set distill=True")
         if moments and sampler != "gaussian":
             raise OptionError(
                 f"sampler={sampler!r} does not support moments=True: it mixes the clients' models; set moments=False "

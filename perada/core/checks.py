@@ -69,6 +69,22 @@ def invalid_option(name: str, value: object, requirement: str, hint: str = "") -
     return OptionError(_message(name, value, remedy, hint), name=name, value=value, remedy=remedy)
 
 
+def without_effect(name: str, value: object, other: str, remedy: str) -> OptionError:
+    """Return the error for an option that does nothing, because of the value of another one.
+
+    Args:
+        name: Name of the option, as the user wrote it.
+        value: Its value.
+        other: The other option with its value, as in a call.
+        remedy: What to do with the other option instead.
+
+    >>> without_effect("delta", 2.0, "loss_function='squared'", "choose loss_function='huber'")
+    OptionError("delta=2.0 has no effect with loss_function='squared'; leave it out, or choose loss_function='huber'")
+    """
+    message = f"{name}={value_text(value)} has no effect with {other}; leave it out, or {remedy}"
+    return OptionError(message, name=name, value=value, remedy=remedy)
+
+
 def _message(name: str, value: object, remedy: str, hint: str) -> str:
     """Return the text of an error, in one line, with a long value abbreviated."""
     message = f"{name} {remedy}, got {value_text(value)}"
@@ -340,7 +356,7 @@ def checked_names(name: str, value: object) -> list[str] | None:
     Any collection in a fixed order is accepted, such as a column of pandas or the keys of a dictionary.
 
     Raises:
-        OptionTypeError: If the value is none of these, or an entry is not a non-empty string.
+        OptionTypeError: If the value is none of these or empty, or an entry is not a non-empty string.
 
     >>> checked_names("classes", {"cat": 0, "dog": 1}.keys())
     ['cat', 'dog']
@@ -351,9 +367,9 @@ def checked_names(name: str, value: object) -> list[str] | None:
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | set | frozenset):
         entries = list(value)
         names = [str(entry) for entry in entries if isinstance(entry, str) and entry]
-        if len(names) == len(entries):
+        if names and len(names) == len(entries):
             return names
-    remedy = "must be a list of names (non-empty strings) or None"
+    remedy = "must be a list of names (non-empty strings), at least one, or None"
     raise OptionTypeError(_message(name, value, remedy, ""), name=name, value=value, remedy=remedy)
 
 

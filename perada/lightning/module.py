@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from perada.core.checks import check_choice, check_options, invalid_option, use_plain_numbers
+from perada.core.checks import check_choice, check_options, invalid_option, use_plain_numbers, without_effect
 from perada.core.rounds import AnyBatch
 from perada.core.states import State
 from perada.core.text import is_spread, plain_number
@@ -80,6 +80,8 @@ class FederatedClassifier(pl.LightningModule):
         pretrained = str(pretrained) if isinstance(pretrained, PurePath) else pretrained
         if not isinstance(pretrained, bool | str):
             raise invalid_option("pretrained", pretrained, "True, False or the location of the weights")
+        if isinstance(pretrained, str) and isinstance(backbone, nn.Module):
+            raise without_effect("pretrained", pretrained, "a network as backbone", "load the weights into it yourself")
         check_choice("train_backbone", train_backbone, [False, True, "merged"])
         # A network of the caller's is no part of this module: it would be moved and put in training mode with it.
         object.__setattr__(self, "backbone", backbone)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from perada.core.checks import OptionError, check_choice, check_integer, check_number, use_plain_numbers
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, use_plain_numbers, without_effect
 from perada.core.text import value_text
 from perada.privacy.accounting import check_delta, check_target
 
@@ -111,6 +111,17 @@ class ClientPrivacy:
         check_number("client_privacy: quantile", self.quantile, ge=0, le=1, hint="0.5 is usual")
         check_number("client_privacy: clip_lr", self.clip_lr, gt=0)
         check_number("client_privacy: count_noise", self.count_noise, gt=0, optional=True)
+        if self.clipping == "fixed":
+            self._check_no_adaptive_options()
+
+    def _check_no_adaptive_options(self) -> None:
+        """Raise an OptionError if an option of adaptive clipping is set."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name in ("quantile", "clip_lr", "count_noise") and value != option.default:
+                raise without_effect(
+                    f"client_privacy: {option.name}", value, "clipping='fixed'", "choose clipping='adaptive'"
+                )
 
 
 def test_mode(*sections: Privacy | ClientPrivacy | None) -> bool:

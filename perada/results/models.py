@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from perada.core.checks import check_choice, check_integer, check_type, installed
+from perada.core.checks import check_choice, check_integer, check_type, installed, without_effect
 from perada.core.seeding import generator
 from perada.core.states import State, clone, parameter_keys, set_state, to_device
 from perada.data.preprocessing import Preprocessing
@@ -97,13 +97,15 @@ class Models:
 
         Args:
             role: ``"global"`` or ``"personal"``. If clients have no personal states, these are the global one.
-            client: Index or name of the client, for ``"personal"``.
+            client: Index or name of the client, for ``"personal"`` only.
 
         Raises:
             ValueError: If the role is unknown, the client is missing or does not exist, or there are several states.
         """
         if role not in ("global", "personal"):
             raise ValueError(f"role={role!r} is not kept after a run; use 'global' or 'personal'")
+        if role == "global" and client is not None:
+            raise without_effect("client", client, "role='global'", "choose role='personal'")
         if role == "personal":
             client = self.number(client)
             if self._personal is not None:

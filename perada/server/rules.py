@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from perada.core.checks import OptionError, check_known, check_number, floor_share
+from perada.core.checks import OptionError, check_known, check_number, floor_share, without_effect
 from perada.core.states import State
 from perada.server.aggregate import Aggregation, ComposedRule, Mean, ServerRule, client_weights, mean
 from perada.server.low_rank import SVD, LoRAFair
@@ -109,6 +109,8 @@ class ModifiedLocalGD(ComposedRule):
         super().__init__(aggregate)
         check_number("alpha", alpha, gt=0, le=1, optional=True)
         check_number("power", power, gt=0)
+        if alpha is not None and power != 1:
+            raise without_effect("power", power, f"alpha={alpha}", "leave alpha out")
         self.alpha = alpha
         self.power = power
 

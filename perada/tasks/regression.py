@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perada.core.checks import check_choice, check_number, invalid_option, use_plain_numbers
+from perada.core.checks import check_choice, check_number, invalid_option, use_plain_numbers, without_effect
 from perada.core.states import to_device_async
 from perada.tasks.base import Average, SummedMetric, Task
 from perada.tasks.deviation import (
@@ -69,6 +69,9 @@ class Regression(Task):
         use_plain_numbers(self)
         check_choice("loss_function", self.loss_function, get_args(RegressionLoss))
         check_number("delta", self.delta, gt=0)
+        if self.delta != 1 and self.loss_function != "huber":
+            loss = f"loss_function={self.loss_function!r}"
+            raise without_effect("delta", self.delta, loss, "choose loss_function='huber'")
         # Tuples, since tasks with the same options must be equal.
         object.__setattr__(self, "mean", _checked_numbers("mean", self.mean))
         object.__setattr__(self, "std", _checked_numbers("std", self.std, gt=0))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perada.core.checks import OptionError, check_choice, check_integer, check_number, use_plain_numbers
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, use_plain_numbers, without_effect
 from perada.tasks.base import SummedMetric, Task
 from perada.tasks.class_task import ClassTask
 from perada.tasks.overlap import Dice, IntersectionOverUnion
@@ -73,6 +73,9 @@ class Segmentation(ClassTask):
         # Any integer, such as torch's -100.
         check_integer("ignore_index", self.ignore_index, -(2**31))
         check_number("dice_smoothing", self.dice_smoothing, gt=0)
+        if self.dice_smoothing != 1 and self.loss_function == "cross_entropy":
+            loss = f"loss_function={self.loss_function!r}"
+            raise without_effect("dice_smoothing", self.dice_smoothing, loss, "choose 'dice' or 'both'")
         check_integer("distill_stride", self.distill_stride)
         weights = checked_weights("class_weights", self.class_weights)
         # A tuple, since tasks with the same options must be equal.

@@ -85,5 +85,7 @@ def test_names_come_from_any_ordered_collection():
         assert checked == ["a", "b"]
         assert {type(name) for name in checked} == {str}
     for wrong in ("ab", b"ab", {"a", "b"}, {0: "a"}, ["a", None], ["a", ""], [0, 1], [float("nan"), "b"], [["a"]], 3):
-        with pytest.raises(OptionError, match=r"^classes must be a list of names \(non-empty strings\) or None, got "):
+        with pytest.raises(
+            OptionError, match=r"^classes must be a list of names \(non-empty strings\), at least one, or None, got "
+        ):
             checked_names("classes", wrong)

@@ -78,15 +78,18 @@ def fit(data=None, algorithm="fedavg", adapter="full", *, task=None, engine="aut
 
 
 @pytest.mark.parametrize(
-    ("loss", "of_deviation"),
+    ("options", "of_deviation"),
     [
-        ("squared", lambda d: d**2),
-        ("absolute", abs),
-        ("huber", lambda d: d**2 / 2 if abs(d) <= 0.75 else 0.75 * (abs(d) - 0.375)),
+        ({"loss_function": "squared"}, lambda d: d**2),
+        ({"loss_function": "absolute"}, abs),
+        (
+            {"loss_function": "huber", "delta": 0.75},
+            lambda d: d**2 / 2 if abs(d) <= 0.75 else 0.75 * (abs(d) - 0.375),
+        ),
     ],
 )
-def test_losses_are_means_over_standardised_targets(loss, of_deviation):
-    losses = Regression(loss, delta=0.75, **SETTINGS).loss(OUTPUTS, TARGETS)
+def test_losses_are_means_over_standardised_targets(options, of_deviation):
+    losses = Regression(**options, **SETTINGS).loss(OUTPUTS, TARGETS)
     for row, outputs in enumerate(OUTPUTS.tolist()):
         expected = 0.0
         for target in range(2):

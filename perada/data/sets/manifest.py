@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perada.core.checks import OptionError, check_choice, check_integer, check_number, checked_path, invalid_option
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, checked_path
 from perada.core.text import abbreviated, near_names, quoted
 from perada.data.batches.transforms import UnreadableImageError, check_full_scale, read_image, resize_uint8
 from perada.data.federated import warn_of_look_alikes
@@ -213,8 +213,6 @@ class OwnImages(ImageFiles):
     ) -> None:
         super().__init__(root, **options)
         self._class_names = class_names(type(self).__name__, classes, None)
-        if classes is not None and not self._class_names:
-            raise invalid_option("classes", classes, "a list of at least one name, or None")
         check_number("test_share", test_share, gt=0, lt=1, hint="it is a share of the images")
         check_integer("seed", seed, 0, le=None)
         check_choice("gray", gray, [True, False])

@@ -28,6 +28,7 @@ from perada.core.checks import (
     checked_path,
     installed,
     invalid_option,
+    without_effect,
 )
 from perada.core.text import abbreviated
 from perada.data.batches.transforms import MissingImageError, read_image, resize_uint8
@@ -141,7 +142,7 @@ class ImageTable(ListedImages):
         self.unknown = unknown
         self.blank = blank
         self.mask = mask
-        self.mask_values = check_mask_values(mask_values)
+        self.mask_values = _checked_mask_values(mask_values, mask)
         self.numbers = numbers
         self.encoding = encoding
         self.source_name = table
@@ -340,19 +341,16 @@ class HuggingFace(ListedImages):
         named_options = {"config": config, "revision": revision, "image": image, "label": label, "mask": mask}
         for option, value in named_options.items():
             check_name(option, value, optional=True)
-        checked_splits = checked_names("splits", splits)
-        if checked_splits == []:
-            raise invalid_option("splits", splits, "a list of at least one name, or None")
         _check_columns("numbers", numbers, optional=True)
         super().__init__(name, **options)
         self.name = str(name).removeprefix("hf:")  # the prefix of datasets on the command line
         self.config = config
         self.revision = revision
-        self.splits = checked_splits
+        self.splits = checked_names("splits", splits)
         self.image = image
         self.label = label
         self.mask = mask
-        self.mask_values = check_mask_values(mask_values)
+        self.mask_values = _checked_mask_values(mask_values, mask)
         self.numbers = numbers
         self.source_name = self.name
 
@@ -596,6 +594,14 @@ def _check_one_kind_of_label(**options: str | list[str] | None) -> None:
         )
 
 
+def _checked_mask_values(values: object, mask: str | None) -> tuple[int, ...] | None:
+    """Return the option ``mask_values`` as a tuple; raise an OptionError if it is invalid, or no masks are read."""
+    checked_values = check_mask_values(values)
+    if checked_values is not None and mask is None:
+        raise without_effect("mask_values", checked_values, "mask=None", "name the column of the masks in mask")
+    return checked_values
+
+
 def _names_of_numbers(numbers: str | list[str]) -> tuple[str, ...]:
     """Return the names of the D columns that the option ``numbers`` selects: the name of one, or those of several."""
     return (numbers,) if isinstance(numbers, str) else tuple(numbers)
@@ -653,6 +659,8 @@ def _check_unknown(unknown: Unknown | dict[str, Unknown], blank: Blank, label: s
             name="unknown",
             value=unknown,
         )
+    if blank != "unknown" and not label_columns:
+        raise without_effect("blank", blank, f"label={label!r}", "list columns of zeros and ones in label")
     other_columns = [name for name in policies if name and name not in label_columns]
     if other_columns:
         raise OptionError(
