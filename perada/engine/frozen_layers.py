@@ -4,55 +4,24 @@
 Each computes the same as the original layer, which keeps its tensors: files and exports are not affected, and the model
 can be moved, or weights loaded into it, as usual.
 
-**Convolutions of small maps.** For images of 32×32, the last stages of a ResNet convolve maps of 2×2 and of a single
-pixel, where most taps of a kernel fall on padding. Such a convolution is a linear map of the flattened image: its
-matrix has, for each output and input position, the tap that joins them, or zero. One matrix product takes between a
-quarter and two thirds of the time (``python -m benchmarks small_maps``).
+**Convolutions of small maps** are matrix products (:mod:`perada.engine.small_maps`), and the matrix is cached.
 
 **Strided depthwise convolutions in bfloat16.** On a CPU, torch has no fast implementation of their input gradient,
 which is computed in single precision here. :mod:`perada.models.twins` does the same for timm's padding.
 """
 
-import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
+from perada.engine.small_maps import LinearMap, is_small_map, output_size, small_map_matrix
 from perada.engine.substitutes import FrozenSubstitute
 
-LARGEST_WORK = 0.5
-"""Largest number of multiplications of the matrix product, as a share of the convolution's nominal number.
-
-At 0.44 (3×3 kernel, 2×2 map) the product is 1.5 to 3.4 times as fast as the convolution; at 0.64 (5×5 kernel, 4×4 map)
-it is slower. Maps of one pixel always use the product, which is 2.2 to 4 times as fast. Grouped convolutions never do,
-since their products are too small.
-"""
-LARGEST_MATRIX = 4
-"""Largest number of elements of the matrix, as a multiple of the number of the convolution's weights."""
 CACHED_MATRICES = 2
 """Number of matrices that a layer caches: a run alternates between at most two sizes, dtypes or memory formats."""
-
-
-class LinearMap(NamedTuple):
-    """A convolution of small maps as an affine map of flattened images.
-
-    Attributes:
-        matrix: Shape (H'·W'·out, H·W·in).
-        bias: Shape (H'·W'·out,).
-    """
-
-    matrix: Tensor
-    bias: Tensor | None
-
-    def to(self, dtype: torch.dtype) -> "LinearMap":
-        """Convert both tensors to a dtype."""
-        matrix = self.matrix.to(dtype)
-        if self.bias is None:
-            return LinearMap(matrix, None)
-        return LinearMap(matrix, self.bias.to(dtype))
 
 
 class FrozenConv2d(FrozenSubstitute):
@@ -153,129 +122,11 @@ def is_hooked(module: nn.Module) -> bool:
     return any(hooks)
 
 
-def is_small_map(conv: nn.Conv2d, x: Tensor) -> bool:
-    """Return whether a convolution of maps (B, in, H, W) is faster as a matrix product; measured on CPUs only."""
-    if x.dim() != 4 or x.device.type != "cpu" or conv.groups != 1 or conv.padding_mode != "zeros":
-        return False
-    _, channels, in_height, in_width = x.shape
-    output_map = output_size(conv, x.shape[2:])
-    # Impossible sizes are an error, which the plain layer raises.
-    if channels != conv.in_channels or min(in_height, in_width, output_map.height, output_map.width) < 1:
-        return False
-    # For each output pixel the product multiplies all pixels of the map, and the convolution all taps of the kernel.
-    in_pixels = in_height * in_width
-    out_pixels = output_map.height * output_map.width
-    taps = conv.kernel_size[0] * conv.kernel_size[1]
-    needs_less_work = in_pixels <= max(1, LARGEST_WORK * taps)
-    has_small_matrix = in_pixels * out_pixels <= LARGEST_MATRIX * taps
-    return needs_less_work and has_small_matrix
-
-
 def is_strided_depthwise(conv: nn.Conv2d, x: Tensor) -> bool:
     """Return whether a convolution is strided and depthwise, whose input gradient in bfloat16 is slow on a CPU."""
     is_strided = conv.stride != (1, 1)
     is_depthwise = 1 < conv.groups == conv.in_channels
     return is_strided and is_depthwise and x.device.type == "cpu" and conv.padding_mode == "zeros"
-
-
-class MapSize(NamedTuple):
-    """Height and width of a map, in pixels."""
-
-    height: int
-    width: int
-
-
-def output_size(conv: nn.Conv2d, size: torch.Size) -> MapSize:
-    """Compute the size of a convolution's output.
-
-    Args:
-        conv: The convolution.
-        size: Height and width of its input.
-    """
-    # Not conv.padding, which may be a word such as "same".
-    pad_left, pad_right, pad_top, pad_bottom = conv._reversed_padding_repeated_twice
-    padded_height = size[0] + pad_top + pad_bottom
-    padded_width = size[1] + pad_left + pad_right
-    # With dilation the kernel spans more rows and columns than it has taps.
-    kernel_height = conv.dilation[0] * (conv.kernel_size[0] - 1) + 1
-    kernel_width = conv.dilation[1] * (conv.kernel_size[1] - 1) + 1
-    height = (padded_height - kernel_height) // conv.stride[0] + 1
-    width = (padded_width - kernel_width) // conv.stride[1] + 1
-    return MapSize(height, width)
-
-
-def pixel_tap(conv: nn.Conv2d) -> tuple[int, int] | None:
-    """Find the tap of a kernel that falls on the only pixel of a map.
-
-    Returns:
-        Row and column of the tap; None if the output has more than one pixel, or no tap falls on the pixel.
-    """
-    if output_size(conv, torch.Size((1, 1))) != (1, 1):
-        return None
-    pad_left, _, pad_top, _ = conv._reversed_padding_repeated_twice
-    # In the only output pixel, the first tap is at the corner of the padding, and the pixel comes after the padding.
-    row_dilation = conv.dilation[0]
-    column_dilation = conv.dilation[1]
-    if pad_top % row_dilation or pad_left % column_dilation:
-        return None
-    row = pad_top // row_dilation
-    column = pad_left // column_dilation
-    if row >= conv.kernel_size[0] or column >= conv.kernel_size[1]:
-        return None
-    return row, column
-
-
-def joining_taps(conv: nn.Conv2d, size: torch.Size) -> Tensor:
-    """Return which tap of the kernel joins each pair of an output and an input position.
-
-    Args:
-        conv: The convolution.
-        size: Height H and width W of its input.
-
-    Returns:
-        Number (H', W', H, W) of the tap, counted row by row; -1 if no tap joins the two.
-    """
-    height, width = size
-    output_map = output_size(conv, size)
-    kernel_height, kernel_width = conv.kernel_size
-    pad_left, _, pad_top, _ = conv._reversed_padding_repeated_twice
-    taps = torch.full((output_map.height, output_map.width, height, width), -1)
-    positions = itertools.product(
-        range(output_map.height), range(output_map.width), range(kernel_height), range(kernel_width)
-    )
-    for out_row, out_column, tap_row, tap_column in positions:
-        row = out_row * conv.stride[0] - pad_top + tap_row * conv.dilation[0]
-        column = out_column * conv.stride[1] - pad_left + tap_column * conv.dilation[1]
-        is_in_image = 0 <= row < height and 0 <= column < width
-        if is_in_image:
-            taps[out_row, out_column, row, column] = tap_row * kernel_width + tap_column
-    return taps
-
-
-def small_map_matrix(conv: nn.Conv2d, size: torch.Size, channels_last: bool) -> LinearMap:
-    """Return a convolution of small maps as a matrix and a bias.
-
-    Args:
-        conv: The convolution.
-        size: Height H and width W of its input.
-        channels_last: Whether maps are flattened in the order (H, W, C) instead of (C, H, W).
-    """
-    output_map = output_size(conv, size)
-    taps = joining_taps(conv, size)
-    # Index -1, for positions that no tap joins, selects the zero that is appended to the weights here.
-    weights = F.pad(conv.weight.flatten(2), (0, 1))
-    matrix = weights[:, :, taps]  # (out, in, H', W', H, W)
-    if channels_last:
-        matrix = matrix.permute(2, 3, 0, 4, 5, 1)  # (H', W', out, H, W, in)
-    else:
-        matrix = matrix.permute(0, 2, 3, 1, 4, 5)  # (out, H', W', in, H, W)
-    matrix = matrix.reshape(output_map.height * output_map.width * conv.out_channels, -1)
-    if conv.bias is None:
-        return LinearMap(matrix, None)
-    bias = conv.bias.expand(output_map.height, output_map.width, -1)
-    if not channels_last:
-        bias = bias.permute(2, 0, 1)
-    return LinearMap(matrix, bias.reshape(-1))
 
 
 AutogradContext = Any  # torch has no type for the context of an autograd function

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from perada.core.seeding import Streams
 from perada.core.states import Merged
-from perada.engine.frozen_layers import AutogradContext, autocast_dtype, is_small_map, pixel_tap
+from perada.engine.frozen_layers import AutogradContext, autocast_dtype
+from perada.engine.small_maps import (
+    is_small_map,
+    joining_taps,
+    output_size,
+    pays_with_trained_weights,
+    pixel_tap,
+    stacked_matrices,
+)
 
 
 @dataclass
@@ -169,9 +177,13 @@ class StackedLinear(StackedLayer):
 
 
 class StackedConv2d(StackedLayer):
-    """C convolutions on one batch: a batched matrix product for 1×1 kernels and maps, or one native call per client."""
+    """C convolutions on one batch: a batched product for 1×1 kernels and small maps, or one native call per client."""
 
     weight: Tensor
+
+    def __init__(self, original: nn.Module, context: FoldContext) -> None:
+        super().__init__(original, context)
+        self._taps: dict[torch.Size, Tensor] = {}
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Map (R, in, H, W) to (R, out, H', W')."""
@@ -187,16 +199,21 @@ class StackedConv2d(StackedLayer):
         tap = _only_tap(conv, x_R)
         if tap is not None:
             # A linear map of the only pixel, since all other taps fall on padding.
-            row, column = tap
-            out = _batched_linear(x_CB.flatten(2), self.weight[..., row, column], bias)
+            out = _batched_linear(x_CB.flatten(2), self.weight.flatten(3)[..., tap], bias)
             return out.flatten(0, 1)[..., None, None]
 
         if _is_pointwise(conv):
-            # A linear map of each pixel.
-            pixels = x_CB.permute(0, 1, 3, 4, 2)  # (C, B, H, W, in)
+            # A linear map of each pixel that the stride does not skip. Slices have a gradient even if they skip none.
+            if conv.stride != (1, 1):
+                row_step, column_step = conv.stride
+                x_CB = x_CB[..., ::row_step, ::column_step]
+            pixels = x_CB.permute(0, 1, 3, 4, 2)  # (C, B, H', W', in)
             out = _batched_linear(pixels.flatten(1, 3), self.weight.flatten(2), bias)
-            out = out.view(*pixels.shape[:-1], -1)  # (C, B, H, W, out)
+            out = out.view(*pixels.shape[:-1], -1)  # (C, B, H', W', out)
             return out.flatten(0, 1).permute(0, 3, 1, 2)
+
+        if _is_small_map_of_clients(conv, x_R, len(x_CB)):
+            return self._multiply_maps(x_R, bias)
 
         weights = self.weight.unbind()
         biases = _unbound(bias, len(x_CB))
@@ -205,6 +222,26 @@ class StackedConv2d(StackedLayer):
         for x, client_weight, client_bias in zip(x_R.chunk(len(x_CB)), weights, biases, strict=True):
             outputs.append(conv._conv_forward(x, client_weight, client_bias))
         return _joined(outputs)
+
+    def _multiply_maps(self, x_R: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve small maps (R, in, H, W) by a matrix product for each client, with biases (C, out)."""
+        conv: nn.Conv2d = self.original[0]
+        size = x_R.shape[2:]
+        if size not in self._taps:
+            self._taps[size] = joining_taps(conv, size)
+        # Before the matrices are built, which are larger than the weights.
+        weight = self.weight
+        dtype = autocast_dtype(x_R, weight)
+        if dtype is not None:
+            weight = weight.to(dtype)
+        matrices = stacked_matrices(weight, self._taps[size])
+        output_map = output_size(conv, size)
+        if bias is not None:
+            bias = bias.repeat(1, output_map.height * output_map.width)
+        flat_maps = x_R.permute(0, 2, 3, 1).flatten(1)
+        out = _batched_linear(_split_clients(flat_maps, len(weight)), matrices, bias)
+        out_R = out.view(-1, output_map.height, output_map.width, conv.out_channels)
+        return out_R.permute(0, 3, 1, 2)
 
 
 class StackedConvTranspose2d(StackedLayer):
@@ -246,8 +283,8 @@ class StackedConvTranspose2d(StackedLayer):
         return _joined(outputs)
 
 
-def _only_tap(conv: nn.Conv2d, x_R: Tensor) -> tuple[int, int] | None:
-    """Return row and column of the tap of a larger kernel that falls on the only pixel of maps (R, in, 1, 1).
+def _only_tap(conv: nn.Conv2d, x_R: Tensor) -> int | None:
+    """Return the tap of a larger kernel that falls on the only pixel of maps (R, in, 1, 1), counted row by row.
 
     Returns None for other maps, and where the convolution itself is faster.
     """
@@ -256,10 +293,19 @@ def _only_tap(conv: nn.Conv2d, x_R: Tensor) -> tuple[int, int] | None:
     return pixel_tap(conv)
 
 
+def _is_small_map_of_clients(conv: nn.Conv2d, x_R: Tensor, clients: int) -> bool:
+    """Return whether convolutions of maps (R, in, H, W) with trained weights are faster as matrix products."""
+    # A compiler rearranges the weights by itself.
+    if torch.compiler.is_compiling() or not is_small_map(conv, x_R):
+        return False
+    images_of_a_client = x_R[: len(x_R) // clients]
+    return pays_with_trained_weights(conv, images_of_a_client)
+
+
 def _is_pointwise(conv: nn.Conv2d) -> bool:
-    """Return whether each output pixel is a linear map of the input pixel at the same place."""
+    """Return whether each output pixel is a linear map of one input pixel."""
     is_unpadded = conv.padding in ((0, 0), "valid")
-    return conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.groups == 1 and is_unpadded
+    return conv.kernel_size == (1, 1) and conv.groups == 1 and is_unpadded
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:
