@@ -13,7 +13,15 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from perada.algorithms import Algorithm
-from perada.cli.data import SOURCE_HELP, Source, add_options, image_class, make_division, recipe_division
+from perada.cli.data import (
+    SOURCE_HELP,
+    Source,
+    add_options,
+    image_class,
+    infer_mask_values,
+    make_division,
+    recipe_division,
+)
 from perada.cli.parser import with_own_classes
 from perada.core.files import check_output_file, check_output_folder
 from perada.core.yaml_files import read_yaml
@@ -347,15 +355,28 @@ def _with_masks(run: Run, images_class: type[Source], source: str, options: dict
     if options["classes"] is None:
         # Masks have no names of classes: their numbers are those of the run.
         options = options | {"classes": run.info.get("classes")}
-    if images_class is ImageMasks or options["mask"] is not None:
+    if images_class is not ImageMasks and options["mask"] is None:
+        options = options | {"mask": _column_of_masks(images_class, source, options)}
+    if images_class is HuggingFace or options["mask_values"] is not None or run.info["num_classes"] != 2:
         return options
+    # As in a recipe of `perada init`: black and white masks are those of two classes.
+    manifest = images_class(source, **options).read_manifest()
+    return options | infer_mask_values(manifest.masks or [])
+
+
+def _column_of_masks(images_class: type[Source], source: str, options: dict[str, Any]) -> str:
+    """Return the column of the masks, if the user did not name it.
+
+    Raises:
+        ValueError: If there is no column ``mask``.
+    """
     columns = _columns_of(images_class, source, options)
     if "mask" not in columns:
         raise ValueError(
             f"--data={source}: the run predicts masks; name their column with --images.mask, one of "
             f"{', '.join(map(repr, columns))}"
         )
-    return options | {"mask": "mask"}
+    return "mask"
 
 
 def _with_numbers(run: Run, images_class: type[Source], source: str, options: dict[str, Any]) -> dict[str, Any]:

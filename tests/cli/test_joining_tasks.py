@@ -68,13 +68,13 @@ def test_tables_without_the_numbers_are_rejected(ages, tmp_path):
         main(["clients", "add", str(ages), "--client=late", "--data", str(tmp_path / "late")])
 
 
-def write_pairs(folder, count, seed):
+def write_pairs(folder, count, seed, values=(0, 1, 2)):
     rows = ["path,mask"]
     for number, (image, mask) in enumerate(squares(count, seed)):
         for kind in ("images", "masks"):
             (folder / kind).mkdir(parents=True, exist_ok=True)
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / "images" / f"{number}.png")
-        Image.fromarray(mask.numpy()).save(folder / "masks" / f"{number}.png")
+        Image.fromarray(np.array(values, dtype=np.uint8)[mask.numpy()]).save(folder / "masks" / f"{number}.png")
         rows.append(f"images/{number}.png,masks/{number}.png")
     (folder / "table.csv").write_text("\n".join(rows))
     return folder
@@ -120,3 +120,44 @@ def test_sources_without_masks_are_rejected(segmented, tmp_path):
         main([*command, str(folder / "table.csv")])
     with pytest.raises(ValueError, match=r"predicts masks, but this folder has no folders images and masks"):
         main([*command, str(folder / "images")])
+
+
+@pytest.fixture(scope="module")
+def binary(tmp_path_factory):
+    """A saved run that predicts masks of two classes."""
+    pytest.importorskip("segmentation_models_pytorch")
+    folder = tmp_path_factory.mktemp("binary")
+    images = ImageMasks(str(write_pairs(folder / "data", 8, 0, values=(0, 1, 1))), size=32)
+    data = FederatedDataModule(dataset=images, partition=IID(2), batch_size=4)
+    return perada.finetune("smp:unet-resnet18", data, adapter="lora", **OPTIONS).save(folder / "run")
+
+
+@pytest.mark.filterwarnings("ignore:client 'late'. its personal model is worse:UserWarning")
+@pytest.mark.parametrize("source", ["", "table.csv"])
+def test_black_and_white_masks_are_those_of_a_run_with_two_classes(binary, tmp_path, source):
+    states = []
+    for foreground in (1, 255):
+        folder = write_pairs(tmp_path / f"late_{foreground}", 6, 1, values=(0, foreground, foreground))
+        output = tmp_path / f"new_{foreground}"
+        words = ["--client=late", "--rounds=1", "--accelerator=cpu", "--output", str(output)]
+        main(["clients", "add", str(binary), "--data", str(folder / source), *words])
+        states.append(perada.Run.load(output).state("personal", "late"))
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name])
+
+
+def test_black_and_white_masks_are_rejected_for_a_run_with_three_classes(segmented, tmp_path):
+    folder = write_pairs(tmp_path / "late", 6, 1, values=(0, 255, 255))
+    with pytest.raises(ValueError, match=r"have the class 0, .* such as 255, list the values in mask_values"):
+        main(
+            [
+                "clients",
+                "add",
+                str(segmented),
+                "--client=late",
+                "--data",
+                str(folder),
+                "--output",
+                str(tmp_path / "new"),
+            ]
+        )
