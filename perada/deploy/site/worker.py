@@ -36,7 +36,7 @@ from perada.deploy.scores import claimed_name, counts_of, score_summands
 from perada.deploy.site.budget import add_step_without_noise, explain_image_epsilon, explain_site_epsilon
 from perada.deploy.site.client import Client, TrainingResult
 from perada.deploy.site.file import Limits
-from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteStore, SiteTotals, TrainingState
+from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteStore, SiteTotals, SummingState, TrainingState
 from perada.federation.scores import Scores
 from perada.privacy.account import Account, Cost
 from perada.privacy.accounting import Ledger
@@ -44,7 +44,7 @@ from perada.privacy.protection import Protection
 
 if TYPE_CHECKING:
     from perada.deploy.sums.keys import SiteClaims, SumTerms
-    from perada.deploy.sums.party import Party
+    from perada.deploy.sums.party import Party, StepReply
 
 
 class SiteWorker:
@@ -204,79 +204,86 @@ class SiteWorker:
     def _train(self, client: Client, incoming: "_Incoming", state: RunState) -> RunState:
         """Train a round, or fine-tune, and commit the client's state, what it has spent and the reply in one step."""
         request = incoming.request
-        tuning = request.kind == "tune"
         self._check_images(client, state)
         received = _unpack_received(client, incoming.content, request)
         protection = client.protection(state.training.account, state.training.num_rounds)
-        ledger = deepcopy(self.store.totals.ledger)
         sampling = self._check_limits(client.limits, state, protection)
-        costs = client.costs(request, protection, ledger)
-        if costs is None:
-            raise _exhausted_images(client, ledger)
-        if client.site_privacy is not None and not tuning:
-            client.site_privacy.check_norm(request.norm)
-            self._check_site_budget(client)
+        ledger = deepcopy(self.store.totals.ledger)
+        costs = self._affordable_costs(client, request, protection, ledger)
 
         result = client.train(request, received, state, protection)
-        trained = result.trained
-        training = replace(
-            state.training,
-            round=request.round,
-            num_rounds=state.training.num_rounds + 1,
-            request_digest=incoming.digest,
-            fingerprint=client.fingerprint,
-        )
-        facts = _count(protection.images, costs, ledger)
-        facts = self._allowed("epsilon", facts)
-        if protection.images is not None:
-            training = replace(training, account=protection.images.state_dict())
+        facts = self._allowed("epsilon", _count(protection.images, costs, ledger))
         if client.site_privacy is None:
             # The update leaves without the site's noise, or at least whether training broke.
             add_step_without_noise(ledger, SITE_LEDGER)
+        # After the costs were counted, since it stores the account.
+        training = _training_after(state.training, client, incoming, protection, result)
 
-        problem = _problem_of_training(result)
-        if bool(trained.finite[0]):
-            training = _with_client_state(training, trained.client_state, tuning)
-        is_usable = bool(trained.accepted[0]) or tuning
-        if is_usable and result.losses:
-            facts |= self._allowed("losses", {"losses": result.losses})
-        sent: State = {}
-        if not tuning:
-            sent = {key: value[0] for key, value in trained.sent.items()}
-            sent = narrowed(sent, _lora_factors(client, request), request.rank)
+        outgoing = self._outgoing(client, request, received, result)
         summing = state.summing
+        sent = outgoing.update
         if client.settings.secure_sums is not None:
             # The update and the losses leave under masks only.
-            if client.site_privacy is not None and not is_usable:
-                # Nobody may see that training broke: the site sends what it received, so that it adds noise only.
-                sent = {key: received.get(key, value) for key, value in sent.items()}
-                is_usable = True
-            received_digest = _digest_for_all_sites(request, received)
-            summing = replace(
-                summing,
-                update=sent,
-                received=received,
-                norm=request.norm,
-                losses=facts.pop("losses", {}),
-                heard=summing.heard | {str(request.round): received_digest},
-            )
+            summing = _with_summand(summing, request, received, outgoing)
             sent = {}
-
+        elif outgoing.losses:
+            facts["losses"] = outgoing.losses
         reply = pack(Response("ok", incoming.digest, facts), sent)
-        try:
-            # As the server will do.
-            unpack(reply, spec_of(sent))
-        except RejectionError as error:
-            problem = f"the result of the training cannot be sent: {error}"
-            is_usable = False
+        problem = _problem_of_training(result)
+        problem_of_reply = _problem_of_reply(reply, sent)
+        if problem_of_reply:
+            problem = problem_of_reply
         if problem:
             self.log.warning("round %d: %s", request.display_round, problem)
-        if not is_usable:
+        if problem_of_reply or not outgoing.is_usable:
             reply = _pack_response("broken", incoming.digest)
             summing = replace(summing, update={})
         state = replace(state, training=replace(training, reply=reply), summing=summing)
         self.store.commit(state, SiteTotals(ledger, self.store.totals.rounds + 1, sampling))
         return state
+
+    def _affordable_costs(
+        self, client: Client, request: Request, protection: Protection, ledger: Ledger
+    ) -> Sequence[Cost]:
+        """Return the costs of a round for the ledgers of the site's images.
+
+        Raises:
+            RejectionError: If these, or the ledger of the site as a whole, cannot afford the round, or its norm is out
+                of range.
+        """
+        costs = client.costs(request, protection, ledger)
+        if costs is None:
+            raise _exhausted_images(client, ledger)
+        if client.site_privacy is not None and request.kind != "tune":
+            client.site_privacy.check_norm(request.norm)
+            self._check_site_budget(client)
+        return costs
+
+    def _outgoing(self, client: Client, request: Request, received: State, result: TrainingResult) -> "_Outgoing":
+        """Return what may leave the site after a training.
+
+        Args:
+            client: The client.
+            request: The request to train.
+            received: The state that the server sent.
+            result: The result of the training.
+        """
+        trained = result.trained
+        tuning = request.kind == "tune"
+        is_usable = bool(trained.accepted[0]) or tuning
+        losses: dict[str, Any] = {}
+        if is_usable and result.losses:
+            losses = self._allowed("losses", result.losses)
+        update: State = {}
+        if not tuning:
+            update = {key: value[0] for key, value in trained.sent.items()}
+            update = narrowed(update, _lora_factors(client, request), request.rank)
+        adds_noise = client.settings.secure_sums is not None and client.site_privacy is not None
+        if adds_noise and not is_usable:
+            # Nobody may see that training broke: the site sends what it received, so that it adds noise only.
+            update = {key: received.get(key, value) for key, value in update.items()}
+            is_usable = True
+        return _Outgoing(update, losses, is_usable)
 
     def _check_images(self, client: Client, state: RunState) -> None:
         """Check that a run continues on the images and labels that it has trained on here.
@@ -338,30 +345,12 @@ class SiteWorker:
     def _evaluate(self, client: Client, incoming: "_Incoming", state: RunState) -> RunState:
         """Score the models, once after each round, and keep the global one that the last round made."""
         request = incoming.request
-        last_round = state.scoring.round
-        if request.round < last_round:
-            raise RejectionError(
-                f"scores after round {request.display_round} were requested, but those after round {last_round} were "
-                "already sent",
-                "past",
-            )
-        if request.round == last_round:
-            # Otherwise the server could try models of its own making on the site's images.
-            if incoming.digest != state.scoring.request_digest:
-                raise RejectionError(
-                    f"different models were already scored after round {request.display_round}", "other"
-                )
+        if _were_scored(incoming, state):
             return state
         self._check_images(client, state)
-        shared, members, models_digest = _unpack_models(client, incoming.content, request)
+        models = _unpack_models(client, incoming.content, request)
 
-        facts: dict[str, Any] = {}
-        # No ledger counts scores, so a site whose privacy is protected as a whole sends none.
-        if self.may_send & {"counts", "scores"} and client.site_privacy is None:
-            scores = client.score(request, shared, members, state)
-            values = {name: _mean_scores(score) for name, score in scores.items() if score}
-            counts = counts_of(scores, client.test_size)
-            facts = self._allowed("counts", counts) | self._allowed("scores", {"scores": values})
+        facts = self._score(client, request, models, state)
         metrics: dict[str, float] = {}
         secure_sums = client.settings.secure_sums
         if secure_sums is not None:
@@ -379,13 +368,23 @@ class SiteWorker:
             round=request.round,
             request_digest=incoming.digest,
             reply=reply,
-            models_digest=models_digest,
+            models_digest=models.digest,
             metrics=metrics,
-            global_state=shared if is_last else state.scoring.global_state,
+            global_state=models.shared if is_last else state.scoring.global_state,
         )
         state = replace(state, scoring=scoring)
         self.store.commit(state, replace(self.store.totals, ledger=ledger))
         return state
+
+    def _score(self, client: Client, request: Request, models: "_Models", state: RunState) -> dict[str, Any]:
+        """Score models, and return what of it may leave the site, as facts of the response."""
+        # No ledger counts scores, so a site whose privacy is protected as a whole sends none.
+        if client.site_privacy is not None or not self.may_send & {"counts", "scores"}:
+            return {}
+        scores = client.score(request, models.shared, models.members, state)
+        values = {name: _mean_scores(score) for name, score in scores.items() if score}
+        counts = counts_of(scores, client.test_size)
+        return self._allowed("counts", counts) | self._allowed("scores", {"scores": values})
 
     def _allowed(self, kind: str, facts: dict[str, Any]) -> dict[str, Any]:
         """Return facts of a kind if they may leave the site."""
@@ -441,38 +440,17 @@ class SiteWorker:
         party = self.party
         if client.settings.secure_sums is None or party is None:
             raise RejectionError("the recipe has no secure sums", "other")
-        of_scores = request.of == "scores"
-        last_round = state.scoring.round if of_scores else state.training.round
-        if request.round != last_round or not _has_summand(request, state):
-            raise RejectionError(
-                f"secure sum: round {request.display_round} cannot be summed; the last round was "
-                f"{display_round('keys', last_round, request.of)}",
-                "other",
-            )
+        _check_sum_round(request, state)
         terms = self._sum_terms(client, request, state)
         saved_reply = party.saved_reply(terms, message_digest)
         if saved_reply is not None:
             return saved_reply
         if request.kind in ("keys", "mask"):
-            # A vector leaves once: the difference of two sums over other sites would be that of a single site.
-            if _masked_round(request, state) >= request.round:
-                raise RejectionError(
-                    f"secure sum: the vector of round {request.display_round} was already sent under masks", "other"
-                )
-            if not of_scores:
+            _check_not_masked(request, state)
+            if request.of != "scores":
                 self._check_site_budget(client)
 
-        make_vector = client.scores_vector if of_scores else client.update_vector
-        from perada.deploy.sums.party import StepReply
-        from perada.deploy.sums.site import Objection
-
-        claims = self._claims(request, state)
-        try:
-            step_reply = party.step(request, terms, claims, partial(make_vector, state))
-        except Objection as objection:
-            # The server learns which sites are objected to, and not why.
-            self.log.warning("run %s: %s", request.run, objection)
-            step_reply = StepReply({"objects": objection.names})
+        step_reply = self._step_of_party(party, client, request, terms, state)
         tensors: State = {}
         if step_reply.masked_vector is not None:
             # Before the vector leaves: after a crash it must not be masked a second time.
@@ -484,6 +462,22 @@ class SiteWorker:
         reply = pack(Response("ok", message_digest, sums=step_reply.content), tensors)
         party.save_reply(terms, message_digest, reply)
         return reply
+
+    def _step_of_party(
+        self, party: "Party", client: Client, request: Request, terms: "SumTerms", state: RunState
+    ) -> "StepReply":
+        """Take a step of the secure sum with the other sites, or object to some of them."""
+        from perada.deploy.sums.party import StepReply
+        from perada.deploy.sums.site import Objection
+
+        make_vector = client.scores_vector if request.of == "scores" else client.update_vector
+        claims = self._claims(request, state)
+        try:
+            return party.step(request, terms, claims, partial(make_vector, state))
+        except Objection as objection:
+            # The server learns which sites are objected to, and not why.
+            self.log.warning("run %s: %s", request.run, objection)
+            return StepReply({"objects": objection.names})
 
     def _commit_masked(self, client: Client, request: Request, state: RunState) -> None:
         """Commit that the site's vector of a round is about to leave under masks, and its cost."""
@@ -577,8 +571,45 @@ def _unpack_received(client: Client, message: bytes, request: Request) -> State:
     return _lay_out(widened_tensors, request)
 
 
-def _unpack_models(client: Client, message: bytes, request: Request) -> tuple[State, State, str]:
-    """Return the global state that is to be scored, the models of an ensemble (models, ...), and a digest of both."""
+def _were_scored(incoming: _Incoming, state: RunState) -> bool:
+    """Return whether the models of a request were scored before, so that the site repeats its reply.
+
+    Raises:
+        RejectionError: If scores of other models were already sent in this round or a later one.
+    """
+    request = incoming.request
+    last_round = state.scoring.round
+    if request.round > last_round:
+        return False
+    if request.round < last_round:
+        raise RejectionError(
+            f"scores after round {request.display_round} were requested, but those after round {last_round} were "
+            "already sent",
+            "past",
+        )
+    # Otherwise the server could try models of its own making on the site's images.
+    if incoming.digest != state.scoring.request_digest:
+        raise RejectionError(f"different models were already scored after round {request.display_round}", "other")
+    return True
+
+
+@dataclass(frozen=True)
+class _Models:
+    """Models to score.
+
+    Attributes:
+        shared: The global state.
+        members: The models (models, ...) of an ensemble; empty without one.
+        digest: A digest of both.
+    """
+
+    shared: State
+    members: State
+    digest: str
+
+
+def _unpack_models(client: Client, message: bytes, request: Request) -> _Models:
+    """Return the models that the server sent to be scored."""
     spec = spec_of(client.recipe.template.initial)
     expected = {f"shared/{key}": entry for key, entry in spec.items()}
     if request.models:
@@ -593,12 +624,89 @@ def _unpack_models(client: Client, message: bytes, request: Request) -> tuple[St
             shared[key] = value
         else:
             members[key] = value
-    return _lay_out(shared, request), members, _digest_for_all_sites(request, tensors)
+    return _Models(_lay_out(shared, request), members, _digest_for_all_sites(request, tensors))
 
 
 def _digest_for_all_sites(request: Request, tensors: State) -> str:
     """Return a digest of the server's message, without the site's own number."""
     return digest(pack(replace(request, client=0), tensors))
+
+
+@dataclass(frozen=True)
+class _Outgoing:
+    """What may leave a site after a training.
+
+    Attributes:
+        update: The update; empty after a fine-tuning.
+        losses: Losses by role; empty if they may not leave.
+        is_usable: Whether the server may use the update.
+    """
+
+    update: State
+    losses: dict[str, Any]
+    is_usable: bool
+
+
+def _training_after(
+    training: TrainingState,
+    client: Client,
+    incoming: _Incoming,
+    protection: Protection,
+    result: TrainingResult,
+) -> TrainingState:
+    """Return the state of a site's training after a round, or a fine-tuning.
+
+    If the training broke, the client keeps its former personal state.
+
+    Args:
+        training: The state before.
+        client: The client.
+        incoming: The request.
+        protection: The protection of the training, whose account has counted it.
+        result: Its result.
+    """
+    request = incoming.request
+    new_training = replace(
+        training,
+        round=request.round,
+        num_rounds=training.num_rounds + 1,
+        request_digest=incoming.digest,
+        fingerprint=client.fingerprint,
+    )
+    if protection.images is not None:
+        new_training = replace(new_training, account=protection.images.state_dict())
+    if bool(result.trained.finite[0]):
+        new_training = _with_client_state(new_training, result.trained.client_state, request.kind == "tune")
+    return new_training
+
+
+def _with_summand(summing: SummingState, request: Request, received: State, outgoing: _Outgoing) -> SummingState:
+    """Return the state of a site's secure sums with what it is to add to the next one.
+
+    Args:
+        summing: The state before.
+        request: The request to train.
+        received: The state that the server sent.
+        outgoing: What may leave the site under masks.
+    """
+    heard = {str(request.round): _digest_for_all_sites(request, received)}
+    return replace(
+        summing,
+        update=outgoing.update,
+        received=received,
+        norm=request.norm,
+        losses=outgoing.losses,
+        heard=summing.heard | heard,
+    )
+
+
+def _problem_of_reply(reply: bytes, sent: State) -> str:
+    """Return why the server would not accept a reply; empty if it would."""
+    try:
+        unpack(reply, spec_of(sent))
+    except RejectionError as error:
+        return f"the result of the training cannot be sent: {error}"
+    return ""
 
 
 def _problem_of_training(result: TrainingResult) -> str:
@@ -619,6 +727,28 @@ def _with_client_state(training: TrainingState, client_state: Stacks, tuning: bo
     if tuning:
         return replace(training, tuned_state=kept)
     return replace(training, client_state=kept)
+
+
+def _check_sum_round(request: Request, state: RunState) -> None:
+    """Raise a RejectionError unless a request is about the sum of the last round, and the site has a summand."""
+    last_round = state.scoring.round if request.of == "scores" else state.training.round
+    if request.round != last_round or not _has_summand(request, state):
+        raise RejectionError(
+            f"secure sum: round {request.display_round} cannot be summed; the last round was "
+            f"{display_round('keys', last_round, request.of)}",
+            "other",
+        )
+
+
+def _check_not_masked(request: Request, state: RunState) -> None:
+    """Raise a RejectionError if the site's vector of a round was already sent under masks.
+
+    A vector leaves once: the difference of two sums over other sites would be that of a single site.
+    """
+    if _masked_round(request, state) >= request.round:
+        raise RejectionError(
+            f"secure sum: the vector of round {request.display_round} was already sent under masks", "other"
+        )
 
 
 def _has_summand(request: Request, state: RunState) -> bool:
