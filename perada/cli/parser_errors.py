@@ -19,13 +19,13 @@ from perada.core.text import abbreviated, near_names
 OWN_CLASS = "the path of a custom class, such as mine.MyClass"
 _NOISE = ("Does not validate against any of", "Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>")
 _PATH = r"(?:Expected a path but (\S+) either not accessible or invalid\n)?"
-_UNKNOWN_OPTION = (
+_UNKNOWN_OPTION_FORMS = (
     r"(?:unrecognized arguments|ambiguous option): (?:\S+ )*?(?P<dashes>--)(?P<key>[\w.-]+)[^\n]*",
     r"(?:Group '(?P<group>[^']+)'|Subcommand '\w+') does not accept option '(?P<key>[^']+)'",
     r"(?:Problem with given class_path '(?P<kind>[^']+)':\s+)?Option '(?P<key>[^']+)' is not accepted",
 )
-_NO_MODULE = r"Problem with given class_path '(?P<path>[\w.]+)':\s+No module named '(?P<module>[\w.]+)'"
-_NO_ATTRIBUTE = (
+_NO_MODULE_FORM = r"Problem with given class_path '(?P<path>[\w.]+)':\s+No module named '(?P<module>[\w.]+)'"
+_NO_ATTRIBUTE_FORM = (
     r"Problem with given class_path '(?P<path>[\w.]+)':\s+module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'"
 )
 
@@ -91,8 +91,7 @@ def unknown_option(message: str, options: list[str]) -> OptionError | None:
     >>> str(unknown_option("unrecognized arguments: --lr 1", ["training.lr_local", "training.lr_personal"]))
     'unrecognized arguments: --lr 1; did you mean --training.lr_local or --training.lr_personal?'
     """
-    matches = (re.search(form, message) for form in _UNKNOWN_OPTION)
-    match = next(filter(None, matches), None)
+    match = _find_unknown_option(message)
     if match is None:
         return None
     parts = match.groupdict()
@@ -110,6 +109,15 @@ def unknown_option(message: str, options: list[str]) -> OptionError | None:
     elif dashes:
         remedy = "`perada fit --help` lists the options"
     return _with_remedy(message[: match.end()], key, remedy)
+
+
+def _find_unknown_option(message: str) -> re.Match[str] | None:
+    """Find the part of a message that is about an unknown option."""
+    for form in _UNKNOWN_OPTION_FORMS:
+        match = re.search(form, message)
+        if match is not None:
+            return match
+    return None
 
 
 def _unknown_class_option(class_path: str, argument: str, keys: Sequence[str], text: str) -> OptionError:
@@ -148,7 +156,7 @@ def _with_remedy(text: str, option: str, remedy: str) -> OptionError:
 
 def missing_module(message: str) -> tuple[str, str] | None:
     """Return the path of a class and its missing module; None if a message is about something else."""
-    match = re.search(_NO_MODULE, message)
+    match = re.search(_NO_MODULE_FORM, message)
     if match is None:
         return None
     return match["path"], match["module"]
@@ -180,24 +188,42 @@ def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
     keys = _keys(message)
     if not keys:
         return None
-    innermost = message[message.rindex("Parser key") :]
+    innermost = _innermost(message)
     value_line = re.search(r"(?:Got value|Given value): (.*)", innermost)
-    if value_line is None:
+    if value_line is None or "class_path" in innermost:
         return None
     value = value_line[1]
     class_option = re.fullmatch(r"NestedArg\(key='(?P<argument>[\w.]+)', val=.*\)", value)
-    if class_option and "class_path" not in innermost and len(keys) == 1:
+    if class_option and len(keys) == 1:
         return _option_without_class(keys[0], class_option["argument"], value, typed)
     texts = _expected_types(innermost[: value_line.end()])
-    if not texts or "class_path" in innermost:
+    if not texts:
         return None
-    option = ".".join(keys)
-    name = option
-    for key in (keys[0], option):  # the longer one takes precedence
-        if key in typed:
-            name = typed[key] + option.removeprefix(key)
     remedy = f"must be {', or '.join(texts)}"
-    return OptionError(f"{name}: {remedy}, got {value!r}", name=option, value=value, remedy=remedy)
+    return OptionError(
+        f"{_as_typed(keys, typed)}: {remedy}, got {value!r}", name=".".join(keys), value=value, remedy=remedy
+    )
+
+
+def _innermost(message: str) -> str:
+    """Return the part of a message about the innermost of the options that it names."""
+    return message[message.rindex("Parser key") :]
+
+
+def _as_typed(keys: Sequence[str], typed: Mapping[str, str]) -> str:
+    """Return an option as the user typed it, or its full name.
+
+    Args:
+        keys: The option, followed by those of its class, from outside in.
+        typed: Options as they were typed, by full name.
+    """
+    option = ".".join(keys)
+    if option in typed:
+        return typed[option]
+    outer = keys[0]
+    if outer in typed:
+        return typed[outer] + option.removeprefix(outer)
+    return option
 
 
 def _option_without_class(key: str, argument: str, value: str, typed: Mapping[str, str]) -> OptionError:
@@ -264,35 +290,55 @@ def _wrong_class(message: str) -> OptionError | None:
     keys = _keys(message)
     if not keys:
         return None
-    innermost = message[message.rindex("Parser key") :]
     option = ".".join(keys)
-    no_module = re.search(_NO_MODULE, innermost)
-    no_attribute = re.search(_NO_ATTRIBUTE, innermost)
-    no_subclass = re.search(r"Import path (?:(\S+) )?does not correspond to (a subclass of \w+)", innermost)
-    no_class = re.search(r"Expected a dot import path string: (.+)", innermost)
+    innermost = _innermost(message)
     value_line = re.search(r"Given value: (.*)", innermost)
     value = value_line[1] if value_line else ""
-    if no_module and no_module["path"].endswith((".yaml", ".yml", ".json")):
-        file = no_module["path"]
-        return _class_error(option, file, f"{file} cannot be read", "use an existing file, or a class")
-    if no_module:
-        remedy = "it must be in the current folder, on PYTHONPATH, or installed"
-        return _class_error(option, no_module["path"], f"No module named {no_module['module']!r}", remedy)
-    if no_attribute:
-        module = no_attribute["module"]
-        name = no_attribute["name"]
-        remedy = f"use {OWN_CLASS}"
-        proposals = near_names(name, vars(sys.modules[module]))
-        if proposals:
-            remedy = f"did you mean {module}.{proposals[0]}?"
-        return _class_error(option, no_attribute["path"], f"module {module!r} has no attribute {name!r}", remedy)
-    if no_subclass:
-        return _class_error(option, value, f"{no_subclass[1] or value} is not {no_subclass[2]}", "use one")
+    error = _no_module(option, innermost) or _no_attribute(option, innermost) or _no_subclass(option, value, innermost)
+    if error is not None:
+        return error
     if "Expected an instantiatable class" in innermost:
         return _base_class(option, value, innermost)
-    if no_class or "Not a valid subclass of" in innermost:
-        return _no_such_class(option, no_class[1] if no_class else value, innermost)
+    no_class = re.search(r"Expected a dot import path string: (.+)", innermost)
+    if no_class is not None:
+        return _no_such_class(option, no_class[1], innermost)
+    if "Not a valid subclass of" in innermost:
+        return _no_such_class(option, value, innermost)
     return None
+
+
+def _no_module(option: str, message: str) -> OptionError | None:
+    """Return the error of a class in a missing module, or of a missing file; None for another message."""
+    match = re.search(_NO_MODULE_FORM, message)
+    if match is None:
+        return None
+    path = match["path"]
+    if path.endswith((".yaml", ".yml", ".json")):
+        return _class_error(option, path, f"{path} cannot be read", "use an existing file, or a class")
+    remedy = "it must be in the current folder, on PYTHONPATH, or installed"
+    return _class_error(option, path, f"No module named {match['module']!r}", remedy)
+
+
+def _no_attribute(option: str, message: str) -> OptionError | None:
+    """Return the error of a class that its module does not have, with a proposal; None for another message."""
+    match = re.search(_NO_ATTRIBUTE_FORM, message)
+    if match is None:
+        return None
+    module = match["module"]
+    name = match["name"]
+    remedy = f"use {OWN_CLASS}"
+    proposals = near_names(name, vars(sys.modules[module]))
+    if proposals:
+        remedy = f"did you mean {module}.{proposals[0]}?"
+    return _class_error(option, match["path"], f"module {module!r} has no attribute {name!r}", remedy)
+
+
+def _no_subclass(option: str, value: str, message: str) -> OptionError | None:
+    """Return the error of a class that is not of the accepted type; None for another message."""
+    match = re.search(r"Import path (?:(\S+) )?does not correspond to (a subclass of \w+)", message)
+    if match is None:
+        return None
+    return _class_error(option, value, f"{match[1] or value} is not {match[2]}", "use one")
 
 
 def _class_error(option: str, value: object, problem: str, remedy: str) -> OptionError:
@@ -343,24 +389,48 @@ def _no_such_class(option: str, value: str, message: str) -> OptionError:
         problem = f"must be a mapping of options, {{NAME: VALUE}}, got {value!r}"
         return _class_error(option, value, problem, remedy)
     names = _choices(option, bases)
-    # Algorithms and server rules can be given by their classes too, beside the short names in the help.
-    classes = sorted({subclass.__name__ for base in bases for subclass in subclasses(base)})
-    proposals = near_names(value, [*names, *classes])
-    if not proposals and len(value) > 1:
-        # A word such as csv for CSVLogger.
-        proposals = [name for name in classes if name.lower().startswith(value.lower())]
+    proposals = _near_classes(value, names, bases)
     if proposals:
         remedy = f"did you mean {proposals[0]!r}?"
     elif names:
-        choices = [abbreviated(names, 50)]
-        if "list[" in accepted or "Iterable[" in accepted:
-            choices.append("a list of them")
-        if "'bool'" in accepted:
-            choices.append("true or false")
-        remedy = f"choose one of {', '.join(choices)}, or use {OWN_CLASS}"
+        remedy = f"choose one of {_list_choices(names, accepted)}, or use {OWN_CLASS}"
     else:
         remedy = f"use {OWN_CLASS}"
     return _class_error(option, value, f"there is no class {value!r}", remedy)
+
+
+def _near_classes(value: str, names: Sequence[str], bases: Iterable[type]) -> list[str]:
+    """Return names that a value that is not a class may mean, nearest first.
+
+    Args:
+        value: The value.
+        names: Names that the option accepts.
+        bases: Classes that it accepts, with their subclasses.
+    """
+    # Algorithms and server rules can be given by their classes too, beside the short names in the help.
+    classes: set[str] = set()
+    for base in bases:
+        classes |= {subclass.__name__ for subclass in subclasses(base)}
+    proposals = near_names(value, [*names, *sorted(classes)])
+    if not proposals and len(value) > 1:
+        # A word such as csv for CSVLogger.
+        proposals = [name for name in sorted(classes) if name.lower().startswith(value.lower())]
+    return proposals
+
+
+def _list_choices(names: Sequence[str], accepted: str) -> str:
+    """List what an option accepts beside a custom class.
+
+    Args:
+        names: Names of classes.
+        accepted: The types that the option accepts, as the parser prints them.
+    """
+    choices = [abbreviated(names, 50)]
+    if "list[" in accepted or "Iterable[" in accepted:
+        choices.append("a list of them")
+    if "'bool'" in accepted:
+        choices.append("true or false")
+    return ", ".join(choices)
 
 
 def _classes(types: str) -> list[type]:
@@ -392,18 +462,38 @@ def of_options(message: str, parser: ArgumentParser) -> str:
     type_error = missing_value(message, {}) or wrong_type(message, typed)
     if type_error is not None:
         return str(type_error)
-    choice = re.fullmatch(r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", message, re.DOTALL)
-    if choice is not None:
-        return f"{typed.get(choice[1], choice[1])}: must be one of {choice[3]}, got {choice[2]}"
-    missing = re.fullmatch(r"the following arguments are required: (.*)", message, re.DOTALL)
-    if missing is not None:
-        names = ", ".join(typed.get(name, name) for name in missing[1].split(", "))
-        return f"the following arguments are required: {names}; `{parser.prog} --help` explains them"
-    unknown = re.search(r"unrecognized arguments: (?:[^-]\S* )*(--?[\w.-]+)?", message)
-    if unknown is None or "did you mean" in message:
-        return message
-    proposals = near_names(unknown[1] or "", [name for name in typed.values() if name.startswith("--")])
-    remedy = f"did you mean {proposals[0]}?" if proposals else f"`{parser.prog} --help` lists the options"
+    return (
+        _wrong_choice(message, typed)
+        or _missing_arguments(message, typed, parser.prog)
+        or _unknown_word(message, typed, parser.prog)
+        or message
+    )
+
+
+def _wrong_choice(message: str, typed: Mapping[str, str]) -> str:
+    """Return the message about a value that is not among the choices of an option; empty for another message."""
+    match = re.fullmatch(r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", message, re.DOTALL)
+    if match is None:
+        return ""
+    return f"{typed.get(match[1], match[1])}: must be one of {match[3]}, got {match[2]}"
+
+
+def _missing_arguments(message: str, typed: Mapping[str, str], program: str) -> str:
+    """Return the message about required arguments that are missing; empty for another message."""
+    match = re.fullmatch(r"the following arguments are required: (.*)", message, re.DOTALL)
+    if match is None:
+        return ""
+    names = ", ".join(typed.get(name, name) for name in match[1].split(", "))
+    return f"the following arguments are required: {names}; `{program} --help` explains them"
+
+
+def _unknown_word(message: str, typed: Mapping[str, str], program: str) -> str:
+    """Return the message about an unknown word, with a proposal if it is an option; empty for another message."""
+    match = re.search(r"unrecognized arguments: (?:[^-]\S* )*(--?[\w.-]+)?", message)
+    if match is None or "did you mean" in message:
+        return ""
+    proposals = near_names(match[1] or "", [name for name in typed.values() if name.startswith("--")])
+    remedy = f"did you mean {proposals[0]}?" if proposals else f"`{program} --help` lists the options"
     return f"{message}; {remedy}"
 
 

@@ -45,6 +45,7 @@ from perada.deploy.server.progress import (
 from perada.deploy.server.rounds import (
     TRANSIENT,
     Roster,
+    SiteReplies,
     ask,
     close_round,
     epsilon_metrics,
@@ -337,21 +338,23 @@ class Coordinator:
             messages = {name: message_for(name) for name in pending}
             specs = {name: spec_of(expected_for(name)) for name in pending}
             replies = ask(self.transport, messages, num_wanted, end - time.monotonic(), specs, record)
-            answered = replies.responses
-            failed = replies.failed
-            for name, (_, state) in list(answered.items()):
-                if not self._has_valid_modes(state):
-                    del answered[name]
-                    failed[name] = "malformed"
-            responses |= answered
-            for name in answered:
+            self._reject_invalid_modes(replies)
+            responses |= replies.responses
+            for name in replies.responses:
                 # It may have failed when it was asked before.
                 record.failed.pop(name, None)
-            record.failed |= failed
+            record.failed |= replies.failed
             if time.monotonic() >= end:
                 return _Replies(selected, responses)
-            if not answered and failed:
-                time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
+            if replies.failed and not replies.responses:
+                _pause(end)
+
+    def _reject_invalid_modes(self, replies: SiteReplies) -> None:
+        """Move replies with numbers of modes that the run does not have to the failed ones."""
+        for name, (_, state) in list(replies.responses.items()):
+            if not self._has_valid_modes(state):
+                del replies.responses[name]
+                replies.failed[name] = "malformed"
 
     def _has_valid_modes(self, state: State) -> bool:
         """Return whether the integers sent with the model are numbers of modes that the run has.
@@ -404,7 +407,7 @@ class Coordinator:
             TimeoutError: If there are too few at the time ``end``.
         """
         progress = self.progress
-        terms = self.terms
+        min_sites = self.terms.min_sites
         begin = time.monotonic()
         next_log = 0.0
         while True:
@@ -412,34 +415,43 @@ class Coordinator:
             # Once sites were asked they have this round's messages, which hold the number of sites.
             if not progress.selected:
                 # A site that never answers must not take half of every round.
-                share = 1 / 2 if len(progress.roster) < terms.min_sites else 1 / 10
+                share = 1 / 2 if len(progress.roster) < min_sites else 1 / 10
                 self._admit(connected, (end - time.monotonic()) * share)
             eligible = self.roster.eligible(connected)
-            if len(eligible) >= terms.min_sites or time.monotonic() >= end:
+            if len(eligible) >= min_sites or time.monotonic() >= end:
                 break
             if time.monotonic() >= next_log:
                 next_log = time.monotonic() + LOG_INTERVAL
-                outside = ", ".join(f"{name} ({reason})" for name, reason in self.roster.outside.items())
-                log.info(
-                    "round %d waits for sites, for at most %.0f s more: %d of at least %d are ready; connected but not "
-                    "joined: %s",
-                    progress.done + 1,
-                    end - time.monotonic(),
-                    len(eligible),
-                    terms.min_sites,
-                    outside or "none",
-                )
-            time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
-        if len(eligible) < terms.min_sites:
-            missing = {}
-            for number, member in enumerate(progress.roster):
-                if number not in eligible:
-                    missing[member.name] = member.left or "unreachable"
+                self._log_waiting(len(eligible), end)
+            _pause(end)
+        if len(eligible) < min_sites:
+            missing = self._missing_members(eligible)
             raise TimeoutError(self._too_few_message(f"round {progress.done + 1}", len(eligible), missing, begin))
         num_sites = len(progress.roster)
         # All sites are drawn in order if some may be left out, since spare ones follow those that are asked.
         num_drawn = num_sites if self.sample else None
         return sample_cohort(self.settings.seed, progress.done, num_sites, num_drawn, lambda _: eligible)
+
+    def _log_waiting(self, num_ready: int, end: float) -> None:
+        """Log that the round waits for sites, at most until the time ``end``."""
+        outside = ", ".join(f"{name} ({reason})" for name, reason in self.roster.outside.items())
+        log.info(
+            "round %d waits for sites, for at most %.0f s more: %d of at least %d are ready; connected but not "
+            "joined: %s",
+            self.progress.done + 1,
+            end - time.monotonic(),
+            num_ready,
+            self.terms.min_sites,
+            outside or "none",
+        )
+
+    def _missing_members(self, eligible: Sequence[int]) -> dict[str, str]:
+        """Return why the members that are not eligible are missing, by their names."""
+        missing = {}
+        for number, member in enumerate(self.progress.roster):
+            if number not in eligible:
+                missing[member.name] = member.left or "unreachable"
+        return missing
 
     def _admit(self, connected: Sequence[str], seconds: float) -> None:
         """Ask connected sites that are not in the run to join it."""
@@ -537,27 +549,37 @@ class Coordinator:
         # Sites whose training broke do not count here: they answer quickly, and must take nobody's place.
         enough = terms.min_sites if terms.late == "skip" else None
         replies = self._ask(progress.selected, message_for, expected_for, end, record, enough, spare)
-        answered = replies.answered
         if terms.late == "skip":
             # Only the first ones count.
-            for name in list(answered)[terms.min_sites :]:
-                del answered[name]
+            for name in list(replies.answered)[terms.min_sites :]:
+                del replies.answered[name]
                 record.failed[name] = "late"
-        num_answered = len(answered) + sum(code == "broken" for code in record.failed.values())
-        if num_answered < terms.min_sites:
-            missing = {name: record.failed.get(name, "late") for name in replies.selected if name not in answered}
-            raise TimeoutError(self._too_few_message(f"round {progress.done + 1}", num_answered, missing, begin))
+        self._check_enough_trained(replies, record, begin)
+        self._record_participation(replies, record)
+        return replies.answered
+
+    def _check_enough_trained(self, replies: _Replies, record: RoundRecord, begin: float) -> None:
+        """Raise a TimeoutError if too few sites trained in a round that began at ``begin``."""
+        num_trained = len(replies.answered) + sum(code == "broken" for code in record.failed.values())
+        if num_trained >= self.terms.min_sites:
+            return
+        missing = {}
+        for name in replies.selected:
+            if name not in replies.answered:
+                missing[name] = record.failed.get(name, "late")
+        raise TimeoutError(self._too_few_message(f"round {self.progress.done + 1}", num_trained, missing, begin))
+
+    def _record_participation(self, replies: _Replies, record: RoundRecord) -> None:
+        """Record which sites were asked, which have answered, and which were not connected."""
         record.selected = replies.selected
-        record.answered = list(answered)
+        record.answered = list(replies.answered)
         record.outside = dict(self.roster.outside)
         connected = set(self.transport.names())
-        away = []
-        for member in progress.roster:
+        record.away = []
+        for member in self.progress.roster:
             is_absent = member.name not in connected and member.name not in replies.selected
             if is_absent and not member.left:
-                away.append(member.name)
-        record.away = away
-        return answered
+                record.away.append(member.name)
 
     def _close_round(self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]]) -> None:
         """Close a round with the sites' updates."""
@@ -571,26 +593,11 @@ class Coordinator:
 
     def _close_summed_round(self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]]) -> None:
         """Close a round with the secure sum of the sites' updates."""
-        numbers = self.roster.numbers
-        result: SumResult | None = None
-        try:
-            contents = self.recipe.contents(record.round, self.images)
-            finished_sum = self._sum("update", record, answered, contents)
-            record.summed = finished_sum.sites
-            result = finished_sum.result
-            self._check_move(result.mean)
-        except RejectionError as rejection:
-            record.summed = []
-            result = None
-            record.void = str(rejection)
-        updates = {}
+        result = self._sum_of_updates(record, answered)
+        updates: dict[int, tuple[Response, State]] = {}
         summed_logits = None
         if result is not None:
-            # After a restart a site may be in the sum whose response to the training did not come a second time.
-            no_facts = Response("ok", digest(b""))
-            for name in record.summed:
-                response = answered[name][0] if name in answered else no_facts
-                updates[numbers[name]] = (response, result.mean)
+            updates = self._summed_updates(record, answered, result.mean)
             summed_logits = torch.empty(0) if result.logits is None else result.logits
         states_before = deepcopy(self.server.state_dict())
         close_round(self.recipe, self.server, self.roster, self.images, record, updates, summed_logits)
@@ -598,6 +605,31 @@ class Coordinator:
         if result is not None:
             for role, loss in result.metrics.items():
                 self.progress.history[-1][f"train/{role}_loss"] = loss
+
+    def _sum_of_updates(self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]]) -> SumResult | None:
+        """Return the secure sum of the sites' updates; None, and the reason in the record, if it cannot be used."""
+        try:
+            contents = self.recipe.contents(record.round, self.images)
+            finished_sum = self._sum("update", record, answered, contents)
+            record.summed = finished_sum.sites
+            self._check_move(finished_sum.result.mean)
+        except RejectionError as rejection:
+            record.summed = []
+            record.void = str(rejection)
+            return None
+        return finished_sum.result
+
+    def _summed_updates(
+        self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]], mean: State
+    ) -> dict[int, tuple[Response, State]]:
+        """Return the mean of a secure sum as the update of each site in it, by the number of the site."""
+        # After a restart a site may be in the sum whose response to the training did not come a second time.
+        no_facts = Response("ok", digest(b""))
+        updates = {}
+        for name in record.summed:
+            response = answered[name][0] if name in answered else no_facts
+            updates[self.roster.numbers[name]] = (response, mean)
+        return updates
 
     def _check_move(self, mean: State) -> None:
         """Check the size of the mean of a secure sum, which a single site may have made huge.
@@ -717,17 +749,10 @@ class Coordinator:
         Raises:
             RejectionError: If too few sites remain at a step.
         """
-        from perada.deploy.server.summing import LIED, SecureSum
+        from perada.deploy.server.summing import SecureSum
         from perada.deploy.sums.keys import SumTerms
 
         progress = self.progress
-        liars = {member.name for member in progress.roster if member.lie}
-        candidates = {}
-        for name, answer in answered.items():
-            if name in liars:
-                record.failed[name] = LIED
-            else:
-                candidates[name] = answer
 
         def terms(attempt: int) -> SumTerms:
             return SumTerms(progress.run, progress.done, progress.recipe, contents.options, attempt, of=of)
@@ -735,7 +760,7 @@ class Coordinator:
         secure_sum = SecureSum(
             partial(self._ask_for_sum, of, record),
             terms,
-            candidates,
+            self._without_liars(answered, record),
             contents.size,
             state=read_sum(self.folder, progress.run, progress.done, of),
             save=lambda state: write_sum(self.folder, progress.run, state),
@@ -751,6 +776,21 @@ class Coordinator:
             for member in progress.roster:
                 member.lie = secure_sum.lies.get(member.name, member.lie)
         return _FinishedSum(survivors, contents.decode(total, len(survivors)))
+
+    def _without_liars(
+        self, answered: Mapping[str, tuple[Response, State]], record: RoundRecord
+    ) -> dict[str, tuple[Response, State]]:
+        """Return the answers of sites that are not known to have lied, and record the other sites as failed."""
+        from perada.deploy.server.summing import LIED
+
+        liars = {member.name for member in self.progress.roster if member.lie}
+        honest = {}
+        for name, answer in answered.items():
+            if name in liars:
+                record.failed[name] = LIED
+            else:
+                honest[name] = answer
+        return honest
 
     def _ask_for_sum(
         self,
@@ -899,6 +939,11 @@ class Coordinator:
         if self._former:
             states["former"] = self._former
         write_progress(self.folder, self.progress, states)
+
+
+def _pause(end: float) -> None:
+    """Wait before the next attempt, at most until the time ``end``."""
+    time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
 
 
 def _may_answer(name: str, record: RoundRecord) -> bool:
