@@ -281,6 +281,15 @@ class Plan:
             raise ValueError(
                 f"--trials {self.options.trials} requires a range; add --tune NAME=lo..hi, or leave --trials out"
             )
+        if self.options.sampler != "tpe" and not has_ranges:
+            raise ValueError(
+                f"--sampler {self.options.sampler} requires a range; add --tune NAME=lo..hi, or leave --sampler out"
+            )
+        if self.options.choose_by != list(CHOSEN_BY) and not self.options.tune:
+            scores = " ".join(self.options.choose_by)
+            raise ValueError(
+                f"--choose_by {scores} requires settings to choose from; add --tune, or leave --choose_by out"
+            )
         if has_ranges:
             check_installed("--tune with a range", "tune", "optuna")
 

@@ -182,6 +182,11 @@ def test_runs_from_a_range_are_those_of_perada_fit():
         (["--tune", "model.lr_locl=0.1..1"], "--tune --model.lr_locl=0.1 with ditto"),
         (["--tune", "training.lr_local=-1..1:linear"], "--tune --training.lr_local=-1 with ditto: .*lr_local must be"),
         (["--tune", "training.lr_local=0.1,1", "--trials", "4"], "--trials 4 requires a range; add --tune NAME=lo..hi"),
+        (["--tune", "training.lr_local=0.1,1", "--sampler", "random"], "--sampler random requires a range; add --tune"),
+        (
+            ["--choose_by", "personal/local_test"],
+            "--choose_by personal/local_test requires settings to choose from; add",
+        ),
         (["--vary", "training.lr_local=0.1..1"], "--vary training.lr_local: a range cannot be varied"),
     ],
 )
