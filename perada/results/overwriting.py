@@ -69,15 +69,20 @@ def is_run_file(path: Path) -> bool:
 
 
 def check_exported_model(folder: Path, file_name: str) -> None:
-    """Check that a model may be exported to a folder: that perada wrote its README and its file, if there are any.
+    """Check that a model may be exported to a folder: that its README and file replace only those of an earlier export.
+
+    The folder of a saved run has a README too, in which users may write.
 
     Raises:
-        FileExistsError: If it did not.
+        FileExistsError: If they would replace another README, or a file without a README.
     """
     readme = folder / "README.md"
     if readme.exists():
         if MODEL_README.match(readme.read_text(encoding="utf-8", errors="replace")) is None:
-            raise foreign_file(readme)
+            raise FileExistsError(
+                f"{str(readme)!r} is not the README of an exported model, so it is not replaced; choose a different "
+                "folder, or move it away"
+            )
     elif (folder / file_name).exists():
         raise foreign_file(folder / file_name)
 

@@ -196,7 +196,7 @@ def test_fine_tuning_for_longer_is_asked_of_the_algorithm():
 def test_the_pull_leaves_running_statistics_alone():
     """A pull so strong that v = w after every step: statistics are still those of the client's own batches."""
     ref = reference("net-full")
-    run = finetune("ditto", rounds=1, prox_strength=1 / LR_PERSONAL, local_steps=1)
+    run = finetune("ditto", rounds=1, prox_strength=1 / LR_PERSONAL, local_epochs=None, local_steps=1)
     (m, batches), *_ = ref.rounds[0].items()
     x = batches[0][0]
     features = functional_call(ref.model.conv, {k[5:]: v for k, v in ref.initial.items() if k[:5] == "conv."}, (x,))

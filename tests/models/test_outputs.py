@@ -55,7 +55,8 @@ def test_a_run_is_that_of_the_logits_alone(options, tmp_path):
             got, wanted = (one.state(role, None if role == "global" else 1) for one in (run, expected))
             torch.testing.assert_close(got, wanted)
         saved = perada.Run.load(run.save(tmp_path / way), backbone=Net(WAYS[way], seed=5))
-        assert "differ from the run's by at most" in export_model(saved, 1, "torch-export", tmp_path / way)
+        exported = tmp_path / f"{way} exported"
+        assert "differ from the run's by at most" in export_model(saved, 1, "torch-export", exported)
         torch.testing.assert_close(saved.predict(x).probabilities, expected.predict(x).probabilities)
 
 

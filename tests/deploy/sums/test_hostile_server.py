@@ -354,10 +354,12 @@ def test_no_reply_but_the_masked_one_holds_an_update_and_that_one_looks_random(t
     (client,) = workers["site0"].clients.values()
     size = client.recipe.contents(0, client.images).size
     for worker in workers.values():
-        update = read_state(worker.store.folder / "state.safetensors").state.summing.update
-        for value in update.values():
+        stored = read_state(worker.store.folder / "state.safetensors").state
+        for value in stored.summing.update.values():
             for row in value.flatten().split(4):  # of 16 bytes
                 assert row.numpy().tobytes() not in others
+        # The reply that is kept for a repeated request has none either, before keys are added to it.
+        assert unpack(stored.training.reply, {}).tensors == {}
     vectors = [unpack(reply, {"masked": ("U64", (size,))})[1]["masked"] for reply in masked]
     assert len(vectors) == 3
     for vector in vectors:
