@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from perada.core.rounds import Phase
 from perada.core.states import State, clone, expand, stack_size
 from perada.server import ServerRule, Updates, client_weights
 from perada.tasks import Classification, Task
+
+T = TypeVar("T")
 
 SERVER_ROUNDS = 3
 """Number of rounds in which server steps on updates and on their mean are compared."""
@@ -130,10 +132,7 @@ class DryRun:
             # Two steps, since the second one starts from the state that the first one left.
             self.call("client_step", algorithm.client_step, step)
             self.call("client_step", algorithm.client_step, step)
-        kept_and_sent: tuple[Stacks, State] = self.call(
-            "end_round", algorithm.end_round, step.finished(), client_state, received, self.tensor_names
-        )
-        return kept_and_sent
+        return self.call("end_round", algorithm.end_round, step.finished(), client_state, received, self.tensor_names)
 
     def queries(self) -> tuple[dict[str, int], ...]:
         """Count the gradients that one local step of the first round computes.
@@ -183,7 +182,7 @@ class DryRun:
             server_state = server.state
         return {"": global_state} | server_state
 
-    def call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  # any method's result
+    def call(self, method: str, function: Callable[..., T], *arguments: Any) -> T:
         """Call a method of the algorithm. A subclass overrides this to check the result.
 
         Args:

@@ -89,7 +89,7 @@ def dry_run_rounds(
 class _CheckedDryRun(DryRun):
     """A dry run that checks the results of all methods of the algorithm."""
 
-    def call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  # any method's result
+    def call(self, method: str, function: Callable[..., T], *arguments: Any) -> T:
         """Call a method of the algorithm; raise a ValueError if it fails or its result has the wrong form."""
         who = f"{type(self.algorithm).__name__}.{method}"
         former_client_state: Stacks = {}
@@ -97,8 +97,8 @@ class _CheckedDryRun(DryRun):
             # Read before the call, which might change its arguments in place. The second one is the client state.
             former_client_state = _first_rows(arguments[1])
         result = _call_foreign(who, function, *arguments)
-        if method == "initial_client_state":
-            _check_stacks(who, result, result)
+        if method in ("initial_client_state", "begin_round"):
+            _check_stacks(who, result)
         elif method == "broadcast":
             self._check_received(who, result)
         elif method == "end_round":
@@ -106,20 +106,18 @@ class _CheckedDryRun(DryRun):
         elif method == "server_step":
             _check_state(who, result, self.initial, partial=True)
             server_state = arguments[0].state
-            _check_stacks(f"{who} (server.state)", server_state, server_state)
+            _check_stacks(f"{who} (server.state)", server_state)
         elif method == "personal":
             _check_state(who, result, self.initial, len(self.clients))
         return result
 
-    def _check_received(self, who: str, received: State) -> None:
+    def _check_received(self, who: str, result: object) -> None:
         """Raise unless the server sends stacks (C, ...). There may be other names than the model's, for client_step."""
-        # First that these are tensors, since their shapes are read below.
-        _check_state(who, received, received)
         expected = dict(self.initial)
-        for name, value in received.items():
+        for name, value in _tensors_by_name(who, result).items():
             if name not in self.initial:
                 expected[name] = value.new_empty(value.shape[1:])
-        _check_state(who, received, expected, len(self.clients), partial=True)
+        _check_state(who, result, expected, len(self.clients), partial=True)
 
     def _check_round_end(self, who: str, result: object, former_client_state: Stacks) -> None:
         """Raise unless the result of end_round is a pair of stacks (C, ...): those to keep and those to send.
@@ -135,10 +133,11 @@ class _CheckedDryRun(DryRun):
                 f"{who} returned {value_text(result)}; return a pair of what clients keep and what they send"
             )
         client_state, update = result
-        _check_stacks(f"{who} (client states)", client_state, former_client_state, len(self.clients))
+        _check_stacks(f"{who} (client states)", client_state)
+        _check_roles(f"{who} (client states)", client_state, former_client_state, len(self.clients))
         # Clients may send other tensors than the model's, which the algorithm's server_step reads.
         expected = dict(self.initial)
-        for name, value in update.items():
+        for name, value in _tensors_by_name(f"{who} (updates)", update).items():
             if name not in self.initial:
                 expected[name] = value[0]
         _check_state(f"{who} (updates)", update, expected, len(self.clients), partial=True)
@@ -157,7 +156,7 @@ class _CheckedRule(ServerRule):
         for key, value in aggregation.updates.gathered_all().items():
             expected[key] = aggregation.previous.get(key, value[0])
         _check_state(name, result, expected)
-        _check_stacks(f"{name} (aggregation.state)", aggregation.state, aggregation.state)
+        _check_stacks(f"{name} (aggregation.state)", aggregation.state)
         return result
 
 
@@ -176,22 +175,40 @@ def _call_foreign(who: str, function: Callable[..., T], *arguments: object) -> T
         raise _MisfitError(f"{who} fails in the dry run at set-up ({type(error).__name__}: {reason})") from error
 
 
-def _check_stacks(who: str, stacks: object, expected: Mapping[str, State], clients: int | None = None) -> None:
-    """Raise unless states have the expected roles and form.
+def _check_stacks(who: str, stacks: object) -> None:
+    """Raise unless a method returned states by role, whatever their names and shapes.
 
     Args:
         who: Name of the method, for the message.
-        stacks: States by role, as returned by the method.
-        expected: The expected roles and, if ``clients`` is set, the expected states without a client axis.
-        clients: Number C of clients in the stacks; None if only the roles are known.
+        stacks: What it returned.
     """
-    if not isinstance(stacks, Mapping) or set(stacks) != set(expected):
-        actual = sorted(map(str, stacks)) if isinstance(stacks, Mapping) else type(stacks).__name__
-        raise _MisfitError(f"{who} returned {actual} instead of states for the roles {quoted(sorted(expected))}")
+    if not isinstance(stacks, Mapping):
+        raise _MisfitError(f"{who} returned {value_text(stacks)}; return states by role, {{role: {{name: tensor}}}}")
     for role, state in stacks.items():
-        # If only the roles are known, any names and shapes are accepted.
-        expected_state = state if clients is None else expected[role]
-        _check_state(f"{who} for role {role!r}", state, expected_state, clients)
+        _tensors_by_name(f"{who} for role {role!r}", state)
+
+
+def _check_roles(who: str, stacks: Stacks, expected: Stacks, clients: int) -> None:
+    """Raise unless states have the expected roles, names, shapes and dtypes.
+
+    Args:
+        who: Name of the method that returned them, for the message.
+        stacks: States (C, ...) by role.
+        expected: The expected states by role, without a client axis.
+        clients: Number C of clients.
+    """
+    if set(stacks) != set(expected):
+        roles = sorted(map(str, stacks))
+        raise _MisfitError(f"{who} returned {roles} instead of states for the roles {quoted(sorted(expected))}")
+    for role, state in stacks.items():
+        _check_state(f"{who} for role {role!r}", state, expected[role], clients)
+
+
+def _tensors_by_name(who: str, state: object) -> State:
+    """Return a state that a method returned; raise unless it is tensors by name."""
+    if isinstance(state, Mapping) and all(isinstance(value, Tensor) for value in state.values()):
+        return dict(state)
+    raise _MisfitError(f"{who} returned {value_text(state)}; return tensors by name, {{name: tensor}}")
 
 
 def _check_state(who: str, state: object, expected: State, clients: int | None = None, partial: bool = False) -> None:
@@ -204,9 +221,8 @@ def _check_state(who: str, state: object, expected: State, clients: int | None =
         clients: Number C of clients in the state; None if it has no client axis.
         partial: Whether names may be missing.
     """
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise _MisfitError(f"{who} returned {value_text(state)}; return tensors by name, {{name: tensor}}")
-    for name, value in state.items():
+    tensors = _tensors_by_name(who, state)
+    for name, value in tensors.items():
         if name not in expected:
             message = f"{who} returned {name!r}, which is not the name of a trained tensor"
             if who.endswith("server_step"):
@@ -224,7 +240,7 @@ def _check_state(who: str, state: object, expected: State, clients: int | None =
                 f"{who} returned {name!r} with shape {tuple(value.shape)} and {dtype_name(value.dtype)} "
                 f"instead of {shape} and {dtype_name(dtype)}"
             )
-    missing = sorted(expected.keys() - state.keys())
+    missing = sorted(expected.keys() - tensors.keys())
     if missing and not partial:
         message = f"{who} lacks {missing[0]!r}"
         if len(missing) > 1:

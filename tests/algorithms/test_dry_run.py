@@ -168,6 +168,24 @@ def keep(change):
             "for role 'drift' returned a tensor of shape (3,); return tensors by name",
         ),
         (
+            changed(initial_client_state=lambda self, initial, tensor_names: None),
+            "Changed.initial_client_state returned None; return states by role, {role: {name: tensor}}",
+        ),
+        (
+            changed(broadcast=lambda self, sending: None),
+            "Changed.broadcast returned None; return tensors by name, {name: tensor}",
+        ),
+        (
+            changed(begin_round=lambda self, kept, received, tensor_names: None),
+            "Changed.begin_round returned None; return states by role, {role: {name: tensor}}",
+        ),
+        (
+            changed(begin_round=lambda self, kept, received, tensor_names: received),
+            "Changed.begin_round for role 'conv.weight' returned a tensor of shape (2, 4, ",
+        ),
+        (keep(lambda kept: None), "Changed.end_round (client states) returned None; return states by role"),
+        (send(lambda sent: None), "Changed.end_round (updates) returned None; return tensors by name"),
+        (
             changed(initial_client_state=lambda self, initial, tensor_names: {"drift": initial}),
             "Changed.begin_round fails .* (KeyError: 'personal')",
         ),
