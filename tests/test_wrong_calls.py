@@ -324,7 +324,7 @@ def test_wrong_calls_of_predict(run, tmp_path):
         ({"images": [CLIENT[0]]}, r"; pass the images without labels"),
         ({"images": {"image": IMAGES[0]}}, r"; pass the images without labels"),
         ({"images": torch.full((1, 3, 4, 4), torch.nan)}, r"a sample has NaN or infinity; leave it out, or correct it"),
-        ({"images": IMAGES, "device": None}, r"^device='None' is not available \(it is not a name\); use cpu"),
+        ({"images": IMAGES, "device": None}, "^device='None' is not the name of a device; use cpu, or a GPU"),
         ({"images": IMAGES, "broken": []}, r"^broken must be of type dict or None, got \[\]"),
         ({"images": IMAGES, "client": torch.tensor(0)}, r"^client must be .*, got a tensor of the number 0"),
     ):

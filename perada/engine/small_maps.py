@@ -61,12 +61,9 @@ def is_small_map(conv: nn.Conv2d, x: Tensor) -> bool:
     if channels != conv.in_channels or min(in_height, in_width, output_map.height, output_map.width) < 1:
         return False
     # For each output pixel the product multiplies all pixels of the map, and the convolution all taps of the kernel.
-    in_pixels = in_height * in_width
-    out_pixels = output_map.height * output_map.width
     taps = conv.kernel_size[0] * conv.kernel_size[1]
-    needs_less_work = in_pixels <= max(1, LARGEST_WORK * taps)
-    has_small_matrix = in_pixels * out_pixels <= LARGEST_MATRIX * taps
-    return needs_less_work and has_small_matrix
+    needs_less_work = in_height * in_width <= max(1, LARGEST_WORK * taps)
+    return needs_less_work and _matrix_growth(conv, x) <= LARGEST_MATRIX
 
 
 def pays_with_trained_weights(conv: nn.Conv2d, x: Tensor) -> bool:
@@ -76,11 +73,16 @@ def pays_with_trained_weights(conv: nn.Conv2d, x: Tensor) -> bool:
         conv: The convolution, for which :func:`is_small_map` is true.
         x: The images (B, in, H, W) of a client.
     """
-    rows, _, in_height, in_width = x.shape
+    return len(x) >= FEWEST_ROWS * _matrix_growth(conv, x)
+
+
+def _matrix_growth(conv: nn.Conv2d, x: Tensor) -> float:
+    """Return the number of elements of the matrix for maps (B, in, H, W), as a multiple of that of the weights."""
     output_map = output_size(conv, x.shape[2:])
+    in_pixels = x.shape[2] * x.shape[3]
+    out_pixels = output_map.height * output_map.width
     taps = conv.kernel_size[0] * conv.kernel_size[1]
-    growth = in_height * in_width * output_map.height * output_map.width / taps
-    return rows >= FEWEST_ROWS * growth
+    return in_pixels * out_pixels / taps
 
 
 class MapSize(NamedTuple):

@@ -79,9 +79,11 @@ class Predictions:
             raise ValueError("the model does not predict masks; write the predictions with to_csv")
         files = self.paths if self.sources is None else self.sources
         check_output_folder("folder", folder)
-        targets = [folder / f"{row:06d}.png" for row in range(len(self.labels))]
-        if self.paths is not None:
-            targets = [folder / f"{_name_of_mask(self.paths, row)}.png" for row in range(len(self.labels))]
+        targets = []
+        for row in range(len(self.labels)):
+            name = f"{row:06d}" if self.paths is None else _name_of_mask(self.paths, row)
+            targets.append(folder / f"{name}.png")
+        # All of them before the first mask is written.
         for target in targets:
             _check_replaceable_mask(target)
         for row, (mask, target) in enumerate(zip(self.labels, targets, strict=True)):
@@ -228,18 +230,16 @@ def check_device(device: torch.device | str) -> torch.device:
     Raises:
         ValueError: If it cannot.
     """
+    remedy = "use cpu, or a GPU of this machine"
+    # torch describes other types by the signatures of its constructor.
+    if not isinstance(device, str | torch.device):
+        raise ValueError(f"device={str(device)!r} is not the name of a device; {remedy}")
     try:
         checked = torch.device(device)
         torch.zeros(1, device=checked).cpu()
-    # A build of torch without the device raises any of these: AssertionError without CUDA, for instance.
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, AssertionError) as error:  # a build of torch without CUDA raises an AssertionError
         reason = " ".join(str(error).split(".")[0].split())[:200]
-        # torch describes other types by the signatures of its constructor.
-        if isinstance(error, TypeError):
-            reason = "it is not a name"
-        raise ValueError(
-            f"device={str(device)!r} is not available ({reason}); use cpu, or a GPU of this machine"
-        ) from None
+        raise ValueError(f"device={str(device)!r} is not available ({reason}); {remedy}") from None
     return checked
 
 
