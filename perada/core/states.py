@@ -443,8 +443,12 @@ def as_matrix(stack: Tensor) -> Tensor:
     return stack.flatten(1)
 
 
-BLOCK_SIZE = 2**17
-"""Number of elements of a stack that are converted to double precision at a time on a CPU; they take 1 MB."""
+BLOCK_SIZE = 2**16
+"""Number of elements of a stack that are converted to double precision at a time on a CPU; they take 0.5 MB.
+
+A single client's sums, differences and squares fit a cache of 2 MB beside them. Twice as many took 1.0 to 1.7 times as
+long, and half as many 0.98 to 1.13 times.
+"""
 
 
 def column_blocks(matrix: Tensor) -> Iterator[slice]:

@@ -264,8 +264,8 @@ class UpdateSums:
             if excludes:
                 # Zero times NaN would be NaN.
                 numbers.masked_fill_(excluded, 0)
-            # Elementwise: autocast would run a product of matrices, and so round the states, in half precision.
-            sums[block] += (numbers * weights.unsqueeze(1)).sum(0)
+            # In place, since autocast would otherwise round the states to half precision where there is no double.
+            sums[block].addmv_(numbers.T, weights)
             if rows_before is not None:
                 numbers -= rows_before[:, block]
                 squares += numbers.square_().sum(1)
@@ -352,12 +352,11 @@ def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:
     distinct = _read_once(value)
     if len(distinct) < len(value):
         weights = weights.sum(0, keepdim=True)
-    columns = as_matrix(distinct)
-    weights = weights.unsqueeze(1)
-    sums = columns.new_empty(columns.shape[1], dtype=weights.dtype)
-    for block in column_blocks(columns):
-        # Elementwise: autocast would run a product of matrices, and so round the states, in half precision.
-        sums[block] = (double(columns[:, block]) * weights).sum(0)
+    rows = as_matrix(distinct)
+    sums = rows.new_zeros(rows.shape[1], dtype=weights.dtype)
+    for block in column_blocks(rows):
+        # In place, since autocast would otherwise round the states to half precision where there is no double.
+        sums[block].addmv_(double(rows[:, block]).T, weights)
     return sums.view(value.shape[1:])
 
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import perada
 from perada.algorithms import APFL, Ditto, FedAvg, FedRep, PerAda, PFedMe, Scaffold
 from perada.core.rounds import RoundPlan, batch_places
+from perada.data import FederatedData, FederatedDataModule
+from perada.data.batches.samples import RoundBatches
 from perada.engine.engine import Engine
 from perada.federation.workers import MAX_QUEUED, SameThread, WorkerThread, workers_of
 
@@ -260,3 +262,49 @@ def test_tasks_wait_for_the_thread(two_threads):
     assert begin.is_set()  # there was no room before
     worker.finish()
     assert done == [*range(MAX_QUEUED), "last"]
+
+
+class CountingThreads(Dataset):
+    """Images of one client, which are read one by one, and record how many threads an operation could use."""
+
+    def __init__(self, broken_item=None):
+        self.broken_item = broken_item
+        self.threads = []
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        self.threads.append(torch.get_num_threads())
+        if index == self.broken_item:
+            raise KeyboardInterrupt
+        return torch.zeros(2, 5, 5), 0
+
+
+@pytest.mark.parametrize(("at_a_time", "expected"), [(1, 2), (2, 1)])
+def test_batches_are_read_on_one_core_beside_chunks_that_train_on_all(two_threads, at_a_time, expected):
+    clients = [CountingThreads(), CountingThreads()]
+    sources = FederatedDataModule(FederatedData(clients, num_classes=1, test=[]), batch_size=4)
+    sources.setup()
+    plan = RoundPlan(0, (0, 1), ((2, 2),), clients_per_chunk=1, chunks_at_a_time=at_a_time)
+    batches = RoundBatches(sources.checked.train, plan, 4, 0)
+    for client in clients:
+        client.threads.clear()
+    for step in range(len(batches)):
+        batches[step]
+        assert torch.get_num_threads() == 2
+    for client in clients:
+        assert client.threads == [expected] * 8
+
+
+def test_an_interruption_while_a_batch_is_read_leaves_the_number_of_threads(two_threads):
+    client = CountingThreads()
+    sources = FederatedDataModule(FederatedData([client], num_classes=1, test=[]), batch_size=8)
+    sources.setup()
+    plan = RoundPlan(0, (0,), ((1,),), clients_per_chunk=1, chunks_at_a_time=2)
+    batches = RoundBatches(sources.checked.train, plan, 8, 0)
+    client.broken_item = 3
+    with pytest.raises(KeyboardInterrupt):
+        batches[0]
+    assert client.threads[-1] == 1
+    assert torch.get_num_threads() == 2

@@ -7,6 +7,7 @@ Samples are gathered by index if the clients' datasets are tensors, and read ite
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from functools import cached_property
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from perada.core.one_core import on_one_core
 from perada.core.rounds import (
     AnyBatch,
     BatchSize,
@@ -518,7 +520,10 @@ class RoundBatches(Dataset[AnyBatch]):
         return len(self.schedule)
 
     def __getitem__(self, step: int) -> AnyBatch:
-        batches = {stream: self._batch(stream, step) for stream in self.indices[step]}
+        # Where chunks train side by side, there is one on each core.
+        cores = on_one_core() if self.plan.chunks_at_a_time > 1 else nullcontext()
+        with cores:
+            batches = {stream: self._batch(stream, step) for stream in self.indices[step]}
         return batches[""] if self.private is None else batches
 
     def _draw(self, stream: str, client: int, steps: int) -> Sequence[Tensor]:
