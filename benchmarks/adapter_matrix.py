@@ -75,7 +75,7 @@ class Cell(NamedTuple):
     """Outcome of one adapter on one backbone.
 
     Attributes:
-        verdict: ``folded``, ``loop``, ``refused`` (an error of one line), or ``raw error``.
+        verdict: ``folded``, ``loop``, ``rejected`` (an error of one line), or ``raw error``.
         why: The warning or the error; empty for ``folded``.
     """
 
@@ -108,7 +108,7 @@ def cell(backbone: str, adapter: str | PeftConfig) -> Cell:
             )
         except ValueError as error:
             message = str(error)
-            verdict = "raw error" if "\n" in message else "refused"
+            verdict = "raw error" if "\n" in message else "rejected"
             return Cell(verdict, " ".join(message.split()))
         except Exception as error:  # an error without a message for users
             return Cell("raw error", f"{type(error).__name__}: {' '.join(str(error).split())}")
@@ -156,7 +156,7 @@ def _lines(cells: dict[tuple[str, str], Cell], commit: str) -> Iterator[str]:
     yield "- **loop**: clients train one after another, which gives the same result and takes longer."
     yield "- **–**: not tried, because the method makes a weight as large as each layer in every pass."
     yield "- **A number**: the adapter is rejected, for the reason of this number below.\n"
-    words = {"refused": "rejected", "loop": "run in the loop"}
+    words = {"loop": "run in the loop"}
     counts = ", ".join(f"{count} are {words.get(verdict, verdict)}" for verdict, count in verdicts.most_common())
     yield f"Of all cells, {counts}.\n"
     # Numbers of the reasons, in the order in which the table mentions them.
@@ -186,7 +186,7 @@ def _cell_text(cell: Cell | None, backbone: str, reasons: dict[str, int]) -> str
     # Without the names of the backbone and of its class, reasons of several backbones are one.
     reason = re.sub(r", not \w+;", ";", cell.why.replace(repr(backbone), "…"))
     number = reasons.setdefault(reason, len(reasons) + 1)
-    return str(number) if cell.verdict == "refused" else f"**{number}**"
+    return str(number) if cell.verdict == "rejected" else f"**{number}**"
 
 
 def main() -> None:

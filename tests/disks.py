@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_room(size: int) -> Iterator[None]:
-    """Have the system refuse every byte of a file beyond ``size``: as on a full disk, its error has no path."""
+    """Have the system reject every byte of a file beyond ``size``: as on a full disk, its error has no path."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

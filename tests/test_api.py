@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``perada.finetune``: what it accepts, what it returns, what it writes, what it refuses."""
+"""``perada.finetune``: what it accepts, what it returns, what it writes, what it rejects."""
 
 import inspect
 import json
@@ -184,7 +184,7 @@ def test_a_trainer_evaluates_as_often_as_it_was_made_to_and_the_config_records_i
     assert written == {"max_epochs": 3, "check_val_every_n_epoch": every}
 
 
-def test_a_trainer_made_for_another_number_of_rounds_is_refused(tiny, tmp_path):
+def test_a_trainer_made_for_another_number_of_rounds_is_rejected(tiny, tmp_path):
     options = {key: value for key, value in tiny.options.items() if key not in ("accelerator", "enable_progress_bar")}
     trainer = pl.Trainer(max_epochs=5, accelerator="cpu", default_root_dir=tmp_path, logger=False)
     with pytest.raises(ValueError, match="the trainer has max_epochs=5 and rounds=2; make both equal, or leave"):
@@ -257,7 +257,7 @@ def test_a_network_may_know_more_classes_than_the_labels_show(call, tiny):
     assert call(data=data, rounds=1, logger=False).info["num_classes"] == 3
 
 
-def test_public_images_that_do_not_fit_are_refused_before_training(call, tiny):
+def test_public_images_that_do_not_fit_are_rejected_before_training(call, tiny):
     data = tiny.data()
     data.public = torch.utils.data.TensorDataset(torch.randn(4, 3, 8, 8))
     with pytest.raises(ValueError, match=r"public images of shape \(3, 8, 8\)"):
@@ -356,7 +356,7 @@ def test_wrong_inputs_are_named_on_one_line_at_set_up(call, tiny, options, messa
     assert "\n" not in str(error.value)
 
 
-def test_images_of_the_wrong_size_for_the_backbone_are_refused_at_set_up(call, tiny):
+def test_images_of_the_wrong_size_for_the_backbone_are_rejected_at_set_up(call, tiny):
     data = tiny.data()
     for part in (*data.train, *data.test, data.public):
         part.tensors = (part.tensors[0].expand(-1, 3, -1, -1), *part.tensors[1:])
@@ -366,13 +366,13 @@ def test_images_of_the_wrong_size_for_the_backbone_are_refused_at_set_up(call, t
         call(tiny.net(), data, rounds=1, logger=False)
 
 
-def test_a_network_that_does_not_return_logits_is_refused(call, tiny):
+def test_a_network_that_does_not_return_logits_is_rejected(call, tiny):
     net = nn.Sequential(tiny.net(), nn.Unflatten(1, (1, 3)))
     with pytest.raises(ValueError, match=r"the output has shape \(1, 1, 3\) instead of \(1, 3\)"):
         call(net, rounds=1, logger=False, adapter="head")
 
 
-def test_a_network_without_linear_head_is_refused(call):
+def test_a_network_without_linear_head_is_rejected(call):
     with pytest.raises(ValueError, match=r"no nn.Linear"):
         call(backbone=nn.Flatten(), rounds=1, logger=False)
     with pytest.raises(TypeError, match=r"backbone must be a timm name, .*, got 3"):
@@ -409,7 +409,7 @@ def test_sections_are_given_as_objects_or_as_fields(call, tiny):
 
 
 @pytest.mark.parametrize("training", [perada.Training(), {"lr_local": 0.1}])
-def test_an_option_that_is_given_beside_its_section_is_refused(tiny, training):
+def test_an_option_that_is_given_beside_its_section_is_rejected(tiny, training):
     with pytest.raises(ValueError, match=r"lr_local=0\.2 cannot be combined with training=.*; set it there"):
         perada.finetune(tiny.net(), tiny.data(), lr_local=0.2, training=training)
 
@@ -451,7 +451,7 @@ def norms():
         ({"public": 1}, "the public set has 1 image"),
     ],
 )
-def test_batches_of_one_image_are_refused_where_a_batch_norm_is_trained(call, tiny, options, says):
+def test_batches_of_one_image_are_rejected_where_a_batch_norm_is_trained(call, tiny, options, says):
     options = dict(options)
     data = tiny.data(sizes=options.pop("sizes", None))
     if "public" in options:

@@ -221,7 +221,7 @@ def test_clients_that_share_an_ensemble_have_no_folders(tmp_path):
         (FedEnsemble(modes=2, assignment="loss"), "assigned by permutation.*assigned by loss"),
     ],
 )
-def test_a_checkpoint_with_other_modes_is_refused(tmp_path, monkeypatch, algorithm, message):
+def test_a_checkpoint_with_other_modes_is_rejected(tmp_path, monkeypatch, algorithm, message):
     monkeypatch.chdir(tmp_path)
     options = COMMON | {"enable_progress_bar": False, "accelerator": "cpu"}
     perada.finetune(network(), task(), **sections(adapter="full", algorithm=FedEnsemble(modes=2), rounds=1, **options))
@@ -243,7 +243,7 @@ def test_a_checkpoint_with_other_modes_is_refused(tmp_path, monkeypatch, algorit
         ({"algorithm": "fedbe_no_kd"}, {"algorithm": "fedbe"}, "'FedBE without distillation', here 'FedBE with"),
     ],
 )
-def test_a_checkpoint_of_another_server_is_refused(tmp_path, monkeypatch, before, after, message):
+def test_a_checkpoint_of_another_server_is_rejected(tmp_path, monkeypatch, before, after, message):
     monkeypatch.chdir(tmp_path)
     options = COMMON | {"algorithm": "fedavg", "adapter": "full", "enable_progress_bar": False, "accelerator": "cpu"}
     perada.finetune(network(), task(), **sections(rounds=1, **options | before))

@@ -15,7 +15,7 @@ def run(script: str) -> str:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 
 
-def test_a_name_that_there_is_not_is_refused():
+def test_a_name_that_there_is_not_is_rejected():
     with pytest.raises(ModuleNotFoundError, match=r"perada\.nothing"):
         importlib.import_module("perada.nothing")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -88,7 +88,7 @@ def test_what_is_published_was_tested_and_is_what_the_tag_says():
     assert step["env"] == {"TAG": "${{ github.ref_name }}"}
 
 
-def test_a_tag_of_another_version_is_refused(tmp_path):
+def test_a_tag_of_another_version_is_rejected(tmp_path):
     """`make -n` would not run the check, so the recipe's first line is run by itself."""
     (line,) = re.findall(r"^\t@(version=.*?exit 1; \})$", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)
     script = line.replace("\\\n", " ").replace("$$", "$")

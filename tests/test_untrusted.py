@@ -221,7 +221,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", range(len(CHANGES)))
 @pytest.mark.every(9)
-def test_a_description_of_a_run_that_no_run_has_is_refused(tiny, tmp_path, change):
+def test_a_description_of_a_run_that_no_run_has_is_rejected(tiny, tmp_path, change):
     run = fit(tiny, tmp_path, rounds=0, logger=False)
     run.info["privacy"] = private(5)
     folder = undigested(run.save(tmp_path / "run"))
@@ -233,7 +233,7 @@ def test_a_description_of_a_run_that_no_run_has_is_refused(tiny, tmp_path, chang
     assert "\n" not in str(error.value)
 
 
-def test_a_run_that_says_it_has_a_billion_global_models_is_refused_at_once(tiny, tmp_path):
+def test_a_run_that_says_it_has_a_billion_global_models_is_rejected_at_once(tiny, tmp_path):
     folder = undigested(fit(tiny, tmp_path, rounds=0, logger=False).save(tmp_path / "run"))
     content = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(content | {"global_models": 10**15}))
@@ -316,7 +316,7 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.every(9)
-def test_other_values_than_perada_writes_are_refused_in_one_line(part, tiny, tmp_path):
+def test_other_values_than_perada_writes_are_rejected_in_one_line(part, tiny, tmp_path):
     fit(tiny, tmp_path)
     path = checkpoint(tmp_path)
     content = torch.load(path, weights_only=True)
@@ -350,7 +350,7 @@ def test_errors_of_ones_own_code_are_not_taken_for_the_checkpoints(tiny, tmp_pat
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("format", [2, True, "1"])
-def test_a_checkpoint_of_another_format_is_refused_by_both_numbers(tiny, tmp_path, format):
+def test_a_checkpoint_of_another_format_is_rejected_by_both_numbers(tiny, tmp_path, format):
     fit(tiny, tmp_path, rounds=1)
     content = torch.load(checkpoint(tmp_path), weights_only=True)
     assert content["perada"]["format"] == 1

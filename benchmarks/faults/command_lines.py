@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random command lines of ``perada fit``: each is run, or refused in one line that names what was asked for."""
+"""Random command lines of ``perada fit``: each is run, or rejected in one line that names what was asked for."""
 
 import contextlib
 import io

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of a stranger: values that do not belong there, under a digest that fits, and links out of the folder.
 
-Each is refused in one line, or read as harmless; nothing is run, and nothing outside the folder is read, written or
+Each is rejected in one line, or read as harmless; nothing is run, and nothing outside the folder is read, written or
 moved.
 """
 

@@ -95,7 +95,7 @@ class FederatedDataModule(pl.LightningDataModule):
             classes, whose test split is used, or short forms (docs/shifts.md). Not with ``evaluate_on: validation``.
         shifts_when: Evaluate on shifted test sets at the ``end`` of training, at every ``evaluation``, or only in a
             ``test`` run, which always does.
-        on_broken: Reject images that cannot be read before the first round, with a list of all, or skip them.
+        on_broken: Raise an error before the first round that lists all images that cannot be read, or skip them.
 
     Raises:
         ValueError: If an option is out of range or two exclude each other. The data are checked by ``setup``.
@@ -140,7 +140,7 @@ class FederatedDataModule(pl.LightningDataModule):
         device_cache_mb: int = 2000,
         shifts: dict[str, Shift | ImageSet | list[str] | str] | None = None,
         shifts_when: ShiftsWhen = "end",
-        on_broken: OnBroken = "refuse",
+        on_broken: OnBroken = "raise",
     ) -> None:
         super().__init__()
         types: dict[str, tuple[object, type, str]] = {

@@ -60,7 +60,7 @@ from perada.data.sets.base import ImageSet, split_of
 from perada.data.sets.manifest import ImageFiles
 from perada.tasks import Task, task_of_labels
 
-OnBroken = Literal["refuse", "skip"]
+OnBroken = Literal["raise", "skip"]
 _FEW_NUMBERS = 2**16
 """Size of tensors that are checked together with others, because the call would take longer than the check."""
 _TENSORS_OF_GROUP = 1024
@@ -337,7 +337,7 @@ def without_broken(
         image_size: Height and width that uint8 images are resized to; None keeps them.
 
     Raises:
-        ValueError: If images cannot be read and ``on_broken`` is "refuse". The message lists all of them. Or if images
+        ValueError: If images cannot be read and ``on_broken`` is "raise". The message lists all of them. Or if images
             of a dataset cannot be batched together.
         TypeError: If something is not a map-style dataset.
     """
@@ -376,7 +376,7 @@ def without_broken(
         return data
     noun = "image" if len(messages) == 1 else "images"
     summary = f"{len(messages)} {noun} cannot be read ({'; '.join(messages)})"
-    if on_broken == "refuse":
+    if on_broken == "raise":
         raise ValueError(f"{summary}: fix or remove them, or skip them with on_broken: skip (--data.on_broken)")
     warnings.warn(f"{summary}: skipped because on_broken is skip", stacklevel=2)
     return data.with_datasets(datasets)

@@ -137,7 +137,7 @@ def json_logs(stream: TextIO, user_errors: tuple[type[Exception], ...]) -> Itera
     except user_errors as error:
         log.error("%s", " ".join(str(error).split()))
         sys.exit(1)
-    except Exception as error:
+    except Exception as error:  # a fault of perada: the log gets its traceback
         log.exception("%s: %s", type(error).__name__, " ".join(str(error).split()))
         sys.exit(1)
     finally:

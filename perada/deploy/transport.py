@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, Self
 
 from perada.core.checks import check_choice, check_integer, check_number
 
-FAILURE_CODES = ("unreachable", "late", "crashed", "refused", "malformed")
+FAILURE_CODES = ("unreachable", "late", "crashed", "rejected", "malformed")
 """Codes in place of a reply; a failure on the way has no further details."""
 MAX_MESSAGE_BYTES = 2**30
 """Default limit of the size of a message."""

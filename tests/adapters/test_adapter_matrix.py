@@ -13,7 +13,7 @@ CELLS = [
     ("test_resnet", "DoRA", "folded"),
     ("test_resnet", "LN tuning", "folded"),
     ("test_resnet", "BOFT", "loop"),
-    ("test_resnet", "VeRA", "refused"),
+    ("test_resnet", "VeRA", "rejected"),
     ("test_convnext", "residual", "folded"),
     ("test_convnext", "lora", "folded"),
     ("test_convnext", "bias_norm", "folded"),
@@ -21,7 +21,7 @@ CELLS = [
     ("test_efficientnet", "ia3", "folded"),
     ("test_vit", "VeRA", "folded"),
     ("test_vit", "FourierFT", "loop"),
-    ("test_vit", "AdaLoRA", "refused"),
+    ("test_vit", "AdaLoRA", "rejected"),
 ]
 QUICK = {
     ("test_resnet", "residual"),
@@ -43,8 +43,8 @@ def said():
 
 
 def as_said(verdict):
-    """A number stands for a reason of a refusal; raw errors have it in bold."""
-    return verdict if verdict in ("folded", "loop", "–") else "refused" if verdict.isdigit() else "raw error"
+    """A number stands for a reason of a rejection; raw errors have it in bold."""
+    return verdict if verdict in ("folded", "loop", "–") else "rejected" if verdict.isdigit() else "raw error"
 
 
 def test_the_page_has_every_cell_and_no_raw_error():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where adapters go in networks of many families, and what is refused: against counts that are published."""
+"""Where adapters go in networks of many families, and what is rejected: against counts that are published."""
 
 import peft
 import pytest
@@ -123,7 +123,7 @@ def test_ln_tuning_takes_every_norm():
         ),
     ],
 )
-def test_refusals(adapter, message):
+def test_rejections(adapter, message):
     with pytest.raises(ValueError, match=message) as caught:
         adapted("regnetx_002", adapter)
     assert "\n" not in str(caught.value)

@@ -96,7 +96,7 @@ def test_wrong_options_are_named(options, message):
         DualLoraConfig(**options)
 
 
-def test_what_it_does_not_fit_is_refused():
+def test_what_it_does_not_fit_is_rejected():
     grouped = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(4, 2))
     with pytest.raises(ValueError, match=r"dual_lora adapter cannot follow '0', a Conv2d.*nn.Conv2d layers without gr"):
         insert_adapter(build_backbone(grouped, 2), "dual_lora", target_modules=["0"])

@@ -179,6 +179,6 @@ def test_disabled_is_the_plain_backbone(make_backbone, backbone, adapter):
         assert torch.equal(adapted.model(IMAGES), make_backbone(backbone).model(IMAGES))
 
 
-def test_import_under_another_name_is_refused():
+def test_import_under_another_name_is_rejected():
     done = subprocess.run([sys.executable, "-c", "import adapters"], capture_output=True, text=True)
     assert "import perada.adapters, not 'adapters'" in done.stderr

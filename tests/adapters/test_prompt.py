@@ -282,7 +282,7 @@ def test_bad_options_are_named(options, message):
         ("test_vit", {"last_blocks": 1, "target_modules": "x"}, "both specify which layers to adapt"),
     ],
 )
-def test_refusals(name, options, message):
+def test_rejections(name, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         insert_adapter(build_backbone(timm.create_model(name, num_classes=3), 3), "prompt", **options)
     assert "\n" not in str(caught.value)

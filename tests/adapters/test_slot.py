@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapter slot accepts, and the one line it says to what it refuses."""
+"""What the adapter slot accepts, and the one line it says to what it rejects."""
 
 import peft
 import pytest
@@ -84,7 +84,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
         ("net", SelectiveConfig(modules=["gone"]), {}, r"modules='gone' is not in OwnNet"),
     ],
 )
-def test_refusals(make_backbone, backbone, adapter, options, message):
+def test_rejections(make_backbone, backbone, adapter, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         insert_adapter(make_backbone(backbone), adapter, **options)
     assert "\n" not in str(caught.value)
@@ -95,18 +95,18 @@ def test_adapter_of_the_wrong_type(make_backbone):
         insert_adapter(make_backbone("net"), 3)
 
 
-def test_a_second_adapter_is_refused(make_backbone):
+def test_a_second_adapter_is_rejected(make_backbone):
     built = make_backbone("net")
     adapted = insert_adapter(built, "head")
     with pytest.raises(ValueError, match=r"'OwnNet' already holds an adapter"):
         insert_adapter(built, "head")
-    for refused in (
+    for rejected in (
         lambda: adapted.peft_model.add_adapter("other", SelectiveConfig(modules=["fc"])),
         lambda: adapted.peft_model.base_model.disable_adapter_layers(),
         lambda: adapted.peft_model.delete_adapter("default"),
     ):
         with pytest.raises(ValueError, match=r"PERADA_SELECTIVE trains the network's own parameters in place"):
-            refused()
+            rejected()
 
 
 def test_a_head_that_peft_would_confuse_is_the_only_one_that_is_trained():
@@ -156,7 +156,7 @@ def test_full_trains_everything_and_its_statistics(tmp_path, make_backbone):
     assert {key.removeprefix("base_model.model.") for key in saved} == set(adapted.model.state_dict())
 
 
-def test_a_file_that_lacks_tensors_is_refused(tmp_path, make_backbone):
+def test_a_file_that_lacks_tensors_is_rejected(tmp_path, make_backbone):
     adapted = insert_adapter(make_backbone("net"), "head")
     adapted.peft_model.save_pretrained(tmp_path, save_embedding_layers=False)
     partial = {"base_model.model.fc.bias": torch.zeros(5)}

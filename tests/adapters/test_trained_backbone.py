@@ -31,7 +31,7 @@ def test_everything_is_trained_but_peft_s_copies(backbone, adapter):
     assert sum(sizes.values()) == own + added
 
 
-def test_an_adapter_that_adds_nothing_is_refused():
+def test_an_adapter_that_adds_nothing_is_rejected():
     for adapter in ("full", "head", "bias_norm"):
         with pytest.raises(ValueError, match=f"adapter '{adapter}' does not support train_backbone=True: "):
             insert_adapter(build_backbone("test_resnet", 4, pretrained=False), adapter, train_backbone=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithms by name, and what they refuse."""
+"""Algorithms by name, and what they reject."""
 
 import inspect
 import re
@@ -67,7 +67,7 @@ def test_an_algorithm_is_returned_as_it_is():
         ("fedavg_ft", {"finetune_epochs": 0}, "finetune_epochs must be a finite number > 0, got 0"),
     ],
 )
-def test_wrong_names_and_options_are_refused(name, options, message):
+def test_wrong_names_and_options_are_rejected(name, options, message):
     with pytest.raises(ValueError, match=message):
         make_algorithm(name, **options)
 
@@ -120,7 +120,7 @@ def test_wrong_values_are_named(kind, option, values):
 
 
 @pytest.mark.parametrize("base", [Standalone(), FedAvgFT(), FedRep(), FedEnsemble(modes=2, keeps="best")])
-def test_modes_of_what_has_no_global_model_are_refused(base):
+def test_modes_of_what_has_no_global_model_are_rejected(base):
     with pytest.raises(ValueError, match=f"base={type(base).__name__} cannot be repeated in modes"):
         FedEnsemble(base=base)
 
@@ -159,7 +159,7 @@ def test_the_best_mode_is_not_kept_beside_a_model_of_the_clients_own():
         (FedEnsemble(strata=5), "net-full", {}, "strata=5 exceeds the number of clients, 4"),
     ],
 )
-def test_splits_that_leave_nothing_are_refused_at_set_up(algorithm, problem, options, message):
+def test_splits_that_leave_nothing_are_rejected_at_set_up(algorithm, problem, options, message):
     with pytest.raises(ValueError, match=message) as error:
         finetune(algorithm, problem, rounds=0, **options)
     assert "\n" not in str(error.value)
@@ -270,6 +270,6 @@ def test_a_wrapper_passes_on_all_that_its_base_has():
     assert len(methods) > 10
 
 
-def test_a_wrapper_of_what_is_no_algorithm_is_refused():
+def test_a_wrapper_of_what_is_no_algorithm_is_rejected():
     with pytest.raises(ValueError, match="base='fedavg' is not an algorithm"):
         AlgorithmWrapper("fedavg")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithms and rules of somebody else's are tried at set-up: what does not fit is refused in one line."""
+"""Algorithms and rules of somebody else's are tried at set-up: what does not fit is rejected in one line."""
 
 import pytest
 import pytorch_lightning as pl
@@ -60,7 +60,7 @@ class Rounds(pl.Callback):
         self.begun = True
 
 
-def refused(algorithm="fedavg", **options):
+def rejected(algorithm="fedavg", **options):
     rounds = Rounds()
     with pytest.raises(ValueError) as error:
         finetune(algorithm, "net-full", rounds=1, callbacks=[rounds], **options)
@@ -241,8 +241,8 @@ def keep(change):
         ),
     ],
 )
-def test_an_algorithm_that_does_not_fit_is_refused_before_the_first_round(algorithm, says):
-    message = refused(algorithm, clients_per_round=2)
+def test_an_algorithm_that_does_not_fit_is_rejected_before_the_first_round(algorithm, says):
+    message = rejected(algorithm, clients_per_round=2)
     for part in says.split(" .* "):
         assert part in message
 
@@ -288,8 +288,8 @@ def no_state(value):
         (rule(remember=no_state({"a": [1, 2]})), "for role 'n' returned {'a': [1, 2]}; return tensors by name"),
     ],
 )
-def test_a_rule_that_does_not_fit_is_refused_before_the_first_round(wrong, says):
-    assert says in refused(server_rule=wrong, clients_per_round=2)
+def test_a_rule_that_does_not_fit_is_rejected_before_the_first_round(wrong, says):
+    assert says in rejected(server_rule=wrong, clients_per_round=2)
 
 
 def test_a_rules_state_may_be_replaced_whole():

@@ -58,7 +58,7 @@ def test_class_counts(items):
         assert batches["local"].classes is None  # labels are private too
 
 
-def test_refusals():
+def test_rejections():
     with pytest.raises(ValueError, match="gamma"):
         FedROD(gamma=-1)
     with pytest.raises(ValueError, match=r"the trained tensors of the head are 'fc.bias'; choose an adapter"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HetLoRA against loops in which every client has a network of its own rank; padding, counts, export, refusals."""
+"""HetLoRA against loops in which every client has a network of its own rank; padding, counts, export, rejections."""
 
 import json
 
@@ -422,6 +422,6 @@ def test_tuples_will_do():
     ],
 )
 @QUIETLY
-def test_what_cannot_be_is_refused(make, message):
+def test_what_cannot_be_is_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs with rules on the products of LoRA's factors against plain loops with dense products; refusals at set-up."""
+"""Runs with rules on the products of LoRA's factors against plain loops with dense products; rejections at set-up."""
 
 import re
 
@@ -188,7 +188,7 @@ def test_images_are_private_and_clients_are_not():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_at_setup(algorithm, problem, options, message):
+def test_what_cannot_be_is_rejected_at_setup(algorithm, problem, options, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         finetune(algorithm, problem, **options)
     assert "\n" not in str(caught.value)

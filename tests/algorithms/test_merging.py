@@ -319,7 +319,7 @@ def test_a_client_that_joins_trains_factors_on_merged_weights():
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups:UserWarning")
-def test_what_cannot_be_merged_is_refused(method):
+def test_what_cannot_be_merged_is_rejected(method):
     name = type(make_algorithm(method)).__name__
     for options, message in (
         ({"adapter": "head"}, f"algorithm {name} requires LoRA factors A and B.* adapter='lora'"),

@@ -37,7 +37,7 @@ def test_chunks_of_clients_change_nothing():
 
 
 @pytest.mark.parametrize(("algorithm", "name"), [(Moon(), "Moon"), (HetLoRA(Moon()), "HetLoRA of Moon")])
-def test_private_training_refuses_it_by_name(algorithm, name):
+def test_private_training_rejects_it_by_name(algorithm, name):
     privacy = perada.Privacy(noise_multiplier=1, delta=1e-3, secure_rng=False)
     with pytest.raises(ValueError, match=f"privacy does not support {name}: .* choose a different algorithm"):
         finetune(algorithm, "net-adapter", rounds=1, privacy=privacy)
@@ -89,7 +89,7 @@ def test_with_features_cached_before_the_head(engine):
         torch.testing.assert_close(value, found[1].state("global")[key], rtol=1e-4, atol=1e-5)
 
 
-def test_refusals():
+def test_rejections():
     with pytest.raises(ValueError, match="tau must be a finite number > 0, got 0"):
         Moon(tau=0)
     with pytest.raises(ValueError, match="Moon"):

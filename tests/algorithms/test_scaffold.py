@@ -92,7 +92,7 @@ def test_what_travels_is_counted():
         assert metrics[way] - plain[way] == pytest.approx(3 * size * 8 / 1e6)
 
 
-def test_refusals():
+def test_rejections():
     with pytest.raises(ValueError, match="server_lr"):
         Scaffold(server_lr=0)
     with pytest.raises(ValueError, match="Scaffold"):

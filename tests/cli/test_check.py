@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`perada check`: all that would be refused or warned of, at once, without training."""
+"""`perada check`: all that would be rejected or warned of, at once, without training."""
 
 import re
 import warnings
@@ -43,7 +43,7 @@ def checked(capsys, *words, code=0):
     return capsys.readouterr().out.splitlines()
 
 
-def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
+def test_every_option_that_is_rejected_is_named_at_once(capsys, tmp_path):
     words = ["--trainer.precision=64", "--xyz", "3", "--training.lr_personal=-1"]
     first, *said, _, last = checked(capsys, "tiny.yaml", "wrong.yaml", *words, code=1)
     wanted = [

@@ -357,7 +357,7 @@ def test_processes_of_a_comparison_find_classes_of_the_folder(my_module):
     assert len(list(my_module.glob("rule_used_in_*"))) == 2
 
 
-def test_a_refused_run_leaves_no_folder(folder, monkeypatch, capsys):
+def test_a_rejected_run_leaves_no_folder(folder, monkeypatch, capsys):
     perada_says(monkeypatch, capsys, "fit", "--config", "tiny.yaml", "--federated.clients_per_round=9")
     assert [path.name for path in folder.iterdir()] == ["tiny.yaml"]
 
@@ -396,7 +396,7 @@ def test_without_a_logger_nothing_is_written(folder, capsys):
 @pytest.mark.every(3)
 @pytest.mark.parametrize("rounds", ["0", "-2"])
 @pytest.mark.parametrize("command", ["fit", "check"])
-def test_no_rounds_are_refused(folder, capsys, command, rounds):
+def test_no_rounds_are_rejected(folder, capsys, command, rounds):
     says = f"max_epochs must be an integer >= 1, got {rounds}; it is the number of rounds, --trainer.max_epochs"
     if command == "check":
         with pytest.raises(SystemExit):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`commands.json` is what the parsers say, and help, refusals and completion need no more than it."""
+"""`commands.json` is what the parsers say, and help, rejections and completion need no more than it."""
 
 import json
 import subprocess
@@ -120,7 +120,7 @@ def test_options_of_another_version_of_lightning_are_left_to_the_parser(monkeypa
 
 
 @pytest.mark.parametrize("recipe", ["model: 3", "federated: [1]"])
-def test_a_section_that_is_none_is_refused(recipe, tmp_path):
+def test_a_section_that_is_none_is_rejected(recipe, tmp_path):
     (tmp_path / "wrong.yaml").write_text(recipe)
     with pytest.raises(ValueError, match=r"wrong\.yaml: '(model|federated)' must be a section with options, got"):
         check_recipe(tmp_path / "wrong.yaml")
@@ -176,7 +176,7 @@ def describe_script():
 
 
 @pytest.mark.parametrize("command", EXISTING)
-def test_a_path_that_does_not_exist_is_refused_before_the_command_is_imported(command, monkeypatch, tmp_path):
+def test_a_path_that_does_not_exist_is_rejected_before_the_command_is_imported(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules["perada.cli.main"], "import_module", None)
     with pytest.raises(FileNotFoundError, match="'nothing' does not exist; pass "):

@@ -124,10 +124,10 @@ def test_an_import_that_breaks_fails_without_the_folders_of_whoever_installed_it
 
 
 def test_a_folder_that_cannot_be_written_to_fails(capsys, monkeypatch, tmp_path):
-    def refuse(**_):
+    def reject(**_):
         raise PermissionError(13, "Permission denied", str(tmp_path / "secret"))
 
-    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", reject)
     _, checks = shown(capsys, code=1)
     assert checks["fail"] == ["the current folder is not writable (Permission denied); runs write there by default"]
 

@@ -217,7 +217,7 @@ def test_an_algorithm_of_ones_own_within_another_is_made_again_from_the_recipe(t
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("changed", [{"adapter_options": {"train_backbone": True}}, {"num_classes": "ten"}])
-def test_a_checkpoint_that_says_what_no_run_says_is_refused_in_one_line(tmp_path, changed):
+def test_a_checkpoint_that_says_what_no_run_says_is_rejected_in_one_line(tmp_path, changed):
     _, folder = made_in_python(tmp_path, rounds=1)
     checkpoint = folder / "checkpoints" / "last.ckpt"
     saved = torch.load(checkpoint, weights_only=True)

@@ -268,7 +268,7 @@ def test_shipped_recipes_fit_the_schema(validator):
         (["federated", "algorithm"], "JoiningRestOfWorld"),  # of the library's own
     ],
 )
-def test_the_schema_refuses_what_is_wrong(validator, keys, value):
+def test_the_schema_rejects_what_is_wrong(validator, keys, value):
     content = read(RECIPES / "digits.yaml")
     assert validator.is_valid(content)
     inner = changed = copy.deepcopy(content)

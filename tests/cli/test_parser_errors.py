@@ -26,7 +26,7 @@ FRAGMENTS = (
 )
 
 
-def refused(tmp_path, *words):
+def rejected(tmp_path, *words):
     """The error that a run with these options ends in."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe()))
     with pytest.raises(OptionError) as caught:
@@ -77,8 +77,8 @@ LOGGERS = "choose one of CSVLogger, CometLogger, MLFlowLogger, "
         ),
     ],
 )
-def test_a_plain_word_for_a_class_is_refused_with_option_value_and_remedy(tmp_path, words, option, says):
-    error = refused(tmp_path, *words.split())
+def test_a_plain_word_for_a_class_is_rejected_with_option_value_and_remedy(tmp_path, words, option, says):
+    error = rejected(tmp_path, *words.split())
     assert error.option == option
     assert says in one_line(error)
     assert error.remedy and error.remedy in one_line(error)
@@ -95,7 +95,7 @@ def test_a_plain_word_for_a_class_is_refused_with_option_value_and_remedy(tmp_pa
     ],
 )
 def test_the_option_is_a_fact_of_the_error(tmp_path, words, option):
-    error = refused(tmp_path, *words)
+    error = rejected(tmp_path, *words)
     assert error.option == option
     assert [fragment for fragment in FRAGMENTS[1:] if fragment in one_line(error)] == []
 
@@ -109,13 +109,13 @@ def test_the_option_is_a_fact_of_the_error(tmp_path, words, option):
     ],
 )
 def test_an_option_of_a_section_that_the_loop_takes_is_found_in_its_section(tmp_path, word, proposal):
-    assert one_line(refused(tmp_path, word)) == f"unrecognized arguments: {word}; did you mean {proposal}?"
+    assert one_line(rejected(tmp_path, word)) == f"unrecognized arguments: {word}; did you mean {proposal}?"
     with pytest.raises(ArgumentError, match=rf"unrecognized arguments: .*; did you mean {proposal}\?"):
         main(["fit", word])
 
 
-def test_a_flag_that_print_config_does_not_have_is_refused(tmp_path):
-    error = refused(tmp_path, "--print_config=foo")
+def test_a_flag_that_print_config_does_not_have_is_rejected(tmp_path):
+    error = rejected(tmp_path, "--print_config=foo")
     assert (error.option, error.value) == ("print_config", "foo")
     assert one_line(error).startswith(
         "--print_config: must be skip_default, skip_unset or both with a comma between, got 'foo'"
@@ -132,7 +132,7 @@ def test_a_message_about_something_else_is_left_alone():
 def test_handlers_read_the_attributes_and_not_the_text():
     """`perada check` leaves out the option that an error holds, whatever its message looks like."""
     recipes = [{"training": {"lr_local": 3, "lr_personal": 4}}]
-    about_one = OptionError("lr_personal=4 looks odd, since another one is refused", name="lr_local", value=3)
+    about_one = OptionError("lr_personal=4 looks odd, since another one is rejected", name="lr_local", value=3)
     found = _option_of(about_one, recipes, [])
     assert found is not None
     found.remove()

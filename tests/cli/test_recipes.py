@@ -136,8 +136,8 @@ def small_words(name, written=None):
     return ["--config", name, "--config=../small.yaml", *tuned]
 
 
-def refusal(data, method, privacy=None):
-    """Words of the error with which a combination is refused, if it is."""
+def rejection(data, method, privacy=None):
+    """Words of the error with which a combination is rejected, if it is."""
     if method == "fedrod" and data == "chexpert" and privacy != "sample":
         return "FedROD requires each client's number of images per class, but images have several labels"
     if privacy == "sample" and method in ("moon", "fedrod"):
@@ -168,7 +168,7 @@ def test_every_combination_runs_or_says_why_not(parser, written, capsys, name):
         privacy == "sample",
         privacy == "client",
     )
-    says = refusal(data, method, privacy)
+    says = rejection(data, method, privacy)
     if says is None:
         cli.trainer.fit(cli.model, cli.datamodule)
         cli.after_fit()
@@ -211,7 +211,7 @@ def test_no_private_recipe_gives_the_server_images_of_clients(name):
     dataset = data["dataset"]["class_path"] if isinstance(data["dataset"], dict) else data["dataset"]
     assert public != dataset
     method = name.split("/")[1] if "/" in name else ""
-    if method in DISTILLING and not name.startswith("shakespeare"):  # texts are refused under privacy
+    if method in DISTILLING and not name.startswith("shakespeare"):  # texts are rejected under privacy
         assert public in ("CIFAR10", "CIFAR100", "Photographs")
 
 
@@ -309,7 +309,7 @@ def test_recipes_in_a_list_are_rejected_with_the_way_to_combine_them():
 
 
 @pytest.mark.parametrize("name", ["digits/ditto", "cifar10/sample", "sample/cifar10", "paper/perada_table1"])
-def test_what_cannot_be_combined_is_refused(name):
+def test_what_cannot_be_combined_is_rejected(name):
     with pytest.raises(FileNotFoundError, match=f"'{name}' is neither a file nor a recipe"):
         find_recipe(name)
 
@@ -340,7 +340,7 @@ def test_ls_shows_the_groups_and_how_to_combine_them_on_one_screen(parser, capsy
     example = next(line.split() for line in end.splitlines() if line.count("--config") == 3)
     one_name = next(line.split() for line in end.splitlines() if line.count("--config") == 1)[-1]
     assert parsed(parser, *example[3::2]) == parsed(parser, one_name)
-    assert refusal(*one_name.split("/")) is None
+    assert rejection(*one_name.split("/")) is None
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,8 @@ def test_python_runs_the_program_as_a_module(tmp_path):
     command = [sys.executable, "-m", "perada"]
     told = subprocess.run([*command, "ls"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "quickstart" in told.stdout.split()
-    refused = subprocess.run([*command, "fti"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert refused.returncode == 1 and refused.stderr.startswith("perada: error: ")
+    rejected = subprocess.run([*command, "fti"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert rejected.returncode == 1 and rejected.stderr.startswith("perada: error: ")
 
 
 def test_warnings_are_one_line_each():

@@ -141,7 +141,7 @@ def test_forks_are_unlike_each_other_in_any_order():
     assert (draws.mean(1).abs() < 5 * (2**32 / 12 / 4000) ** 0.5).all()  # uniform over 2**16 values around 0
 
 
-def test_dropout_without_streams_is_refused():
+def test_dropout_without_streams_is_rejected():
     model = fold(torch.nn.Sequential(torch.nn.Dropout(0.5))).model.train()
     with pytest.raises(RuntimeError, match="no random streams were passed"):
         model(torch.ones(2, 3))

@@ -41,9 +41,9 @@ WRONG = {
 @pytest.mark.parametrize("content, line, says", WRONG.values(), ids=WRONG)
 def test_file_line_and_remedy_are_named(tmp_path, content, line, says):
     (tmp_path / "mine.yaml").write_bytes(content)
-    with pytest.raises(YamlFileError) as refused:
+    with pytest.raises(YamlFileError) as rejected:
         read_yaml(tmp_path / "mine.yaml")
-    message = str(refused.value)
+    message = str(rejected.value)
     place = f"mine.yaml, line {line}: " if line else "mine.yaml "
     assert f"{place}" in message and says in message
     assert "\n" not in message

@@ -212,4 +212,4 @@ def test_whole_data_say_nothing(root):
         warnings.simplefilter("error")
         module(root, on_broken="skip").setup()
         data = [TorchvisionFolder(str(root / client / "train")) for client in ("north", "south")]
-        assert without_broken(FederatedData(data), "refuse", 0).train == data
+        assert without_broken(FederatedData(data), "raise", 0).train == data

@@ -324,7 +324,7 @@ def test_names_say_what_was_asked_for():
 
 
 @pytest.mark.parametrize(("indices", "wrong"), [([0, 4], 4), ([1, -5], -5)])
-def test_a_subset_of_items_that_are_not_there_is_refused(indices, wrong):
+def test_a_subset_of_items_that_are_not_there_is_rejected(indices, wrong):
     base = TensorDataset(torch.zeros(4, 1, 2, 2), torch.arange(4))
     assert tensor_source(Subset(Subset(base, [3, 1, -2]), [2, 0]), labelled=True).rows.tolist() == [2, 3]
     with pytest.raises(IndexError, match=f"a Subset has item {wrong} of a dataset of 4; correct its indices"):

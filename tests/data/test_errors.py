@@ -49,7 +49,7 @@ def declared(dataset):
 KINDS = [lambda dataset: dataset, items, declared, lambda dataset: Subset(declared(dataset), range(len(dataset)))]
 
 
-def refused(data, words, error=ValueError, image=None, **options):
+def rejected(data, words, error=ValueError, image=None, **options):
     with pytest.raises(error, match=words) as caught:
         FederatedDataModule(data, **options).configure_rounds(
             seed=0, clients_per_round=options.pop("clients_per_round", None), phases=[Phase()], image=image
@@ -64,12 +64,12 @@ def refused(data, words, error=ValueError, image=None, **options):
 )
 def test_labels_out_of_range(kind, label, words):
     wrong = client(labels=torch.tensor([0, 1, label, 2]))
-    refused(
+    rejected(
         FederatedData([client(), kind(wrong)] if kind is KINDS[0] else [kind(client()), kind(wrong)], num_classes=5),
         f"client 1 has the training {words}",
     )
-    refused(FederatedData([client()] * 2, [client(), kind(wrong)], num_classes=5), f"client 1 has the test {words}")
-    refused(
+    rejected(FederatedData([client()] * 2, [client(), kind(wrong)], num_classes=5), f"client 1 has the test {words}")
+    rejected(
         FederatedData([client()], server_validation=kind(wrong), num_classes=5),
         f"the server has the validation {words}",
     )
@@ -79,10 +79,10 @@ def test_labels_out_of_range(kind, label, words):
 @pytest.mark.parametrize("kind", KINDS)
 def test_images_of_another_shape(kind):
     wrong = "client 1: an image is .*1, 6, 6.*, others are .*1, 5, 5.* image_size"
-    refused(FederatedData([kind(client()), kind(client(side=6))]), wrong)
-    refused(FederatedData([kind(client()), kind(client(channels=3))]), "client 1: an image is .*3, 5, 5")
-    refused(FederatedData([kind(client()), kind(client(dtype=torch.float32))]), "float32.* others are .*uint8")
-    refused(FederatedData([kind(client())], [kind(client(side=6))]), "test data: client 0: an image is .*6, 6")
+    rejected(FederatedData([kind(client()), kind(client(side=6))]), wrong)
+    rejected(FederatedData([kind(client()), kind(client(channels=3))]), "client 1: an image is .*3, 5, 5")
+    rejected(FederatedData([kind(client()), kind(client(dtype=torch.float32))]), "float32.* others are .*uint8")
+    rejected(FederatedData([kind(client())], [kind(client(side=6))]), "test data: client 0: an image is .*6, 6")
 
 
 def test_image_size_makes_one_shape_of_many_where_images_are_read_one_by_one():
@@ -105,8 +105,8 @@ WRONG_SHAPE = "an image is float32 of shape (1, 6, 6), others are float32 of sha
 
 def test_a_shape_that_differs_within_a_dataset_is_named_at_set_up():
     mixed = [(torch.zeros(1, 5, 5), 0), (torch.zeros(1, 6, 6), 1)]
-    refused(FederatedData([mixed]), re.escape(f"client 0: the training set, sample 1: {WRONG_SHAPE}"))
-    refused(
+    rejected(FederatedData([mixed]), re.escape(f"client 0: the training set, sample 1: {WRONG_SHAPE}"))
+    rejected(
         FederatedData([mixed[:1]], public=mixed, num_classes=2), re.escape(f"the public set, sample 1: {WRONG_SHAPE}")
     )
     assert FederatedDataModule(FederatedData([[(torch.zeros(1, 5, 5).byte(), 0), (torch.zeros(1, 6, 6).byte(), 1)]]))
@@ -125,11 +125,11 @@ def test_a_shape_that_changes_after_set_up_is_named_when_it_is_met():
 
 def test_missing_and_empty_clients():
     empty = Subset(client(), [])
-    refused(FederatedData([]), "there are no clients")
-    refused(FederatedData([client(), empty]), "client 1 has no training samples")
-    refused(FederatedData([client()] * 2, [client()]), "2 training sets and 1 test sets")
-    refused(FederatedData([client()], public=empty), "the public set has no samples")
-    refused(FederatedData([client()], server_validation=empty), "the server_validation set has no samples")
+    rejected(FederatedData([]), "there are no clients")
+    rejected(FederatedData([client(), empty]), "client 1 has no training samples")
+    rejected(FederatedData([client()] * 2, [client()]), "2 training sets and 1 test sets")
+    rejected(FederatedData([client()], public=empty), "the public set has no samples")
+    rejected(FederatedData([client()], server_validation=empty), "the server_validation set has no samples")
 
 
 def test_padding_that_no_image_could_have():
@@ -139,9 +139,9 @@ def test_padding_that_no_image_could_have():
 
 def test_class_counts_that_do_not_match():
     several = client(labels=torch.ones(4, 3))
-    refused(FederatedData([several], num_classes=5), "MultiLabel: labels have 3 entries but num_classes is 5")
-    refused(FederatedData([client()], num_classes=5), "num_classes is 6 but the data has 5", num_classes=6)
-    refused(
+    rejected(FederatedData([several], num_classes=5), "MultiLabel: labels have 3 entries but num_classes is 5")
+    rejected(FederatedData([client()], num_classes=5), "num_classes is 6 but the data has 5", num_classes=6)
+    rejected(
         FederatedData([client()], num_classes=0),
         "num_classes must be an integer >= 1 or None, got 0",
     )
@@ -153,24 +153,24 @@ def test_class_counts_that_do_not_match():
 def test_labels_of_different_kinds(kind):
     several = client(labels=torch.ones(4, 3))
     for other in (client(), client(labels=torch.ones(4, 2))):
-        refused(FederatedData([kind(several), kind(other)]), "client 1: a label is .* float vector of K labels")
-    refused(FederatedData([kind(client(labels=torch.full((4, 3), 1.5)))]), r"label 1\.5, outside 0\.\.1")
-    refused(FederatedData([kind(client(labels=torch.full((4, 3), torch.nan)))]), "all training labels are unknown")
-    refused(
+        rejected(FederatedData([kind(several), kind(other)]), "client 1: a label is .* float vector of K labels")
+    rejected(FederatedData([kind(client(labels=torch.full((4, 3), 1.5)))]), r"label 1\.5, outside 0\.\.1")
+    rejected(FederatedData([kind(client(labels=torch.full((4, 3), torch.nan)))]), "all training labels are unknown")
+    rejected(
         FederatedData([items(client(labels=torch.ones(4)))]),
         "labels are one float32 number per image: use integer",
         TypeError,
     )
-    refused(FederatedData([kind(client(labels=torch.ones(4, 3, dtype=torch.bool)))]), "labels are booleans", TypeError)
-    refused(
+    rejected(FederatedData([kind(client(labels=torch.ones(4, 3, dtype=torch.bool)))]), "labels are booleans", TypeError)
+    rejected(
         FederatedData([client(), client(labels=torch.ones(4))]),
         "client 1: a label is a single float32, an earlier client's is a single int64",
     )
 
 
 def test_images_that_are_none():
-    refused(FederatedData([client(dtype=torch.int64)]), "images are int64: use uint8", TypeError)
-    refused(
+    rejected(FederatedData([client(dtype=torch.int64)]), "images are int64: use uint8", TypeError)
+    rejected(
         FederatedData([[("cat.jpg", 1)]], num_classes=2),
         "client 0, sample 0: an image must be a tensor, an array or a PIL image, got 'cat.jpg'",
         TypeError,
@@ -180,14 +180,14 @@ def test_images_that_are_none():
 def test_channels_that_the_backbone_does_not_take():
     rgb = ImageConfig((3, 8, 8), (0.5,) * 3, (0.5,) * 3)
     gray = ImageConfig((1, 8, 8), (0.5,), (0.5,))
-    refused(FederatedData([client(channels=3)]), r"shape \(3, 5, 5\), but the backbone takes 1 channels", image=gray)
-    refused(FederatedData([client(channels=2)]), "backbone takes 3 channels", image=rgb)
-    refused(
+    rejected(FederatedData([client(channels=3)]), r"shape \(3, 5, 5\), but the backbone takes 1 channels", image=gray)
+    rejected(FederatedData([client(channels=2)]), "backbone takes 3 channels", image=rgb)
+    rejected(
         FederatedData([client(dtype=torch.float32)]),
         "float32 .*backbone takes 3 channels: convert them to 3 .* your own network for 1 as backbone",
         image=rgb,
     )
-    refused(
+    rejected(
         FederatedData([client()], public=client(channels=3)),
         r"public images are uint8 of shape \(3, 5, 5\)",
         image=gray,
@@ -208,7 +208,7 @@ def test_channels_that_the_backbone_does_not_take():
     ],
 )
 def test_options(options, words):
-    refused(FederatedData([client()]), words, **options)
+    rejected(FederatedData([client()]), words, **options)
 
 
 @pytest.mark.every(3)
@@ -246,7 +246,7 @@ def test_more_clients_a_round_than_there_are():
 
 def test_augmentation_of_what_is_no_image():
     vectors = TensorDataset(torch.rand(4, 7), torch.arange(4))
-    refused(FederatedData([vectors]), "crop_padding, flip, mixup and cutmix need", flip=True)
+    rejected(FederatedData([vectors]), "crop_padding, flip, mixup and cutmix need", flip=True)
 
 
 def test_a_partition_that_leaves_a_client_empty(tmp_path):
@@ -264,7 +264,7 @@ def test_labels_may_be_numpys():
 def test_large_sets_without_declared_labels_are_checked_as_they_are_read(monkeypatch):
     monkeypatch.setattr("perada.data.checked.SCAN_LIMIT", 3)
     wrong = items(client(labels=torch.tensor([0, 1, 9, 2])))
-    refused(FederatedData([wrong]), "num_classes")
+    rejected(FederatedData([wrong]), "num_classes")
     module = FederatedDataModule(FederatedData([wrong], num_classes=5))
     (batch,) = module.train_dataloader()
     assert "client 0 has the label 9, outside 0..4" in dict(batch.failed)[0]

@@ -181,7 +181,7 @@ class Column(Wards):
     group_column = "hospital"
 
 
-def test_groups_that_cannot_be_held_out_are_refused():
+def test_groups_that_cannot_be_held_out_are_rejected():
     with pytest.raises(ValueError, match=r"Column, .*: group_column='hospital' is not among the columns 'patient'"):
         FederatedDataModule(dataset=Column(), partition=IID(3)).setup()
     by_patient = FederatedDataModule(dataset=Wards(), partition=ByDomain("patient"), client_validation=0.3)

@@ -161,7 +161,7 @@ def test_inspected_trained_and_predicted_by_name(saved, tmp_path, monkeypatch, c
     assert run.info["classes"] == NAMES
 
 
-def test_splits_whose_columns_are_of_different_kinds_are_refused_in_one_line(tmp_path):
+def test_splits_whose_columns_are_of_different_kinds_are_rejected_in_one_line(tmp_path):
     parts = {"train": part(range(6), ward=["a"] * 6), "test": part(range(6, 9), ward=["b"] * 3)}
     parts["test"] = parts["test"].cast_column("label", datasets.ClassLabel(names=[*"0123456789x"]))
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "mixed")

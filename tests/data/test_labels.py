@@ -80,7 +80,7 @@ def test_one_hot_vectors_are_warned_of_and_several_labels_are_not(kind):
 @pytest.mark.every(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("label", [0, 1, 7])
-def test_a_single_class_is_refused_where_the_number_is_inferred(kind, label):
+def test_a_single_class_is_rejected_where_the_number_is_inferred(kind, label):
     data = [KINDS[kind](torch.full((6,), label))] * 2
     with pytest.raises(ValueError, match=f"all training images have the label {label}, and nothing can be learned"):
         check(FederatedData(data, [KINDS[kind](torch.arange(6))] * 2))
@@ -102,7 +102,7 @@ def test_a_single_class_is_refused_where_the_number_is_inferred(kind, label):
         ([0, 10, 20, 30, 40, 50], r"set num_classes=51 if this is intended"),
     ],
 )
-def test_sparse_labels_are_refused_where_the_number_is_inferred(kind, labels, message):
+def test_sparse_labels_are_rejected_where_the_number_is_inferred(kind, labels, message):
     data = [KINDS[kind](torch.tensor(labels))]
     with pytest.raises(ValueError, match=message.replace("\\\\", "\\")):
         check(FederatedData(data))
@@ -126,7 +126,7 @@ def test_a_few_gaps_are_accepted(labels):
         ([1j, 2j] * 3, "labels are complex numbers"),
     ],
 )
-def test_other_labels_are_refused_by_name(labels, message):
+def test_other_labels_are_rejected_by_name(labels, message):
     with pytest.raises(TypeError, match=message):
         check(FederatedData([[(image, label) for image, label in zip(IMAGES, labels, strict=True)]]))
 

@@ -149,7 +149,7 @@ def test_an_image_that_is_not_finite_is_named_among_many_small_data_sets(number)
     # One is alone in its dtype, and one is too large to be checked together with others.
     sets.append(TensorDataset(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 1])))
     sets.append(TensorDataset(torch.zeros(1, 1, 300, 300), torch.tensor([0])))
-    assert without_broken(FederatedData(sets), "refuse", 0).train is sets
+    assert without_broken(FederatedData(sets), "raise", 0).train is sets
     for client, image in ((0, 1), (1500, 0), (2999, 1), (3001, 0)):
         images, labels = sets[client].tensors
         damaged = images.clone()
@@ -158,4 +158,4 @@ def test_an_image_that_is_not_finite_is_named_among_many_small_data_sets(number)
         changed[client] = TensorDataset(damaged, labels)
         message = f"1 image cannot be read .client {client}: the training set: image {image} has NaN or infinity"
         with pytest.raises(ValueError, match=message):
-            without_broken(FederatedData(changed), "refuse", 0)
+            without_broken(FederatedData(changed), "raise", 0)

@@ -107,7 +107,7 @@ def test_names_in_python():
         ({"client_names": ["a"]}, "1 names, 1 of them distinct, for 2 clients"),
     ],
 )
-def test_names_that_do_not_fit_are_refused(given, says):
+def test_names_that_do_not_fit_are_rejected(given, says):
     with pytest.raises(ValueError, match=says):
         FederatedDataModule(data(**given)).setup()
 

@@ -111,7 +111,7 @@ def test_comparing_leaves_the_global_streams_alone():
     assert (np.random.get_state()[1] == state[2]).all()
 
 
-def test_a_public_set_with_private_images_is_refused():
+def test_a_public_set_with_private_images_is_rejected():
     clients = [tensors(GREY[:2]), tensors(GREY[2:4])]
     FederatedDataModule(FederatedData(clients, num_classes=2)).checked.check_overlap("privacy")
     FederatedDataModule(FederatedData(clients, public=tensors(GREY[4:]), num_classes=2)).checked.check_overlap(

@@ -60,7 +60,7 @@ def test_classes_that_are_named_have_the_order_of_their_names(hospitals, tmp_pat
     assert sorted(row for part in rows for row in part.tolist()) == [[0, 0, 0], [0, 1, 0], [0, 1, 1]]
 
 
-def test_a_class_that_is_not_among_the_named_ones_is_refused_by_name(hospitals):
+def test_a_class_that_is_not_among_the_named_ones_is_rejected_by_name(hospitals):
     with pytest.raises(ValueError, match="has images of malignant, normal, but the classes are benign, other"):
         len(Images(str(hospitals), classes=["benign", "other"]))
     with pytest.raises(ValueError, match="the name 'a' twice"):
@@ -304,7 +304,7 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, paths, layout, error, s
         len(Images(root, layout=layout))
 
 
-def test_other_refusals(tmp_path):
+def test_other_rejections(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not a folder: set root to the folder of the images"):
         len(Images(str(tmp_path / "none")))
     with pytest.raises(ValueError, match=r"test_share must be a finite number > 0 and < 1, got 1\.5"):
@@ -403,7 +403,7 @@ def test_lists_of_a_parquet_file_are_several_labels(tmp_path):
     assert made.with_split(False).labels.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
-def test_one_class_alone_is_refused_for_training(tmp_path):
+def test_one_class_alone_is_rejected_for_training(tmp_path):
     write(tmp_path, *(f"a/x/{n}.jpg" for n in range(4)))
     made = FederatedDataModule(dataset=Images(str(tmp_path), size=8), partition=ByDomain("client"), batch_size=4)
     with pytest.raises(ValueError, match=r"all images are of one class \(x\), so nothing can be learned: add images"):
@@ -412,7 +412,7 @@ def test_one_class_alone_is_refused_for_training(tmp_path):
 
 def test_measured_numbers_are_no_classes(tmp_path):
     write(tmp_path, *(f"{n}.jpg" for n in range(6)))
-    for values, refused in (
+    for values, rejected in (
         ("0.1 0.2 -3e-1 0.4 0.5 6", True),
         ("0.5 1.5 0.5 1.5 0.5 1.5", False),
         ("1 2 3 4 5 6", False),
@@ -420,7 +420,7 @@ def test_measured_numbers_are_no_classes(tmp_path):
         lines = "".join(f"{n}.jpg,{value},x\n" for n, value in enumerate(values.split()))
         (tmp_path / "t.csv").write_text("path,label,x\n" + lines)
         made = ImageTable(str(tmp_path / "t.csv"), test_share=0.1)
-        if refused:
+        if rejected:
             with pytest.raises(ValueError, match=r"label holds 6 different numbers in 6 rows, such as 0\.1, instead"):
                 len(made)
         else:
@@ -512,7 +512,7 @@ def test_tables_that_cannot_be_read_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "parquet"])
-def test_two_columns_of_one_name_are_refused(tmp_path, kind):
+def test_two_columns_of_one_name_are_rejected(tmp_path, kind):
     table = tmp_path / f"images.{kind}"
     if kind == "parquet":
         arrow = pytest.importorskip("pyarrow")

@@ -165,7 +165,7 @@ def test_floats_pass_as_they_are():
         (Preprocessing("tokens", (5,)), torch.randn(5), r"is float32 of shape \(5,\); pass int64"),
     ],
 )
-def test_what_is_no_image_is_refused(preprocessing, image, message):
+def test_what_is_no_image_is_rejected(preprocessing, image, message):
     with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message) as error:
         preprocessing.batch([image])
     assert "\n" not in str(error.value)
@@ -183,6 +183,6 @@ def test_what_is_no_image_is_refused(preprocessing, image, message):
         ("resize", [{"size": [4, 5], "rounded": False}]),
     ],
 )
-def test_a_broken_record_is_refused(key, value):
+def test_a_broken_record_is_rejected(key, value):
     with pytest.raises(ValueError, match=r"preprocessing: |argument 2 is"):
         Preprocessing.from_record({**COLOUR.record(), key: value})

@@ -144,7 +144,7 @@ def test_chexpert_of_frontal_views_and_of_the_full_size(chexpert, tmp_path):
     assert drawn_as(CheXpert(str(tmp_path), size=8)[0][0], 3) == (1,)
 
 
-def test_a_test_table_without_frontal_views_is_refused(tmp_path):
+def test_a_test_table_without_frontal_views_is_rejected(tmp_path):
     write_chexpert(tmp_path / "CheXpert-v1.0", patients=3, valid=1)
     table = tmp_path / "CheXpert-v1.0" / "valid.csv"
     table.write_text(table.read_text().replace("Frontal,", "Oblique,"))

@@ -317,7 +317,7 @@ class Oblong(Numbered):
         (lambda: ByDomain("scanner", within=FromFile("x")), "must be a partition with num_clients"),
     ],
 )
-def test_what_cannot_be_used_is_refused(make, message):
+def test_what_cannot_be_used_is_rejected(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
 

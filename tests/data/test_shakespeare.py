@@ -304,14 +304,14 @@ def single(x, size=4):
         (torch.zeros(4, 80, dtype=torch.int64), "test_resnet", ValueError, "do not fit backbone 'test_resnet'"),
     ],
 )
-def test_tokens_and_images_in_the_wrong_place_are_refused_at_setup(x, backbone, error, message):
+def test_tokens_and_images_in_the_wrong_place_are_rejected_at_setup(x, backbone, error, message):
     with pytest.raises(error, match=re.escape(message)) as caught:
         finetune(single(x), "fedavg", backbone=backbone, rounds=1)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("privacy", ["privacy", "client_privacy"])
-def test_texts_are_refused_where_training_is_private(root, privacy):
+def test_texts_are_rejected_where_training_is_private(root, privacy):
     with pytest.raises(
         ValueError, match=f"^{privacy}: texts are not supported: networks are checked at set-up on perturbed images"
     ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shifted test sets: what the corruptions make of an image, and what is refused."""
+"""Shifted test sets: what the corruptions make of an image, and what is rejected."""
 
 import random
 import sys
@@ -181,7 +181,7 @@ def test_held_out_images_are_not_shifted():
         ),
     ],
 )
-def test_what_cannot_be_used_is_refused(shifts, options, said):
+def test_what_cannot_be_used_is_rejected(shifts, options, said):
     with pytest.raises(ValueError, match=f"shifts: .*{said}"):
         module(shifts, **options)
 
@@ -204,7 +204,7 @@ def test_a_missing_library_is_named(monkeypatch):
     assert len(module({"a": "label_shift"}).conditions) == 1
 
 
-def test_a_library_that_does_not_load_is_refused_at_set_up(monkeypatch):
+def test_a_library_that_does_not_load_is_rejected_at_set_up(monkeypatch):
     monkeypatch.setitem(sys.modules, "cv2", None)
     with pytest.raises(
         ImportError, match=r"^shifts: corruptions need .*OpenCV, .*cannot be imported \(.*cv2.*\); .*\(on Debian "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes go by their names: a site's folders have the recipe's numbers, or the site is refused."""
+"""Classes go by their names: a site's folders have the recipe's numbers, or the site is rejected."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def test_a_site_that_misses_a_class_has_the_others_by_their_names(tmp_path):
     assert seen == {"normal", "benign"}
 
 
-def test_a_site_with_another_class_is_refused_by_name(tmp_path):
+def test_a_site_with_another_class_is_rejected_by_name(tmp_path):
     path, given = written(tmp_path, naming(), {"normal": 200, "melanoma": 40})
     with pytest.raises(ValueError, match="has images of melanoma, but the classes are malignant, benign, normal"):
         site_recipe(path, given)
@@ -89,7 +89,7 @@ def test_who_joins_first_with_other_classes_does_not_keep_the_rest_out(tiny, tmp
 
 
 @pytest.mark.parametrize("option", ["federated", "federated.algorithm", "distillation", "model"])
-def test_a_recipe_that_leaves_options_to_a_file_is_refused(option, tmp_path):
+def test_a_recipe_that_leaves_options_to_a_file_is_rejected(option, tmp_path):
     """The digest that a site approves would not cover them, such as the noise of a private recipe."""
     (tmp_path / "options").write_text("local_steps: 1\n")
     recipe = naming()
@@ -111,7 +111,7 @@ def test_a_recipe_of_aliases_is_read_in_no_time(tmp_path):
     assert list(_iterate_strings(yaml.safe_load("a: &a [b, *a]"))) == [("a", "b")]
 
 
-def test_a_client_that_the_partition_does_not_have_is_refused(tmp_path):
+def test_a_client_that_the_partition_does_not_have_is_rejected(tmp_path):
     path, _ = written(tmp_path, RECIPE, {"1": 40})
     data = {key: RECIPE["data"][key] for key in ("dataset", "partition", "train_limit", "test_limit")} | {"client": 2}
     content = {"name": "a", "recipes": [{"recipe": "recipe.yaml"}], "data": data}
@@ -146,7 +146,7 @@ def test_a_site_of_a_private_recipe_has_the_public_set_to_compare(tmp_path, sect
         ({"validation_fraction": 0.1}, r"privacy: validation_fraction=0\.1 would hand a share", ValueError),
     ],
 )
-def test_a_site_of_a_private_recipe_refuses_what_it_cannot_compare(tmp_path, section, options, message, kind):
+def test_a_site_of_a_private_recipe_rejects_what_it_cannot_compare(tmp_path, section, options, message, kind):
     recipe = naming() | {section: NOISE}
     recipe["data"] = recipe["data"] | options
     path, given = written(tmp_path, recipe, {"normal": 200})

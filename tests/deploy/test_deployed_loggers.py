@@ -87,7 +87,7 @@ def test_a_recipes_loggers_write_into_the_runs_folder(tmp_path):
         assert [logger.save_dir for logger in found] == expected
 
 
-def test_callbacks_are_refused(tmp_path):
+def test_callbacks_are_rejected(tmp_path):
     callbacks = {"callbacks": [{"class_path": "LearningRateMonitor"}]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"trainer": RECIPE["trainer"] | callbacks}))
     with pytest.raises(ValueError, match="callbacks cannot be deployed: there is no Trainer"):

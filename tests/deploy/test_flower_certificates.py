@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The certificate that a port presents: it is read, warned of before it expires, refused, and among the metrics."""
+"""The certificate that a port presents: it is read, warned of before it expires, rejected, and among the metrics."""
 
 import contextlib
 import datetime
@@ -73,7 +73,7 @@ def test_what_a_port_presents_is_read_and_not_the_file(tmp_path, monkeypatch):
     assert begin == certificate.not_valid_before_utc.timestamp()
 
 
-def test_an_expired_certificate_is_refused_although_its_authority_is_valid(tmp_path, monkeypatch):
+def test_an_expired_certificate_is_rejected_although_its_authority_is_valid(tmp_path, monkeypatch):
     certificate = written(tmp_path, 30, monkeypatch, since=31)
     day = certificate.not_valid_after_utc.date()
     write_app(tmp_path / "federation", "x", "seed_everything: 3\n", "ab" * 32, "localhost")
@@ -103,7 +103,7 @@ def test_one_that_is_valid_for_long_is_not_spoken_of(tmp_path, monkeypatch):
         check_presented(address, tmp_path / "ca.crt")
 
 
-def test_one_of_the_future_of_another_authority_or_of_another_host_is_refused(tmp_path, monkeypatch):
+def test_one_of_the_future_of_another_authority_or_of_another_host_is_rejected(tmp_path, monkeypatch):
     written(tmp_path / "future", 730, monkeypatch, since=-2)
     with (
         presenting(tmp_path / "future") as address,

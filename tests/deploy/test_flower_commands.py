@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written for a federation parses, and what cannot be run is refused before anything starts."""
+"""What is written for a federation parses, and what cannot be run is rejected before anything starts."""
 
 import configparser
 import contextlib
@@ -133,7 +133,7 @@ def test_a_site_gets_both_of_its_keys_or_none(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["st-marys.id.pub"]
 
 
-def test_an_identity_that_others_may_read_is_refused(tmp_path, monkeypatch):
+def test_an_identity_that_others_may_read_is_rejected(tmp_path, monkeypatch):
     """A group may read it that nobody else is in, as that of a Secret of Kubernetes, which has mode 0440."""
     pytest.importorskip("cryptography")
     write_identity(tmp_path, "st-marys")
@@ -253,7 +253,7 @@ def test_links_that_cannot_be_reached(tmp_path, monkeypatch):
         Link("link.example.org:8000", tmp_path / "none.crt")
 
 
-def test_the_command_refuses_what_is_no_app(tmp_path, app):
+def test_the_command_rejects_what_is_no_app(tmp_path, app):
     authority = certificate(tmp_path)
     words = ["--link", "localhost:8000", "--root-certificates", str(authority)]
     with pytest.raises(FileNotFoundError, match="is not an app; pass the folder `app`"):
@@ -340,7 +340,7 @@ def test_a_run_is_followed_to_its_end(tmp_path, app, monkeypatch, capfd, does, c
     assert said in "".join(capfd.readouterr())
 
 
-def test_a_certificate_that_expires_soon_is_said_and_one_that_has_is_refused(tmp_path, monkeypatch):
+def test_a_certificate_that_expires_soon_is_said_and_one_that_has_is_rejected(tmp_path, monkeypatch):
     file, expires = certificate(tmp_path), datetime.datetime(2126, 10, 31, 20, 42, 23, tzinfo=datetime.UTC).timestamp()
 
     def days_before(days):
@@ -406,7 +406,7 @@ def test_an_error_at_the_server_is_one_line_for_whoever_started_the_run(kind, tm
     assert capsys.readouterr().out == "perada: error: no such adapter\n"
 
 
-def test_batch_norm_in_private_training_is_refused_before_sites_get_the_recipe(tmp_path):
+def test_batch_norm_in_private_training_is_rejected_before_sites_get_the_recipe(tmp_path):
     main(["cp", "digits", str(tmp_path / "recipe.yaml")])
     with (tmp_path / "recipe.yaml").open("a") as file:
         file.write("privacy: {noise_multiplier: 1.0}\n")

@@ -180,7 +180,7 @@ def test_nothing_of_a_reason_reaches_the_server(sites):
     sites.work("beta")
 
 
-def test_a_key_that_is_not_registered_is_refused(sites):
+def test_a_key_that_is_not_registered_is_rejected(sites):
     keys = sites.folder / "keys"
     write_site_keys(keys, "mallory")
     sites.start_node("mallory")

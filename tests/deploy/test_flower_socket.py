@@ -89,8 +89,8 @@ def test_the_socket_is_closed_to_others_and_goes_with_its_worker(path):
         (head(kind=len(FAILURE_CODES) + 1), "malformed"),
         (head(name=MAX_NAME_BYTES + 1), "malformed"),
         (head(name=1) + b"\xff", "malformed"),
-        (head(length=1001), "refused"),
-        (head(length=2**63), "refused"),
+        (head(length=1001), "rejected"),
+        (head(length=2**63), "rejected"),
     ],
 )
 def test_what_is_no_request_is_turned_away_and_the_next_one_answered(path, sent, code):
@@ -99,9 +99,9 @@ def test_what_is_no_request_is_turned_away_and_the_next_one_answered(path, sent,
         assert ask(path, b"abc", "r", 5) == b"r:cba"
 
 
-def test_a_message_that_is_too_long_is_refused_before_it_is_read(path):
+def test_a_message_that_is_too_long_is_rejected_before_it_is_read(path):
     with worker(path, echo):
-        assert ask(path, b"x" * 10_000_000, "r", 5) == Failure("refused")
+        assert ask(path, b"x" * 10_000_000, "r", 5) == Failure("rejected")
 
 
 def test_who_sends_a_byte_now_and_then_does_not_keep_others_out(path, monkeypatch):
@@ -147,9 +147,9 @@ def test_a_message_that_has_expired_is_late(path):
         assert ask(path, b"x" * 1000, "r", -1.0) == Failure("late")
 
 
-def test_an_answer_that_is_too_long_is_refused(path):
+def test_an_answer_that_is_too_long_is_rejected(path):
     with worker(path, lambda message, run: b"x" * 50):
-        assert ask(path, b"", "r", 5, max_bytes=49) == Failure("refused")
+        assert ask(path, b"", "r", 5, max_bytes=49) == Failure("rejected")
         assert ask(path, b"", "r", 5, max_bytes=50) == b"x" * 50
 
 
@@ -243,7 +243,7 @@ def test_a_worker_that_dies_at_work(path):
 def test_a_socket_that_is_open_to_others_is_not_used(path, mode):
     with worker(path, echo):
         path.chmod(mode)
-        assert ask(path, b"abc", "r", 5) == Failure("refused")
+        assert ask(path, b"abc", "r", 5) == Failure("rejected")
 
 
 def test_neither_a_link_nor_a_file_is_a_socket(path):
@@ -252,14 +252,14 @@ def test_neither_a_link_nor_a_file_is_a_socket(path):
         link.symlink_to(path)
         file.write_text("")
         file.chmod(0o600)
-        assert ask(link, b"abc", "r", 5) == Failure("refused")
-        assert ask(file, b"abc", "r", 5) == Failure("refused")
+        assert ask(link, b"abc", "r", 5) == Failure("rejected")
+        assert ask(file, b"abc", "r", 5) == Failure("rejected")
 
 
 def test_a_socket_of_another_user_is_not_used(path, monkeypatch):
     with worker(path, echo):
         monkeypatch.setattr(os, "geteuid", lambda: path.lstat().st_uid + 1)
-        assert ask(path, b"abc", "r", 5) == Failure("refused")
+        assert ask(path, b"abc", "r", 5) == Failure("rejected")
 
 
 def test_places_where_no_socket_can_be(path):
@@ -283,7 +283,7 @@ def test_places_where_no_socket_can_be(path):
     assert not target.exists()
 
 
-def test_a_second_worker_is_refused_and_the_first_goes_on(path):
+def test_a_second_worker_is_rejected_and_the_first_goes_on(path):
     with worker(path, echo):
         with pytest.raises(ValueError, match="another worker is listening"):
             Listener(path)

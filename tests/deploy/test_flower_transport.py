@@ -143,8 +143,8 @@ def test_flowers_codes_are_ours_and_its_texts_are_not_read(caplog):
         "MESSAGE_UNAVAILABLE": "unreachable",
         "REPLY_MESSAGE_UNAVAILABLE": "late",
         "NODE_UNAVAILABLE": "unreachable",
-        "MOD_FAILED_PRECONDITION": "refused",
-        "INVALID_FAB": "refused",
+        "MOD_FAILED_PRECONDITION": "rejected",
+        "INVALID_FAB": "rejected",
         "CLIENT_APP_CRASHED": "crashed",
         "UNKNOWN": "crashed",
     }.items():

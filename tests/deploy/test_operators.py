@@ -59,13 +59,13 @@ def test_a_site_that_is_not_let_in_is_not_asked_each_round(tiny, tmp_path):
     def trouble(name, message, number):
         if read_header(message)["kind"] == "join" and name == "site1":
             asked.append(number)
-            return Failure("refused")
+            return Failure("rejected")
         return None
 
     coordinator = parties.coordinator(Troubled(parties.workers(), trouble), min_sites=2)
     progress = coordinator.run()
     assert len(asked) == 1
-    assert [record.outside for record in progress.records] == [{"site1": "refused"}] * 3
+    assert [record.outside for record in progress.records] == [{"site1": "rejected"}] * 3
 
 
 def test_waiting_for_sites_is_said_and_its_end_is_one_line(tiny, tmp_path, caplog):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A site refuses, with the same words, the private recipes that the set-up of their simulation refuses."""
+"""A site rejects, with the same words, the private recipes that the set-up of their simulation rejects."""
 
 import pytest
 
@@ -14,7 +14,7 @@ OF_IMAGES = {"privacy": Privacy(noise_multiplier=1.0, delta=1e-3)}
 NOISY_SUMS = OF_CLIENTS | {"secure_sums": SecureSums(min_sites=3)}
 
 
-def refusals(parties):
+def rejections(parties):
     """What the simulation and the site say."""
     said = []
     for set_up in (parties.simulated, lambda: parties.worker(0)):
@@ -27,7 +27,7 @@ def refusals(parties):
 @pytest.mark.parametrize("level", [OF_CLIENTS, OF_IMAGES, NOISY_SUMS], ids=["clients", "images", "noisy sums"])
 def test_images_held_out_of_the_clients_to_choose_by(tiny, tmp_path, level):
     options = {"evaluate_on": "validation", "client_validation": 0.3}
-    simulated, at_site = refusals(Parties(tiny, tmp_path, loop=level, data=options))
+    simulated, at_site = rejections(Parties(tiny, tmp_path, loop=level, data=options))
     assert "evaluate_on='validation' scores models on held-out private images" in simulated
     assert at_site == simulated
 
@@ -35,7 +35,7 @@ def test_images_held_out_of_the_clients_to_choose_by(tiny, tmp_path, level):
 @pytest.mark.parametrize(("level", "says"), [(OF_CLIENTS, "set modes=1"), (OF_IMAGES, "compares models")])
 def test_an_algorithm_that_compares_models_on_the_clients_images(tiny, tmp_path, level, says):
     algorithm = FedEnsemble(modes=2, assignment="loss")
-    simulated, at_site = refusals(Parties(tiny, tmp_path, algorithm, loop=level))
+    simulated, at_site = rejections(Parties(tiny, tmp_path, algorithm, loop=level))
     assert says in simulated
     assert at_site == simulated
 
@@ -51,15 +51,15 @@ def test_an_algorithm_that_compares_models_on_the_clients_images(tiny, tmp_path,
     ids=["weighting", "rule", "distillation", "sends"],
 )
 def test_what_is_made_of_more_than_the_noisy_mean(tiny, tmp_path, algorithm, loop, says):
-    simulated, at_site = refusals(Parties(tiny, tmp_path / "clients", algorithm, loop=OF_CLIENTS | loop))
+    simulated, at_site = rejections(Parties(tiny, tmp_path / "clients", algorithm, loop=OF_CLIENTS | loop))
     assert says in simulated
     assert at_site == simulated
     # With secure sums a simulation may have another reason first.
-    refusals(Parties(tiny, tmp_path / "sums", algorithm, loop=NOISY_SUMS | loop))
+    rejections(Parties(tiny, tmp_path / "sums", algorithm, loop=NOISY_SUMS | loop))
 
 
 def test_numbers_of_images_in_a_run_with_privacy_of_images(tiny, tmp_path):
-    simulated, at_site = refusals(Parties(tiny, tmp_path, loop=OF_IMAGES | {"weighting": "samples"}))
+    simulated, at_site = rejections(Parties(tiny, tmp_path, loop=OF_IMAGES | {"weighting": "samples"}))
     assert "weighting='samples' reveals the clients' numbers of images without noise" in simulated
     assert at_site == simulated
 

@@ -132,7 +132,7 @@ def test_a_negative_epsilon_is_malformed(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["recipe", "limits"])
-def test_a_site_refuses_a_delta_that_shows_one_of_the_sites_of_a_sum(place, tiny, tmp_path):
+def test_a_site_rejects_a_delta_that_shows_one_of_the_sites_of_a_sum(place, tiny, tmp_path):
     delta = 0.34 if place == "recipe" else 1e-3
     level = ClientPrivacy(noise_multiplier=1.0, delta=delta)
     parties = Parties(tiny, tmp_path, loop={"client_privacy": level, "secure_sums": SecureSums(min_sites=3)})

@@ -38,7 +38,7 @@ def put_back(folder, now, before, names):
             path.write_bytes(older)
 
 
-def refusal(folder):
+def rejection(folder):
     """What a worker that starts says of a folder, or of a run in it; empty if it accepts all."""
     book = None
     try:
@@ -121,22 +121,22 @@ def test_any_files_that_are_put_back_are_noticed_but_all_together(case, tiny, tm
         if earlier.get(SITE_STATE) != later[SITE_STATE]
     )
     # Many copies differ in few files, so the same folder would often be tried again.
-    refusals = {}
+    rejections = {}
 
-    def cached_refusal_of(before, names):
+    def cached_rejection_of(before, names):
         content = now | {name: before.get(name) for name in names}
         key = frozenset(content.items())
-        if key not in refusals:
-            refusals[key] = refusal_of(tmp_path, now, before, names)
-        return refusals[key]
+        if key not in rejections:
+            rejections[key] = rejection_of(tmp_path, now, before, names)
+        return rejections[key]
 
-    assert cached_refusal_of(now, ()) == ""
+    assert cached_rejection_of(now, ()) == ""
     tried = 0
     for before in [{}, *copies[:-1]]:
         changed = [name for name in now if now[name] != before.get(name)]
         for count in range(1, len(changed) + 1):
             for names in itertools.combinations(changed, count):
-                said = cached_refusal_of(before, names)
+                said = cached_rejection_of(before, names)
                 if must_be_noticed(now, before, names, line_of_commit):
                     assert "restore " in said, (names, lines(now), said)
                     tried += 1
@@ -145,9 +145,9 @@ def test_any_files_that_are_put_back_are_noticed_but_all_together(case, tiny, tm
     assert tried > 100
 
 
-def refusal_of(tmp_path, now, before, names):
+def rejection_of(tmp_path, now, before, names):
     put_back(tmp_path / "put-back", now, before, names)
-    return refusal(tmp_path / "put-back")
+    return rejection(tmp_path / "put-back")
 
 
 def test_a_state_that_is_put_back_before_the_masked_vector_sends_none(tiny, tmp_path):
@@ -285,7 +285,7 @@ def test_runs_that_are_trained_in_turn_are_each_known_once(tmp_path):
         book.commit(state, replace(book.totals, rounds=number + 1))
     assert [(state.run, state.training.num_rounds) for state in read_runs(tmp_path)[0]] == [(RUN, 3), (OTHER_RUN, 2)]
     book.close()
-    assert refusal(tmp_path) == ""
+    assert rejection(tmp_path) == ""
 
 
 OPERATIONS = ("write", "pwrite", "fsync", "fdatasync", "replace", "ftruncate")
@@ -350,7 +350,7 @@ def test_a_state_of_a_commit_that_failed_late_is_on_the_disk_before_it_counts(ti
     assert synced == [site.store.folder / SITE_STATE, site.store.folder]
     assert site.store.commits == 2
     site.store.close()
-    assert refusal(site.store.folder) == ""
+    assert rejection(site.store.folder) == ""
 
 
 def test_the_number_in_log_and_state_counts_every_commit(tiny, tmp_path):
@@ -369,13 +369,13 @@ def test_the_number_in_log_and_state_counts_every_commit(tiny, tmp_path):
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("content", [b"", b"used\n", b"{", b'{"lines": 1}' + bytes(20), bytes(160), b"[1, 2]"])
-def test_a_lock_file_that_is_lost_or_damaged_is_no_reason_to_refuse(content, tiny, tmp_path):
+def test_a_lock_file_that_is_lost_or_damaged_is_no_reason_to_reject(content, tiny, tmp_path):
     """It may hold a mixture after a power failure, and an operator may take it for a lock that was left."""
     site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
     site.answer(train(site), "")
     site.store.close()
     (site.store.folder / LOCK).write_bytes(content)
-    assert refusal(site.store.folder) == ""
+    assert rejection(site.store.folder) == ""
 
 
 def test_after_an_older_state_was_accepted_the_next_copy_is_noticed_again(tiny, tmp_path):
@@ -393,8 +393,9 @@ def test_after_an_older_state_was_accepted_the_next_copy_is_noticed_again(tiny, 
         assert code(again.answer(message, ""), message) == "ok"
     again.store.close()
     (folder / SITE_STATE).write_bytes(first[SITE_STATE])
-    assert "is an older copy (written once), but according to line 3 of audit.jsonl it was written 3 times" in refusal(
-        folder
+    assert (
+        "is an older copy (written once), but according to line 3 of audit.jsonl it was written 3 times"
+        in rejection(folder)
     )
     main(["deploy", "audit", str(folder), "--begin"])
     assert (folder / "audit-1.jsonl").exists() and (folder / "audit-2.jsonl").exists()
@@ -416,7 +417,7 @@ def test_a_log_that_was_being_begun_can_be_begun_once_more(tiny, tmp_path, monke
         patch.setattr("perada.deploy.audit._write_head", stopped)
         with pytest.raises(Stopped):
             main(["deploy", "audit", str(folder), "--begin"])
-    assert "were cut off" in refusal(folder)
+    assert "were cut off" in rejection(folder)
     main(["deploy", "audit", str(folder), "--begin"])
     SiteStore(folder).close()
     former = [(folder / f"audit-{number}.jsonl").read_bytes().count(b"\n") for number in (1, 2)]

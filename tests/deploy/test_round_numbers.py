@@ -52,7 +52,7 @@ def test_logs_status_and_audit_count_the_rounds_of_a_run_from_one(tiny, tmp_path
         (("tune", 0), "the recipe has no fine-tuning at this point"),
     ],
 )
-def test_a_refusal_names_the_round_that_the_server_shows(tiny, tmp_path, caplog, order, says):
+def test_a_rejection_names_the_round_that_the_server_shows(tiny, tmp_path, caplog, order, says):
     worker = Parties(tiny, tmp_path, rounds=2).worker(0)
     worker.answer(train(worker, 0), "")
     kind, round = order

@@ -105,7 +105,7 @@ SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in list(FORGED)[2:]]
 
 
 @pytest.mark.parametrize("what", [*list(FORGED)[:2], *SLOW])
-def test_what_a_hostile_site_sends_is_refused_by_name_and_changes_nothing(what, tiny, tmp_path):
+def test_what_a_hostile_site_sends_is_rejected_by_name_and_changes_nothing(what, tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1)
     workers = parties.workers()
 
@@ -247,7 +247,7 @@ def test_a_server_from_an_older_copy_says_who_is_ahead(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_site_from_an_older_copy_takes_part_again(tiny, tmp_path):
-    """From one of its whole folder: of a single older file is known that it is older, and it is refused."""
+    """From one of its whole folder: of a single older file is known that it is older, and it is rejected."""
     parties = Parties(tiny, tmp_path, "ditto", rounds=3, every=3)
     workers = parties.workers()
     transport = LocalTransport(workers)
@@ -381,7 +381,7 @@ def test_privacy_of_whole_sites_counts_those_who_answered(tiny, tmp_path):
         ({"late": "never"}, "late must be one of .*, got 'never'"),
     ],
 )
-def test_terms_that_cannot_be_kept_are_refused(options, message):
+def test_terms_that_cannot_be_kept_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         Terms(**options)
 
@@ -400,6 +400,6 @@ def test_terms_that_cannot_be_kept_are_refused(options, message):
         ),
     ],
 )
-def test_what_cannot_be_deployed_is_refused_by_name(given, message, tiny, tmp_path):
+def test_what_cannot_be_deployed_is_rejected_by_name(given, message, tiny, tmp_path):
     with pytest.raises(ValueError, match=message):
         Parties(tiny, tmp_path, **given).recipe()

@@ -301,7 +301,7 @@ def test_weights_from_the_labels_of_all_sites_are_rejected(tmp_path):
         written(tmp_path / "site", RECIPE | {"data": data}, own)
 
 
-@pytest.mark.parametrize("on_broken", ["skip", "refuse"])
+@pytest.mark.parametrize("on_broken", ["skip", "raise"])
 def test_public_images_that_cannot_be_read_are_those_of_the_simulation(on_broken, tmp_path):
     drawn(tmp_path / "public", 1)
     broken = sorted((tmp_path / "public").rglob("*.png"))[3]
@@ -309,7 +309,7 @@ def test_public_images_that_cannot_be_read_are_those_of_the_simulation(on_broken
     public = {"class_path": "UnlabelledFolder", "init_args": {"root": str(tmp_path / "public"), "size": 32}}
     data = RECIPE["data"] | {"public": public, "on_broken": on_broken, "public_limit": 17}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"data": data}))
-    if on_broken == "refuse":
+    if on_broken == "raise":
         with pytest.raises(ValueError, match=r"1 image cannot be read .*on_broken: skip"):
             server_recipe(str(tmp_path / "recipe.yaml"))
         return

@@ -135,7 +135,7 @@ def test_what_a_site_remembers_outweighs_what_a_hash_says(seed, more, tmp_path):
         test, train = now
 
 
-def test_a_split_that_cannot_be_read_is_refused(tmp_path):
+def test_a_split_that_cannot_be_read_is_rejected(tmp_path):
     draw(tmp_path / "images", range(6))
     path = site(tmp_path / "site", tmp_path / "images")
     served(path)

@@ -99,7 +99,7 @@ def test_reading_it_needs_no_torch(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["site", "check"])
-def test_a_folder_in_place_of_the_file_is_refused(tmp_path, command):
+def test_a_folder_in_place_of_the_file_is_rejected(tmp_path, command):
     with pytest.raises(IsADirectoryError, match=r"' is a folder; pass the site's file in it, such as .*/site\.yaml"):
         main(["deploy", command, str(tmp_path)])
 

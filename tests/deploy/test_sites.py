@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A site: what it answers, what it refuses, what is on its disk after a crash, and what never leaves it."""
+"""A site: what it answers, what it rejects, what is on its disk after a crash, and what never leaves it."""
 
 import logging
 import os
@@ -75,7 +75,7 @@ def test_a_repeated_message_gets_the_same_reply_and_trains_nothing(site):
     assert state_bytes(site) == before
 
 
-def test_rounds_of_the_past_and_the_future_are_refused(site):
+def test_rounds_of_the_past_and_the_future_are_rejected(site):
     for message, expected in [(train(site, 0), "ok"), (train(site, 2, client=1), "other"), (train(site, 2), "ok")]:
         assert code(site.answer(message, ""), message) == expected
     before = state_bytes(site)
@@ -89,7 +89,7 @@ def test_rounds_of_the_past_and_the_future_are_refused(site):
     assert state_bytes(site) == before
 
 
-def test_a_recipe_that_is_not_approved_is_refused(site):
+def test_a_recipe_that_is_not_approved_is_rejected(site):
     client = only_client(site)
     message = pack(Request("train", RUN, "0" * 64), sending(client))
     assert code(site.answer(message, ""), message) == "unapproved"
@@ -122,7 +122,7 @@ def hostile(client):
     yield "not a number", pack(good, state).replace(b'\\"factor\\":1.0', b'\\"factor\\":NaN')
 
 
-def test_hostile_messages_are_refused_and_nothing_changes(site):
+def test_hostile_messages_are_rejected_and_nothing_changes(site):
     client = only_client(site)
     for name, message in hostile(client):
         assert code(site.answer(message, ""), message) == "malformed", name
@@ -130,7 +130,7 @@ def test_hostile_messages_are_refused_and_nothing_changes(site):
 
 
 @pytest.mark.parametrize("named", [2, 0, None, "1", True, 1.0])
-def test_another_protocol_is_refused_before_anything_else_is_read(site, caplog, named):
+def test_another_protocol_is_rejected_before_anything_else_is_read(site, caplog, named):
     """By its code, whatever else a later version may have in its messages."""
     order = vars(Request("train", RUN, only_client(site).recipe.digest)) | {
         "protocol": named,
@@ -276,7 +276,7 @@ def private(tiny, tmp_path, **options):
 
 
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])
-def test_a_site_refuses_a_public_set_that_holds_its_images(tiny, tmp_path, section):
+def test_a_site_rejects_a_public_set_that_holds_its_images(tiny, tmp_path, section):
     """The server has no client's images to compare with, so each site looks for its own, tested or trained on."""
     options = {"noise_multiplier": 1.0, "delta": 1e-3}
     level = Privacy(**options) if section == "privacy" else ClientPrivacy(**options)
@@ -368,7 +368,7 @@ def test_a_server_that_begins_anew_under_another_name_gets_no_second_budget(tiny
     assert code(generous.answer(asked[2], ""), asked[2]) == "ok"  # the site's own word counts
 
 
-def test_a_delta_that_shows_an_image_is_refused(tiny, tmp_path):
+def test_a_delta_that_shows_an_image_is_rejected(tiny, tmp_path):
     with pytest.raises(ValueError, match=r"limits: delta=0.2 must be below 1 / 9, the number of training images"):
         private(tiny, tmp_path).worker(0, delta=0.2)
 
@@ -582,7 +582,7 @@ def test_a_ledger_that_was_taken_away_is_missed(site):
         SiteStore(site.store.folder)
 
 
-def test_a_state_folder_that_others_can_write_to_is_refused(tmp_path):
+def test_a_state_folder_that_others_can_write_to_is_rejected(tmp_path):
     tmp_path.chmod(0o702)
     with pytest.raises(OSError, match="is writable by other users; chmod 700"):
         SiteStore(tmp_path)
@@ -600,7 +600,7 @@ def test_what_a_crash_left_of_a_file_is_not_written_into(site, tmp_path):
     assert stat.S_IMODE((site.store.folder / "state.safetensors").stat().st_mode) == 0o600
 
 
-def test_a_limit_refuses_recipes_without_privacy(tiny, tmp_path):
+def test_a_limit_rejects_recipes_without_privacy(tiny, tmp_path):
     with pytest.raises(ValueError, match="max_epsilon=1 of the site cannot be met by a recipe without privacy"):
         Parties(tiny, tmp_path).worker(0, max_epsilon=1)
 

@@ -48,7 +48,7 @@ def test_a_fine_tuning_with_too_few_sites_can_be_repeated(tiny, tmp_path):
     assert [worker.store.current().training.num_rounds for worker in workers.values()] == [2, 2, 2]
 
 
-def test_a_state_of_another_format_is_refused_by_both_numbers(tmp_path):
+def test_a_state_of_another_format_is_rejected_by_both_numbers(tmp_path):
     """It is whole: to take a copy, as of a damaged one, would lose what was spent since."""
     path = tmp_path / "state.safetensors"
     write_nested(path, {"run": "x"}, SITE_FORMAT + 1)

@@ -277,7 +277,7 @@ def test_two_adapters_of_ia3_are_not_folded():
         Engine(adapted.model, "folded")
 
 
-def test_unknown_engines_are_refused():
+def test_unknown_engines_are_rejected():
     with pytest.raises(ValueError, match=r"engine must be one of .*, got 'vmap'"):
         Engine(nn.Linear(1, 1), "vmap")
 

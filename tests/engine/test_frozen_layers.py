@@ -242,7 +242,7 @@ def test_a_convolution_with_a_hook_runs_it_whenever_it_was_registered():
     torch.testing.assert_close(frozen(x), plain)
 
 
-def test_images_of_another_number_format_are_refused_as_by_torch():
+def test_images_of_another_number_format_are_rejected_as_by_torch():
     conv = nn.Conv2d(3, 2, 3, padding=1).requires_grad_(False)
     frozen = fold(nn.Sequential(conv), random_only=True).model
     for dtype in (torch.bfloat16, torch.float64):

@@ -105,7 +105,7 @@ WAYS = {  # and which outputs are features where the head and the routing are tr
     "two names": (lambda net, x: net.pair[0](x), {"pair.0"}),
     "an axis of three": (lambda net, x: net.body(net.stem(x)) + net.table(torch.arange(3)).sum(), {"body"}),
     "looks at the image": (lambda net, x: net.body(net.stem(x)) + net.later(x).mul(0.1), None),
-    "refuses NaN": (lambda net, x: net.body(net.finite(net.stem(x))), None),
+    "rejects NaN": (lambda net, x: net.body(net.finite(net.stem(x))), None),
     "routes by argmax": (lambda net, x: net.body(net.routed(net.stem(x))), {"stem"}),
 }
 
@@ -157,7 +157,7 @@ def test_features_stand_for_images(name, kind):
 
 def test_what_broke_the_search_is_logged(caplog):
     caplog.set_level("INFO", "perada")
-    assert Engine(Peculiar("refuses NaN")).find_trunk(torch.randn(3, SIDE, SIDE)) is None
+    assert Engine(Peculiar("rejects NaN")).find_trunk(torch.randn(3, SIDE, SIDE)) is None
     assert "cannot replace images: ValueError: not finite" in caplog.text
 
 
@@ -328,7 +328,7 @@ def test_images_of_another_size_stay_images():
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-5)
 
 
-def test_what_cannot_be_kept_is_refused_or_left():
+def test_what_cannot_be_kept_is_rejected_or_left():
     with pytest.raises(
         ValueError, match=r"requires frozen layers .*; leave cache_features out, or choose .*\(head, lora\)"
     ):

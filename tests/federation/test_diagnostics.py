@@ -269,7 +269,7 @@ def test_all_that_an_algorithm_allows_is_measured(algorithm, measured):
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_setup(options, message):
+def test_what_cannot_be_measured_is_rejected_at_setup(options, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         finetune(**options)
     assert "\n" not in str(caught.value)

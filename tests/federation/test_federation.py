@@ -27,7 +27,7 @@ from tests.options import sections
 
 @pytest.fixture(autouse=True)
 def _unnoticed_at_set_up(monkeypatch):
-    """Clients break by images that become NaN later: those that are so at set-up are refused there."""
+    """Clients break by images that become NaN later: those that are so at set-up are rejected there."""
     monkeypatch.setattr("perada.data.inspection._find_broken", lambda *_: {})
 
 
@@ -171,7 +171,7 @@ def test_a_saved_federation_remembers_who_fine_tuned_and_who_broke(tmp_path):
     assert equal({k: v[1] for k, v in other.personal_states(range(4)).items()}, one.global_state)
 
 
-def test_what_another_algorithm_fine_tuned_is_refused():
+def test_what_another_algorithm_fine_tuned_is_rejected():
     one, _ = federation("perada", task())
     with pytest.raises(
         ValueError, match="fine-tuned after the last round, but PerAda does no fine-tuning; resume with"
@@ -229,7 +229,7 @@ def test_validation_on_the_server_keeps_the_better_of_average_and_student():
     assert not equal(free.global_state, plain.global_state)
 
 
-def test_validation_without_labelled_images_is_refused():
+def test_validation_without_labelled_images_is_rejected():
     loop = FederatedLoop(distillation=Distillation(2, 4, validate_every=1))
     trainer = make_trainer(loop, 1, **QUIET)
     module = perada.FederatedClassifier(network(), "full")

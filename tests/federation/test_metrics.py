@@ -139,7 +139,7 @@ def test_labels_that_no_image_has_do_not_count():
         (None, "metric must be a name .*, got None"),
     ],
 )
-def test_unknown_metrics_are_refused_at_once(choice, message):
+def test_unknown_metrics_are_rejected_at_once(choice, message):
     with pytest.raises(ValueError, match=message) as caught:
         perada.Evaluation(metric=choice)
     assert "\n" not in str(caught.value)

@@ -128,7 +128,7 @@ def test_clients_can_move_from_one_store_to_another(tmp_path, kind):
     assert (sorted(third.written), sorted(fourth.written)) == ([1, 3], [2])
 
 
-def test_a_store_of_other_tensors_is_refused():
+def test_a_store_of_other_tensors_is_rejected():
     saved = ClientStore({"personal": {"w": torch.zeros(3)}}).state_dict()
     with pytest.raises(ValueError, match="keep different tensors than those of this run"):
         ClientStore({"personal": {"w": torch.zeros(4)}}).load_state_dict(saved)
@@ -318,6 +318,6 @@ def test_the_place_is_chosen_by_what_all_clients_may_take(monkeypatch, clients, 
     assert [Storage(name).open(initial()).host for name in ("host", "device")] == [True, False]
 
 
-def test_an_unknown_place_is_refused():
+def test_an_unknown_place_is_rejected():
     with pytest.raises(ValueError, match="client_store must be one of 'auto', 'device', 'host', 'disk', got 'cloud'"):
         Storage("cloud")

@@ -18,7 +18,7 @@ from tests.label_kinds import task_of
 
 
 class NoDouble(TorchDispatchMode):
-    """Refuses a tensor of float64 on the device."""
+    """Rejects a tensor of float64 on the device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

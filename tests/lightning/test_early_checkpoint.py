@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ckpt_path="last"`` finds the checkpoint of the same experiment, and one of another is refused before set-up."""
+"""``ckpt_path="last"`` finds the checkpoint of the same experiment, and one of another is rejected before set-up."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_last_is_the_newest_of_the_same_experiment(tiny, tmp_path, other):
     ],
 )
 @pytest.mark.parametrize("by_path", [False, True], ids=["last", "path"])
-def test_another_experiment_is_refused_before_set_up(tiny, tmp_path, monkeypatch, other, message, by_path):
+def test_another_experiment_is_rejected_before_set_up(tiny, tmp_path, monkeypatch, other, message, by_path):
     fit(tiny, tmp_path, 1, seed=5)
     path = str(next(tmp_path.rglob("last.ckpt")))
     monkeypatch.setattr(FederatedClassifier, "build", lambda *_: pytest.fail("it was set up"))

@@ -228,7 +228,7 @@ def strip_perada(path):
         (strip_perada, "not written by perada"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused_with_the_difference(tiny, tmp_path, change, message):
+def test_a_checkpoint_of_something_else_is_rejected_with_the_difference(tiny, tmp_path, change, message):
     trained = "head" if "frozen" in message else "full"
     trainer, module, data, _ = build(tiny, tmp_path, rounds=1)
     module.adapter = trained
@@ -246,7 +246,7 @@ def test_a_checkpoint_of_something_else_is_refused_with_the_difference(tiny, tmp
     assert "\n" not in str(error.value)
 
 
-def test_another_partition_of_the_same_sizes_is_refused(tiny, tmp_path):
+def test_another_partition_of_the_same_sizes_is_rejected(tiny, tmp_path):
     def data(seed):
         return perada.FederatedDataModule(
             dataset=perada.data.Digits(), partition=perada.data.IID(5), train_limit=50, test_limit=10, seed=seed
@@ -397,7 +397,7 @@ def test_limit_val_batches_zero_evaluates_nothing(tiny, tmp_path):
         ({"max_steps": 7}, "max_steps=7.*max_epochs"),
     ],
 )
-def test_trainer_options_without_meaning_are_refused(tiny, tmp_path, options, message):
+def test_trainer_options_without_meaning_are_rejected(tiny, tmp_path, options, message):
     with pytest.raises(ValueError, match=message) as error:
         fit(tiny, tmp_path, logger=False, **options)
     assert "\n" not in str(error.value)
@@ -488,7 +488,7 @@ def test_a_client_whose_loss_is_nan_is_named_and_left_out(tiny, tmp_path):
     assert all(value.isfinite().all() for value in run.state("global").values())
 
 
-def test_a_module_of_another_loop_is_refused(tiny, tmp_path):
+def test_a_module_of_another_loop_is_rejected(tiny, tmp_path):
     trainer, module, data, _ = build(tiny, tmp_path, rounds=1)
     trainer.fit(module, data)
     other, _, _, _ = build(tiny, tmp_path, algorithm="ditto", rounds=1)

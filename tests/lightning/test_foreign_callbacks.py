@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's callbacks: each one works in federated rounds or is refused at set-up, and rounds are those asked for."""
+"""Lightning's callbacks: each one works in federated rounds or is rejected at set-up, and all rounds are run."""
 
 import pytest
 import pytorch_lightning as pl
@@ -21,7 +21,7 @@ class OwnFinetuning(lightning.BaseFinetuning):
     """One of somebody's own."""
 
 
-REFUSED = {
+REJECTED = {
     "BackboneFinetuning": lambda: lightning.BackboneFinetuning(),
     "BaseFinetuning": lambda: lightning.BaseFinetuning(),
     "BatchSizeFinder": lambda: lightning.BatchSizeFinder(),
@@ -55,7 +55,7 @@ BARS = {"ProgressBar", "RichProgressBar", "TQDMProgressBar"}
 
 def test_every_callback_of_lightning_is_looked_at():
     ours = {"OwnAverage", "OwnFinetuning"}
-    assert set(lightning.__all__) == (set(REFUSED) | set(ACCEPTED) | BARS) - ours
+    assert set(lightning.__all__) == (set(REJECTED) | set(ACCEPTED) | BARS) - ours
 
 
 def finetune(tiny, callback, **options):
@@ -63,18 +63,18 @@ def finetune(tiny, callback, **options):
     return perada.finetune(tiny.net(), tiny.data(), **sections(callbacks=callback, **common | options))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_acts_on_weights_is_refused_with_a_remedy(tiny, name):
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_acts_on_weights_is_rejected_with_a_remedy(tiny, name):
     with pytest.raises(ValueError, match=rf"^{name} is not supported: .*[;,] .*\w") as caught:
-        finetune(tiny, REFUSED[name](), logger=False)
+        finetune(tiny, REJECTED[name](), logger=False)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_before_its_own_set_up(tiny, name):
+@pytest.mark.parametrize("name", REJECTED)
+def test_it_is_rejected_before_its_own_set_up(tiny, name):
     loop = FederatedLoop(training=Training(local_steps=1))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    trainer = pl.Trainer(max_epochs=3, callbacks=[REFUSED[name](), loop], **quiet)
+    trainer = pl.Trainer(max_epochs=3, callbacks=[REJECTED[name](), loop], **quiet)
     module = FederatedClassifier(tiny.net(), adapter="full")
     with pytest.raises(ValueError, match=rf"^{name} is not supported: "):
         trainer.fit(module, datamodule=FederatedDataModule(tiny.data(), batch_size=4))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that joins a finished run: what it trains, what stays as it is, what is refused."""
+"""A client that joins a finished run: what it trains, what stays as it is, what is rejected."""
 
 import copy
 
@@ -207,7 +207,7 @@ def test_a_private_run_protects_the_newcomer_alike(tiny):
     assert sample["release"][:5] == run.info["privacy"]["sample"]["release"]
 
 
-def test_privacy_that_cannot_be_kept_is_refused(tiny):
+def test_privacy_that_cannot_be_kept_is_rejected(tiny):
     privacy = Privacy(noise_multiplier=1.0, delta=1e-3, max_epsilon=20.0)
     run = finished(tiny, "ditto", privacy=privacy)
     with pytest.raises(ValueError, match=r"would exceed max_epsilon=20.0 in their first round"):

@@ -50,7 +50,7 @@ from tests.options import fields_among, sections
         ),
     ],
 )
-def test_wrong_options_are_refused(options, message):
+def test_wrong_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message) as error:
         Training(**fields_among(options, Training))
         Evaluation(**fields_among(options, Evaluation))
@@ -95,13 +95,13 @@ def test_head_and_adapter_are_drawn_from_the_seed_alone():
     assert any(not torch.equal(first[key], other[key]) for key in first)
 
 
-def test_another_number_of_classes_than_the_data_is_refused():
+def test_another_number_of_classes_than_the_data_is_rejected():
     module = FederatedClassifier("test_resnet", pretrained=False, num_classes=7)
     with pytest.raises(ValueError, match="num_classes=7 does not match the data, whose labels have 10 classes"):
         module.build(10, Classification(), 0)
 
 
-def test_a_module_built_for_other_data_is_refused():
+def test_a_module_built_for_other_data_is_rejected():
     module = FederatedClassifier("test_resnet", pretrained=False)
     module.build(10, Classification(), 0)
     module.build(10, Classification(), 0)

@@ -45,14 +45,14 @@ def trainer(one, rounds=1, **options):
     return pl.Trainer(callbacks=[one], max_epochs=rounds, **PLAIN | options)
 
 
-def refused(message, call):
+def rejected(message, call):
     with pytest.raises(ValueError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("privacy", [True, False])
-def test_another_fit_is_refused_and_changes_nothing(privacy):
+def test_another_fit_is_rejected_and_changes_nothing(privacy):
     """By the same trainer or another one, with or without more rounds, twice and a third time."""
     one, network, served = loop(privacy), module(), data()
     first = trainer(one)
@@ -60,10 +60,10 @@ def test_another_fit_is_refused_and_changes_nothing(privacy):
     before = one.outcome(network)
     state, metrics = before.state("global"), copy.deepcopy(before.metrics)
     for other in (first, trainer(one), trainer(one, 5)):
-        refused(AGAIN, lambda other=other: other.fit(network, served))
-        refused(AGAIN, lambda other=other: other.fit(network, data()))
+        rejected(AGAIN, lambda other=other: other.fit(network, served))
+        rejected(AGAIN, lambda other=other: other.fit(network, data()))
     first.fit_loop.max_epochs = 3
-    refused(AGAIN, lambda: first.fit(network, served))
+    rejected(AGAIN, lambda: first.fit(network, served))
     after = one.outcome(network)
     assert after.metrics == metrics
     assert all(torch.equal(after.state("global")[key], state[key]) for key in state)
@@ -71,7 +71,7 @@ def test_another_fit_is_refused_and_changes_nothing(privacy):
 
 def test_a_trainer_has_one_loop():
     two = pl.Trainer(callbacks=[loop(), loop()], max_epochs=1, **PLAIN)
-    refused(
+    rejected(
         "several FederatedLoops among its callbacks; pass only one",
         lambda: two.fit(module(), data()),
     )
@@ -99,14 +99,14 @@ def test_a_loop_does_not_change_its_module_or_data():
     one, network, served = loop(), module(), data()
     trainer(one).fit(network, served)
     for call in (trainer(one).validate, trainer(one).test):
-        refused(OTHERS, lambda call=call: call(module(), served))
+        rejected(OTHERS, lambda call=call: call(module(), served))
     for call in (trainer(one).validate, trainer(one).test):
-        refused(OTHERS, lambda call=call: call(network, data()))
+        rejected(OTHERS, lambda call=call: call(network, data()))
     other = loop()
-    refused(OTHERS, lambda: trainer(other).fit(network, served))
+    rejected(OTHERS, lambda: trainer(other).fit(network, served))
     # Nor one with the very same algorithm, whose states it would take for its own.
     same = FederatedLoop(one.algorithm, privacy=one.privacy)
-    refused(OTHERS, lambda: trainer(same).fit(network, served))
+    rejected(OTHERS, lambda: trainer(same).fit(network, served))
     trainer(one).validate(network, served, verbose=False)
     trainer(one).test(network, served, verbose=False)
 
@@ -118,19 +118,19 @@ def test_copies_of_a_loop(copied):
     fresh, network, served = loop(), module(), data()
     early = copied(fresh)
     trainer(fresh).fit(network, served)
-    refused(OTHERS, lambda: trainer(early).fit(network, served))
+    rejected(OTHERS, lambda: trainer(early).fit(network, served))
     trainer(early).fit(module(), served)
     assert len(fresh.history) == len(early.history) == 1
     late = copy.copy(fresh)
-    refused(AGAIN, lambda: trainer(late).fit(network, served))
-    refused(AGAIN, lambda: trainer(late).fit(module(), served))
+    rejected(AGAIN, lambda: trainer(late).fit(network, served))
+    rejected(AGAIN, lambda: trainer(late).fit(module(), served))
 
 
 def test_a_copy_of_all_objects_after_the_fit_has_been_fitted():
     one, network, served = loop(), module(), data()
     trainer(one).fit(network, served)
     other, own, its = copy.deepcopy((one, network, served))
-    refused(AGAIN, lambda: trainer(other).fit(own, its))
+    rejected(AGAIN, lambda: trainer(other).fit(own, its))
 
 
 def test_one_data_module_serves_one_loop_after_the_other():
@@ -167,7 +167,7 @@ def test_what_was_loaded_for_an_evaluation_is_not_trained_from_the_first_round(t
     saving.save_checkpoint(saved)
     other, own, its = loop(), module(), data()
     trainer(other, 3).validate(own, its, ckpt_path=saved, verbose=False)
-    refused("holds 2 rounds of a checkpoint that was evaluated", lambda: trainer(other, 3).fit(own, its))
+    rejected("holds 2 rounds of a checkpoint that was evaluated", lambda: trainer(other, 3).fit(own, its))
     trainer(other, 3).fit(own, its, ckpt_path=saved)
     assert [record["round"] for record in other.history] == [0, 1, 2]
     again, its_own, theirs = loop(), module(), data()
@@ -176,12 +176,12 @@ def test_what_was_loaded_for_an_evaluation_is_not_trained_from_the_first_round(t
     assert torch.equal(one, two)
 
 
-def test_a_trainer_that_has_counted_other_epochs_is_refused():
+def test_a_trainer_that_has_counted_other_epochs_is_rejected():
     network, served, shared = module(), data(), trainer(loop(), 1)
     shared.fit(network, served)
     shared.callbacks[:] = [loop()]
     shared.fit_loop.max_epochs = 2
-    refused(
+    rejected(
         "round 2 cannot be trained after 0 rounds: the Trainer's own count differs",
         lambda: shared.fit(module(), data()),
     )
@@ -208,14 +208,14 @@ def use_for_another_run(served):
         (use_for_another_run, r"round 2 has \(\(9, 9\),\) client steps .* the ledgers count \(\(2, 2\),\)"),
     ],
 )
-def test_data_that_change_under_way_are_refused(change, message):
+def test_data_that_change_under_way_are_rejected(change, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         pl.Trainer(callbacks=[loop(), Meddler(change)], max_epochs=2, **PLAIN).fit(module(), data())
 
 
-def test_trial_steps_are_refused():
+def test_trial_steps_are_rejected():
     message = "BatchSizeFinder is not supported: it runs trial training steps"
     tuned = trainer(loop())
-    refused(message, lambda: Tuner(tuned).scale_batch_size(module(), datamodule=data()))
+    rejected(message, lambda: Tuner(tuned).scale_batch_size(module(), datamodule=data()))
     finding = pl.Trainer(callbacks=[loop(), pl.callbacks.BatchSizeFinder()], max_epochs=1, **PLAIN)
-    refused(message, lambda: finding.fit(module(), data()))
+    rejected(message, lambda: finding.fit(module(), data()))

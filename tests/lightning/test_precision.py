@@ -323,7 +323,7 @@ def test_a_resumed_run_has_the_scaler_that_it_is_given(tiny, tmp_path, interval,
     assert (scale > 2.0) == grown
 
 
-def test_float16_is_refused_where_training_is_private(tiny):
+def test_float16_is_rejected_where_training_is_private(tiny):
     with pytest.raises(ValueError, match=r"16-mixed.*set precision='bf16-mixed'"):
         finetune(tiny, 1, privacy={"noise_multiplier": 1.0, "delta": 1e-3}, **plugin())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says of its progress where there is no terminal, and what a refused one leaves behind."""
+"""What a run says of its progress where there is no terminal, and what a rejected one leaves behind."""
 
 import re
 import sys
@@ -42,7 +42,7 @@ def test_a_terminal_and_a_notebook_get_bars(monkeypatch):
     assert isinstance(round_progress(), RoundProgressBar)
 
 
-def test_a_refused_run_leaves_no_folder(tiny, tmp_path):
+def test_a_rejected_run_leaves_no_folder(tiny, tmp_path):
     options = tiny.options | {"default_root_dir": tmp_path}
     with pytest.raises(ValueError, match=r"clients_per_round must be .*, got 9"):
         perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **options | {"clients_per_round": 9}))

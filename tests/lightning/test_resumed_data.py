@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run resumes with the clients and the images that it began with, or is refused with what differs."""
+"""A run resumes with the clients and the images that it began with, or is rejected with what differs."""
 
 import random
 from pathlib import Path
@@ -96,7 +96,7 @@ CLIENT_PRIVATE = {"client_privacy": {"noise_multiplier": 1.0, "max_norm": 1.0, "
     ids=["swapped", "renamed", "unnamed", "images swapped", "other images"],
 )
 @pytest.mark.every(30)
-def test_other_clients_are_refused(tmp_path, kind, options, change, message):
+def test_other_clients_are_rejected(tmp_path, kind, options, change, message):
     given = {"names": NAMES, "kind": kind, "public": 20}
     if options:
         options = options | {"distill_steps": 0}
@@ -117,7 +117,7 @@ def test_other_clients_are_refused(tmp_path, kind, options, change, message):
         ({"classes": None}, "its classes are a, b, c, but here they are without names"),
     ],
 )
-def test_other_tests_public_images_and_classes_are_refused(tmp_path, change, message):
+def test_other_tests_public_images_and_classes_are_rejected(tmp_path, change, message):
     given = {"classes": ["a", "b", "c"], "server_validation": dataset(30)}
     fit(tmp_path, data(**given))
     with pytest.raises(ValueError, match=message):
@@ -235,7 +235,7 @@ def write(folder, client, name, shade):
     Image.new("RGB", (8, 8), (shade, 10 * shade % 255, 7)).save(path)
 
 
-def test_image_files_with_other_content_are_refused(tmp_path):
+def test_image_files_with_other_content_are_rejected(tmp_path):
     def given():
         sets = perada.data.Images(str(tmp_path / "images"), size=8, classes=["cat", "dog"])
         return perada.FederatedDataModule(dataset=sets, partition=perada.data.ByDomain("client"), batch_size=4)

@@ -349,7 +349,7 @@ def test_private_training_is_scored_alike():
     assert {"personal/dim", "global/dim"} <= private.metrics["rounds"][-1].keys()
 
 
-def test_an_image_that_does_not_fit_the_network_is_refused():
+def test_an_image_that_does_not_fit_the_network_is_rejected():
     class Wide(Stripes):
         def _load(self):
             images, labels = super()._load()

@@ -86,13 +86,13 @@ def test_local_vit_for_another_image_size(tmp_path):
         (lambda s: {**s, "layer5.weight": torch.ones(3)}, r"it has, unlike the backbone, 'layer5\.weight'"),
     ],
 )
-def test_a_file_for_another_backbone_is_refused(tmp_path, change, message):
+def test_a_file_for_another_backbone_is_rejected(tmp_path, change, message):
     save_file(change(timm.create_model("test_resnet").state_dict()), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         build_backbone("test_resnet", 4, pretrained=str(tmp_path))
 
 
-def test_a_damaged_file_is_refused(tmp_path):
+def test_a_damaged_file_is_rejected(tmp_path):
     (tmp_path / "weights.pth").write_bytes(b"no weights")
     with pytest.raises(ValueError, match=r"weights\.pth' cannot be read as weights: "):
         build_backbone("test_resnet", 4, pretrained=str(tmp_path))
@@ -124,13 +124,13 @@ def test_a_folders_own_normalisation_counts(tmp_path):
         ),
     ],
 )
-def test_refusals(arguments, options, error, message):
+def test_rejections(arguments, options, error, message):
     with pytest.raises(error, match=message) as caught:
         build_backbone(*arguments, **options)
     assert "\n" not in str(caught.value)
 
 
-def test_an_empty_folder_is_refused(tmp_path):
+def test_an_empty_folder_is_rejected(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"the folder contains none of model\.safetensors"):
         build_backbone("test_resnet", 4, pretrained=str(tmp_path))
 
@@ -176,7 +176,7 @@ def test_transformers_half_precision_is_loaded_in_full(tmp_path):
     assert {p.dtype for p in build_backbone(f"hf:{tmp_path}", 3).model.parameters()} == {torch.float32}
 
 
-def test_transformers_misfits_are_refused(tmp_path):
+def test_transformers_misfits_are_rejected(tmp_path):
     tiny_vit(tmp_path)
     with pytest.raises(ValueError, match=r"image_size=64, but the weights of backbone 'hf:.*' are for 32"):
         build_backbone(f"hf:{tmp_path}", 3, image_size=64)

@@ -84,7 +84,7 @@ def test_stacked_models_are_separate_ones(adapter, options, trained):
             torch.testing.assert_close(leaves[key].grad[client], gradient, rtol=1e-9, atol=1e-10)
 
 
-def test_what_the_lstm_cannot_have_is_refused(tmp_path):
+def test_what_the_lstm_cannot_have_is_rejected(tmp_path):
     with pytest.raises(FileNotFoundError, match="no pretrained weights for 'char_lstm': none are published"):
         build_backbone("char_lstm")
     with pytest.raises(ValueError, match="adapter 'residual' does not fit backbone 'char_lstm_16'"):

@@ -63,6 +63,6 @@ def test_what_is_not_a_product_alone_has_no_factors(backbone, options):
         ({"monteclora_config": MontecloraConfig()}, "monteclora_config=Monte.*leave monteclora_config out"),
     ],
 )
-def test_what_no_state_holds_is_refused(option, message):
+def test_what_no_state_holds_is_rejected(option, message):
     with pytest.raises(ValueError, match=message):
         slot_of("test_vit", LoraConfig(r=2, **option))

@@ -79,7 +79,7 @@ def test_a_number_without_a_fraction_is_an_integer(value, expected):
 
 
 @pytest.mark.parametrize("value", [6.5, "6", float("nan"), float("inf"), True])
-def test_another_one_is_refused(value):
+def test_another_one_is_rejected(value):
     with pytest.raises(ValueError, match=r"adapter_options: lora_alpha must be of type int.* for adapter 'lora', got"):
         insert_adapter(build_backbone(Network(), 3), "lora", lora_alpha=value)
 
@@ -191,12 +191,12 @@ def traced():
         (traced, r"is compiled by TorchScript, .* pass the original network"),
     ],
 )
-def test_a_network_that_cannot_be_copied_or_adapted_is_refused(make, message):
+def test_a_network_that_cannot_be_copied_or_adapted_is_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         build_backbone(make(), 3)
 
 
-def test_a_network_in_double_precision_is_refused_with_its_format():
+def test_a_network_in_double_precision_is_rejected_with_its_format():
     with pytest.raises(ValueError, match=r"has float64 weights, but the images are float32; .*network\.float"):
         finetune(Network().double())
 
@@ -210,7 +210,7 @@ class Complex(Network):
         return super().forward(torch.fft.irfft2(torch.fft.rfft2(x) * self.filter, s=(8, 8)))
 
 
-def test_complex_parameters_are_refused_where_they_are_trained():
+def test_complex_parameters_are_rejected_where_they_are_trained():
     with pytest.raises(ValueError, match="only real numbers can be trained, but filter is complex"):
         finetune(Complex(), "full", engine="loop")
     finetune(Complex(), "head", engine="loop")
@@ -235,7 +235,7 @@ class NamesAFormat(Hooked):
 
 @pytest.mark.parametrize("kind", [Hooked, NamesAFormat])
 @pytest.mark.filterwarnings("ignore:the adapter .* cannot be merged")
-def test_a_wrong_merge_is_refused_however_little_was_trained(kind):
+def test_a_wrong_merge_is_rejected_however_little_was_trained(kind):
     run = finetune(kind(), lr_local=1e-6, lr_personal=1e-6)
     with pytest.raises(NotImplementedError, match="the merged network computes different outputs"):
         run.merged(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks that do not use what is trained in them are refused; those that use it in unusual ways are right."""
+"""Networks that do not use what is trained in them are rejected; those that use it in unusual ways are right."""
 
 import contextlib
 import copy
@@ -112,7 +112,7 @@ class KeepsWeights(Network):
         return h @ self.made[0]
 
 
-REFUSED = [
+REJECTED = [
     (ReadsWeights, "lora", "no gradient reaches 'fc1': the network reads"),
     (ReadsWeightsInEvaluation, "lora", "the network uses 'fc1' in training but not in evaluation mode"),
     (
@@ -141,14 +141,14 @@ def adapted(network, adapter="lora"):
 
 
 @pytest.mark.every(4)
-@pytest.mark.parametrize(("kind", "adapter", "message"), REFUSED)
+@pytest.mark.parametrize(("kind", "adapter", "message"), REJECTED)
 def test_why_a_network_does_not_use_its_adapter(kind, adapter, message):
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(check_usage(adapted(kind(), adapter), IMAGES).problem)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_what_cannot_be_differentiated_is_refused():
+def test_what_cannot_be_differentiated_is_rejected():
     problem = check_usage(adapted(RecomputesInReentrantWay()), IMAGES).problem
     assert problem is not None
     assert problem.startswith("it cannot be trained: RuntimeError: When use_reentrant=True")
@@ -174,7 +174,7 @@ def finetune(network, adapter="lora", **options):
     "options",
     [{}, {"engine": "loop"}, {"client_privacy": perada.ClientPrivacy(max_norm=1.0, noise_multiplier=1.0, delta=0.1)}],
 )
-def test_it_is_refused_before_training_with_a_remedy(options):
+def test_it_is_rejected_before_training_with_a_remedy(options):
     with pytest.raises(ValueError, match=r"^the adapter \(LoraConfig\) does not fit backbone 'ReadsWeights': ") as e:
         finetune(ReadsWeights(), **options)
     assert "name other layers in target_modules" in str(e.value)
@@ -353,7 +353,7 @@ class ReadsAndCalls(Network):
         return self.fc2(h) + F.linear(h, self.fc2.weight.t())
 
 
-def test_what_would_be_merged_wrongly_is_refused():
+def test_what_would_be_merged_wrongly_is_rejected():
     with pytest.warns(
         UserWarning, match=r"the adapter \(LoraConfig\) cannot be merged into the weights: the merged network comp"
     ):

@@ -191,7 +191,7 @@ def test_state_survives_a_safe_checkpoint_and_is_not_shared():
     assert ledgers.release.history(3) == {(1.1, 0.02): 100, (1.5, 0.05): 20}
 
 
-def test_a_foreign_state_is_refused_and_changes_nothing():
+def test_a_foreign_state_is_rejected_and_changes_nothing():
     ledgers = Ledgers()
     ledgers.add(3, 1.1, 0.02, 40, sent=True)
     with pytest.raises(ValueError, match="must have the key 'rows' only, got"):
@@ -231,12 +231,12 @@ def test_a_release_composes_both_adapters():
         ((1.0, 0.1, 1.5), r"steps must be an integer >= 0, got 1.5"),
     ],
 )
-def test_impossible_steps_are_refused(row, message):
+def test_impossible_steps_are_rejected(row, message):
     with pytest.raises(ValueError, match=message):
         Ledger().add(0, *row)
 
 
-def test_impossible_questions_are_refused():
+def test_impossible_questions_are_rejected():
     with pytest.raises(ValueError, match="delta must be a finite number > 0 and < 1, got 1"):
         history_epsilon({(1.0, 0.1): 1}, 1)
     with pytest.raises(ValueError, match="accountant must be one of 'rdp', 'prv', got 'moments'"):

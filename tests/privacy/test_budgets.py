@@ -167,7 +167,7 @@ def test_a_client_too_small_for_its_budget_is_named_at_set_up():
         ({"noise_multiplier": 0.0, "max_epsilon": 1.0}, {}, "4 of 4 clients would exceed max_epsilon=1.0"),
     ],
 )
-def test_impossible_budgets_are_refused_at_set_up(privacy, options, message):
+def test_impossible_budgets_are_rejected_at_set_up(privacy, options, message):
     seen = Cohorts()
     with pytest.raises(ValueError, match=message) as raised:
         train(options.get("algorithm", WITHOUT_KD), {"delta": DELTA} | privacy, callbacks=[seen])

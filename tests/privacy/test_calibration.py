@@ -31,19 +31,19 @@ def test_more_steps_need_more_noise():
     assert calibrate(3.0, DELTA, 0.02, 300) > calibrate(3.0, DELTA, 0.02, 200)
 
 
-def test_a_budget_below_the_accountants_reach_is_refused():
+def test_a_budget_below_the_accountants_reach_is_rejected():
     with pytest.raises(ValueError, match=r"target_epsilon=0.05 at delta=1e-05 is below what the rdp accountant"):
         calibrate(0.05, DELTA, 0.02, 300)
     assert history_epsilon({(calibrate(0.05, DELTA, 0.02, 3, "prv"), 0.02): 3}, DELTA, "prv") <= 0.05
 
 
 @pytest.mark.parametrize("target", [0, -1.0, float("nan"), float("inf"), 50.1, 1000])
-def test_impossible_budgets_are_refused(target):
+def test_impossible_budgets_are_rejected(target):
     with pytest.raises(ValueError, match=r"target_epsilon must be a finite number > 0 and <= 50, got .*"):
         calibrate(target, DELTA, 0.02, 300)
 
 
-def test_a_plan_without_steps_is_refused():
+def test_a_plan_without_steps_is_rejected():
     with pytest.raises(ValueError, match="the plan has no steps"):
         calibrate(1.0, DELTA, 0.02, 0)
     with pytest.raises(ValueError, match="sample_rate must be a finite number > 0 and <= 1, got 0"):

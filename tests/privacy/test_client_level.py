@@ -217,7 +217,7 @@ def test_both_queries_together_cost_the_total():
         assert two.get_epsilon(1e-5) == pytest.approx(one.get_epsilon(1e-5), rel=1e-9)
 
 
-def test_too_little_count_noise_is_refused():
+def test_too_little_count_noise_is_rejected():
     for count_noise in (0.5, 0.2, 0.0):
         with pytest.raises(ValueError, match=r"count_noise=.*more than 0\.5 .*clipping='fixed'"):
             split_noise(1.0, count_noise)
@@ -360,7 +360,7 @@ def test_going_on_from_a_checkpoint():
     assert resumed.state_dict() == straight.state_dict()
 
 
-def test_what_cannot_be_used_is_refused():
+def test_what_cannot_be_used_is_rejected():
     updates, received = problem()
     with pytest.raises(ValueError, match=r"max_norm must be a finite number > 0, got 0.0"):
         clip_updates(updates, received, 0.0)
@@ -489,7 +489,7 @@ def test_rules_pass_if_only_the_mean_counts(name):
     assert not accepted(FedAvg(), FedAvgM(aggregate=Median()), False)
 
 
-def test_what_is_not_private_is_refused_with_a_remedy():
+def test_what_is_not_private_is_rejected_with_a_remedy():
     cases = [
         (FedAvg(), "samples", "weighting='samples'.*choose weighting='uniform'"),
         (
@@ -573,7 +573,7 @@ class Failing(Half):
 
 
 @pytest.mark.parametrize("make", [Krum, ClaimingKrum, KrumForTheMean, KrumAfterMomentum, Late, Unsaid])
-def test_a_rule_of_ones_own_is_refused_unless_it_says_and_shows_that_it_takes_the_mean_alone(make):
+def test_a_rule_of_ones_own_is_rejected_unless_it_says_and_shows_that_it_takes_the_mean_alone(make):
     assert not accepted(FedAvg(), make(), False)
     assert not accepted(FedAvg(), FedAvgM(aggregate=make()), False)
 

@@ -201,7 +201,7 @@ def test_no_draw_is_as_far_from_zero_as_a_sum_has_room_for():
         ({"clipping": "adaptive", "count_noise": 1e10, "z": 1.0}, r"the vote of one of 5 clients may reach 9e\+10"),
     ],
 )
-def test_a_grid_that_is_too_coarse_or_too_small_is_refused(given, message):
+def test_a_grid_that_is_too_coarse_or_too_small_is_rejected(given, message):
     with pytest.raises(ValueError, match=message):
         level_of(**given)
     level_of(max_norm=1e-7, sums=SecureSums(fraction_bits=27))
@@ -362,6 +362,6 @@ def test_a_run_that_was_once_without_sums_does_not_hold_against_the_server():
         ("fedavg", {"client_privacy": {"noise_multiplier": 1.0, "max_norm": 1e-7}}, "rounding requires at least 4"),
     ],
 )
-def test_what_cannot_be_private_in_sums_is_refused(algorithm, options, message):
+def test_what_cannot_be_private_in_sums_is_rejected(algorithm, options, message):
     with pytest.raises(ValueError, match=message):
         finetune(algorithm, **{"secure_sums": {}, "client_privacy": {"noise_multiplier": 1.0}} | options)

@@ -181,7 +181,7 @@ def test_a_clients_noise_depends_on_its_generator_alone():
     assert all((value == 0).all() for value in summed.values())  # the input is left as it was
 
 
-def test_other_mistakes_are_refused():
+def test_other_mistakes_are_rejected():
     gradients, mask = make()
     with pytest.raises(ValueError, match="method must be one of 'flat', 'per_layer', 'automatic', got 'ghost'"):
         factors(gradients, mask, 1.0, "ghost")
@@ -190,7 +190,7 @@ def test_other_mistakes_are_refused():
             factors(gradients, mask, bad)
 
 
-def test_noise_refuses_other_mistakes():
+def test_noise_rejects_other_mistakes():
     summed = {"w": torch.zeros(2, 3)}
     with pytest.raises(ValueError, match="deviations, generators and sums must be that of the clients, 1"):
         noisy_mean(summed, 1.0, [1.0], sources(2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trial of a network at set-up: a whole batch, tightly, twice. What mixes images or remembers them is refused."""
+"""The trial of a network at set-up: a whole batch, tightly, twice. What mixes images or remembers them is rejected."""
 
 import collections
 
@@ -155,7 +155,7 @@ def train(between, privacy=None, **options):
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
 @pytest.mark.every(3)
-def test_a_network_that_mixes_images_is_refused(function, engine):
+def test_a_network_that_mixes_images_is_rejected(function, engine):
     with pytest.raises(ValueError, match=MIXES) as error:
         train(layer(function), engine=engine)
     assert "\n" not in str(error.value)
@@ -166,7 +166,7 @@ def test_a_network_that_mixes_images_is_refused(function, engine):
 )
 @pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
 @pytest.mark.every(5)
-def test_it_is_refused_where_one_image_is_expected_in_a_batch(function, options):
+def test_it_is_rejected_where_one_image_is_expected_in_a_batch(function, options):
     """A Poisson sample may hold more."""
     with pytest.raises(ValueError, match=MIXES):
         train(layer(function), **options)
@@ -176,14 +176,14 @@ def test_it_is_refused_where_one_image_is_expected_in_a_batch(function, options)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("function", REMEMBERING, ids=lambda function: function.__name__)
 @pytest.mark.every(3)
-def test_a_network_that_remembers_images_is_refused(function, engine, adapter):
+def test_a_network_that_remembers_images_is_rejected(function, engine, adapter):
     with pytest.raises(ValueError, match=REMEMBERS) as error:
         train(layer(function), engine=engine, adapter=adapter)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("function", [mixes_a_little, mixes_many], ids=lambda function: function.__name__)
-def test_mixing_in_the_frozen_part_is_refused_too(function):
+def test_mixing_in_the_frozen_part_is_rejected_too(function):
     """What is frozen may be computed once an image and kept, in batches of their own."""
     with pytest.raises(ValueError, match=MIXES):
         train(layer(function), adapter="head")
@@ -251,7 +251,7 @@ def test_a_network_of_one_number_format_is_tried_in_that():
 
 
 @pytest.mark.parametrize("engine", ["folded", "loop"])
-def test_dropout_from_the_global_stream_is_refused(engine):
+def test_dropout_from_the_global_stream_is_rejected(engine):
     def drops(self, x):
         return nn.functional.dropout(x, 0.5, self.training)
 
@@ -287,7 +287,7 @@ def test_a_network_of_two_number_formats_is_tried_in_these(section):
 
 
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])
-def test_products_with_fewer_digits_than_float32_are_refused(monkeypatch, section):
+def test_products_with_fewer_digits_than_float32_are_rejected(monkeypatch, section):
     """As of torch.set_float32_matmul_precision("medium") where the processor has them, and of TF32."""
     exact = torch.bmm
 

@@ -112,7 +112,7 @@ def test_computing_in_half_precision_trains_in_single(adapter, engine):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])
 @pytest.mark.parametrize("engine", ["folded", "opacus", "loop"])
-def test_weights_in_half_precision_are_refused_at_set_up(engine, section, dtype):
+def test_weights_in_half_precision_are_rejected_at_set_up(engine, section, dtype):
     level = {"noise_multiplier": SIGMA, "delta": 1e-5}
     options = {"engine": "loop"} if engine == "loop" else {}
     if section == "privacy" and engine != "loop":
@@ -151,7 +151,7 @@ class Widened(nn.Module):
         return x.float()
 
 
-def test_parts_for_use_alone_sum_in_double_precision_and_refuse_half():
+def test_parts_for_use_alone_sum_in_double_precision_and_reject_half():
     summed = PerSampleGrads(torch.ones(5000, 3, dtype=torch.bfloat16)).weighted_sums(torch.full((1, 5000), 0.25))
     assert summed.dtype == torch.float64
     assert summed.tolist() == [[1250.0] * 3]

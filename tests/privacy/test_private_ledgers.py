@@ -42,7 +42,7 @@ def _quick_epsilon(monkeypatch):
 CHEAP = {"noise_multiplier": 0.0, "max_norm": 0.6, "delta": DELTA}
 BACKBONE = {"adapter": LORA, "train_backbone": True}
 MADE = {"fed_ensemble": lambda: FedEnsemble(modes=2, strata=2)}
-REFUSED = ("moon", "fedrod")  # they look at the outputs of the model; see test_private_refusals.py
+REJECTED = ("moon", "fedrod")  # they look at the outputs of the model; see test_private_rejections.py
 MORE = {
     "fed_ensemble of perada": lambda: FedEnsemble(base=PerAda(), modes=2, strata=2),
     "ffa_lora of apfl": lambda: FFALoRA(APFL()),
@@ -86,7 +86,7 @@ def run_with(name, monkeypatch, other=()):
     return algorithm, run, rounds.states, seen, tuned
 
 
-TAKEN = [name for name in NAMED if name not in REFUSED] + [*MORE]
+TAKEN = [name for name in NAMED if name not in REJECTED] + [*MORE]
 # Distillation and a personal model; ranks that travel; several global models around a personal one.
 QUICK = ("perada", "het_lora", "fed_ensemble of perada")
 
@@ -218,7 +218,7 @@ LEAKS = [
 
 
 @pytest.mark.parametrize("leak", LEAKS, ids=lambda leak: leak.__name__)
-def test_an_algorithm_that_sends_what_it_calls_unsent_is_refused(leak):
+def test_an_algorithm_that_sends_what_it_calls_unsent_is_rejected(leak):
     started = Rounds()
     with pytest.raises(
         ValueError, match=r"privacy: \w+\.unsent lists '\w+', but '.*', which clients send in round \d"
@@ -230,7 +230,7 @@ def test_an_algorithm_that_sends_what_it_calls_unsent_is_refused(leak):
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("rounds", [5, 20])
-def test_what_is_sent_after_some_rounds_is_refused_before_the_first(rounds):
+def test_what_is_sent_after_some_rounds_is_rejected_before_the_first(rounds):
     started = Rounds()
     with pytest.raises(
         ValueError, match=r"unsent lists 'personal', but '.*', which clients send in round \d+, depends"

@@ -162,6 +162,6 @@ def test_types_and_empty_shapes():
 
 
 @pytest.mark.parametrize("draw", [secure_uniform, lambda shape: secure_permutation(*shape)])
-def test_negative_sizes_are_refused(draw):
+def test_negative_sizes_are_rejected(draw):
     with pytest.raises(ValueError, match="must be an integer >= 0, got -1"):
         draw((-1,))

@@ -84,7 +84,7 @@ def test_a_longer_run_begins_like_a_shorter_one():
         ({"steps": -1}, "steps must be an integer >= 0, got -1"),
     ],
 )
-def test_impossible_draws_are_refused(arguments, message):
+def test_impossible_draws_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         draw(**arguments)
 
@@ -170,7 +170,7 @@ def test_shuffled_draws_depend_on_the_arguments_alone():
         ({"steps": -1}, "steps must be an integer >= 0, got -1"),
     ],
 )
-def test_impossible_passes_are_refused(arguments, message):
+def test_impossible_passes_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         shuffled(**arguments)
     with pytest.raises(ValueError, match=message):

@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_written_leaves_everything(copied, monkeypatch):
     assert before.items() <= content(copied).items()
 
 
-def test_checkpoints_are_refused_and_unknown_clients_are(copied):
+def test_checkpoints_are_rejected_and_unknown_clients_are(copied):
     before = content(copied)
     with pytest.raises(ValueError, match="client='north' is unknown"):
         forget(copied, "north")

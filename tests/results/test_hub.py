@@ -152,7 +152,7 @@ def test_no_personal_adapter_goes_unless_its_client_is_named(hub):
         assert torch.equal(found.global_model()(x), run.global_model()(x))
 
 
-def test_an_unknown_client_is_refused_before_anything_leaves(hub):
+def test_an_unknown_client_is_rejected_before_anything_leaves(hub):
     with pytest.raises(ValueError, match="client='west' is unknown"):
         plain_run().push_to_hub("me/west", client="west", token="hf_x")
     assert hub.repos == {}

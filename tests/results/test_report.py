@@ -176,7 +176,7 @@ def test_run_report_of_a_real_run(tiny, tmp_path):
         ("name,x\na,1\n", "no training rounds"),
     ],
 )
-def test_run_report_of_something_else_is_refused(tmp_path, content, message):
+def test_run_report_of_something_else_is_rejected(tmp_path, content, message):
     if content is not None:
         (tmp_path / "metrics.csv").write_text(content)
     with pytest.raises((FileNotFoundError, ValueError), match=message):

@@ -118,7 +118,7 @@ def test_models_and_states_are_copies(tiny):
 
 
 @pytest.mark.parametrize("client", [None, -1, 5])
-def test_unknown_clients_and_roles_are_refused(tiny, client):
+def test_unknown_clients_and_roles_are_rejected(tiny, client):
     run = make_run(tiny, rounds=0)
     with pytest.raises(ValueError, match=r"client must be an integer >= 0 and <= 4, got .*"):
         run.state("personal", client)
@@ -312,7 +312,7 @@ def test_a_fact_that_every_run_has_is_missed(fact, saved, tiny, tmp_path):
         perada.Run.load(folder, backbone=tiny.net())
 
 
-def test_another_backbone_is_refused(saved, tiny):
+def test_another_backbone_is_rejected(saved, tiny):
     with pytest.raises(
         ValueError, match=r"custom network, which it does not contain; pass one of the same class as backbone=$"
     ):
@@ -324,7 +324,7 @@ def test_another_backbone_is_refused(saved, tiny):
         perada.Run.load(saved, backbone=other)
 
 
-def test_another_rank_is_refused(tiny, tmp_path):
+def test_another_rank_is_rejected(tiny, tmp_path):
     narrow = make_run(tiny, "test_resnet", "lora", adapter_options={"r": 2}, rounds=0)
     wide = make_run(tiny, "test_resnet", "lora", adapter_options={"r": 4}, rounds=0)
     narrow.export(tmp_path / "narrow")

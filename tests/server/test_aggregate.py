@@ -16,7 +16,7 @@ def test_weights_are_equal_or_shares_of_the_samples():
     assert client_weights("samples", [1, 100, 7]).tolist() == pytest.approx([1 / 108, 100 / 108, 7 / 108])
 
 
-def test_unknown_weighting_is_refused():
+def test_unknown_weighting_is_rejected():
     with pytest.raises(ValueError, match="weighting must be one of 'uniform', 'samples', got 'size'"):
         client_weights("size", [1])
 

@@ -242,6 +242,6 @@ def test_rates_fall_along_a_cosine_and_rounds_end():
         ("student_mode", "training"),
     ],
 )
-def test_options_that_cannot_work_are_refused(name, value):
+def test_options_that_cannot_work_are_rejected(name, value):
     with pytest.raises(ValueError, match=f"distillation: {name} must be "):
         Distillation(**{name: value})

@@ -101,7 +101,7 @@ def test_the_first_labelled_images_are_looked_at():
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_it_is_refused_where_it_cannot_work():
+def test_it_is_rejected_where_it_cannot_work():
     with pytest.raises(
         ValueError, match="FLTrust uses predictions on labelled images of the server, but the data has none"
     ):

@@ -183,7 +183,7 @@ def test_each_round_is_told_in_the_metrics_and_secure_sums_decide_alike():
     assert [row["server/distilled"] for row in summed.metrics["rounds"]] == decisions
 
 
-def test_images_with_several_labels_are_refused():
+def test_images_with_several_labels_are_rejected():
     with pytest.raises(
         ValueError,
         match="guard='predictions' counts the classes that are predicted for images, but the labels are several",
@@ -191,6 +191,6 @@ def test_images_with_several_labels_are_refused():
         run(multilabel=True)
 
 
-def test_an_unknown_guard_is_refused():
+def test_an_unknown_guard_is_rejected():
     with pytest.raises(ValueError, match="distillation: guard must be one of 'predictions', got 'entropy'"):
         Distillation(guard="entropy")

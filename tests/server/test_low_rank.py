@@ -251,7 +251,7 @@ def test_equal_clients_change_nothing(rule):
 
 @pytest.mark.parametrize("rule", [SVD(), LoRAFair()])
 def test_they_are_no_functions_of_the_mean(rule):
-    """So privacy of whole clients, which knows the mean alone, refuses them."""
+    """So privacy of whole clients, which knows the mean alone, rejects them."""
     one, other = uploads(), uploads(1)
     moved = {k: v - v.mean(0) + one[k].mean(0) for k, v in other.items() if v.is_floating_point()} | {
         "seen": one["seen"]

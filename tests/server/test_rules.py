@@ -320,7 +320,7 @@ def test_rules_say_whether_weights_count():
 
 
 @pytest.mark.parametrize("rule", [TrimmedMean(), FedAdam(aggregate=TrimmedMean(0.1))])
-def test_too_few_clients_to_trim_are_refused(rule):
+def test_too_few_clients_to_trim_are_rejected(rule):
     rule.check(10)
     with pytest.raises(
         ValueError, match=r"trim=0\.1 drops none of 9 clients per round; sample at least 10, or raise trim"
@@ -362,7 +362,7 @@ def test_other_rules_take_any_number_of_clients(clients):
         (ModifiedLocalGD, "power", 0.0),
     ],
 )
-def test_options_that_cannot_work_are_refused(rule, option, value):
+def test_options_that_cannot_work_are_rejected(rule, option, value):
     with pytest.raises(ValueError, match=rf"{option}(={value!r} | must .*, got {value!r})"):
         rule(**{option: value})
 
@@ -375,7 +375,7 @@ def test_rules_have_names():
     assert make_rule(own) is own
 
 
-def test_unknown_names_are_refused():
+def test_unknown_names_are_rejected():
     with pytest.raises(ValueError, match="server_rule='medain' is unknown; did you mean 'median'"):
         make_rule("medain")
     with pytest.raises(ValueError, match="server_rule='bulyan' is unknown; choose one of mean, median, "):

@@ -19,7 +19,7 @@ from perada.server.sums import SecureSums
         ({"fraction_bits": 41}, "fraction_bits must be an integer >= 8 and <= 40, got 41"),
     ],
 )
-def test_options_by_which_nothing_is_hidden_are_refused(option, message):
+def test_options_by_which_nothing_is_hidden_are_rejected(option, message):
     with pytest.raises(ValueError, match=message):
         SecureSums(**option)
 
@@ -39,7 +39,7 @@ def test_means_are_those_of_pythons_whole_numbers(bits, shares):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2.0**38, -(2.0**38)])
-def test_what_does_not_fit_is_refused(value):
+def test_what_does_not_fit_is_rejected(value):
     with pytest.raises(ValueError, match=r"cannot be summed over 3 sites .* below 9\.1626e\+10"):
         SecureSums().to_integers(torch.tensor([0.0, value]), 3)
     state = {"w": torch.tensor([[1.0, 2.0], [0.0, 2 * value]]), "none": torch.zeros(2, 0)}

@@ -263,6 +263,6 @@ def test_half_precision_is_close_to_a_plain_loop(precision):
     assert torch.equal(states["norm.running_mean"], stack([get_state(t) for t in teachers])["norm.running_mean"])
 
 
-def test_an_unknown_mode_is_refused():
+def test_an_unknown_mode_is_rejected():
     with pytest.raises(ValueError, match=r"distillation: teacher_mode must be one of .*, got 'batch'"):
         Distillation(teacher_mode="batch")

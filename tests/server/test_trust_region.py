@@ -141,7 +141,7 @@ def test_what_is_scored_on_labelled_images_is_what_is_returned():
 
 
 @pytest.mark.parametrize("share", [0, -1, math.nan, math.inf, "0.5"])
-def test_a_share_that_is_not_above_zero_is_refused(share):
+def test_a_share_that_is_not_above_zero_is_rejected(share):
     with pytest.raises(ValueError, match="distillation: trust_region must be "):
         Distillation(trust_region=share)
     assert Distillation(trust_region=None).trust_region is None

@@ -243,7 +243,7 @@ def test_the_command_prints_what_it_writes(tmp_path, capsys):
         ("--lr=3", "lr=3.0 does not descend: on these data it must be above 0 and below 0.205"),
     ],
 )
-def test_wrong_options_are_refused(option, message, tmp_path):
+def test_wrong_options_are_rejected(option, message, tmp_path):
     with pytest.raises(ValueError) as error:
         main(["study", "fed-ensemble", option, f"--output={tmp_path / 'out'}"])
     assert str(error.value) == message
@@ -257,7 +257,7 @@ def test_the_limit_of_the_learning_rate_is_where_descent_turns():
     assert local_gain(phi, 0.49, 1).item() == pytest.approx(0.49)
 
 
-def test_a_file_as_output_is_refused(tmp_path):
+def test_a_file_as_output_is_rejected(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(NotADirectoryError, match="is a file; choose a folder"):
         main(["study", "fed-ensemble", "--quick", f"--output={tmp_path / 'out'}"])

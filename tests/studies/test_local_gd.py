@@ -228,7 +228,7 @@ def test_the_machine_is_the_solution_of_its_quadratic_program(dimension):
     np.testing.assert_allclose(linear.max_margin(problem).numpy(), expected, rtol=0, atol=1e-5 * abs(expected).max())
 
 
-def test_classes_that_cannot_be_separated_are_refused():
+def test_classes_that_cannot_be_separated_are_rejected():
     problem = linear.classification(3, 4, 6, noise=3.0)
     with pytest.raises(ValueError, match="24 samples of dimension 3 cannot be separated; use a higher dimension"):
         linear.max_margin(problem)
@@ -280,7 +280,7 @@ def test_both_variants_turn_to_the_machine_at_the_papers_size():
     assert found["modified_central"][-1] < 0.15 * found["modified_central"][0]
 
 
-def test_rates_that_diverge_are_refused():
+def test_rates_that_diverge_are_rejected():
     regression, classification = pair()
     limit = 2 / np.linalg.eigvalsh(regression.x.numpy() @ regression.x.numpy().transpose(0, 2, 1)).max()
     linear.regression_steps(regression, 1, 0.99 * limit)
@@ -403,7 +403,7 @@ def test_options_are_read_by_name(tmp_path, monkeypatch):
     assert not asked["quick"]
 
 
-def test_what_cannot_be_run_is_refused_before_anything_is_computed(tmp_path):
+def test_what_cannot_be_run_is_rejected_before_anything_is_computed(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="is a file; choose a folder"):
         local_gd.study(output=tmp_path / "file", quick=True)

@@ -89,7 +89,7 @@ def test_a_vision_transformer_is_pretrained_on_shapes(run, monkeypatch):
     assert 0 <= float(rows_of(card)["accuracy on the 10 test images"]) <= 1
 
 
-def test_a_wrong_name_is_refused_before_training(tmp_path):
+def test_a_wrong_name_is_rejected_before_training(tmp_path):
     with pytest.raises(ValueError, match=r"weights\.pth must end in \.safetensors"):
         pretrain(PretrainSettings(output=tmp_path / "weights.pth"))
 

@@ -424,7 +424,7 @@ def test_a_broken_file_is_named_in_one_line(runs, tmp_path, change):
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_written_to_is_refused_first(tmp_path):
+def test_what_cannot_be_written_to_is_rejected_first(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match=r"--output=.*file is a file; choose a folder"):
         main(["report", "nowhere", "--output", str(tmp_path / "file")])

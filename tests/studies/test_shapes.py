@@ -53,6 +53,6 @@ def test_images_are_on_black_and_neither_empty_nor_full():
         ({"size": 0}, "size must be an integer >= 1, got 0"),
     ],
 )
-def test_nothing_to_draw_is_refused(options, message):
+def test_nothing_to_draw_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         Shapes(**options)

@@ -46,8 +46,8 @@ _FAILURE_OF_FLOWER_CODE = {
     3: "unreachable",  # the SuperLink no longer has the message
     4: "late",  # the message expired before a reply came
     5: "unreachable",  # the SuperNode is not heard from
-    6: "refused",  # by a mod
-    7: "refused",  # the site did not trust the app
+    6: "rejected",  # by a mod
+    7: "rejected",  # the site did not trust the app
 }
 """Meaning of Flower's error codes (flwr 1.41); all others are of a ClientApp that crashed.
 
@@ -155,7 +155,7 @@ def pass_on(message: "Message", context: "Context") -> "Message":
         else:
             # A failure is what a site replies, and no request.
             reply = Failure("malformed")
-    except Exception:
+    except Exception:  # Flower would send its text to the server
         reply = Failure("crashed")
     return Message(pack_payload(reply), reply_to=message)
 
@@ -306,7 +306,7 @@ class FlowerTransport:
             try:
                 for reply in self._grid.pull_messages([message_id]):
                     pending.reply = self._read(reply, pending.node)
-            except Exception:
+            except Exception:  # gRPC's and Flower's errors, which must not end the run
                 log.exception("the SuperLink did not forward a reply")
                 pending.reply = Failure("unreachable")
             if pending.reply is None:

@@ -56,7 +56,7 @@ def read_frame(connection: socket.socket, max_bytes: int, seconds: float) -> tup
         The payload or failure, and the name of the run.
 
     Raises:
-        Failure: ``malformed`` if it is not a frame, ``refused`` if it is too large, ``crashed`` if it is cut off.
+        Failure: ``malformed`` if it is not a frame, ``rejected`` if it is too large, ``crashed`` if it is cut off.
         OSError: If the connection fails; a TimeoutError if the time is over.
     """
     end = time.monotonic() + seconds
@@ -67,7 +67,7 @@ def read_frame(connection: socket.socket, max_bytes: int, seconds: float) -> tup
     if not is_known_kind or not are_lengths_valid:
         raise Failure("malformed")
     if length > max_bytes:
-        raise Failure("refused")
+        raise Failure("rejected")
     try:
         run = _exactly(connection, name_length, end).decode()
     except UnicodeDecodeError:
@@ -106,7 +106,7 @@ def ask(
         max_bytes: Largest size of the reply.
 
     Returns:
-        The reply, or ``unreachable`` (no worker), ``refused`` (a socket that other users may use, or too many bytes),
+        The reply, or ``unreachable`` (no worker), ``rejected`` (a socket that other users may use, or too many bytes),
         ``late``, ``crashed`` or ``malformed``.
     """
     end = time.monotonic() + deadline
@@ -116,7 +116,7 @@ def ask(
         status = os.lstat(path)
         is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
         if not stat.S_ISSOCK(status.st_mode) or not is_private:
-            return Failure("refused")
+            return Failure("rejected")
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(min(TRANSFER_TIMEOUT, deadline))
             connection.connect(os.fspath(path))
@@ -216,7 +216,7 @@ class Listener(AbstractContextManager["Listener"]):
             reply: bytes | Failure
             try:
                 reply = answer(request.message, request.run)
-            except Exception:
+            except Exception:  # no request may end the worker
                 log.exception("a request failed")
                 reply = Failure("crashed")
             _reply(request.connection, reply)

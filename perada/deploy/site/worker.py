@@ -125,9 +125,9 @@ class SiteWorker:
             try:
                 reply = self._answer(message, message_digest, transport_run)
             except RejectionError as rejection:
-                self.log.warning("run %s: refused (%s): %s", transport_run, rejection.code, rejection)
+                self.log.warning("run %s: rejected (%s): %s", transport_run, rejection.code, rejection)
                 reply = _pack_response(rejection.code, message_digest)
-            except Exception:
+            except Exception:  # no request may end the worker, and the server must not read the reason
                 self.log.exception("run %s: failed", transport_run)
                 reply = _pack_response("failed", message_digest)
             self.store.log(message, reply, self._spent)

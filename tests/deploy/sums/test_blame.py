@@ -213,7 +213,7 @@ def test_shares_of_another_secret_are_proven_by_what_their_dealer_signed(wrong, 
 
 @pytest.mark.slow
 def test_keys_that_are_signed_by_nobody_put_out_their_site(tiny, tmp_path, caplog):
-    """Every other site refuses a list that has them: one site would void each round."""
+    """Every other site rejects a list that has them: one site would void each round."""
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
     lie = lambda sums: {"advert": sums["advert"] | {"signature": "00" * 64}}  # noqa: E731
     records, *_ = run(made, {("site0", "train"): lie})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that lies to sites in secure sums: what it is refused, and that it learns no update."""
+"""A server that lies to sites in secure sums: what it is rejected, and that it learns no update."""
 
 import base64
 import logging
@@ -218,7 +218,7 @@ def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
     assert "keys for attempt 0 were requested again" in caplog.text
 
 
-def test_a_step_out_of_its_turn_is_refused_before_anything_is_computed(tiny, tmp_path, caplog):
+def test_a_step_out_of_its_turn_is_rejected_before_anything_is_computed(tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "perada", rounds=1)
     workers, codes = made.workers(), []
 
@@ -254,7 +254,7 @@ def test_a_site_whose_training_broke_is_in_no_sum(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_old_round_and_one_that_was_not_trained_are_refused(tiny, tmp_path, caplog):
+def test_an_old_round_and_one_that_was_not_trained_are_rejected(tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
     coordinator, workers = made.deployed()
     for round in (0, 2):
@@ -316,7 +316,7 @@ def without(*gone):
     ],
     ids=["invented", "two", "without"],
 )
-def test_lists_that_the_server_made_up_are_refused_and_logged(lie, reason, tiny, tmp_path, caplog):
+def test_lists_that_the_server_made_up_are_rejected_and_logged(lie, reason, tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     with caplog.at_level(logging.WARNING):
         progress, _ = run(made, lie(made))
@@ -334,7 +334,7 @@ def test_lists_that_the_server_made_up_are_refused_and_logged(lie, reason, tiny,
     ids=lambda sums: "".join(sums),
 )
 @pytest.mark.every(7)
-def test_what_makes_no_sense_is_refused_and_the_worker_lives(step, sums, tiny, tmp_path):
+def test_what_makes_no_sense_is_rejected_and_the_worker_lives(step, sums, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lie = lambda name, message: changed(message, sums=sums) if name == "site0" and asks(message, step) else message  # noqa: E731
     progress, transport = run(made, lie)

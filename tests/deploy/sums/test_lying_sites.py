@@ -148,7 +148,7 @@ def test_keys_that_nobody_can_use_put_the_site_alone_out_of_the_round(change, ti
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [{"terms": "0" * 64}, {"heard": f"0:{'0' * 64} "}], ids="".join)
 def test_a_site_that_says_it_was_told_other_things_is_alone(change, tiny, tmp_path, caplog):
-    """With its keys in the list each site would refuse it, in all rounds."""
+    """With its keys in the list each site would reject it, in all rounds."""
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     transport = Lies(made.workers(), "train", lambda sums: advert(change)(made.identities[0], sums))
     (record,) = made.coordinator(transport).run().records

@@ -312,7 +312,7 @@ def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_sum(tiny, tmp_pa
     assert equal(state(again), expected)
 
 
-# What is refused.
+# What is rejected.
 
 
 def test_sites_that_are_told_different_norms_are_in_no_sum(tiny, tmp_path):
@@ -332,7 +332,7 @@ def with_norm(message, norm):
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("norm", [1e-9, 0.0, 1e12])
-def test_a_norm_that_the_noise_is_lost_in_is_refused_by_sites(norm, tiny, tmp_path):
+def test_a_norm_that_the_noise_is_lost_in_is_rejected_by_sites(norm, tiny, tmp_path):
     made = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE)
     transport = Liar(made.workers(), lambda _, message: with_norm(message, norm))
     with pytest.raises(TimeoutError, match="malformed"):
@@ -358,7 +358,7 @@ def test_what_a_fixed_norm_is_the_server_does_not_say(tiny, tmp_path, monkeypatc
         ("fedavg", {"privacy": {"max_norm": 1e-7}}, r"rounding requires at least 4; set secure_sums\.fraction_bits=27"),
     ],
 )
-def test_what_cannot_be_private_is_refused_at_both_sides(side, algorithm, options, message, tiny, tmp_path):
+def test_what_cannot_be_private_is_rejected_at_both_sides(side, algorithm, options, message, tiny, tmp_path):
     made = noisy(tiny, tmp_path, algorithm, **options)
     with pytest.raises(ValueError, match=message):
         made.worker(0) if side == "site" else made.coordinator(LocalTransport({}))
@@ -369,7 +369,7 @@ def test_a_limit_of_the_site_needs_a_recipe_that_keeps_it(tiny, tmp_path):
         parties(tiny, tmp_path).worker(0, max_site_epsilon=3.0)
 
 
-def test_an_order_with_a_norm_that_is_no_number_is_refused():
+def test_an_order_with_a_norm_that_is_no_number_is_rejected():
     for norm in (-1.0, math.inf, math.nan, "1"):
         with pytest.raises((ValueError, TypeError)):
             Request("train", "0" * 32, "0" * 64, norm=norm)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secure sums among sites in this process: right sums, what a server that lies is refused, and what it can read."""
+"""Secure sums among sites in this process: right sums, what a server that lies is rejected, and what it can read."""
 
 import secrets
 from collections import Counter
@@ -228,7 +228,7 @@ def begun(names=NAMES, terms=TERMS):
         (lambda adverts, other: [adverts[0], *adverts[2:], other[1]], "'site1' are for a different sum"),
     ],
 )
-def test_lists_of_keys_that_a_server_made_up_are_refused(change, message):
+def test_lists_of_keys_that_a_server_made_up_are_rejected(change, message):
     parties, adverts = begun()
     _, other = begun([*NAMES[:2], "stranger"], replace(TERMS, round=3))
     with pytest.raises(RejectionError, match=message):
@@ -251,7 +251,7 @@ def shared(names=NAMES):
     return parties, server.deliver({name: one.share(adverts) for name, one in parties.items()}), server
 
 
-def test_shares_of_others_or_of_another_round_are_refused():
+def test_shares_of_others_or_of_another_round_are_rejected():
     _, before, _ = shared()
     for change, message in (
         (lambda box: rows(box, *NAMES[1:4]), "4 of 7 sites sent shares, which is too few"),
@@ -320,7 +320,7 @@ def test_a_dealer_cannot_show_that_it_was_honest_with_another_key():
         (NAMES[:4], "4 of 7 sites hold shares, which is too few"),
     ],
 )
-def test_lists_for_the_masks_that_a_server_made_up_are_refused(there, message):
+def test_lists_for_the_masks_that_a_server_made_up_are_rejected(there, message):
     parties, boxes, server = shared()
     hold_all(parties, boxes, server)
     with pytest.raises(RejectionError, match=message):
@@ -370,7 +370,7 @@ def masked():
         (NAMES[:4], "4 of 7 sites are too few for a sum"),
     ],
 )
-def test_lists_of_the_living_that_a_server_made_up_are_refused(alive, message):
+def test_lists_of_the_living_that_a_server_made_up_are_rejected(alive, message):
     with pytest.raises(RejectionError, match=message):
         masked()["site0"].confirm(alive)
 

@@ -65,7 +65,7 @@ def test_a_number_that_does_not_fit_is_seen_wherever_it_stands(place, value):
 
 @pytest.mark.parametrize("place", [0, _CHUNK, SIZE - 1])
 @pytest.mark.parametrize("value", [1.1e6, -1.1e6])
-def test_a_sum_out_of_all_range_is_refused_wherever_it_is(place, value):
+def test_a_sum_out_of_all_range_is_rejected_wherever_it_is(place, value):
     contents = Contents(OPTIONS, {"w": torch.zeros(SIZE)})
     total = np.zeros(contents.size, np.int64)
     total[place], total[-1] = int(3 * value) << 24, 3 << 24

@@ -365,7 +365,7 @@ def test_choice():
         ("federated.algorithm.prox_strength=1,2", "prox_strength=1 with fedavg"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_before_anything_runs(recipe, tmp_path, tune, words):
+def test_what_cannot_be_tuned_is_rejected_before_anything_runs(recipe, tmp_path, tune, words):
     with pytest.raises(ValueError, match=words):
         main(["compare", recipe, "--algorithms", "ditto", "fedavg", "--tune", tune, *OUT])
     assert not (tmp_path / "out").exists()
@@ -437,7 +437,7 @@ def test_a_class_of_ones_own_is_a_row_by_its_path(recipe, monkeypatch):
         ("nowhere.Mine", "nowhere"),
     ],
 )
-def test_an_algorithm_that_there_is_not_is_refused(recipe, name, says):
+def test_an_algorithm_that_there_is_not_is_rejected(recipe, name, says):
     Path("own_rows.py").write_text(MINE)
     with pytest.raises((ValueError, ArgumentError), match=says):
         main(["compare", recipe, "--algorithms", "fedavg", name])
@@ -933,7 +933,7 @@ def test_variants_are_run_and_shown_by_their_names(recipe, read, capsys):
         (["a={lr_locl: 1}"], "lr_locl"),
     ],
 )
-def test_variants_that_cannot_be_run_are_refused(recipe, words, message):
+def test_variants_that_cannot_be_run_are_rejected(recipe, words, message):
     with pytest.raises((ValueError, ArgumentError), match=message):
         main(["compare", recipe, "--algorithms", "fedavg", "--variants", *words])
 
@@ -1079,7 +1079,7 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused_before_anything_runs(recipe, words, says):
+def test_what_contradicts_itself_is_rejected_before_anything_runs(recipe, words, says):
     with pytest.raises(ValueError, match=says):
         main(["compare", recipe, *words])
 

@@ -190,7 +190,7 @@ def test_runs_from_a_range_are_those_of_perada_fit():
         (["--vary", "training.lr_local=0.1..1"], "--vary training.lr_local: a range cannot be varied"),
     ],
 )
-def test_what_is_no_range_is_refused_before_anything_runs(words, says, tmp_path):
+def test_what_is_no_range_is_rejected_before_anything_runs(words, says, tmp_path):
     with pytest.raises(ValueError, match=f"(?s){says}"):
         main(["compare", "tiny.yaml", "--algorithms", "ditto", *words, *OUT])
     assert not (tmp_path / "out").exists()

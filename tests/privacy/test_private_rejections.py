@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be private is refused through ``perada.finetune``, in one line, before anything is trained."""
+"""What cannot be private is rejected through ``perada.finetune``, in one line, before anything is trained."""
 
 import copy
 import warnings
@@ -39,7 +39,7 @@ class Started(pl.Callback):
         self.steps += 1
 
 
-def refused(message, algorithm=WITHOUT_KD, privacy=PRIVATE, callbacks=(), steps=0, kind=ValueError, **options):
+def rejected(message, algorithm=WITHOUT_KD, privacy=PRIVATE, callbacks=(), steps=0, kind=ValueError, **options):
     started = Started()
     with pytest.raises(kind, match=message) as raised:
         train(algorithm, privacy, callbacks=[started, *callbacks], **options)
@@ -58,7 +58,7 @@ def coloured(test=False, public=False):
 
 
 def test_batch_norm_in_the_adapter():
-    refused(
+    rejected(
         r"'.*' and \d+ more are trained BatchNorm layers.* norm='group'",
         net="test_resnet",
         data=coloured(),
@@ -70,7 +70,7 @@ def test_batch_norm_in_the_adapter():
 
 
 def test_batch_norm_of_ones_own_network():
-    refused(r"'norm' and 0 more are trained BatchNorm layers", net=network("net"))
+    rejected(r"'norm' and 0 more are trained BatchNorm layers", net=network("net"))
 
 
 class ByHand(nn.Module):
@@ -86,7 +86,7 @@ class ByHand(nn.Module):
 
 
 def test_a_network_that_normalises_over_the_batch_by_hand():
-    refused("output in training depends on the other images of its batch", net=ByHand().double())
+    rejected("output in training depends on the other images of its batch", net=ByHand().double())
 
 
 def test_frozen_batch_norm_is_no_hindrance():
@@ -114,16 +114,16 @@ def test_frozen_batch_norm_is_no_hindrance():
     ],
 )
 def test_options_that_leak_or_cannot_run(options, message):
-    refused(message, **options)
+    rejected(message, **options)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
-def test_texts_are_refused(level):
+def test_texts_are_rejected(level):
     random = torch.Generator().manual_seed(0)
     lines = [TensorDataset(torch.randint(80, (n, 80), generator=random), torch.arange(n) % 80) for n in (6, 4)]
     data = perada.FederatedData(lines, [], num_classes=80)
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
-    refused(
+    rejected(
         f"^{level}: texts are not supported",
         net="char_lstm_8",
         pretrained=False,
@@ -134,10 +134,10 @@ def test_texts_are_refused(level):
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
-def test_loss_scaling_is_refused(level):
+def test_loss_scaling_is_rejected(level):
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    refused(f"^{level}: precision='16-mixed' is not supported: the loss scale", plugins=[plugin], **chosen)
+    rejected(f"^{level}: precision='16-mixed' is not supported: the loss scale", plugins=[plugin], **chosen)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
@@ -155,19 +155,19 @@ def test_loss_scaling_is_refused(level):
 def test_choosing_by_scores_on_clients_images(tmp_path, callback, level):
     chosen = {"privacy": None, "client_privacy": None, level: {"noise_multiplier": 8.0}}
     options = {"callbacks": [callback(tmp_path)], "enable_checkpointing": True}
-    refused(f"^{level}: .* selects by .*, which may depend on clients' private images", **chosen, **options)
+    rejected(f"^{level}: .* selects by .*, which may depend on clients' private images", **chosen, **options)
 
 
 def test_an_error_of_both_levels_names_both_options():
     data = perada.FederatedDataModule(task(), batch_size=4, client_validation=0.4, evaluate_on="validation")
-    refused("^privacy and client_privacy: evaluate_on='validation'", data=data, client_privacy=PRIVATE)
+    rejected("^privacy and client_privacy: evaluate_on='validation'", data=data, client_privacy=PRIVATE)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
 def test_evaluation_on_images_held_out_of_the_private_ones(level):
     data = perada.FederatedDataModule(task(), batch_size=4, client_validation=0.4, evaluate_on="validation")
     chosen = {"privacy": None, "client_privacy": None, level: {"noise_multiplier": 8.0}}
-    refused(f"^{level}: evaluate_on='validation' scores models on held-out private images", data=data, **chosen)
+    rejected(f"^{level}: evaluate_on='validation' scores models on held-out private images", data=data, **chosen)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
@@ -178,11 +178,11 @@ def test_a_public_set_that_holds_a_private_image(level):
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
     message = f"^{level}: image 5 of client 2 is also image 7 of the public set"
     if level == "privacy":
-        refused(message, PerAda(), **chosen, data=data, distill_steps=2)
-        refused(message, server_rule=FLTrust(), **chosen, data=data)
+        rejected(message, PerAda(), **chosen, data=data, distill_steps=2)
+        rejected(message, server_rule=FLTrust(), **chosen, data=data)
     else:  # which cannot be had with distillation at all
-        refused("does not support PerAda with distillation", PerAda(), **chosen, data=data, distill_steps=2)
-    refused(message, **chosen, data=data)  # the server has it, whatever it does with it
+        rejected("does not support PerAda with distillation", PerAda(), **chosen, data=data, distill_steps=2)
+    rejected(message, **chosen, data=data)  # the server has it, whatever it does with it
     train(WITHOUT_KD, PRIVATE, rounds=1, data=perada.FederatedData(private.train, public=private.public, num_classes=3))
 
 
@@ -193,9 +193,9 @@ def test_a_labelled_server_set_that_holds_a_private_image(level):
     data = perada.FederatedData(private.train, server_validation=private.train[1], num_classes=3)
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
     message = f"^{level}: image 0 of client 1 is also image 0 of the server_validation set"
-    refused(message, **chosen, data=data)
+    rejected(message, **chosen, data=data)
     if level == "privacy":
-        refused(message, server_rule=FLTrust(labels=True), **chosen, data=data)
+        rejected(message, server_rule=FLTrust(labels=True), **chosen, data=data)
 
 
 @pytest.mark.parametrize("option", ["public_fraction", "validation_fraction"])
@@ -207,7 +207,7 @@ def test_a_share_of_clients_images_for_the_server(level, option):
     )
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
     options = {"net": "test_resnet", "adapter": "head", "pretrained": False, "clients_per_round": 2}
-    refused(
+    rejected(
         rf"{option}=0\.2 cannot be used in a private run: .* of the clients' own images", **chosen, data=data, **options
     )
 
@@ -237,13 +237,13 @@ def test_weights_that_were_trained_on_the_clients_images(level):
         "clients_per_round": 2,
         "pretrained": "perada:digits_test_resnet",
     }
-    refused(
+    rejected(
         r"pretrained='perada:digits_test_resnet' was trained on the images of Digits", **chosen, data=data, **options
     )
     digits = Digits().with_split(True)
     for client in (digits, ConcatDataset([digits, digits]), Wrapper(Subset(digits, range(9)))):
         given = perada.FederatedData([client] * 2, num_classes=10)
-        refused(r"was trained on the images of Digits", **chosen, data=given, image_size=32, **options)
+        rejected(r"was trained on the images of Digits", **chosen, data=given, image_size=32, **options)
 
 
 def test_a_client_joins_by_no_weights_that_were_trained_on_its_images():
@@ -259,24 +259,24 @@ def test_a_client_joins_by_no_weights_that_were_trained_on_its_images():
         perada.personalize(run, own, "new", rounds=1, accelerator="cpu")
 
 
-def test_images_whose_gradients_are_not_finite_are_refused_in_one_line():
+def test_images_whose_gradients_are_not_finite_are_rejected_in_one_line():
     data = copy.deepcopy(task())  # the task is shared by all tests
     for part in data.train:
         part.tensors[0].fill_(1e308)
-    refused("privacy: the gradients of a client's first image are not finite", data=data)
+    rejected("privacy: the gradients of a client's first image are not finite", data=data)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
 def test_ending_by_the_number_of_clients_that_failed(level):
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
-    refused("max_failures=1 is not supported with privacy or client_privacy", max_failures=1, **chosen)
+    rejected("max_failures=1 is not supported with privacy or client_privacy", max_failures=1, **chosen)
 
 
 def test_personal_models_in_a_log_beside_the_ledger_of_the_server():
     message = (
         "personal_distance cannot be measured: it would reveal personal models, which the server's ledger does not"
     )
-    refused(message, diagnostics=["personal_distance"])
+    rejected(message, diagnostics=["personal_distance"])
 
 
 @pytest.mark.every(3)
@@ -291,7 +291,7 @@ def test_personal_models_in_a_log_beside_the_ledger_of_the_server():
     ],
 )
 def test_what_makes_more_of_updates_than_their_mean(options, message):
-    refused(message, privacy=None, client_privacy={"noise_multiplier": 8.0}, **options)
+    rejected(message, privacy=None, client_privacy={"noise_multiplier": 8.0}, **options)
 
 
 class Reads(Algorithm):
@@ -342,7 +342,7 @@ class Fewer(Algorithm):
 
 def test_an_algorithm_that_reads_logits():
     for one in (Reads(), Counts(), Labels(), Moon(), FedROD()):
-        refused(rf"privacy does not support {type(one).__name__}: .*step\.logits.* use step\.loss", one)
+        rejected(rf"privacy does not support {type(one).__name__}: .*step\.logits.* use step\.loss", one)
 
 
 class Later(Algorithm):
@@ -354,15 +354,15 @@ class Later(Algorithm):
         step.descend("local", step.loss("local"))
 
 
-def test_outputs_are_refused_in_the_step_too():
-    refused("privacy does not support Later", Later(), **{"local_steps": 2, "local_epochs": None, "steps": 3})
+def test_outputs_are_rejected_in_the_step_too():
+    rejected("privacy does not support Later", Later(), **{"local_steps": 2, "local_epochs": None, "steps": 3})
 
 
 def test_gradients_that_the_ledgers_do_not_count_are_not_given():
     """The rehearsal sees the first round only, so that this comes up in the step that asks for more: the third."""
     options = {"local_steps": 2, "local_epochs": None, "steps": 3}
-    refused("asked for more gradients of 'local' than in the dry run", Growing(), kind=RuntimeError, **options)
-    refused("personal", Other(distill=False), kind=(RuntimeError, KeyError), **options)
+    rejected("asked for more gradients of 'local' than in the dry run", Growing(), kind=RuntimeError, **options)
+    rejected("personal", Other(distill=False), kind=(RuntimeError, KeyError), **options)
 
 
 def test_fewer_gradients_than_rehearsed_are_counted_as_rehearsed():
@@ -376,22 +376,22 @@ def test_fewer_gradients_than_rehearsed_are_counted_as_rehearsed():
 
 
 @pytest.mark.parametrize("delta", [1 / max(SIZES), 0.1, 0.9])
-def test_a_delta_that_allows_to_show_an_image_is_refused(delta):
+def test_a_delta_that_allows_to_show_an_image_is_rejected(delta):
     """The limit is the largest client's: a δ that fits the others would allow to publish one of its images."""
     largest = SIZES.index(max(SIZES))
     message = (
         rf"privacy: delta={delta} must be below 1 / {max(SIZES)}, the number of training images of client {largest}"
     )
     for privacy in ({"noise_multiplier": 1.0, "delta": delta}, {"target_epsilon": 3.0, "delta": delta}):
-        refused(message, "fedavg", privacy)
+        rejected(message, "fedavg", privacy)
     train("fedavg", {"noise_multiplier": 1.0, "delta": 0.99 / max(SIZES)}, rounds=1)
 
 
 @pytest.mark.parametrize("delta", [1 / len(SIZES), 0.5])
-def test_a_delta_that_allows_to_show_a_client_is_refused(delta):
+def test_a_delta_that_allows_to_show_a_client_is_rejected(delta):
     level = {"noise_multiplier": 1.0, "delta": delta}
     message = rf"client_privacy: delta={delta} must be below 1 / {len(SIZES)}, the number of clients"
-    refused(message, "fedavg", None, client_privacy=level)
+    rejected(message, "fedavg", None, client_privacy=level)
     train("fedavg", None, rounds=1, client_privacy=level | {"delta": 0.99 / len(SIZES)})
 
 
@@ -410,7 +410,7 @@ def test_a_delta_that_allows_to_show_a_client_is_refused(delta):
     ],
 )
 def test_accounting_that_means_nothing(section, options, message):
-    refused(f"{section}: {message}", "fedavg", **({"privacy": None} | {section: options}))
+    rejected(f"{section}: {message}", "fedavg", **({"privacy": None} | {section: options}))
 
 
 class Beside(nn.Module):
@@ -459,30 +459,30 @@ class Attends(nn.Module):
 
 def test_a_layer_that_is_not_called():
     message = r"the per-image gradients of 'inner\.weight' do not add up"
-    refused(message, net=Beside(), data=coloured(), adapter="full", clients_per_round=2, engine="loop")
+    rejected(message, net=Beside(), data=coloured(), adapter="full", clients_per_round=2, engine="loop")
 
 
 @pytest.mark.parametrize("engine", ["loop", "folded"])
 def test_a_network_that_remembers_images(engine):
     message = "the network retains state from the images that it sees in training"
-    refused(message, net=Counting(), data=coloured(), adapter="full", clients_per_round=2, engine=engine)
+    rejected(message, net=Counting(), data=coloured(), adapter="full", clients_per_round=2, engine=engine)
 
 
 @pytest.mark.filterwarnings("ignore:engine='auto' falls back to the per-client loop")
 def test_attention_that_opacus_cannot_hook():
-    refused("Opacus's hooks fail", net=Attends(), data=coloured(), adapter="full", clients_per_round=2)
+    rejected("Opacus's hooks fail", net=Attends(), data=coloured(), adapter="full", clients_per_round=2)
 
 
 @pytest.mark.parametrize("adapter", [peft.LoraConfig(use_dora=True), peft.LoHaConfig()])
 @pytest.mark.filterwarnings("ignore:engine='auto' falls back to the per-client loop")
 def test_layers_that_opacus_cannot_hook(adapter):
     options = {"pretrained": False, "image_size": 32, "clients_per_round": 2}
-    refused("Opacus's hooks fail", net="test_vit", data=coloured(), adapter=adapter, **options)
+    rejected("Opacus's hooks fail", net="test_vit", data=coloured(), adapter=adapter, **options)
 
 
 def test_opacus_does_not_know_what_the_fold_knows():
     options = {"pretrained": False, "image_size": 32, "clients_per_round": 2, "engine": "loop"}
-    refused("Opacus's hooks fail", net="test_vit", data=coloured(), adapter="ia3", **options)
+    rejected("Opacus's hooks fail", net="test_vit", data=coloured(), adapter="ia3", **options)
 
 
 @pytest.mark.every(4)
@@ -509,7 +509,7 @@ def test_opacus_does_not_know_what_the_fold_knows():
     ],
 )
 def test_wrong_types(options, message):
-    refused(message, privacy=options)
+    rejected(message, privacy=options)
 
 
 @pytest.mark.every(3)
@@ -525,7 +525,7 @@ def test_wrong_types(options, message):
     ],
 )
 def test_wrong_options_of_whole_clients(options, message):
-    refused(message, client_privacy={"noise_multiplier": 1.0} | options)
+    rejected(message, client_privacy={"noise_multiplier": 1.0} | options)
 
 
 def test_what_is_sent_does_not_depend_on_what_is_not():
@@ -546,4 +546,4 @@ def test_a_validation_set_of_the_server_with_a_private_image():
     options = {"adapter": "lora", "pretrained": False, "image_size": 32, "clients_per_round": 2}
     distilling = {"distill_steps": 2, "distill_validate_every": 1}
     message = "image 0 of client 0 is also image 0 of the server_validation set"
-    refused(message, PerAda(), net="test_vit", data=data, **options, **distilling)
+    rejected(message, PerAda(), net="test_vit", data=data, **options, **distilling)
