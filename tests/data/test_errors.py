@@ -216,7 +216,7 @@ def test_options(options, words):
     ("options", "words"),
     [
         ({"partition": None}, "partition must be set: pass a dataset and a partition"),
-        ({"dataset": None}, "dataset=None and"),
+        ({"dataset": None}, "dataset must be set: pass a dataset and a partition, for example"),
         ({"public_fraction": 1.0}, r"public_fraction must be a finite number >= 0 and < 1, got 1\.0"),
         ({"validation_fraction": -0.1}, r"validation_fraction must be .*, got -0\.1"),
         ({"public_fraction": 0.5, "validation_fraction": 0.5}, "leave the clients nothing"),
@@ -350,10 +350,6 @@ GOOD = PIXELS, CLASSES
             r"\(6, 8, 8, 3\); its channels seem to come last: .* images.permute",
         ),
         ((PIXELS.float().permute(0, 2, 3, 1)[..., :1], CLASSES), r"\(6, 8, 8, 1\); its channels seem"),
-        (
-            (PIXELS, CLASSES.float()),
-            r"labels float32 \(6,\), which are neither .* return integers \(N,\), a class",
-        ),
         ((PIXELS, CLASSES.bool()), r"labels bool \(6,\)"),
         ((PIXELS, CLASSES[:, None]), r"labels int64 \(6, 1\)"),
         ((PIXELS, torch.zeros(6, 2, 2)), r"labels float32 \(6, 2, 2\), which are neither"),
@@ -366,6 +362,12 @@ def test_what_a_set_of_ones_own_loads(given, words):
     with pytest.raises((ValueError, TypeError), match=f"^Own, training split: .*{words}") as caught:
         module.setup()
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_as_labels_require_a_task_that_predicts_numbers():
+    module = FederatedDataModule(dataset=Own((PIXELS, CLASSES.float())), partition=IID(2))
+    with pytest.raises(TypeError, match=r"^labels are one float32 number per image: .* set task=Regression\(\)$"):
+        module.setup()
 
 
 @pytest.mark.parametrize(
@@ -418,7 +420,7 @@ def test_arrays_lists_and_grey_images_without_a_channel_axis_are_taken():
             r"returned an array \(\) of int64 as the training rows of client 0; return two lists",
         ),
         (([[0], [1], [2]],), "returned 3 values; return two lists"),
-        ((np.zeros((2, 3), int),), "returned one ndarray; return two lists"),
+        ((np.zeros((2, 3), int),), r"returned an array of shape \(2, 3\); return two lists"),
         (([[0], [1]], [[0]]), "returned rows of 2 clients for training and of 1 for testing"),
         (
             ([[0.0], [1.0]], [[0], [1]]),
@@ -429,7 +431,7 @@ def test_arrays_lists_and_grey_images_without_a_channel_axis_are_taken():
             r"returned an array \(6,\) of bool .np.flatnonzero makes rows of a mask. as the training rows of client 0",
         ),
         (([[[0, 1]], [[2]]], [[], []]), r"returned an array \(1, 2\) .* as the training rows of client 0"),
-        (({0: [1]}, [[0]]), "returned the training rows as dict; return two lists"),
+        (({0: [1]}, [[0]]), r"returned the training rows as \{0: \[1\]\}; return two lists"),
     ],
 )
 def test_rows_of_a_partition_of_ones_own(rows, words):

@@ -64,7 +64,7 @@ def test_without_names_the_former_clients_are_the_first(tiny, tmp_path):
             r"client 2 had 14 training images when .* but has none now; resume",
         ),
         ((9, 6, 14, 7), {"resume_allow": ["clients"]}, r"client 1 had 5 training images when .* but has 6 now"),
-        ((9, 5, 14), {"resume_allow": ["client"]}, r"resume_allow must be one of .*, got 'client'"),
+        ((9, 5, 14), {"resume_allow": ["client"]}, r"resume_allow='client' is unknown; did you mean 'clients'\?"),
     ],
 )
 def test_what_cannot_be_resumed_is_one_line(tiny, tmp_path, sizes, options, message):

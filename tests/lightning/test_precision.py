@@ -20,7 +20,7 @@ from perada.algorithms import Broadcast, FedAvg, make_algorithm
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, Phase, RoundPlan
 from perada.core.states import expand, get_state, parameter_keys
-from perada.engine import Engine, loss_scaling
+from perada.engine import Engine, frozen_layers, loss_scaling, stacked_layers
 from perada.engine.loss_scaling import LossScales
 from perada.federation.chunk import LocalRound
 from perada.federation.cohort import Cohort
@@ -390,19 +390,21 @@ class DeviceReads(TorchDispatchMode):
 
 
 @pytest.fixture
-def finite_rows_of_a_gpu(monkeypatch):
-    """Whether rows are finite as a GPU computes it: on a CPU, where reading costs nothing, a sum is read first."""
+def operations_of_a_gpu(monkeypatch):
+    """Run what a GPU runs: on a CPU, where reading costs nothing, sums of rows and the taps of small maps are read."""
 
     def finite_rows(stack):
         return torch.linalg.vector_norm(stack.flatten(1), math.inf, dim=1).isfinite()
 
     monkeypatch.setattr(loss_scaling, "finite_rows", finite_rows)
+    for layers in (frozen_layers, stacked_layers):
+        monkeypatch.setattr(layers, "is_small_map", lambda conv, x: False)
 
 
 @pytest.mark.parametrize("scaling", [None, LossScaling(2.0**20, 2.0, 0.5, 2)], ids=["single", "float16"])
 @pytest.mark.parametrize("adapter", ["residual", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_local_steps_read_nothing_from_the_device(scaling, adapter, finite_rows_of_a_gpu):
+def test_local_steps_read_nothing_from_the_device(scaling, adapter, operations_of_a_gpu):
     """PerAda with momentum, clipping, dropout and BatchNorm, on clients of unequal batches."""
     options = {"dropout": 0.3} if adapter == "residual" else {}
     model = insert_adapter(build_backbone("test_resnet", CLASSES, pretrained=False), adapter, **options).model
@@ -421,7 +423,7 @@ def test_local_steps_read_nothing_from_the_device(scaling, adapter, finite_rows_
 @pytest.mark.every(4)
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 @pytest.mark.parametrize("scaling", [None, LossScaling(2.0**20, 2.0, 0.5, 2)], ids=["single", "float16"])
-def test_distillation_reads_nothing_from_the_device(scaling, kind, finite_rows_of_a_gpu):
+def test_distillation_reads_nothing_from_the_device(scaling, kind, operations_of_a_gpu):
     model = build_backbone("test_resnet", CLASSES, pretrained=False).model
     for parameter in model.parameters():
         parameter.requires_grad_()

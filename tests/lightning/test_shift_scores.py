@@ -239,7 +239,7 @@ def test_a_checkpoint_is_tested_on_what_the_fit_was(tmp_path, monkeypatch, capsy
     tested = capsys.readouterr().out
     tables = [line for line in fitted.splitlines() if line.startswith("|")]
     assert [line for line in tested.splitlines() if line.startswith("|")] == tables
-    assert any("personal/hazy" in line and "severity 4" in line for line in tables)
+    assert any("hazy, personal models" in line and "severity 4" in line for line in tables)
     first, second = (columns(path)[-1] for path in folders(tmp_path))
     names = {
         f"{role}/{shift}{end}" for role in ("personal", "global") for shift in ("hazy", "o") for end in ("", "_std")
@@ -251,7 +251,7 @@ def test_a_checkpoint_is_tested_on_what_the_fit_was(tmp_path, monkeypatch, capsy
     main(["report", str(folders(tmp_path)[0].parent)])
     report = capsys.readouterr().out
     assert "severity 4" in report
-    assert "global/o" in report
+    assert "o, global model" in report
     with pytest.raises(
         ValueError, match=r"its partition .*; resume with the .*; other test images belong in data.shifts"
     ):
