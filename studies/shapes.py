@@ -34,7 +34,7 @@ class Shapes(ImageSet):
 
     Args:
         count: Training images; the test split has a tenth as many.
-        classes: Number of shapes.
+        num_classes: Number of shapes.
         size: Height and width, in pixels.
         seed: Another seed, other shapes.
         train: The training split, or else the test split.
@@ -44,18 +44,17 @@ class Shapes(ImageSet):
     """
 
     def __init__(
-        self, count: int = 60_000, classes: int = 200, size: int = 28, seed: int = 0, train: bool = True
+        self, count: int = 60_000, num_classes: int = 200, size: int = 28, seed: int = 0, train: bool = True
     ) -> None:
         super().__init__(train)
         check_integer("count", count, 10, hint="the test split has a tenth as many")
-        check_integer("classes", classes)
+        check_integer("num_classes", num_classes)
         check_integer("size", size)
         self.count = count
         self.size = size
         self.seed = seed
-        self.classes = classes  # type: ignore[assignment]  # the argument; shapes have no names
-        self.num_classes = classes
-        self._num_shapes = classes
+        self.num_classes = num_classes
+        self._num_shapes = num_classes
 
     def _load(self) -> tuple[Tensor, Tensor]:
         classes = draw_classes(self._num_shapes, generator(self.seed, "shape classes"))

@@ -102,16 +102,15 @@ class Entry:
         Raises:
             ValueError: If its class, or an argument that belongs to this name, is another.
         """
-        # The parser replaces the path of a user's class by that of the module that defines it.
-        module, _, name = self.class_path.rpartition(".")
         other = ""
-        if algorithm.class_path != class_path_of(getattr(import_module(module), name)):
+        # Not the paths: the parser may name a class by another module that imports it.
+        if _class_at(algorithm.class_path) is not _class_at(self.class_path):
             other = algorithm.class_path
         else:
             for argument, wanted in self.init_args.items():
                 value = algorithm.init_args.get(argument)
                 if isinstance(value, Namespace):  # an algorithm
-                    value = value.class_path
+                    value = class_path_of(_class_at(value.class_path))
                 if value != wanted:
                     other = f"{argument}={value}"
                     break
@@ -121,6 +120,13 @@ class Entry:
                 "would show a different algorithm; leave that option out, or leave --algorithms out (each recipe then "
                 "keeps its algorithm)"
             )
+
+
+def _class_at(path: str) -> type:
+    """Import the class with a path."""
+    module, _, name = path.rpartition(".")
+    named: type = getattr(import_module(module), name)
+    return named
 
 
 def _make_entry(method: Method) -> Entry:

@@ -74,7 +74,7 @@ def test_a_changed_option_is_noticed(monkeypatch):
         ("fit --config quickstart --trainer.max_epoch 3", "--trainer.max_epoch; did you mean --trainer.max_epochs?"),
         ("test --ckpt_pth x", "--ckpt_pth; did you mean --ckpt_path?"),
         ("export run --outptu x", "--outptu; did you mean --output?"),
-        ("compare quickstart --sede 3", "--sede; did you mean --seeds?"),
+        ("compare quickstart --seds 3", "--seds; did you mean --seeds?"),
         ("deploy run app --xyzzy", "--xyzzy; `perada deploy run --help` lists the options"),
         ("fit --config wrong.yaml", "wrong.yaml: there is no option 'trainer.max_epoch'; did you mean trainer.max_ep"),
         ("fit --config missing.yaml", "'missing.yaml' is neither a file nor a recipe"),

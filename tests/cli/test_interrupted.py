@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).with_name("interrupted_program.py")
 
 def run(folder, signal_name, moment, rounds=6):
     """Run the program in a session of its own; its status and its lines on standard error."""
-    parts = recipe(trainer={"max_epochs": rounds, "enable_progress_bar": True}, model={"cache_features": False})
+    parts = recipe(trainer={"max_epochs": rounds, "enable_progress_bar": True})
     images = {"signal_name": signal_name, "moment": moment, "once": str(folder / "once")}
     parts["data"] = {
         "dataset": {"class_path": "interrupted_program.Read", "init_args": images},
@@ -30,7 +30,7 @@ def run(folder, signal_name, moment, rounds=6):
         "num_workers": 2,
     }
     parts["federated"] = {"algorithm": "FedAvg"}
-    parts["training"] = {"local_steps": 3}
+    parts["training"] = {"local_steps": 3, "cache_features": False}
     parts["distillation"] = {"steps": 0}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(parts))
     paths = os.pathsep.join([str(PROGRAM.parent), *filter(None, [os.environ.get("PYTHONPATH")])])

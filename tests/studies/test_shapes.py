@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from perada.data import IID, FederatedDataModule
 from perada.studies.shapes import SMALLEST_RADIUS, Shapes, contour
 
 
@@ -22,7 +23,7 @@ def test_a_contour_is_its_sum_of_waves():
 
 
 def test_splits_are_of_the_same_shapes_and_repeat():
-    train, again, other = Shapes(60, classes=3), Shapes(60, classes=3), Shapes(60, classes=3, seed=1)
+    train, again, other = Shapes(60, num_classes=3), Shapes(60, num_classes=3), Shapes(60, num_classes=3, seed=1)
     test = train.with_split(False)
     assert train.images.shape == (60, 1, 28, 28)
     assert test.images.shape == (6, 1, 28, 28)
@@ -33,14 +34,14 @@ def test_splits_are_of_the_same_shapes_and_repeat():
 
 
 def test_classes_can_be_told_apart():
-    train, test = (Shapes(2000, classes=10).with_split(part) for part in (True, False))
+    train, test = (Shapes(2000, num_classes=10).with_split(part) for part in (True, False))
     distances = torch.cdist(test.images.flatten(1).float(), train.images.flatten(1).float())
     guesses = train.labels[distances.topk(5, largest=False).indices].mode().values
     assert (guesses == test.labels).float().mean() > 0.5  # chance is 0.1
 
 
 def test_images_are_on_black_and_neither_empty_nor_full():
-    lit = (Shapes(500, classes=50).images > 20).float().mean((1, 2, 3))
+    lit = (Shapes(500, num_classes=50).images > 20).float().mean((1, 2, 3))
     assert lit.min() > 0.01
     assert 0.1 < lit.mean() < 0.5
 
@@ -49,10 +50,16 @@ def test_images_are_on_black_and_neither_empty_nor_full():
     ("options", "message"),
     [
         ({"count": 9}, "count must be an integer >= 10, got 9; the test split has a tenth as many"),
-        ({"classes": 0}, "classes must be an integer >= 1, got 0"),
+        ({"num_classes": 0}, "classes must be an integer >= 1, got 0"),
         ({"size": 0}, "size must be an integer >= 1, got 0"),
     ],
 )
 def test_nothing_to_draw_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         Shapes(**options)
+
+
+def test_shapes_are_divided_among_clients():
+    data = FederatedDataModule(dataset=Shapes(60, num_classes=3), partition=IID(2))
+    data.setup()
+    assert (data.num_classes, data.classes) == (3, None)
