@@ -53,14 +53,13 @@ class Shapes(ImageSet):
         self.count = count
         self.size = size
         self.seed = seed
-        self.num_classes = num_classes
-        self._num_shapes = num_classes
+        self.num_classes: int = num_classes
 
     def _load(self) -> tuple[Tensor, Tensor]:
-        classes = draw_classes(self._num_shapes, generator(self.seed, "shape classes"))
+        classes = draw_classes(self.num_classes, generator(self.seed, "shape classes"))
         random = generator(self.seed, "shape images", int(self.train))
         num_images = self.count if self.train else self.count // 10
-        labels = torch.randint(0, self._num_shapes, (num_images,), generator=random)
+        labels = torch.randint(0, self.num_classes, (num_images,), generator=random)
         chunks = []
         for chunk_labels in torch.split(labels, CHUNK_SIZE):
             chunks.append(draw_images(classes.of(chunk_labels), self.size, random))

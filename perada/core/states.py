@@ -446,8 +446,8 @@ def as_matrix(stack: Tensor) -> Tensor:
 BLOCK_SIZE = 2**16
 """Number of elements of a stack that are converted to double precision at a time on a CPU; they take 0.5 MB.
 
-A single client's sums, differences and squares fit a cache of 2 MB beside them. Twice as many took 1.0 to 1.7 times as
-long, and half as many 0.98 to 1.13 times.
+A client's sums, differences and squares then fit a cache of 2 MB beside them. With twice as many the sums of a single
+client take longer, and with fewer the calls do.
 """
 
 

@@ -4,7 +4,7 @@
 import json
 import re
 from dataclasses import dataclass, field
-from importlib import import_module
+from pydoc import locate
 from typing import Any
 
 from jsonargparse import Namespace
@@ -103,15 +103,17 @@ class Entry:
             ValueError: If its class, or an argument that belongs to this name, is another.
         """
         other = ""
-        # Not the paths: the parser may name a class by another module that imports it.
-        if _class_at(algorithm.class_path) is not _class_at(self.class_path):
+        if not _name_the_same_class(algorithm.class_path, self.class_path):
             other = algorithm.class_path
         else:
             for argument, wanted in self.init_args.items():
                 value = algorithm.init_args.get(argument)
                 if isinstance(value, Namespace):  # an algorithm
-                    value = class_path_of(_class_at(value.class_path))
-                if value != wanted:
+                    value = value.class_path
+                    is_same = _name_the_same_class(value, wanted)
+                else:
+                    is_same = value == wanted
+                if not is_same:
                     other = f"{argument}={value}"
                     break
         if other:
@@ -122,11 +124,9 @@ class Entry:
             )
 
 
-def _class_at(path: str) -> type:
-    """Import the class with a path."""
-    module, _, name = path.rpartition(".")
-    named: type = getattr(import_module(module), name)
-    return named
+def _name_the_same_class(path: str, other_path: str) -> bool:
+    """Return whether two paths name one class: the parser may name it by another module that imports it."""
+    return locate(path) is locate(other_path)
 
 
 def _make_entry(method: Method) -> Entry:

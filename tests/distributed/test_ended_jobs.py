@@ -28,10 +28,16 @@ def test_sigterm_ends_both_processes_at_once(tmp_path, share):
     whole = start(JOB, tmp_path / "whole", tmp_path / "tmp")
     # A share of what the job takes on this machine: it may have ended after a fixed number of seconds.
     seconds = share * (time.monotonic() - began)
-    began = time.monotonic()
-    ended = start(JOB, tmp_path / "run", tmp_path / "tmp", Fault(signal=signal.SIGTERM, seconds=seconds))
-    assert time.monotonic() - began < seconds + 20
+    for attempt in range(4):
+        run = tmp_path / f"run {attempt}"
+        began = time.monotonic()
+        ended = start(JOB, run, tmp_path / "tmp", Fault(signal=signal.SIGTERM, seconds=seconds))
+        assert time.monotonic() - began < seconds + 20
+        if any(ended.statuses):
+            break
+        # Other work slowed the first job down, so that this one was done before the signal.
+        seconds /= 2
     assert 128 + signal.SIGTERM in ended.statuses and all(ended.statuses)
-    resumed = start(JOB, tmp_path / "run", tmp_path / "tmp")
+    resumed = start(JOB, run, tmp_path / "tmp")
     assert whole.statuses == resumed.statuses == [0, 0]
-    assert equal(content(tmp_path / "run", JOB), content(tmp_path / "whole", JOB))
+    assert equal(content(run, JOB), content(tmp_path / "whole", JOB))

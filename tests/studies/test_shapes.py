@@ -50,7 +50,7 @@ def test_images_are_on_black_and_neither_empty_nor_full():
     ("options", "message"),
     [
         ({"count": 9}, "count must be an integer >= 10, got 9; the test split has a tenth as many"),
-        ({"num_classes": 0}, "classes must be an integer >= 1, got 0"),
+        ({"num_classes": 0}, "^num_classes must be an integer >= 1, got 0"),
         ({"size": 0}, "size must be an integer >= 1, got 0"),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that lies to sites in secure sums: what it is rejected, and that it learns no update."""
+"""A server that lies to sites in secure sums: which of its messages they reject, and that it learns no update."""
 
 import base64
 import logging

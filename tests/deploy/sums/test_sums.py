@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secure sums among sites in this process: right sums, what a server that lies is rejected, and what it can read."""
+"""Secure sums among sites in this process: right sums, which lies of a server are rejected, and what it can read."""
 
 import secrets
 from collections import Counter
