@@ -16,9 +16,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from perada.core.checks import OptionError
 from perada.core.seeding import Streams, generator, seeded
-from perada.core.states import State, is_finite
+from perada.core.states import State, is_finite, without_autocast
 from perada.engine.engine import Engine, row_losses
 from perada.engine.fold import without_dropout
+from perada.engine.precision import coarsest_dtype, is_half, unit_roundoff
 from perada.privacy.gradients import Query, SampleGradients
 from perada.privacy.options import Privacy
 from perada.tasks import Task
@@ -27,7 +28,18 @@ T = TypeVar("T")
 UNCLIPPED = 1e9
 """A clipping bound that no gradient reaches in these checks."""
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}
-"""Largest difference between two sums that should be equal, relative to their largest element."""
+"""Largest difference between two results that should be equal, relative to their largest element, by dtype."""
+HALF_ROUNDOFFS = 0.5
+"""The same for all other dtypes, in units of their roundoff. Products are accumulated in float32, so a kernel for
+another batch size rounds only few activations to the other neighbour; more would hide that a network mixes images."""
+GRADIENT_TOLERANCE = 1e-2
+"""Largest difference between a sum of per-image gradients and the batch's gradient, relative to the largest element."""
+GRADIENT_ROUNDOFFS = 32
+"""The same in units of the roundoff u, where that is more. Each rounding changes an activation by up to u of its size,
+and the errors of L roundings in a row add up like a random walk, to about √L u: 32 u after a thousand of them."""
+CANCELLATION = 1e-5
+"""The part of the model's largest gradient by which a gradient may differ as well, or the roundoff, where that is more.
+A small gradient may be the difference of large terms, whose rounding errors are in proportion to their own size."""
 MIN_IMAGES = 8
 """Smallest number of images per client with which a network is checked."""
 MAX_DEPTH = 5
@@ -73,44 +85,111 @@ def check_gradients(
     Raises:
         ValueError: If they differ or cannot be computed, or if the model draws from torch's global generator.
     """
-    clients, rows = x.shape[:2]
-    dropout = Streams.derived(0, "probe", clients=range(clients), device=x.device)
     _check_streams(engine, states, x)
-    trained = {key: value for key, value in states.items() if value.requires_grad}
-    with torch.enable_grad():
-        logits = engine.logits(states, x, training=True, streams=dropout.fork("part", 0))
-        loss = row_losses(logits, y, task).sum()
-        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    expected_sums: State = {}
-    for key, gradient in zip(trained, gradients, strict=True):
-        # allow_unused=True gives None for parameters that the logits do not depend on.
-        expected_sums[key] = torch.zeros_like(trained[key]) if gradient is None else gradient
+    expected_sums = _batch_gradients(engine, states, x, y, task)
     if not is_finite(expected_sums):
         raise OptionError(
             "privacy: the gradients of a client's first image are not finite, so per-image gradients cannot be "
             "checked; look for far too large values in the images, or normalise them",
             name="privacy",
         )
-    unclipped = replace(options, max_norm=UNCLIPPED, clipping="flat", physical_batch_size=None)
-    sample_gradients = SampleGradients(unclipped, engine, task)
     try:
-        sums = sample_gradients.sums(Query(states, x, y, (rows,) * clients, dropout))
+        sums = _unclipped_sums(options, engine, states, x, y, task)
     except Exception as error:  # layers fail under the hooks with errors of any kind
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
             f"privacy does not support this model with this adapter: Opacus's hooks fail ({reason}); choose the "
             "adapter lora, bottleneck, residual (norm='group') or head"
         ) from error
+    dtype = coarsest_dtype(engine.model)
+    wrong = _wrong_sum(sums, expected_sums, dtype)
+    if wrong is None and is_half(dtype):
+        # The rounding of half precision would hide a use that contributes little to a gradient.
+        wrong = _wrong_sum_in_better_precision(options, engine, states, x, y, task)
+    if wrong is not None:
+        raise ValueError(
+            f"privacy does not support this model: the per-image gradients of {wrong!r} do not add up to the "
+            "batch's, since Opacus's hooks do not see how it is used (its layer is not called, or not on a "
+            "batch); choose an adapter that leaves it out, such as lora, bottleneck or head"
+        )
+
+
+def _batch_gradients(engine: Engine, states: State, x: Tensor, y: Tensor, task: Task) -> State:
+    """Return the gradients (C, ...) of each client's summed loss from one backward pass, by name."""
+    trained = {key: value for key, value in states.items() if value.requires_grad}
+    with torch.enable_grad():
+        logits = engine.logits(states, x, training=True, streams=_dropout_streams(x).fork("part", 0))
+        loss = row_losses(logits, y, task).sum()
+        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    found: State = {}
+    for key, gradient in zip(trained, gradients, strict=True):
+        # allow_unused=True gives None for parameters that the logits do not depend on.
+        found[key] = torch.zeros_like(trained[key]) if gradient is None else gradient
+    return found
+
+
+def _unclipped_sums(options: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, task: Task) -> State:
+    """Return the sums (C, ...) of per-image gradients, which no bound clips, by name."""
+    clients, rows = x.shape[:2]
+    unclipped = replace(options, max_norm=UNCLIPPED, clipping="flat", physical_batch_size=None)
+    sample_gradients = SampleGradients(unclipped, engine, task)
+    return sample_gradients.sums(Query(states, x, y, (rows,) * clients, _dropout_streams(x)))
+
+
+def _dropout_streams(x: Tensor) -> Streams:
+    """Return the random streams of the clients for images (C, B, ...), the same in every call."""
+    return Streams.derived(0, "probe", clients=range(len(x)), device=x.device)
+
+
+def _wrong_sum(sums: State, expected_sums: State, dtype: torch.dtype) -> str | None:
+    """Return the name of the first sum that differs from the expected one by more than rounding; None if all agree.
+
+    Args:
+        sums: Sums (C, ...) of per-image gradients.
+        expected_sums: Gradients (C, ...) of the batch.
+        dtype: The least precise dtype that they were computed in.
+    """
+    roundoff = unit_roundoff(dtype)
+    relative = max(GRADIENT_TOLERANCE, GRADIENT_ROUNDOFFS * roundoff)
     largest = max((float(expected.abs().max()) for expected in expected_sums.values()), default=0.0)
+    absolute = max(CANCELLATION, roundoff) * largest
     for key, expected in expected_sums.items():
-        # A small gradient may be the difference of large terms, whose rounding errors scale with the largest gradient.
-        tolerance = 1e-2 * float(expected.abs().max()) + 1e-5 * largest
-        if not torch.allclose(sums[key], expected, rtol=1e-2, atol=tolerance):
-            raise ValueError(
-                f"privacy does not support this model: the per-image gradients of {key!r} do not add up to the "
-                "batch's, since Opacus's hooks do not see how it is used (its layer is not called, or not on a "
-                "batch); choose an adapter that leaves it out, such as lora, bottleneck or head"
-            )
+        tolerance = relative * float(expected.abs().max()) + absolute
+        # Not "> tolerance", since a difference may be NaN.
+        is_close = float((sums[key] - expected).abs().max()) <= tolerance
+        if not is_close:
+            return key
+    return None
+
+
+def _wrong_sum_in_better_precision(
+    options: Privacy,
+    engine: Engine,
+    states: State,
+    x: Tensor,
+    y: Tensor,
+    task: Task,
+) -> str | None:
+    """Compare gradients as :func:`check_gradients` does, in double precision or at least without autocast.
+
+    Returns:
+        The name of a wrong sum; None if all agree, or if the network runs in the run's precision only.
+    """
+    if engine.trunk is not None:
+        # A copy of the model has no trunk, so it cannot run on features. The images themselves were checked before.
+        return None
+    for dtype in (torch.float64, None):
+        try:
+            with without_autocast(x.device):
+                exact_engine = _engine_without_dropout(engine, dtype)
+                exact_states = _states_to_dtype(states, dtype)
+                exact_x = _to_dtype(x, dtype)
+                expected_sums = _batch_gradients(exact_engine, exact_states, exact_x, y, task)
+                sums = _unclipped_sums(options, exact_engine, exact_states, exact_x, y, task)
+                return _wrong_sum(sums, expected_sums, coarsest_dtype(exact_engine.model))
+        except Exception:  # a network with a fixed dtype fails with errors of any kind
+            continue
+    return None
 
 
 def _check_streams(engine: Engine, states: State, x: Tensor) -> None:
@@ -188,23 +267,13 @@ def check_one_image(
         ValueError: If the change is another one, or if the same batch gives another sum after others were seen.
     """
     batch = _at_least_min_images(x, y, counts)
-    trial = _in_best_precision(lambda dtype: _OneImageTrial(options, engine, states, batch, task, dtype))
-    sums_of_all = trial.sums(trial.all_rows)
-    sums_of_others = trial.sums(trial.other_rows)
-    if trial.remembers_images() or not trial.is_close(sums_of_all, trial.sums(trial.all_rows)):
-        raise OptionError(
-            "privacy: the network retains state from the images that it sees in training, so one batch depends on "
-            f"earlier ones, which no noise covers; {REMEDY}",
-            name="privacy",
-        )
-    # The contributions of the removed images to the sums.
-    differences = {key: value - sums_of_others[key] for key, value in sums_of_all.items()}
-    if not trial.is_close(differences, trial.gradients_of_removed):
-        raise OptionError(
-            "privacy: an image's output in training depends on the other images of its batch, so there is no gradient "
-            f"of a single image (a normalisation over the batch, or similar); {REMEDY}",
-            name="privacy",
-        )
+
+    def find_problem(dtype: torch.dtype | None) -> str | None:
+        return _OneImageTrial(options, engine, states, batch, task, dtype).problem()
+
+    problem = _in_best_precision(find_problem, x.device)
+    if problem is not None:
+        raise OptionError(f"privacy: {problem}; {REMEDY}", name="privacy")
 
 
 def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
@@ -227,10 +296,11 @@ def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
         copied_states = {key: _to_dtype(value, dtype) for key, value in states.items()}
         before = _logits(copied_engine, copied_states, _to_dtype(x, dtype))[1:]
         after = _logits(copied_engine, copied_states, _to_dtype(changed, dtype))[1:]
-        tolerance = TOLERANCES[dtype or torch.float32]
-        return torch.allclose(after, before, rtol=tolerance, atol=tolerance, equal_nan=True)
+        largest = float(before.nan_to_num(0.0, 0.0, 0.0).abs().max())
+        tolerance = _tolerance(copied_engine.model) * largest
+        return torch.allclose(after, before, rtol=0.0, atol=tolerance, equal_nan=True)
 
-    if not _in_best_precision(others_are_unchanged):
+    if not _in_best_precision(others_are_unchanged, x.device):
         raise OptionError(
             "client_privacy: the network mixes the images of all clients that are run as one batch; set "
             f"engine='loop', which runs them one after another, or {REMEDY}",
@@ -238,12 +308,27 @@ def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
         )
 
 
-def _in_best_precision(trial: Callable[[torch.dtype | None], T]) -> T:
-    """Call ``trial`` with float64 or, if the network does not support it, with None for the network's dtype."""
-    try:
-        return trial(torch.float64)
-    except Exception:  # a network with a fixed dtype, or several, fails with errors of any kind
-        return trial(None)
+def _in_best_precision(trial: Callable[[torch.dtype | None], T], device: torch.device) -> T:
+    """Call a trial in double precision or, if the network does not support that, as precisely as it can run.
+
+    Args:
+        trial: Function of the dtype to convert the network to; None for the network's own.
+        device: Device of the network.
+    """
+    for dtype in (torch.float64, None):
+        try:
+            with without_autocast(device):
+                return trial(dtype)
+        except Exception:  # a network with a fixed dtype, or several, fails with errors of any kind
+            continue
+    # Weights of several dtypes may run under autocast only.
+    return trial(None)
+
+
+def _tolerance(model: nn.Module) -> float:
+    """Return the largest difference between two results of a model that should be equal, relative to the largest."""
+    dtype = coarsest_dtype(model)
+    return TOLERANCES.get(dtype, HALF_ROUNDOFFS * unit_roundoff(dtype))
 
 
 def _logits(engine: Engine, states: State, x: Tensor, counts: tuple[int, ...] | None = None, seed: int = 0) -> Tensor:
@@ -313,10 +398,8 @@ class _OneImageTrial:
     ) -> None:
         self._engine = _engine_without_dropout(engine, dtype)
         self._batch = replace(batch, x=_to_dtype(batch.x, dtype))
-        self._tolerance = TOLERANCES[dtype or torch.float32]
-        self._states: State = {}
-        for key, value in states.items():
-            self._states[key] = _to_dtype(value, dtype).detach().requires_grad_(value.requires_grad)
+        self._tolerance = _tolerance(self._engine.model)
+        self._states = _states_to_dtype(states, dtype)
         clients = len(batch.counts)
         self.all_rows = torch.arange(batch.x.shape[1]).expand(clients, -1)
         # From the middle, so that the places of later rows change.
@@ -360,6 +443,24 @@ class _OneImageTrial:
         with seeded(0, "probe"):
             return self._gradients.sums(query)
 
+    def problem(self) -> str | None:
+        """Return why an image influences more than its own gradient; None if it does not."""
+        sums_of_all = self.sums(self.all_rows)
+        sums_of_others = self.sums(self.other_rows)
+        if self.remembers_images() or not self.is_close(sums_of_all, self.sums(self.all_rows)):
+            return (
+                "the network retains state from the images that it sees in training, so one batch depends on earlier "
+                "ones, which no noise covers"
+            )
+        # The contributions of the removed images to the sums.
+        differences = {key: value - sums_of_others[key] for key, value in sums_of_all.items()}
+        if not self.is_close(differences, self.gradients_of_removed):
+            return (
+                "an image's output in training depends on the other images of its batch, so there is no gradient of a "
+                "single image (a normalisation over the batch, or similar)"
+            )
+        return None
+
     def remembers_images(self) -> bool:
         """Return whether a pass leaves something in the network's modules that depends on the images."""
         x = self._batch.x
@@ -385,6 +486,14 @@ def _to_dtype(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not value.is_floating_point():
         return value
     return value.to(dtype)
+
+
+def _states_to_dtype(states: State, dtype: torch.dtype | None) -> State:
+    """Return copies of states in a dtype (None for their own) that require gradients where the states do."""
+    copies: State = {}
+    for key, value in states.items():
+        copies[key] = _to_dtype(value, dtype).detach().requires_grad_(value.requires_grad)
+    return copies
 
 
 def _engine_without_dropout(engine: Engine, dtype: torch.dtype | None) -> Engine:

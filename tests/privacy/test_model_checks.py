@@ -2,6 +2,7 @@
 """The trial of a network at set-up: a whole batch, tightly, twice. What mixes images or remembers them is rejected."""
 
 import collections
+import contextlib
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import perada
 from perada.core.states import expand, get_state
 from perada.engine import Engine
 from perada.privacy import Privacy
-from perada.privacy.model_checks import check_one_image
+from perada.privacy.model_checks import check_clients_apart, check_gradients, check_one_image
 from perada.tasks import Classification
 from tests.options import sections
 
@@ -248,6 +249,108 @@ def test_a_network_of_one_number_format_is_tried_in_that():
     assert len(train(OfOneFormat()).metrics["rounds"]) == 1
     with pytest.raises(ValueError, match=MIXES):
         train(OfOneFormatMixing())
+
+
+class OtherKernel(torch.autograd.Function):
+    """The identity, with gradients in every second backward pass of autocast that are 8 bfloat16 roundoffs larger.
+
+    So much may differ between two kernels at the end of a deep network.
+    """
+
+    backward_passes = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.is_rounded = torch.is_autocast_enabled("cpu")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        OtherKernel.backward_passes += 1
+        if ctx.is_rounded and OtherKernel.backward_passes % 2 == 0:
+            gradient = gradient * (1 + 8 * 2**-8)
+        return gradient
+
+
+def problem(network, images=2):
+    """A network's engine, states near its own, images and labels of two clients."""
+    engine = Engine(network, "loop")
+    random = torch.Generator().manual_seed(0)
+    states = {}
+    for key, value in expand(get_state(network), 2).items():
+        states[key] = (value + 0.02 * torch.randn(value.shape, generator=random)).requires_grad_()
+    x = torch.randn(2, images, 1, 6, 6, generator=random)
+    return engine, states, x, torch.arange(2 * images).view(2, images) % CLASSES
+
+
+class InBoth(nn.Module):
+    """Uses a layer's weight a second time without calling the layer, which changes its gradient by a twentieth."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.fc = nn.Linear(36, 8, bias=False), nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.fc(self.inner(x) + 0.05 * nn.functional.linear(x, self.inner.weight))
+
+
+def autocast(dtype):
+    return torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext()
+
+
+def rounded_by_kernel(self, x):
+    return OtherKernel.apply(x)
+
+
+def test_the_rounding_of_half_precision_is_no_wrong_gradient():
+    engine, states, x, y = problem(Network(layer(rounded_by_kernel)))
+    with autocast(torch.bfloat16):
+        check_gradients(Privacy(1.0), engine, states, x, y, Classification())
+    # Eight roundoffs of bfloat16 are 64 of float16, more than rounding explains.
+    with autocast(torch.float16), pytest.raises(ValueError, match="do not add up"):
+        check_gradients(Privacy(1.0), engine, states, x, y, Classification())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_a_use_that_the_hooks_miss_is_noticed_in_half_precision(dtype):
+    engine, states, x, y = problem(InBoth())
+    with autocast(dtype), pytest.raises(ValueError, match=r"gradients of 'inner\.weight' do not add up"):
+        check_gradients(Privacy(1.0), engine, states, x, y, Classification())
+
+
+class RoundedByBatch(OfOneFormat):
+    """Rounds as a kernel may that is another one for another number of images."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        if torch.is_autocast_enabled("cpu"):
+            x = x * (1 + 0.002 * (len(x) % 3))
+        return x
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_network_of_one_number_format_is_tried_without_autocast(mixes):
+    between = nn.Sequential(RoundedByBatch(), layer(mixes_a_little) if mixes else nn.Identity())
+    engine, states, x, y = problem(Network(between), images=5)
+    rejected = pytest.raises(ValueError, match=MIXES) if mixes else contextlib.nullcontext()
+    with autocast(torch.bfloat16), rejected:
+        check_one_image(Privacy(1.0), engine, states, x, y, (5, 3), Classification())
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+@pytest.mark.parametrize("mixes", [False, True])
+def test_clients_are_kept_apart_at_any_scale_of_the_outputs(scale, mixes):
+    """In single precision, whose rounding errors grow with the outputs."""
+    network = Network(nn.Sequential(OfOneFormat(), layer(mixes_a_little) if mixes else nn.Identity()))
+    network.fc.weight.data *= scale
+    network.fc.bias.data.zero_()
+    engine = Engine(network)
+    states = expand(get_state(network), 2)
+    rejected = pytest.raises(ValueError, match="mixes the images") if mixes else contextlib.nullcontext()
+    with rejected:
+        check_clients_apart(engine, states, torch.randn(2, 5, 1, 6, 6))
 
 
 @pytest.mark.parametrize("engine", ["folded", "loop"])
