@@ -92,7 +92,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -qq tests/test_house.py
+	$(BIN)/python -m pytest -qq tests/test_house.py tests/test_architecture.py
 	$(MKDOCS)
 
 docs: $(VENV)/.installed-dev

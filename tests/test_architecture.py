@@ -4,15 +4,12 @@
 import ast
 import re
 
-import pytest
-
 from . import test_house as house
 
 ROOT = house.ROOT
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 
-@pytest.mark.slow
 def test_the_drawing_of_the_rooms_is_that_of_the_imports():
     drawn = {}
     for line in PAGE.split("```text\n")[1].split("```")[0].splitlines():

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,27 +23,30 @@ def begin(self, rounds, *_):
     for name in ("link", "node"):
         self.start(name, words)
     self.port = 1
-    print(self.folder, *(one.pid for one in self.processes.values()), flush=True)
+    print("started", self.folder, *(one.pid for one in self.processes.values()), flush=True)
 
 flower.Demo.begin = begin
-running.program = lambda name: Path("/bin/sleep")
-flower.run_app = lambda *_: running.follow(["301"], {})
+running.program = lambda name: Path("/bin/sh")
+flower.run_app = lambda *_: running.follow(["-c", "echo waits for its run; exec /bin/sleep 301"], {})
 flower.run_demo(1, None)
 """
+
+
+def line_from(process, beginning):
+    """The first line of a program's output with this beginning."""
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return line
+    raise AssertionError(f"the program ended before it printed {beginning!r}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_processes_and_deletes_the_keys(kind):
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as process:
-        folder, *pids = process.stdout.readline().split()
+        _, folder, *pids = line_from(process, "started").split()
         assert list(Path(folder).rglob("*.key"))
-        below = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        end = time.monotonic() + 60
-        while not any(b"301" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in below.read_text().split()):
-            assert time.monotonic() < end  # until it waits for its run
-            time.sleep(0.05)
-        time.sleep(0.2)
+        line_from(process, "waits for its run")
         process.send_signal(kind)
         assert process.wait(30) == 128 + kind
     assert not Path(folder).exists()

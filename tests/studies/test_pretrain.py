@@ -75,7 +75,7 @@ def test_the_command_line_writes_the_file_and_its_card(fashion_root, tmp_path):
 
 @pytest.mark.slow
 def test_a_vision_transformer_is_pretrained_on_shapes(run, monkeypatch):
-    monkeypatch.setattr("perada.studies.pretrain.Shapes", functools.partial(Shapes, 100, classes=4))
+    monkeypatch.setattr("perada.studies.pretrain.Shapes", functools.partial(Shapes, 100, num_classes=4))
     options = {"dataset": "Shapes", "backbone": "test_vit", "batch_size": 25}
     adamw, sgd = (run(name, **options, optimizer=name, lr=0.001) for name in ("adamw", "sgd"))
     weights = load_file(adamw)

@@ -242,8 +242,9 @@ def test_a_site_whose_training_broke_is_in_no_sum(tiny, tmp_path):
     train = client.train
 
     def reads_nothing(*given):
-        trained, losses, _ = train(*given)
-        return replace(trained, accepted=torch.tensor([False])), losses, "no image can be read"
+        result = train(*given)
+        trained = replace(result.trained, accepted=torch.tensor([False]))
+        return result._replace(trained=trained, failure="no image can be read")
 
     client.train = reads_nothing
     coordinator = made.coordinator(LocalTransport(workers))
