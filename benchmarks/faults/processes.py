@@ -153,7 +153,7 @@ class Content:
     Attributes:
         states: Global states, and personal ones if there are any.
         scores: Scores of each client by name.
-        rounds: Rows of ``metrics.csv``, with six digits.
+        rounds: Rows of ``metrics.csv``, with all digits; as text, in which NaN equals itself.
     """
 
     states: list[State]
@@ -252,9 +252,8 @@ def content(folder: Path, job: Job) -> Content:
     tables = sorted(folder.glob("lightning_logs/*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1]))
     rounds = []
     for row in rounds_of_csv(tables[-1]):
-        # A resumed run writes a round's training and its scores into one row, and in more digits. A round that was
-        # begun twice is accounted for twice.
-        rounds.append({name: f"{value:.6g}" for name, value in row.items() if not name.startswith("privacy/")})
+        # A round that was begun twice is accounted for twice.
+        rounds.append({name: str(value) for name, value in row.items() if not name.startswith("privacy/")})
     states = list(saved.states("global"))
     if saved.personalized:
         states += saved.states("personal")
@@ -262,7 +261,7 @@ def content(folder: Path, job: Job) -> Content:
 
 
 def equal(result: Content, expected: Content) -> bool:
-    """Return whether states and scores are equal bit by bit, and the tables of rounds to six digits."""
+    """Return whether states, scores and the tables of rounds are equal bit by bit."""
     if len(result.states) != len(expected.states):
         return False
     for state, expected_state in zip(result.states, expected.states, strict=True):

@@ -25,6 +25,7 @@ from perada.federation.settings import Settings, Storage, StoreKind, lora_ranks
 from perada.lightning import journals, run_folder, run_record, scoring
 from perada.lightning.checkpoint import RoundCheckpoint, remap_clients, set_resume_point
 from perada.lightning.checks import with_diagnostics
+from perada.lightning.exact_log import log_exactly
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.round_warnings import Failures, check_anything_learned, check_failures, warn_of_round
 from perada.lightning.run_context import PassedChecks, RunContext
@@ -453,9 +454,7 @@ class FederatedLoop(pl.Callback):
         warn_of_round(plan.round, report, context.settings)
         for name, value in {"round": float(plan.round), **report.metrics}.items():
             # All processes log the same values, those of all clients.
-            context.module.log(
-                name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in PROGRESS_METRICS
-            )
+            log_exactly(context.module, name, value, prog_bar=name in PROGRESS_METRICS)
         self.history.append({"round": plan.round, "step": trainer.global_step, **report.metrics})
         self._failures.append(Failures(len(plan.clients), len(report.broken)))
         check_failures(self._failures, self.max_failures)

@@ -20,6 +20,7 @@ from perada.federation.evaluation import EvaluationPass, own_logits, shared_logi
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, make_metrics
 from perada.federation.options import Evaluation, Training
+from perada.lightning.exact_log import log_exactly
 from perada.lightning.foreign_callbacks import check_callbacks
 from perada.lightning.results import EvaluationResults
 from perada.models.adapted import AdaptedModel, AdapterChoice, find_tensor_names
@@ -230,11 +231,11 @@ class FederatedClassifier(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log the scores: mean and standard deviation over clients. The progress bar displays some of the means."""
         self.score()
-        self.log("round", float(self.trainer.current_epoch))
+        log_exactly(self, "round", float(self.trainer.current_epoch))
         shifted = self.results.shifted
         for name, value in self.scores.items():
             is_shifted = shifted is not None and name in shifted.scores
-            self.log(name, value, prog_bar=not is_spread(name) and not is_shifted)
+            log_exactly(self, name, value, prog_bar=not is_spread(name) and not is_shifted)
 
     def score(self) -> None:
         """Compute ``results`` from the counts of the validation steps. A collective."""

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from perada.algorithms.joining import algorithm_record
 from perada.data import FederatedDataModule
 from perada.data.preprocessing import Preprocessing
@@ -34,8 +32,6 @@ RECORDED_OPTIONS = (
 """Options of training that a run records under their own names, in addition to ``clip_norm``."""
 LOCAL_SCORE = "personal/local_test"
 """Name of the scores of personal models on their clients' test images."""
-SCORE_DIGITS = 6
-"""Number of digits that scores are written with: more than any number of images can yield."""
 
 
 @dataclass
@@ -61,7 +57,7 @@ class ClientScores:
         has_images = context.evaluate(context.data.val_dataloader(), context.trainer.limit_val_batches, evaluation.step)
         if has_images:
             _, per_client = evaluation.result()
-            self.initial = {name: _rounded(scores) for name, scores in per_client.items()}
+            self.initial = {name: scores.tolist() for name, scores in per_client.items()}
 
     def record(self, context: RunContext, history: History) -> None:
         """Record the clients' scores of the last round, if they were scored."""
@@ -70,7 +66,7 @@ class ClientScores:
             round = history[-1]["round"]
             # A round is scored twice where training ends early or clients are fine-tuned: the later scores count.
             earlier = [record for record in self.by_round if record["round"] < round]
-            self.by_round = [*earlier, {"round": round, LOCAL_SCORE: _rounded(scores)}]
+            self.by_round = [*earlier, {"round": round, LOCAL_SCORE: scores.tolist()}]
 
 
 def write_run_file(context: RunContext, history: History, client_scores: ClientScores, command: list[str]) -> None:
@@ -95,10 +91,6 @@ def write_run_file(context: RunContext, history: History, client_scores: ClientS
         command=[] if context.settings.test_mode else command,
     )
     write_run(folder, content)
-
-
-def _rounded(scores: torch.Tensor) -> list[float]:
-    return [round(value, SCORE_DIGITS) for value in scores.tolist()]
 
 
 def run_metrics(context: RunContext, history: History, client_scores: ClientScores) -> dict[str, Any]:

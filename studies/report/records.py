@@ -345,10 +345,10 @@ def _record_of_run(folder: Path, run_file: RunFile) -> RunRecord:
         folder=folder,
         info=run_file.info,
         rounds=metrics["rounds"],
-        clients={name: _rounded(scores) for name, scores in metrics["clients"].items()},
+        clients=metrics["clients"],
         initial=metrics.get("initial", {}),
         by_round=by_round,
-        global_local=_rounded(metrics.get("global/local_test", [])),
+        global_local=metrics.get("global/local_test", []),
         partition=partition,
         confusion=confusion,
         calibration=calibration,
@@ -385,11 +385,6 @@ def _check_number_bins(bins_of_targets: Sequence[NumberBins], num_targets: int) 
             are_increasing = all(left < right for left, right in pairwise(edges))
             if not are_increasing or not all(map(math.isfinite, edges)):
                 raise ValueError("the edges of the bins of numbers must be finite and increasing")
-
-
-def _rounded(scores: Sequence[float]) -> list[float]:
-    """Round scores to the six digits that runs write for each round."""
-    return [round(score, 6) for score in scores]
 
 
 def _record_of_comparison(path: Path, entry: dict[str, Any]) -> RunRecord:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run keeps of each client, and the file in its folder that holds it."""
 
+import csv
 import json
 
 import pytest
 import torch
 from pytorch_lightning.loggers import CSVLogger
+from torch.utils.data import TensorDataset
 
 import perada
+from perada.tasks import Regression
 from tests.options import sections
 
 
@@ -35,6 +38,36 @@ def test_the_runs_folder_holds_the_metrics(ran):
     names = {"rounds", "clients", "initial", "by_round", "partition", "predictions"}
     names |= {"global/local_test", "test_images"}
     assert set(run.metrics) == names
+
+
+def test_the_table_of_rounds_and_the_record_hold_the_same_numbers(ran):
+    """To the last bit: a resumed run writes earlier rounds into the table from the record in its checkpoint."""
+    run, path = ran
+    logged = {}
+    with (path / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            numbers = {name: float(text) for name, text in row.items() if text and name not in ("step", "epoch")}
+            logged.setdefault(int(row["epoch"]), {}).update(numbers)
+    recorded = [{name: value for name, value in row.items() if name != "step"} for row in run.metrics["rounds"]]
+    assert [logged[0], logged[1]] == recorded
+    needs_double = [value for value in logged[1].values() if value != torch.tensor(value).item()]
+    assert needs_double
+
+
+def test_scores_of_small_errors_keep_their_digits(tiny, tmp_path):
+    """An error of 1e-9 is no score of 0."""
+    targets = [TensorDataset(torch.randn(4, 1, 2, 2), 1e-9 * torch.randn(4, 1)) for _ in range(2)]
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 1))
+    torch.nn.init.zeros_(network[1].weight)
+    torch.nn.init.zeros_(network[1].bias)
+    data = perada.FederatedDataModule(
+        perada.FederatedData(targets, targets), batch_size=4, task=Regression(mean=0.0, std=1e-9)
+    )
+    options = tiny.options | {"rounds": 1, "default_root_dir": tmp_path, "algorithm": "standalone"}
+    run = perada.finetune(network, data, **sections(**options))
+    last = run.metrics["clients"]["personal/local_test"]
+    assert run.metrics["by_round"][-1]["personal/local_test"] == last
+    assert all(0 < score < 1e-7 for score in [*last, *run.metrics["initial"]["personal/local_test"]])
 
 
 def test_before_is_what_the_initial_models_score(ran, tiny, tmp_path):

@@ -129,7 +129,8 @@ def test_each_client_is_there_before_and_after(page, runs):
     after, before = run.metrics["clients"]["personal/local_test"], run.metrics["initial"]["personal/local_test"]
     assert [float(row["personal/local_test"]) for row in found] == pytest.approx(sorted(after), abs=1e-5)
     order = [NAMES[1:].index(row["client"].removeprefix("'")) for row in found]
-    assert [float(row["before: personal/local_test"]) for row in found] == pytest.approx([before[i] for i in order])
+    found_before = [float(row["before: personal/local_test"]) for row in found]
+    assert found_before == pytest.approx([before[i] for i in order], abs=1e-5)
     shown = next(table for table in Page(page / "index.html").tables.values() if table[0][0] == "client")
     place = shown[0].index("own images")
     assert "before: own images" in shown[0] and not any("personal/" in head for head in shown[0])
