@@ -52,6 +52,7 @@ class LocalRound:
         received: What the server sent them, (C, ...).
         opened: The stacks (C, ...) by role that the round begins with.
         factor: Factor of their learning rates.
+        tuning: Whether this is the fine-tuning that follows the last round.
         private: Noisy gradients, where training is private.
         scales: Loss scales, in float16.
         graphs: CUDA graphs of local steps; None if the option is off.
@@ -69,6 +70,7 @@ class LocalRound:
     received: State
     opened: Stacks
     factor: float
+    tuning: bool
     private: PrivateRound | None
     scales: LossScales | None
     graphs: StepGraphs | None
@@ -133,6 +135,7 @@ class LocalRound:
             received=received,
             opened=opened,
             factor=factor,
+            tuning=tuning,
             private=private,
             scales=trainer.scales.open("clients", clients, device),
             graphs=trainer.step_graphs(device),

@@ -18,8 +18,9 @@ last one.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from threading import Lock
 
 import torch
@@ -31,6 +32,7 @@ from perada.core.rounds import AnyBatch, CohortBatch, Shares, busiest_lane, one_
 from perada.core.states import State, device_of
 from perada.engine.chunk_sizes import MAX_BUSIEST_LANE, is_mostly_trained
 from perada.federation.chunk import Chunk, LocalRound
+from perada.federation.global_streams import GlobalStreams
 from perada.federation.workers import Worker, workers_of
 from perada.server.aggregate import UpdateSums, double
 
@@ -86,7 +88,6 @@ class Cohort:
         self._trainer = local_round.trainer
         clients = len(self.plan.clients)
         device = device_of(local_round.received)
-        self._workers = self._make_workers(device)
         # Places of the clients whose chunks have not begun.
         self._waiting = deque(self.plan.chunks)
         # Chunks that have begun and not ended, by the place of their first client.
@@ -102,10 +103,18 @@ class Cohort:
         self._accepted = torch.zeros(clients, dtype=torch.bool, device=device)
         # Clients of whom a sample could not be read. Not in `broken`, which workers change at the same time.
         self._unreadable = torch.zeros(clients, dtype=torch.bool, device=device)
+        # The global random streams before the first step.
+        self._first_streams: GlobalStreams | None = None
 
-    def _make_workers(self, device: torch.device) -> list[Worker]:
-        """Return the workers that train chunks side by side, or a single one that trains them one after another."""
+    @cached_property
+    def _workers(self) -> list[Worker]:
+        """The workers that train chunks side by side, or a single one that trains them one after another.
+
+        They are made for the first step, since threads get copies of the network, and callbacks may still change it
+        when the round begins.
+        """
         engine = self._trainer.engine
+        device = device_of(self.local_round.received)
         count = min(self.plan.chunks_at_a_time, len(self.plan.chunks))
         # Behind a frozen backbone, a single thread can divide its passes among all cores instead.
         if not is_mostly_trained(engine.model) and busiest_lane(self.plan) > MAX_BUSIEST_LANE:
@@ -124,6 +133,8 @@ class Cohort:
         if not batch.clients:
             # This rank has finished, and others have not.
             return
+        if self._first_streams is None:
+            self._first_streams = GlobalStreams()
         self._note_unreadable(batches)
         if batch.start not in self._open:
             # Not right after their last steps: the host may have to wait for the device.
@@ -158,7 +169,7 @@ class Cohort:
 
     def _open_next(self) -> Chunk:
         """Open the next chunk of the plan, in the worker that has the fewest open ones."""
-        # Threads draw from one generator in an order that changes from run to run; a single one does not.
+        # Threads draw from a global stream in an order that changes from run to run; a single one does not.
         workers = self._workers[:1] if self._trainer.uses_global_random else self._workers
         busy = [chunk.worker for chunk in self._open.values()]
         worker = min(workers, key=busy.count)
@@ -171,14 +182,60 @@ class Cohort:
         """Have a chunk's next step taken."""
         chunk.num_steps_left -= 1
         step = partial(chunk.step, batches)
-        if self._trainer.uses_global_random is not None:
+        if self._trainer.uses_global_random is False:
             chunk.worker.submit(step)
             return
-        # The first step of a run shows whether the network draws from torch's global generator.
-        random_state = torch.get_rng_state()
+        # The first step of a run shows whether the network draws from a global stream. If it does, this thread waits
+        # for each step, since it may itself seed these streams when it reads the next images.
+        streams = GlobalStreams() if self._trainer.uses_global_random is None else None
         chunk.worker.submit(step)
         chunk.worker.wait()
-        self._trainer.uses_global_random = not torch.equal(random_state, torch.get_rng_state())
+        if streams is not None:
+            self._trainer.uses_global_random = not streams.are_unchanged()
+
+    def drew_side_by_side(self) -> bool:
+        """Return whether a global random stream was drawn from while threads trained side by side.
+
+        Then the results depend on the threads' order: see :meth:`trained_again`. Waits for all steps so far.
+        """
+        self.wait()
+        if self._first_streams is None or len(self._workers) == 1 or self._trainer.uses_global_random:
+            return False
+        return not self._first_streams.are_unchanged()
+
+    def trained_again(self, batches: Iterable[AnyBatch], sums: UpdateSums | None) -> "Cohort":
+        """Train the same clients again from the same states, one step after another, also in all later rounds.
+
+        A network may begin to draw from a global random stream in any step, for example when a callback raises the
+        rate of a functional dropout. No threads can be made to draw in a certain order afterwards.
+
+        Args:
+            batches: The round's batches.
+            sums: New sums in place of :attr:`sums`; None if all updates are kept.
+
+        Returns:
+            The cohort that has taken all steps, to be finished in place of this one.
+        """
+        assert self._first_streams is not None
+        self._first_streams.restore()
+        self._trainer.uses_global_random = True
+        former_round = self.local_round
+        for worker in self._workers:
+            worker.finish()
+        again = Cohort(
+            LocalRound.begin(
+                former_round.trainer,
+                former_round.plan,
+                former_round.client_state,
+                former_round.received,
+                factor=former_round.factor,
+                tuning=former_round.tuning,
+            ),
+            sums,
+        )
+        for batch in batches:
+            again.step(batch)
+        return again
 
     def _end(self, chunk: Chunk) -> None:
         """Have a chunk's results stored after its last step, and let go of its gradients and optimisers."""

@@ -150,18 +150,23 @@ class Federation:
         task = self.settings.training.task
         return compare(self.engine, self.server.members(), batches, len(plan.clients), task)
 
-    def end_round(self, data: FederationData, progress: Progress = iter) -> RoundReport:
+    def end_round(self, data: FederationData, steps: Loader, progress: Progress = iter) -> RoundReport:
         """End the round: store the clients' states, aggregate the finite updates, and distil. A collective.
 
         Args:
             data: Numbers of training images, public images, and the server's validation set.
+            steps: Loads the batches of a plan again, in case that the network began to draw from a global random
+                stream while threads trained side by side.
             progress: Wraps the steps of the distillation in a progress bar.
         """
         cohort = self.cohort
         assert cohort is not None
         self.cohort = None
-        local_round = cohort.local_round
         shares = self._shares
+        if cohort.drew_side_by_side():
+            new_sums = None if cohort.sums is None else self.server.sums(shares, data.train_sizes)
+            cohort = cohort.trained_again(steps(shares.local_plan), new_sums)
+        local_round = cohort.local_round
         plan = shares.plan
         places = shares.places
         results = cohort.finish(shares, self.ranks)
@@ -300,6 +305,8 @@ class Federation:
             )
             for batch in loader(shares.local_plan):
                 cohort.step(batch)
+            if cohort.drew_side_by_side():
+                cohort = cohort.trained_again(loader(shares.local_plan), None)
             results = cohort.finish(shares, self.ranks)
             self.tuned.scatter(shares.parts, results.broken, results.client_state)
             broken += results.broken

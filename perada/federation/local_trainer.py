@@ -25,8 +25,9 @@ class LocalTrainer:
         settings: Options of the run.
         protection: Privacy of the clients' images; by default none.
         scales: Loss scales, in float16.
-        uses_global_random: Whether a step draws from torch's global random generator, as the network of a caller may;
-            None before the first step. Several threads would draw in an order that changes from run to run.
+        uses_global_random: Whether a step has drawn from a global random stream of torch, NumPy or Python, as the
+            network of a caller may; None before the first step. Several threads would draw in an order that changes
+            from run to run.
     """
 
     def __init__(

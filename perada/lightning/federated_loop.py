@@ -449,7 +449,9 @@ class FederatedLoop(pl.Callback):
         plan = context.data.plan(trainer.current_epoch)
         with context.precision():
             report = context.federation.end_round(
-                context.data, lambda steps: context.progress_bar(steps, f"Distil {plan.round + 1}")
+                context.data,
+                context.local_steps,
+                lambda steps: context.progress_bar(steps, f"Distil {plan.round + 1}"),
             )
         warn_of_round(plan.round, report, context.settings)
         for name, value in {"round": float(plan.round), **report.metrics}.items():

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks that train side by side in threads, against the same chunks one after another."""
 
+import random
 import threading
 from itertools import pairwise
 from typing import ClassVar
 
+import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import perada
-from perada.algorithms import APFL, Ditto, FedAvg, FedRep, PerAda, PFedMe, Scaffold
+from perada.algorithms import APFL, Ditto, FedAvg, FedAvgFT, FedRep, PerAda, PFedMe, Scaffold
 from perada.core.rounds import RoundPlan, batch_places
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.samples import RoundBatches
 from perada.engine.engine import Engine
+from perada.federation.cohort import Cohort
+from perada.federation.global_streams import GlobalStreams
 from perada.federation.workers import MAX_QUEUED, SameThread, WorkerThread, workers_of
 
 CPU = torch.device("cpu")
@@ -27,8 +32,9 @@ class Network(nn.Module):
 
     threads: ClassVar = set()
 
-    def __init__(self, dropout=0.0):
+    def __init__(self, dropout=0.0, draw=None):
         super().__init__()
+        self.draw = draw
         self.conv = nn.Conv2d(2, 4, 3)
         self.norm = nn.BatchNorm2d(4)
         self.drop = nn.Dropout(0.3)
@@ -40,26 +46,35 @@ class Network(nn.Module):
         features = self.norm(self.conv(x)).relu().flatten(1)
         # Unlike a layer's, this dropout draws from the global generator.
         features = F.dropout(features, self.dropout, self.training)
+        if self.draw is not None and self.training:
+            features = features * self.draw(self)
         return self.fc(self.drop(features))
 
 
-def trained(algorithm, dropout=0.0, rounds=2, **options):
+def trained(algorithm, dropout=0.0, rounds=2, draw=None, local_steps=None, **options):
     """The final states of six clients of unequal sizes, in chunks of one or two."""
     Network.threads.clear()
     clients = []
     for size in (5, 8, 3, 8, 8, 6):
-        random = torch.Generator().manual_seed(size)
-        x = torch.randn(size, 2, 5, 5, generator=random)
-        clients.append(TensorDataset(x, torch.randint(0, 3, (size,), generator=random)))
+        images = torch.Generator().manual_seed(size)
+        x = torch.randn(size, 2, 5, 5, generator=images)
+        clients.append(TensorDataset(x, torch.randint(0, 3, (size,), generator=images)))
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
     run = perada.finetune(
-        Network(dropout),
+        Network(dropout, draw),
         perada.FederatedData(clients, test=[]),
         adapter="full",
         algorithm=algorithm,
         rounds=rounds,
         batch_size=4,
-        training=perada.Training(clients_per_chunk=options.pop("clients_per_chunk", 1), lr_local=0.1, lr_personal=0.1),
+        training=perada.Training(
+            clients_per_chunk=options.pop("clients_per_chunk", 1),
+            lr_local=0.1,
+            lr_personal=0.1,
+            **({} if local_steps is None else {"local_steps": local_steps}),
+        ),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -205,6 +220,90 @@ def test_batches_of_chunks_that_train_at_a_time_come_in_turns():
 def test_a_network_that_draws_from_the_global_generator_stays_in_one_thread(two_threads):
     assert_equal(trained(FedAvg(), dropout=0.2, rounds=1), trained(FedAvg(), dropout=0.2, rounds=1))
     assert len(other_threads()) == 1
+
+
+class Raise(pl.Callback):
+    """Changes an attribute of the network when a round begins."""
+
+    def __init__(self, round, name, value):
+        self.round, self.name, self.value = round, name, value
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == self.round:
+            for module in pl_module.modules():
+                if isinstance(module, Network):
+                    setattr(module, self.name, self.value)
+
+
+def draw_from_python(network):
+    return 0.5 + random.random()
+
+
+def draw_from_numpy(network):
+    return float(np.random.uniform(0.5, 1.5))
+
+
+def draw_from_the_fifth_call(network):
+    """Each thread's copy of the network counts its calls."""
+    network.calls = getattr(network, "calls", 0) + 1
+    return float(torch.rand(())) if network.calls > 4 else 1.0
+
+
+LATE_DRAWS = {
+    "dropout from the second round": {"callbacks": [Raise(1, "dropout", 0.3)]},
+    "Python, from the second round": {"callbacks": [Raise(1, "draw", draw_from_python)]},
+    "NumPy, from the second round": {"callbacks": [Raise(1, "draw", draw_from_numpy)]},
+    "Python, always": {"draw": draw_from_python},
+    "NumPy, always": {"draw": draw_from_numpy},
+}
+
+
+def trained_in_order(monkeypatch, *args, **options):
+    """The same, with each step after the one before, in one thread from the first step of the run."""
+    with monkeypatch.context() as patch:
+        patch.setattr(GlobalStreams, "are_unchanged", lambda streams: False)
+        states = trained(*args, **options)
+    assert len(other_threads()) <= options.get("rounds", 2) + 1
+    return states
+
+
+@pytest.mark.parametrize("case", LATE_DRAWS)
+def test_draws_that_begin_late_are_drawn_in_order(case, two_threads, monkeypatch):
+    """In whatever round a network begins to draw from a global stream, and from whichever: as in one thread."""
+    options = LATE_DRAWS[case] | {"rounds": 2}
+    expected = trained_in_order(monkeypatch, FedAvg(), **options)
+    assert_equal(trained(FedAvg(), **options), expected)
+    assert len(other_threads()) >= (2 if "callbacks" in options else 1)
+
+
+def test_draws_that_begin_within_a_round_are_drawn_in_order(two_threads, monkeypatch):
+    options = {"draw": draw_from_the_fifth_call, "rounds": 1, "local_steps": 8}
+    expected = trained_in_order(monkeypatch, FedAvg(), **options)
+    assert_equal(trained(FedAvg(), **options), expected)
+
+
+def test_draws_that_begin_in_the_fine_tuning_are_drawn_in_order(two_threads, monkeypatch):
+    class RaiseLater(pl.Callback):
+        """Raises the rate within the last round, whose threads have copies of the network already."""
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx > 0:
+                Raise(0, "dropout", 0.3).on_train_epoch_start(trainer, pl_module)
+
+    def options():
+        return {"rounds": 1, "callbacks": [RaiseLater()]}
+
+    expected = trained_in_order(monkeypatch, FedAvgFT(), **options())
+    assert_equal(trained(FedAvgFT(), **options()), expected)
+
+
+def test_a_round_that_is_trained_again_ends_as_the_first_time(two_threads, monkeypatch):
+    """To the last bit, if the network does not draw after all."""
+    states = trained(Ditto())
+    answers = iter([True])
+    monkeypatch.setattr(Cohort, "drew_side_by_side", lambda cohort: next(answers, False))
+    assert_equal(states, trained(Ditto()))
+    assert next(answers, None) is None
 
 
 def test_an_algorithm_from_elsewhere_stays_in_one_thread(two_threads):
