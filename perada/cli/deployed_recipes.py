@@ -13,12 +13,13 @@ from pytorch_lightning.loggers import Logger
 from torch.utils.data import Dataset
 
 import perada.data
+from perada.cli.foreign_classes import foreign_classes
 from perada.cli.parser import resolve_names
 from perada.cli.recipes import recipe_text
 from perada.cli.runs import PeradaCLI
 from perada.core.checks import check_integer
 from perada.core.files import Scratch, writing
-from perada.core.text import abbreviated
+from perada.core.text import abbreviated, quoted
 from perada.core.yaml_files import parse_yaml
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.inspection import without_broken
@@ -74,6 +75,7 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
     text = path.read_bytes()
     _check_approved(path, text, site_file)
     content = _parse_recipe(text, str(path))
+    _check_unapproved_classes(path, text, content, site_file)
     recipe_data = content.get("data") or {}
     class_names = _class_names_of(recipe_data.get("dataset"))
     site_data = _site_data_options(site_file, recipe_data, class_names)
@@ -142,6 +144,28 @@ def _check_approved(path: Path, text: bytes, site_file: SiteFile) -> None:
         raise ValueError(
             f"{str(path)!r} has the SHA-256 {sha256}, but the site approves {approved.sha256}: nothing in it was run; "
             "ask for the approved recipe, or read this one and add its sha256 to the site's file"
+        )
+
+
+def _check_unapproved_classes(path: Path, text: bytes, content: dict[str, Any], site_file: SiteFile) -> None:
+    """Check that a recipe that is not approved names only classes of perada, before anything is imported.
+
+    Args:
+        path: File of the recipe.
+        text: Its bytes.
+        content: Its content.
+        site_file: Content of the site's file.
+
+    Raises:
+        ValueError: If it names others.
+    """
+    is_approved = bool(site_file.recipes[path.absolute()].sha256)
+    classes = [] if is_approved else foreign_classes(content)
+    if classes:
+        raise ValueError(
+            f"{str(path)!r} is not approved and names {quoted(classes)}, which is not part of perada and was not "
+            f"imported; read this code and the recipe, and add sha256: {hashlib.sha256(text).hexdigest()} to the "
+            "site's file if you trust them"
         )
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands for a finished run: ``perada predict``, ``export``, ``push``, ``clients add``, ``clients remove``."""
 
-import re
 import sys
 from argparse import SUPPRESS
 from dataclasses import replace
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 from jsonargparse import ArgumentParser
 
 from perada.algorithms import Algorithm
@@ -22,8 +20,10 @@ from perada.cli.data import (
     make_division,
     recipe_division,
 )
+from perada.cli.foreign_classes import foreign_classes
 from perada.cli.parser import with_own_classes
 from perada.core.files import check_output_file, check_output_folder
+from perada.core.text import quoted
 from perada.core.yaml_files import read_yaml
 from perada.data import FederatedData, HuggingFace, ImageMasks, Images, ImageTable
 from perada.lightning.joining import check_name, personalize
@@ -32,10 +32,15 @@ from perada.results.clients import check_none_lost, forget, joined_clients
 from perada.results.formats import FILES, export_model
 from perada.results.inference import find_images
 from perada.results.report import unit_of
+from perada.results.restore import check_intact_file, checkpoint_of
 from perada.results.run import Run
 from perada.results.run_file import layout_of
 
 RUN_HELP = "Folder written by `perada fit`, `perada export` or Run.save, or a checkpoint in one."
+TRUST_HELP = (
+    "Build the run's algorithm if its config.yaml names a class that is not part of perada. This runs the code of the "
+    "module, which may be in the current folder."
+)
 _DATA_HELP = (
     f"{SOURCE_HELP} Or a recipe with the data of this client, or of several, from which --client selects one. --images "
     "is the same option."
@@ -50,10 +55,16 @@ _RECIPE_USE = (
 )
 
 
+def _add_run(parser: ArgumentParser) -> None:
+    """Add the options with which a run is opened."""
+    parser.add_argument("run", type=Path, help=RUN_HELP)
+    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
+
+
 def predict(parser: ArgumentParser, words: list[str]) -> None:
     """Predict images with a model of a run, and write a table."""
     parser.description = f"Predict images with a model of a run, without its data. {_RECIPE_USE}"
-    parser.add_argument("run", type=Path, help=RUN_HELP)
+    _add_run(parser)
     parser.add_argument(
         "--images",
         type=Path,
@@ -91,7 +102,7 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     device = options.device
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    run = open_run(options.run)
+    run = open_run(options.run, trust=options.trust)
     if run.info["task"]["per_pixel"]:
         check_output_folder("--output", output.with_suffix(""))
     # Run.predict adds the files that cannot be read.
@@ -121,7 +132,7 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
 
 def push(parser: ArgumentParser, words: list[str]) -> None:
     """Upload one adapter of a run to the Hugging Face Hub."""
-    parser.add_argument("run", type=Path, help=RUN_HELP)
+    _add_run(parser)
     parser.add_argument("repo", type=str, help="Repository on the Hub, as user/name; created if it does not exist.")
     parser.add_argument(
         "--client",
@@ -135,12 +146,13 @@ def push(parser: ArgumentParser, words: list[str]) -> None:
     path = options.pop("run")
     repo = options.pop("repo")
     public = options.pop("public")
-    print(open_run(path).push_to_hub(repo, private=not public, **options))
+    trust = options.pop("trust")
+    print(open_run(path, trust=trust).push_to_hub(repo, private=not public, **options))
 
 
 def export(parser: ArgumentParser, words: list[str]) -> None:
     """Write a finished run's adapters as PEFT folders, or one of its models in another format."""
-    parser.add_argument("run", type=Path, help=RUN_HELP)
+    _add_run(parser)
     parser.add_argument("--output", type=Path, required=True, help="Folder for client_0, client_1, … and global.")
     parser.add_argument(
         "--format",
@@ -153,7 +165,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     options = parser.parse_args(words)
     check_output_folder("--output", options.output)
     if options.format != "peft":
-        note = export_model(open_run(options.run), options.client, options.format, options.output)
+        note = export_model(open_run(options.run, trust=options.trust), options.client, options.format, options.output)
         print(f"Wrote {options.output / FILES[options.format]}. {note}")
         return
     if layout_of(options.run) == "adapters":
@@ -161,7 +173,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
             f"{str(options.run)!r} already has its adapters as PEFT folders; use --format=onnx, safetensors or "
             "torch-export to write one of its models"
         )
-    run = open_run(options.run)
+    run = open_run(options.run, trust=options.trust)
     check_none_lost(options.output, run.info)
     print_saved(run, run.export(options.output, client=options.client, scores=options.scores))
 
@@ -177,18 +189,22 @@ def print_saved(run: Run, folder: Path) -> None:
         print(lines)
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: Path, *, trust: bool = False) -> Run:
     """Load the run in a folder written by ``perada fit`` or ``Run.save``, or of a checkpoint in one.
+
+    Args:
+        path: The folder, or the checkpoint.
+        trust: Whether to import the class of its algorithm if that is not perada's.
 
     Raises:
         FileNotFoundError: If there is no run, or a file of it is missing.
-        ValueError: If it cannot be read.
+        ValueError: If it cannot be read, or names a class that is not perada's and is not trusted.
     """
     algorithm = None
     if layout_of(path) == "checkpoints":
         config = _find_config(path)
         if config is not None:
-            algorithm = _build_user_algorithm(config)
+            algorithm = _build_user_algorithm(config, path, trust=trust)
     return Run.load(path, algorithm=algorithm)
 
 
@@ -204,17 +220,33 @@ def _find_config(path: Path) -> Path | None:
     return None
 
 
-def _build_user_algorithm(config: Path) -> Algorithm | None:
-    """Build the algorithm of a run's ``config.yaml`` if its class, or one that it wraps, is not perada's."""
+def _build_user_algorithm(config: Path, run: Path, *, trust: bool) -> Algorithm | None:
+    """Build the algorithm of a run's ``config.yaml`` if its class, or one that it wraps, is not perada's.
+
+    Args:
+        config: The file.
+        run: The run's folder or checkpoint, which must be intact before anything is imported.
+        trust: Whether modules that are not perada's may be imported.
+
+    Raises:
+        ValueError: If they may not, or the algorithm cannot be built.
+    """
     try:
         entry = read_yaml(config)["federated"].get("algorithm")
-        if isinstance(entry, str):
-            names = [entry]
-        else:
-            names = re.findall(r"class_path: (\S+)", yaml.safe_dump(entry))
-        is_from_perada = all("." not in name or name.startswith("perada.") for name in names)
-        if is_from_perada:
-            return None
+        classes = foreign_classes(entry)
+    except (KeyError, AttributeError) as error:
+        raise ValueError(
+            f"the algorithm in {str(config)!r} cannot be re-created ({type(error).__name__}: {error}); correct it"
+        ) from error
+    if not classes:
+        return None
+    if not trust:
+        raise ValueError(
+            f"{str(config)!r} names {quoted(classes)}, which is not part of perada and was not imported; if you trust "
+            "this code and the run, add --trust"
+        )
+    check_intact_file(checkpoint_of(run))
+    try:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--algorithm", type=Algorithm)
         parsed = with_own_classes(lambda: parser.parse_object({"algorithm": entry}))
@@ -227,7 +259,7 @@ def _build_user_algorithm(config: Path) -> Algorithm | None:
 
 def add_client(parser: ArgumentParser, words: list[str]) -> None:
     """Train a model for a new client of a finished run, and write it next to the others or, with them, elsewhere."""
-    parser.add_argument("run", type=Path, help=RUN_HELP)
+    _add_run(parser)
     parser.add_argument("--data", required=True, help=_DATA_HELP)
     parser.add_argument(
         "--client", type=str, default=None, help="Name of the client; by default, its name in the data."
@@ -252,7 +284,7 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
         raise ValueError(f"{str(path)!r} is a run folder of `perada fit`, which is never changed; set --output FOLDER")
     if output is not None:
         check_output_folder("--output", output)
-    run = open_run(path)
+    run = open_run(path, trust=options.trust)
     check_name(run, options.client)
     if output is not None and output.absolute() != path.absolute():
         check_none_lost(output, run.info)

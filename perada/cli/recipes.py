@@ -10,7 +10,9 @@ from typing import Any
 
 import yaml
 
+from perada.cli.foreign_classes import foreign_classes
 from perada.cli.options import hint
+from perada.core.text import quoted
 from perada.core.yaml_files import read_yaml
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -20,6 +22,10 @@ GROUPS = ("data", *PREFIXED)
 """Folders of recipes; those outside are complete."""
 COMBINED = ("data", "method", "privacy")
 """Groups of the parts of a combination such as ``cifar10/ditto/sample``, each over those before it."""
+CONFIG_FILE = "config.yaml"
+"""File of a run with its options."""
+RUN_CONTENTS = ("run.json", "partition.json", "metrics.csv", "checkpoints")
+"""Files and folders, one of which stands beside it in the folder of a run."""
 WIDTH = 100
 """Largest number of columns of the overview."""
 OVERVIEW_END = """\
@@ -249,12 +255,28 @@ def recipe_files(name: str) -> list[Path]:
     Raises:
         FileNotFoundError: If there is no such recipe.
         YamlFileError: If a file is malformed.
-        ValueError: If it is a comparison of recipes.
+        ValueError: If it is a comparison of recipes, or the file of a run that names a class that is not perada's.
     """
     paths = find_recipe(name)
+    for path in paths:
+        _check_config_of_run(path)
     if is_comparison(paths[0]):
         raise ValueError(f"{name!r} is a comparison of recipes, not a recipe; run it with: perada compare {name}")
     return paths
+
+
+def _check_config_of_run(path: Path) -> None:
+    """Raise a ValueError if a file is the ``config.yaml`` of a run and names a class that is not perada's.
+
+    A recipe is a program, which its user chose to run. The folder of a run may come from anyone.
+    """
+    is_of_run = path.name == CONFIG_FILE and any((path.absolute().parent / name).exists() for name in RUN_CONTENTS)
+    classes = foreign_classes(read_yaml(path)) if is_of_run else []
+    if classes:
+        raise ValueError(
+            f"{str(path)!r} is the file of a run and names {quoted(classes)}, which is not part of perada and was not "
+            "imported; if you trust this code, copy the file out of the run's folder, and pass the copy"
+        )
 
 
 def recipe_names(words: Sequence[str]) -> Iterator[str]:

@@ -32,6 +32,14 @@ def check_lora(config: PeftConfig) -> None:
             name="init_lora_weights",
             value=initialisation,
         )
+    if config.megatron_config is not None:
+        # The configuration may come from a folder that somebody else wrote, and PEFT would import the module.
+        raise OptionError(
+            f"megatron_config={config.megatron_config!r} is not supported: PEFT would import the module "
+            f"{config.megatron_core!r} that it names; leave megatron_config out",
+            name="megatron_config",
+            value=config.megatron_config,
+        )
     for name in ("velora_config", "monteclora_config"):
         value = getattr(config, name)
         if value is not None:

@@ -239,7 +239,7 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
         FileNotFoundError: If there is no checkpoint.
         ValueError: If it cannot be read, or was written with another algorithm or network.
     """
-    path = _checkpoint(path)
+    path = checkpoint_of(path)
     check_intact_file(path)
     with plain_data(str(path)):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -298,8 +298,12 @@ def _check_belongs(path: Path, saved: dict[str, Any], adapted: AdaptedModel, alg
             raise ValueError(f"{str(path)!r} was written with different {fact}; {remedy}")
 
 
-def _checkpoint(path: Path) -> Path:
-    """Return the path of a checkpoint file, or of the newest intact one in the folder of a fit."""
+def checkpoint_of(path: Path) -> Path:
+    """Return the path of a checkpoint file, or of the newest intact one in the folder of a fit.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
     if path.is_file():
         return path
     newest = newest_intact((path / "checkpoints").rglob("*.ckpt"))

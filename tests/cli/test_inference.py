@@ -211,7 +211,9 @@ def test_an_algorithm_of_ones_own_within_another_is_made_again_from_the_recipe(t
     recipe["federated"] = {"algorithm": {"class_path": "FedEnsemble", "init_args": {"base": base}}}
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     main(["fit", "--config", "recipe.yaml", "--federated.algorithm.init_args.modes=2"])
-    run = open_run(Path("lightning_logs/version_0"))
+    with pytest.raises(ValueError, match=r"'my_algorithms_within\.Own'"):
+        open_run(Path("lightning_logs/version_0"))
+    run = open_run(Path("lightning_logs/version_0"), trust=True)
     assert len(run.states("global")) == 2
 
 
@@ -277,7 +279,7 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
     main(written())
     config.write_text(config.read_text().replace("perada.algorithms.perada.PerAda", "nobody.knows.PerAda"))
     with pytest.raises(ValueError, match=r"the algorithm in .*config.yaml' cannot be re-created \(.*nobody"):
-        main(["predict", str(folder), *image])
+        main(["predict", str(folder), *image, "--trust"])
     config.write_text("model: {}\n")
     with pytest.raises(ValueError, match=r"config.yaml' cannot be re-created \(KeyError: 'federated'\); correct it"):
         main(["predict", str(folder), *image])

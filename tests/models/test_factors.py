@@ -59,6 +59,7 @@ def test_what_is_not_a_product_alone_has_no_factors(backbone, options):
     ("option", "message"),
     [
         *(({"init_lora_weights": one}, f"'{one}'.*'gaussian'") for one in ("pissa", "pissa_niter_4", "olora", "mica")),
+        ({"megatron_config": {"a": 1}, "megatron_core": "beside.core"}, "megatron_config=.*'beside.core'"),
         ({"velora_config": VeloraConfig()}, "velora_config=Velora.*leave velora_config out"),
         ({"monteclora_config": MontecloraConfig()}, "monteclora_config=Monte.*leave monteclora_config out"),
     ],
