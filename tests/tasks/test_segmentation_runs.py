@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import ModelCard
 from PIL import Image
 from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
@@ -346,6 +347,25 @@ def test_teachers_run_on_few_images_at_once_and_keep_the_grid(network, monkeypat
     with torch.no_grad():
         expected = network.eval()(images).movedim(1, -1)[:, ::8, ::8]
     torch.testing.assert_close(logits, expected.expand(2, *expected.shape))
+
+
+@pytest.mark.parametrize("mode", ["public", "train"])
+def test_teachers_with_batch_statistics_run_on_all_images_of_a_batch_at_once(mode, monkeypatch):
+    """Fewer images would have other statistics."""
+    network = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    engine = Engine(insert_adapter(build_backbone(network, 3, per_pixel=True), "full").model, "loop", per_pixel=True)
+    images = prepare_images(squares(5, 3).tensors[0])
+    monkeypatch.setattr("perada.server.distill.DENSE_BATCH", 2)
+    steps = torch.tensor([[0, 1, 2, 3, 4]])
+    batches = TeacherBatches.of_steps(steps, Distillation(teacher_mode=mode), engine)
+    states = stack([get_state(engine.model)])
+    (logits,) = batches.logits(engine, states, lambda rows: images[rows], Segmentation(distill_stride=1))
+    with torch.no_grad():
+        convolved = network[0](images)
+        mean = convolved.mean((0, 2, 3), keepdim=True)
+        variance = convolved.var((0, 2, 3), correction=0, keepdim=True)
+        expected = ((convolved - mean) / (variance + network[1].eps).sqrt()).movedim(1, -1)
+    torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_models_of_all_clients_run_in_groups_that_fit_in_memory(network, monkeypatch):

@@ -18,6 +18,7 @@ from ..test_rounds import Troubled
 from .test_deployed_sums import FOUR, asks, mean_of, parties, updates
 from .test_lying_sites import advert
 
+FIVE = (9, 5, 14, 7, 6)
 SIX = (9, 5, 14, 7, 6, 8)
 
 
@@ -241,6 +242,16 @@ def test_a_site_that_alone_does_not_accept_others_is_left_out(accused, tiny, tmp
     records, *_ = run(made, {("site0", "shares"): accuses(*accused)})
     for record in records:
         assert record.summed == made.names[1:] and record.failed == {"site0": "disputed"}
+
+
+def test_two_of_five_that_reject_an_honest_site_are_left_out_themselves(tiny, tmp_path):
+    """Half of the other four are not most of them."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FIVE)
+    lies = {(liar, "shares"): accuses("site2") for liar in ("site0", "site1")}
+    (record,), transport, coordinator = run(made, lies)
+    assert record.summed == ["site2", "site3", "site4"] and not record.void
+    assert set(record.failed) == {"site0", "site1"}
+    assert_mean_of(coordinator, transport.workers, ["site2", "site3", "site4"])
 
 
 @pytest.mark.slow
