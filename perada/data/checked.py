@@ -421,6 +421,9 @@ def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]], task: T
 
     Raises:
         ValueError: If all training images are of one class, or most of the classes would have no image.
+
+    Warns:
+        UserWarning: If some of the classes would have no image, such as class 0 if the labels begin with 1.
     """
     values_of_parts = {}
     for part, labels_of_clients in labels_of_parts.items():
@@ -446,6 +449,28 @@ def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]], task: T
             f"have no image (those used are {present_labels}): number the classes from 0 without gaps, remove images "
             f"whose label marks them as unlabelled (often 255), or set num_classes={num_classes} if this is intended"
         )
+    if labels_in_use[0] >= 0 and num_unused:
+        _warn_of_unused_numbers(labels_in_use, num_classes)
+
+
+def _warn_of_unused_numbers(labels_in_use: Sequence[int], num_classes: int) -> None:
+    """Warn about classes that no image has, and which the network gets an output for.
+
+    Args:
+        labels_in_use: All labels, ascending.
+        num_classes: Number of classes that the labels imply, one more than the largest.
+    """
+    unused = [str(label) for label in sorted({*range(num_classes)} - {*labels_in_use})]
+    noun = "label" if len(unused) == 1 else "labels"
+    remedy = "number the classes from 0 without gaps"
+    if labels_in_use[0] > 0:
+        remedy += f", here by subtracting {labels_in_use[0]} from each label"
+    warnings.warn(
+        f"no image has the {noun} {abbreviated(unused)}, but labels up to {labels_in_use[-1]} imply {num_classes} "
+        f"classes, so the network gets {num_classes} outputs for {len(labels_in_use)} classes: {remedy}, or set "
+        f"num_classes={num_classes} if this is intended",
+        stacklevel=5,
+    )
 
 
 def _checked_task(task: Task | None, labels: Tensor) -> Task:

@@ -3,6 +3,7 @@
 
 import io
 import re
+import struct
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from perada.cli.messages import one_line
 from perada.data import ImageFolder
-from perada.data.batches.transforms import decode, to_image
+from perada.data.batches.transforms import UnreadableImageError, decode, read_image, to_image
 
 SIDE = 6
 RAMP = np.arange(SIDE * SIDE).reshape(SIDE, SIDE)
@@ -64,6 +65,76 @@ def test_values_that_do_not_fit_the_scale_are_named(tmp_path, values, says):
         images[0]
     with pytest.raises(ValueError, match=r"full_scale must be a finite number > 0 or None, got 0"):
         ImageFolder(str(tmp_path), full_scale=0)
+
+
+def tiff(pixels, bits, sample_format, photometric, order="<"):
+    """The bytes of an uncompressed TIFF of one strip, written tag by tag."""
+    dtype = {1: "u", 2: "i", 3: "f"}[sample_format] + str(bits // 8)
+    height, width = pixels.shape
+    content = pixels.astype(order + dtype).tobytes()
+    tags = [(256, width), (257, height), (258, bits), (259, 1), (262, photometric), (273, 8), (277, 1), (278, height)]
+    tags += [(279, len(content)), (339, sample_format)]
+    entries = b"".join(struct.pack(f"{order}HHII", tag, 4, 1, value) for tag, value in tags)
+    start = b"II*\0" if order == "<" else b"MM\0*"
+    directory = struct.pack(f"{order}H", len(tags)) + entries + bytes(4)
+    return start + struct.pack(f"{order}I", 8 + len(content)) + content + directory
+
+
+DEEP_TIFFS = [("<", 8, 1), (">", 8, 1), ("<", 16, 1), (">", 16, 1), ("<", 32, 3), (">", 32, 3), ("<", 16, 2)]
+DEEP_TIFFS += [(">", 16, 2), ("<", 32, 1), ("<", 32, 2), (">", 32, 2)]
+
+
+@pytest.mark.parametrize("full_scale", [None, 4000])
+@pytest.mark.parametrize(("order", "bits", "sample_format"), DEEP_TIFFS)
+@pytest.mark.parametrize("white_is_zero", [False, True])
+def test_white_of_a_tiff_of_any_depth_is_white(tmp_path, white_is_zero, order, bits, sample_format, full_scale):
+    white = {8: 255, 16: 65535, 32: 65535}[bits]
+    if sample_format == 3:
+        white = 1
+    if full_scale and bits > 8:
+        white = full_scale
+    # The largest value of a signed sample may be below white.
+    largest = min(white, 32767) if sample_format == 2 else white
+    values = np.linspace(0, largest, SIDE * SIDE).reshape(SIDE, SIDE)
+    if sample_format != 3:
+        values = values.round()
+    path = tmp_path / "x.tif"
+    path.write_bytes(tiff(values, bits, sample_format, photometric=0 if white_is_zero else 1, order=order))
+    shares = values / white
+    if white_is_zero:
+        shares = 1 - shares
+    try:
+        pixels = read_image(path, "fix it", full_scale=full_scale)
+    except UnreadableImageError as error:
+        # Pillow reads no such file, which is better than one with black and white exchanged.
+        assert white_is_zero and "a variant of one that Pillow does not read" in str(error)
+        return
+    assert np.abs(pixels[0].numpy() - shares * 255).max() <= 0.501
+
+
+def test_most_tiffs_with_white_as_zero_are_read(tmp_path):
+    path = tmp_path / "x.tif"
+    for order, bits, sample_format in [("<", 8, 1), (">", 8, 1), ("<", 16, 1), ("<", 32, 3), (">", 32, 3)]:
+        path.write_bytes(tiff(np.zeros((2, 3)), bits, sample_format, photometric=0, order=order))
+        assert read_image(path, "fix it").unique().tolist() == [255]
+
+
+@pytest.mark.parametrize("tag", [1, 3, 6])
+def test_white_as_zero_of_a_rotated_tiff(tmp_path, tag):
+    values = np.arange(6, dtype=np.uint16).reshape(2, 3) * 10000
+    Image.fromarray(values).save(tmp_path / "x.tif", tiffinfo={262: 0, 274: tag})
+    turns = {1: 0, 3: 2, 6: 3}[tag]
+    expected = np.rot90((65535 - values.astype(np.float64)) * 255 / 65535, turns)
+    assert np.abs(read_image(tmp_path / "x.tif", "fix it")[0].numpy() - expected).max() <= 0.501
+
+
+def test_negative_values_of_eight_bits_are_rejected(tmp_path):
+    path = tmp_path / "x.tif"
+    path.write_bytes(tiff(np.array([[-5, 100]]), 8, 2, photometric=1))
+    with pytest.raises(UnreadableImageError, match="from -5 to 100"):
+        read_image(path, "fix it")
+    path.write_bytes(tiff(np.array([[5, 100]]), 8, 2, photometric=1))
+    assert read_image(path, "fix it").tolist() == [[[5, 100]]]
 
 
 def test_transparency_is_laid_over_white(tmp_path):

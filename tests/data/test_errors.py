@@ -257,7 +257,7 @@ def test_a_partition_that_leaves_a_client_empty(tmp_path):
 
 
 def test_labels_may_be_numpys():
-    train = [[(np.zeros((5, 5), np.uint8), np.int64(label)) for label in (0, 2)]]
+    train = [[(np.zeros((5, 5), np.uint8), np.int64(label)) for label in (0, 1)]]
     assert FederatedDataModule(FederatedData(train)).plan(0).clients == (0,)
 
 

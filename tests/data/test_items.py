@@ -104,7 +104,8 @@ def test_columns_are_read_without_the_images_and_name_the_classes():
     assert module.classes == ["cat", "dog"] and set(data.read[8:]) <= {0, 3}  # after each is read once
     assert opened(FederatedData([data], num_classes=5)).classes is None
     function = Columns(dicts(images(8, 1), [0, 1] * 4), transform=lambda row: row | {"label": row["label"] + 2})
-    assert opened(FederatedData([function])).num_classes == 4
+    with pytest.warns(UserWarning, match="labels 0, 1"):
+        assert opened(FederatedData([function])).num_classes == 4
 
 
 class Stream(IterableDataset):

@@ -109,9 +109,25 @@ def test_sparse_labels_are_rejected_where_the_number_is_inferred(kind, labels, m
     assert check(FederatedData(data, num_classes=max(labels) + 1)).num_classes == max(labels) + 1
 
 
-@pytest.mark.parametrize("labels", [[0, 2, 0, 2, 0, 2], [1, 2, 3, 1, 2, 3], [0, 1, 3, 4, 5, 6]])
-def test_a_few_gaps_are_accepted(labels):
-    assert check(FederatedData([TensorDataset(IMAGES, torch.tensor(labels))])).num_classes == max(labels) + 1
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, 2, 0, 2, 0, 2], "no image has the label 1, .* 3 outputs for 2 classes"),
+        ([1, 2, 3, 1, 2, 3], "no image has the label 0, .* 4 outputs for 3 classes.* subtracting 1 from each label"),
+        ([2, 3, 4, 2, 3, 4], "no image has the labels 0, 1, .* 5 outputs for 3 classes.* subtracting 2"),
+        ([0, 1, 3, 4, 5, 6], "no image has the label 2, .* 7 outputs for 6 classes"),
+    ],
+)
+def test_a_few_gaps_are_accepted_with_a_warning(labels, message):
+    data = FederatedData([TensorDataset(IMAGES, torch.tensor(labels))])
+    with pytest.warns(UserWarning, match=message):
+        assert check(data).num_classes == max(labels) + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # The remedies of the warning.
+        assert check(data, num_classes=max(labels) + 1).num_classes == max(labels) + 1
+        renumbered = torch.tensor(labels).unique(return_inverse=True)[1]
+        assert check(FederatedData([TensorDataset(IMAGES, renumbered)])).num_classes == len({*labels})
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ def decode(image: Image.Image, mode: str | None = None, full_scale: float | None
     """Convert a PIL image to uint8 (Ch, H, W), with one channel if it is grey and three otherwise.
 
     Images are rotated according to their EXIF or XMP metadata. Grey images of 16 or 32 bits and of floating point are
-    scaled so that 0 stays 0 and ``full_scale`` becomes 255. Transparent pixels are composited onto white. Palettes and
+    scaled so that 0 stays 0 and ``full_scale`` becomes 255. If 0 is white in a TIFF, by its PhotometricInterpretation,
+    0 becomes 255 and ``full_scale`` becomes 0. Transparent pixels are composited onto white. Palettes and
     other modes are converted to RGB. The current frame is used, which is the first of an image that was just opened.
 
     Args:
@@ -67,9 +68,12 @@ def decode(image: Image.Image, mode: str | None = None, full_scale: float | None
     [[[0, 255]]]
     """
     load_pixels(image)
+    # Rotation returns an image without the tags of its file.
+    white_is_zero = _is_white_zero(image)
+    _check_not_negative(image)
     image = upright(image)
     if image.mode in _DEEP_MODES:
-        image = _scale_to_8_bits(image, full_scale)
+        image = _scale_to_8_bits(image, full_scale, white_is_zero)
     elif image.has_transparency_data:
         image = _composite_on_white(image)
     elif image.mode == "LAB":
@@ -147,8 +151,35 @@ def _composite_on_white(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(white, layer).convert("RGB")
 
 
-def _scale_to_8_bits(image: Image.Image, full_scale: float | None) -> Image.Image:
-    """Scale a grey image of more than 8 bits so that ``full_scale`` becomes 255, and transparent pixels white."""
+def _is_white_zero(image: Image.Image) -> bool:
+    """Return whether an image is from a TIFF file whose tags say that 0 is white."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return False
+    return bool(image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0)
+
+
+def _check_not_negative(image: Image.Image) -> None:
+    """Raise a ValueError for negative values in a TIFF of signed 8 bits, which Pillow reads as unsigned."""
+    if image.mode != "L" or not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return
+    formats = image.tag_v2.get(TiffImagePlugin.SAMPLEFORMAT, ())
+    if 2 not in formats:
+        return
+    values = np.asarray(image).view(np.int8)
+    if values.min() < 0:
+        raise ValueError(
+            f"its values are from {values.min()} to {values.max()}, but must be from 0 to 127: rescale the file"
+        )
+
+
+def _scale_to_8_bits(image: Image.Image, full_scale: float | None, white_is_zero: bool) -> Image.Image:
+    """Scale a grey image of more than 8 bits so that white becomes 255 and black 0, and transparent pixels white.
+
+    Args:
+        image: The image.
+        full_scale: The largest possible value; None for the default of the image's mode.
+        white_is_zero: Whether white is 0 and black ``full_scale``, instead of the reverse.
+    """
     values = np.asarray(image).astype(np.float64)
     white = float(WHOLE_SCALE)
     if full_scale:
@@ -167,6 +198,9 @@ def _scale_to_8_bits(image: Image.Image, full_scale: float | None) -> Image.Imag
             f"its values are from {low:g} to {high:g}, but must be from 0 to {white:g}: set full_scale to the value of "
             "white, or rescale the file"
         )
+    if white_is_zero:
+        # Pillow inverts such images of up to 8 bits itself, but not those of more bits.
+        values = white - values
     return Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
 
 
@@ -235,7 +269,7 @@ def _unreadable(error: Exception, name: str, remedy: str) -> "UnreadableImageErr
             f"{name} could not be read ({reason})", "check the disk and the file's permissions, and try again"
         )
     if isinstance(error, UnidentifiedImageError):
-        reason = "no known image format"  # Pillow's text repeats the path, or names an object in memory
+        reason = "no known image format, or a variant of one that Pillow does not read"
     else:
         reason = " ".join(str(error).split()) or type(error).__name__
     return UnreadableImageError(f"{name} is not a readable image ({reason})", remedy)
