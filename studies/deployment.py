@@ -99,12 +99,12 @@ class Loopback:
         """Start a site's SuperNode."""
         keys = self.folder / "keys"
         command = [
-            program("flower-supernode"),
+            *(sys.executable, "-c", PROGRAM),
+            *("deploy", "node", f"127.0.0.1:{self.port}"),
             *("--root-certificates", keys / "ca.crt"),
-            *("--auth-supernode-private-key", keys / f"{site}.key"),
-            *("--superlink", f"127.0.0.1:{self.port}"),
+            *("--key", keys / f"{site}.key"),
+            *("--socket", self.socket(site)),
             *("--port", free_port()),
-            *("--node-config", f'socket="{self.socket(site)}"'),
         ]
         self.start(f"node-{site}", command)
 

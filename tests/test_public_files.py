@@ -153,7 +153,7 @@ def test_containers_find_what_deploy_init_writes():
         assert re.search(rf"^ *{entry}: (\S+)", site, re.MULTILINE)[1] in mounted(services()["worker"])
     socket = re.search(r"^socket: (\S+)", site, re.MULTILINE)[1]
     assert str(Path(socket).parent) in mounted(services()["supernode"])
-    assert f'--node-config=socket="{socket}"' in services()["supernode"]["command"]
+    assert f"--socket={socket}" in services()["supernode"]["command"]
     assert socket in services()["worker"]["healthcheck"]["test"]
     image = (ROOT / "container" / "Containerfile").read_text()
     for unit in ("server/perada-superlink", "site/perada-supernode", "site/perada-site"):

@@ -14,6 +14,7 @@ from perada.cli.messages import one_line, quiet_libraries
 from perada.cli.recipes import recipe_text
 from perada.core.checks import check_integer
 from perada.core.files import check_new_files
+from perada.core.text import printable
 from perada.deploy.flower.app import check_target, write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, run_app
@@ -123,6 +124,47 @@ def keys_sign(parser: ArgumentParser, words: list[str]) -> None:
 
     signature_file = sign_sites(options.list, options.identity)
     print(f"Wrote {signature_file}: send it with {options.list} to the sites")
+
+
+def node(parser: ArgumentParser, words: list[str]) -> None:
+    """Run a site's SuperNode after tests of its connection, and end when it gives up, so that it can be restarted."""
+    parser.add_argument("superlink", help="Address of the SuperLink, such as link.example.org:8000.")
+    parser.add_argument(
+        "--root-certificates", type=Path, required=True, help="Certificate of the server's authority: ca.crt."
+    )
+    parser.add_argument("--key", type=Path, required=True, help="The site's private key, such as keys/st-marys.key.")
+    parser.add_argument(
+        "--socket",
+        type=Path,
+        default=Path("/run/perada/site.sock"),
+        help="Socket on which the site's worker listens.",
+    )
+    parser.add_argument(
+        "--port", type=int, default=9094, help="Port of the loopback interface for the SuperNode's own processes."
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="Only test key, certificates, port, clock and registration; the exit status is 1 if a test fails.",
+    )
+    options = parser.parse_args(words)
+    from perada.deploy.flower.node import Node, check_node, run_node
+
+    supernode = Node(
+        superlink=options.superlink,
+        authority=options.root_certificates,
+        key=options.key,
+        socket=options.socket,
+        port=options.port,
+    )
+    checks = check_node(supernode)
+    for check in checks:
+        if options.check or check.state != "pass":
+            print(f"{check.state}  {printable(check.text)}", flush=True)
+    if any(check.state == "fail" for check in checks):
+        sys.exit(1)
+    if not options.check:
+        run_node(supernode)
 
 
 def run(parser: ArgumentParser, words: list[str]) -> None:

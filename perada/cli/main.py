@@ -57,6 +57,7 @@ DEPLOY: Tree = {
     "keys": (KEYS, "Write keys and certificates."),
     "check": ("cli.deploy:check", "Dry-run a site's recipes; nothing is sent."),
     "site": ("cli.deploy:site", "Serve a site: train its approved recipes on its images."),
+    "node": ("cli.flower:node", "Test a site's connection and run its SuperNode."),
     "run": ("cli.flower:run", "Start an app on a SuperLink and follow it, or run a recipe with local sites."),
     "status": ("cli.deploy:status", "Print the progress of a deployed run, or what a site has trained."),
     "audit": ("cli.audit:audit", "Print what left a site, and check that its log is intact."),

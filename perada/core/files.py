@@ -76,6 +76,17 @@ def is_owner_only(status: os.stat_result, rights: int = 0o7) -> bool:
     return status.st_gid in groups_of_process and not _other_members(status.st_gid)
 
 
+def check_owner_only(file: Path) -> None:
+    """Raise a ValueError if a private key or identity can be read by users other than its owner."""
+    status = file.stat()
+    if not is_owner_only(status):
+        mode = stat.S_IMODE(status.st_mode)
+        raise ValueError(
+            f"{str(file)!r} is readable by other users (mode {mode:04o}); chmod 0400, so that only its owner can read "
+            "it"
+        )
+
+
 def _other_members(group: int) -> set[int]:
     """Return the ids of the accounts in a group, except for those of root and this process."""
     import grp  # only on POSIX systems

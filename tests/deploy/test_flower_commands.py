@@ -97,8 +97,8 @@ def test_the_units_agree_on_the_socket_and_its_owner(app):
     listening, node = units["perada-site.socket"]["Socket"], units["perada-supernode.service"]["Service"]
     assert listening["SocketMode"] == "0600"
     assert listening["SocketUser"] == node["User"] != units["perada-site.service"]["Service"]["User"]
-    assert f'socket="{listening["ListenStream"]}"' in node["ExecStart"]
-    assert "--superlink link.example.org:8000" in node["ExecStart"]
+    assert f"--socket {listening['ListenStream']}" in node["ExecStart"]
+    assert "perada deploy node link.example.org:8000 " in node["ExecStart"]  # which ends when Flower gives up
     assert "--enable-supernode-auth" in units["perada-superlink.service"]["Service"]["ExecStart"]
 
 
@@ -156,7 +156,7 @@ def test_systemd_accepts_the_units(app, tmp_path):
     units = []
     for file in (*app.glob("server/*"), *app.glob("site/perada*")):
         text = file.read_text()
-        for program in ("flower-superlink", "flower-supernode", "perada"):
+        for program in ("flower-superlink", "perada"):
             text = text.replace(f"=/opt/perada/bin/{program} ", "=/bin/true ")
         for user in ("perada-node", "perada-site", "perada"):
             text = text.replace(f"User={user}\n", "User=root\n")

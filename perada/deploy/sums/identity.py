@@ -6,7 +6,6 @@ A public key is a line in OpenSSH format, ``ssh-ed25519 AAAA… NAME``; a list o
 
 import os
 import re
-import stat
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -20,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from perada.core.files import check_new_files, is_owner_only, write_atomic
+from perada.core.files import check_new_files, check_owner_only, write_atomic
 from perada.deploy.sums.keys import is_signed, sign
 
 SIGNATURE_SUFFIX = ".sig"
@@ -69,12 +68,7 @@ def read_identity(file: Path) -> Ed25519PrivateKey:
         FileNotFoundError: If the file is missing.
         ValueError: If it holds no Ed25519 key, or other users may read it, such as an app that the server ships.
     """
-    if not is_owner_only(file.stat()):
-        mode = stat.S_IMODE(file.stat().st_mode)
-        raise ValueError(
-            f"{str(file)!r} is readable by other users (mode {mode:04o}); chmod 0400, so that only its owner can read "
-            "it"
-        )
+    check_owner_only(file)
     try:
         key = load_ssh_private_key(file.read_bytes(), None)
     except (ValueError, UnsupportedAlgorithm) as error:
