@@ -28,6 +28,7 @@ from perada.cli.recipes import (
     recipe_names,
     recipe_text,
 )
+from perada.cli.streams import guard_streams, restart_in_utf8_mode
 from perada.core.files import check_output_folder, writing
 from perada.core.garbage import collection_paused, objects_frozen
 from perada.core.interruption import Terminated, received_signal, watch_signals
@@ -363,46 +364,25 @@ def entry_point() -> None:
     """Run the ``perada`` program, which prints errors and warnings as one line each.
 
     With ``PERADA_DEBUG=1`` tracebacks are printed. A run that is ended by Ctrl-C or SIGTERM prints how to resume it,
-    and exits with the status of shells for these signals, 130 or 143. If the program that reads its output ends first,
-    as in ``perada ls | head``, it ends without a message, with the status of shells for SIGPIPE, 141.
+    and exits with the status of shells for these signals, 130 or 143. A run whose output cannot be written is finished
+    all the same. If the program that reads the output ended first, as in ``perada ls | head``, the exit status is that
+    of shells for SIGPIPE, 141; after another error, such as a full disk, it is 1.
     """
+    restart_in_utf8_mode()
+    streams = guard_streams()
+    status: int | str | None = None
     try:
         _run_program()
     except SystemExit as end:
-        if _discard_unread_output() and not end.code:
-            sys.exit(SIGPIPE_STATUS)
-        raise
-    except BrokenPipeError as error:
-        # What could not be written is no longer in the buffer, so only another attempt shows whose pipe it was.
-        if _discard_unread_output(attempt="\n"):
-            sys.exit(SIGPIPE_STATUS)
-        # A pipe between processes.
-        if os.environ.get("PERADA_DEBUG"):
-            raise
-        sys.exit(f"perada: error: {one_line(error)}")
-    if _discard_unread_output():
-        sys.exit(SIGPIPE_STATUS)
-
-
-def _discard_unread_output(attempt: str = "") -> bool:
-    """Send output that nobody reads any more to the null device; return whether there is such output.
-
-    Otherwise the interpreter would write it when it ends, and print an error.
-
-    Args:
-        attempt: Text to write first, which shows whether a stream is read.
-    """
-    is_unread = False
-    # A stream that was closed before the program started is None.
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        try:
-            if not is_unread:
-                stream.write(attempt)
-            stream.flush()
-        except OSError as error:  # a closed pipe, or a full disk, whose error has been reported
-            is_unread |= isinstance(error, BrokenPipeError)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return is_unread
+        status = end.code
+    streams.flush()
+    if not status and streams.pipe_was_closed:
+        status = SIGPIPE_STATUS
+    if not status and streams.output_error is not None:
+        reason = streams.output_error.strerror
+        status = f"perada: error: standard output cannot be written: {reason}; redirect it to another file"
+    if status:
+        sys.exit(status)
 
 
 def _run_program() -> None:
@@ -433,7 +413,7 @@ def _run_program() -> None:
         is_user_error = is_lightnings or isinstance(
             error, ValueError | TypeError | OSError | ImportError | ArgumentError
         )
-        if os.environ.get("PERADA_DEBUG") or not is_user_error or isinstance(error, BrokenPipeError):
+        if os.environ.get("PERADA_DEBUG") or not is_user_error:
             raise
         sys.exit(f"perada: error: {one_line(error)}")
 

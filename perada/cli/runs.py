@@ -32,6 +32,7 @@ from perada.cli.parser import (
 )
 from perada.cli.parser_errors import option_error, rejected_option
 from perada.cli.recipes import comparison_file, recipe_files
+from perada.cli.streams import output_is_lost
 from perada.core.checks import OptionError, check_integer
 from perada.core.quiet import info_messages_disabled
 from perada.core.text import printable
@@ -252,7 +253,8 @@ class PeradaCLI(LightningCLI):
         # log_dir is a collective: all processes read it.
         folder = self.trainer.log_dir if self.trainer.loggers else None
         if folder and self.trainer.is_global_zero and not is_dev_run(self.trainer):
-            print(f"Run folder: {folder}")
+            # The only result that is in no file.
+            print(f"Run folder: {folder}", file=sys.stderr if output_is_lost() else sys.stdout)
 
     def after_test(self) -> None:
         """Print the scores."""
