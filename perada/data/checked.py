@@ -37,11 +37,14 @@ from perada.data.batches.datasets import (
 )
 from perada.data.batches.samples import MapStore, Store, TensorStore, make_store
 from perada.data.federated import FederatedData, warn_of_look_alikes
+from perada.data.mask_checks import MaskCounter, MaskValues, check_masks_of_clients, find_suspects
 from perada.data.sets.base import ImageSet, class_names
 from perada.tasks import Task, describe_labels, task_of_labels
 
 SCAN_LIMIT = 50_000
 """Labels of datasets that declare none are read from all samples, up to this many. Beyond, they are checked on use."""
+MASKS_COMPARED = 20
+"""Masks of a client that are compared with those of others, if they are read one by one."""
 COUNT_LIMIT = 200_000
 """Numbers of samples by client and class that a run keeps, at most."""
 _CHUNK = 4096  # images of a tensor that are gathered at once
@@ -251,6 +254,9 @@ def check(
     check_label_formats(nonempty)
     _, first_labels = nonempty[0]
     task = _checked_task(task, first_labels)
+    if task.per_pixel:
+        bases = [resolve(dataset).base for dataset in data.train]
+        _compare_masks(labels_of_parts, stores, task, data.client_names, is_declared, bases)
     # The number of classes that names of Hugging Face's datasets give is known, that of words is not.
     infers_classes = not is_declared and (classes is None or words is not None)
     num_classes = _check_classes(labels_of_parts, classes, num_classes, task, infers_classes, sets)
@@ -332,6 +338,71 @@ def _check_classes(
         if len(task.out_of_range(labels, num_classes)):
             _raise_for_owner(part, labels_of_parts[part], num_classes, task, sets[part])
     return num_classes
+
+
+def _compare_masks(
+    labels_of_parts: Mapping[str, list[Tensor]],
+    stores: Mapping[str, Store],
+    task: Task,
+    client_names: Sequence[str] | None,
+    is_declared: bool,
+    bases: Sequence[Dataset[Any]],
+) -> None:
+    """Compare the values of the clients' masks; see :func:`.check_masks_of_clients`.
+
+    Args:
+        labels_of_parts: Masks of each client by part of the data, of some datasets only the first one.
+        stores: The data by part.
+        task: What is learnt from the masks.
+        client_names: Names of the clients, if they have any.
+        is_declared: Whether the number of classes is declared.
+        bases: The sets of the training masks.
+    """
+    values_of_clients = _read_mask_values(labels_of_parts, stores, task, client_names, MASKS_COMPARED)
+    if find_suspects(values_of_clients):
+        # Masks that were not read yet may have the missing classes.
+        values_of_clients = _read_mask_values(labels_of_parts, stores, task, client_names, SCAN_LIMIT)
+    check_masks_of_clients(values_of_clients, bases, is_declared)
+
+
+def _read_mask_values(
+    labels_of_parts: Mapping[str, list[Tensor]],
+    stores: Mapping[str, Store],
+    task: Task,
+    client_names: Sequence[str] | None,
+    limit: int,
+) -> list[MaskValues]:
+    """Return the values of each client's masks in each part; see :func:`_compare_masks`.
+
+    Args:
+        labels_of_parts: Masks of each client by part of the data, of some datasets only the first one.
+        stores: The data by part.
+        task: What is learnt from the masks.
+        client_names: Names of the clients, if they have any.
+        limit: Number of masks of a client and part that are read, if they are not in memory.
+    """
+    values_of_clients: list[MaskValues] = []
+    for part, labels_of_clients in labels_of_parts.items():
+        store = stores[part]
+        for client, masks in enumerate(labels_of_clients):
+            num_masks = store.sizes[client]
+            if not num_masks:
+                continue
+            owner = "the server" if part == "validation" else f"client {client}"
+            if client_names is not None and part != "validation":
+                owner += f" ({client_names[client]!r})"
+            counts = MaskCounter(task.border_target)
+            if len(masks) == num_masks:
+                counts.add(masks)
+            else:
+                assert isinstance(store, MapStore)
+                with isolated_randomness():
+                    for index in range(min(num_masks, limit)):
+                        mask = _read_label(store.datasets[client], owner, index)
+                        assert isinstance(mask, Tensor)
+                        counts.add(mask.unsqueeze(0))
+            values_of_clients.append(MaskValues(owner, part, counts))
+    return values_of_clients
 
 
 def _fitted_task(
@@ -794,4 +865,6 @@ def check_labels(prefix: str, labels: Tensor, num_classes: int, task: Task) -> N
             remedy += ", or set task=Regression() to predict numbers"
         if task.exclusive or task.per_pixel:
             remedy += f" or num_classes (now {num_classes})"
+        if task.per_pixel:
+            remedy += ", or set ignore_index of the task Segmentation to the value of pixels without a class"
         raise ValueError(f"{prefix} {out_of_range[0].item()}, outside {task.describe_range(num_classes)}: {remedy}")

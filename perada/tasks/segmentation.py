@@ -111,9 +111,10 @@ class Segmentation(ClassTask):
         """Raise an OptionError if an option does not match the number of classes."""
         check_length("class_weights", self.class_weights, classes)
         if 0 <= self.ignore_index < classes:
+            outside = 255 if classes <= 255 else -1
             raise OptionError(
                 f"ignore_index={self.ignore_index} is one of the {classes} classes; choose a value outside of "
-                f"0..{classes - 1}, such as 255",
+                f"0..{classes - 1}, such as {outside}",
                 name="ignore_index",
                 value=self.ignore_index,
             )

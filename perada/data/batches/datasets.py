@@ -17,6 +17,8 @@ from perada.core.seeding import derive_seed, seed_global
 from perada.core.text import dtype_name, value_text
 from perada.data.batches.transforms import MissingImageError, UnreadableImageError
 from perada.data.sets.base import ImageSet
+from perada.data.sets.label_types import computable, stack_integers
+from perada.data.sets.masks import mask_pixels
 
 TensorFormat = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of one image, or of one label."""
@@ -185,20 +187,15 @@ def as_labels(values: object, of_one_image: bool = False) -> Tensor:
     >>> as_labels([[1], [2]]).tolist(), as_labels([2], of_one_image=True).tolist()
     ([1, 2], 2)
     """
-    remedy = "use integer classes, float vectors (K,) for several labels, or floats for numbers"
-    if isinstance(values, Image.Image):
-        values = np.array(values)
-    try:
-        labels = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError):  # such as None, words, or lists of unequal lengths
-        raise TypeError(f"labels are {value_text(values)}: {remedy}") from None
+    labels = _tensor_of_labels(values)
     if labels.is_floating_point():
         return labels.float()
+    expected_ndim = 0 if of_one_image else 1
+    if labels.dtype == torch.bool and labels.ndim >= expected_ndim + 2:
+        # A mask of the foreground: background and foreground are two classes.
+        labels = labels.to(torch.uint8)
     if labels.dtype == torch.bool:
         raise TypeError("labels are booleans: use labels.long() for two classes, or labels.float() for several labels")
-    if labels.is_complex():
-        raise TypeError(f"labels are complex numbers: {remedy}")
-    expected_ndim = 0 if of_one_image else 1
     if labels.ndim == expected_ndim + 3 and labels.shape[expected_ndim] == 1:
         labels = labels.squeeze(expected_ndim)
     if labels.ndim == expected_ndim + 2 and min(labels.shape[expected_ndim:]) > 1:
@@ -216,6 +213,32 @@ def as_labels(values: object, of_one_image: bool = False) -> Tensor:
             "the classes of one-hot vectors (labels.argmax(-1)), or several labels as floats (labels.float())"
         )
     return labels.long()
+
+
+def _tensor_of_labels(values: object) -> Tensor:
+    """Convert labels to a tensor that torch can compute with; raise a TypeError if they are not real numbers."""
+    remedy = "use integer classes, float vectors (K,) for several labels, or floats for numbers"
+    if isinstance(values, Image.Image):
+        values = _values_of_mask(values)
+    try:
+        labels = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):  # such as None, words, or lists of unequal lengths
+        raise TypeError(f"labels are {value_text(values)}: {remedy}") from None
+    if labels.is_complex():
+        raise TypeError(f"labels are complex numbers: {remedy}")
+    try:
+        return computable(labels)
+    except ValueError as error:
+        raise TypeError(str(error)) from None
+
+
+def _values_of_mask(image: Image.Image) -> np.ndarray[Any, Any]:
+    """Return the values (H, W) of a mask that is an image of Pillow; raise a TypeError if it has none."""
+    name = getattr(image, "filename", "") or f"an image of mode {image.mode}"
+    try:
+        return stack_integers([torch.from_numpy(mask_pixels(image, str(name)))])[0].numpy()
+    except UnreadableImageError as error:
+        raise TypeError(f"labels are images, and {error}") from None
 
 
 Labels = Tensor | list[Any]
@@ -405,11 +428,19 @@ def check_label_formats(labels_of_clients: Sequence[tuple[int, Tensor]]) -> None
         remedy = "use an integer for all, a float for all, a float vector of K labels for all, or a mask of one size"
         if labels.ndim > 3:
             raise ValueError(f"client {client}: a label is {format_text(label_format)}: {remedy} for all")
+        if _are_masks(labels) and _are_masks(first_labels):
+            # Masks of one size may be stored as integers of several types.
+            label_format = (label_format[0], expected[1])
         if label_format != expected:
             raise ValueError(
                 f"client {client}: a label is {format_text(label_format)}, an earlier client's is "
                 f"{format_text(expected)}: {remedy} for all"
             )
+
+
+def _are_masks(labels: Tensor) -> bool:
+    """Return whether labels (N, ...) are masks (N, H, W) of classes."""
+    return labels.ndim == 3 and not labels.is_floating_point()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from perada.core.seeding import generator
 from perada.core.states import to_device_async
 from perada.core.text import dtype_name, value_text
 from perada.data.batches.mixing import Mixing
+from perada.data.sets.label_types import holds
 from perada.engine.engine import real_rows
 from perada.tasks import Classification, Task
 
@@ -383,11 +384,19 @@ def resize_masks(masks: Tensor, size: int | tuple[int, int]) -> Tensor:
     height_and_width = (size, size) if isinstance(size, int) else size
     if tuple(masks.shape[-2:]) == height_and_width:
         return masks
-    # Classes in single precision are exact, and interpolate() supports no integers on some devices. "nearest-exact" has
-    # the centres of pixels where the bilinear resizing of images has them.
-    batch = masks.reshape(-1, 1, *masks.shape[-2:]).float()
-    resized = functional.interpolate(batch, height_and_width, mode="nearest-exact")
-    return resized.view(*masks.shape[:-2], *height_and_width).to(masks.dtype)
+    rows = _nearest_places(masks.shape[-2], height_and_width[0], masks.device)
+    columns = _nearest_places(masks.shape[-1], height_and_width[1], masks.device)
+    return masks.index_select(-2, rows).index_select(-1, columns)
+
+
+def _nearest_places(length: int, new_length: int, device: torch.device) -> Tensor:
+    """Return the pixel (new_length,) of an axis that is closest to each pixel of the resized axis.
+
+    The centres of pixels are where the bilinear resizing of images has them. Integers are exact for every value of a
+    mask, which single precision is not.
+    """
+    twice_the_centres = 2 * torch.arange(new_length, device=device) + 1
+    return twice_the_centres * length // (2 * new_length)
 
 
 def prepare_images(images: Tensor, image: ImageConfig | None = None, size: int | None = None) -> Tensor:
@@ -600,6 +609,9 @@ class Preparation:
         if not self.task.per_pixel:
             return batch._replace(x=x)
         # Pixels that come from outside of the image have no class.
+        border = self.task.border_target
         masks = batch.y.flatten(0, 1).unsqueeze(1)
-        y = augment(masks, crops, self.crop_padding, self.task.border_target).view_as(batch.y)
+        if not holds(masks.dtype, border):
+            masks = masks.long()
+        y = augment(masks, crops, self.crop_padding, border).view_as(batch.y)
         return batch._replace(x=x, y=y)

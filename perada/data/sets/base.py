@@ -24,6 +24,7 @@ from perada.core.checks import check_choice, checked_names
 from perada.core.text import abbreviated, dtype_name, near_names, plain_number, value_text, visible_form
 from perada.data.batches.transforms import check_dtype
 from perada.data.partitions.shares import Array
+from perada.data.sets.label_types import computable
 
 _CHANNELS = (1, 3, 4)  # grey, RGB, RGB with transparency
 
@@ -250,6 +251,13 @@ def checked_tensors(who: str, loaded: Any) -> tuple[Tensor | None, Tensor | None
             raise ValueError(f"{prefix} {len(images)} images and {len(labels)} labels; return one label for each image")
     if labels is None:
         return images, None
+    try:
+        labels = computable(labels)
+    except ValueError as error:
+        raise TypeError(f"{who}: {error}") from None
+    if labels.dtype == torch.bool and labels.ndim == 3:
+        # Masks of the foreground: background and foreground are two classes.
+        labels = labels.to(torch.uint8)
     are_floats = labels.is_floating_point()
     are_integers = not (are_floats or labels.is_complex() or labels.dtype == torch.bool)
     if are_integers and labels.ndim == 1:

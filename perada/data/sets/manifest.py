@@ -120,7 +120,8 @@ class ImageFiles(ImageSet):
         manifest = self.manifest
         if manifest.masks is not None:
             with ThreadPoolExecutor(_NUM_READERS) as pool:
-                return stack_masks(list(pool.map(self.read_mask, manifest.masks, manifest.paths)))
+                masks = list(pool.map(self.read_mask, manifest.masks, manifest.paths))
+            return stack_masks(masks, self.size)
         if manifest.numbers is not None:
             return torch.from_numpy(manifest.numbers)
         if manifest.labels is None:

@@ -6,7 +6,7 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 from torch import Tensor
 
 from perada.core.checks import check_integer, invalid_option
@@ -19,11 +19,20 @@ from perada.data.batches.transforms import (
     upright,
     upright_size,
 )
+from perada.data.sets.label_types import stack_integers
 
-Pixels = np.ndarray[Any, np.dtype[np.int32]]
+Pixels = np.ndarray[Any, np.dtype[np.int64]]
 UNLISTED = 255
 """Value of pixels that have no class, which may occur in masks whose values are listed too."""
-_REMEDY = "save the number of each pixel's class, as a grey image or one with a palette"
+REMEDY = "save the number of each pixel's class, as a grey image or one with a palette"
+_LOSSY_FORMATS = {"JPEG": "JPEG", "MPO": "JPEG", "JPEG2000": "JPEG 2000"}
+"""Names of Pillow's formats whose compression changes values."""
+_SAMPLE_FORMAT = 339
+"""TIFF's tag for the type of a sample: 1 for unsigned integers, 2 for signed ones, 3 for floats."""
+_UNSIGNED = 1
+_SIGNED = 2
+_EXACT_IN_FLOAT32 = 2**24
+"""Largest integer up to which single precision, in which Pillow stores floats, holds all integers."""
 
 
 def check_mask_values(values: object) -> tuple[int, ...] | None:
@@ -34,7 +43,8 @@ def check_mask_values(values: object) -> tuple[int, ...] | None:
     if isinstance(values, str) or not isinstance(values, Sequence) or len(set(values)) < max(2, len(values)):
         raise invalid_option("mask_values", values, expected)
     for value in values:
-        check_integer("mask_values", value, 0, hint="it is the value of a class in the masks")
+        # TIFF files and arrays may have negative values.
+        check_integer("mask_values", value, -(2**31), hint="it is the value of a class in the masks")
     return tuple(values)
 
 
@@ -70,7 +80,7 @@ def decode_mask(
         name: Name of the mask in messages.
 
     Returns:
-        Classes int32 (size, size).
+        Classes (size, size), integers of the smallest type that holds them.
 
     Raises:
         FileNotFoundError: If a file does not exist.
@@ -78,29 +88,91 @@ def decode_mask(
     """
     try:
         with Image.open(mask) as opened_mask:
-            load_pixels(opened_mask)
-            upright_mask = upright(opened_mask)
-            pixels = np.array(upright_mask)
-            mask_size = upright_mask.size
+            pixels = mask_pixels(opened_mask, name, values)
         with Image.open(image) as opened_image:
             # Images are rotated according to their metadata, and labelling tools show them so.
             image_size = upright_size(opened_image)
-    except FileNotFoundError:
+    except (FileNotFoundError, UnreadableImageError):
         raise
     except Exception as error:  # Pillow's decoders raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UnreadableImageError(f"{name} is not a readable mask ({reason})", _REMEDY) from None
-    if pixels.ndim != 2 or pixels.dtype.kind == "f":
-        raise UnreadableImageError(f"{name} is not a mask: its pixels are {pixels.dtype} {pixels.shape}", _REMEDY)
-    if mask_size != image_size:
+        raise UnreadableImageError(f"{name} is not a readable mask ({reason})", REMEDY) from None
+    height, width = pixels.shape
+    if (width, height) != image_size:
         raise UnreadableImageError(
-            f"{name} has {mask_size[0]} x {mask_size[1]} pixels, but its image has {image_size[0]} x {image_size[1]}",
+            f"{name} has {width} x {height} pixels, but its image has {image_size[0]} x {image_size[1]}",
             "save masks in the size of their images",
         )
-    classes = pixels.astype(np.int32)
     if values is not None:
-        classes = _number_values(classes, values, name)
-    return resize_masks(torch.from_numpy(classes), size)
+        pixels = _number_values(pixels, values, name)
+    resized = resize_masks(torch.from_numpy(pixels), size)
+    # Many masks are in memory together.
+    return stack_integers([resized])[0]
+
+
+def mask_pixels(opened: Image.Image, name: str, values: Sequence[int] | None = None) -> Pixels:
+    """Return the value int64 (H, W) of each pixel of an opened mask, exactly as it is stored.
+
+    Args:
+        opened: The mask. Its pixels need not be loaded.
+        name: Name of the mask in messages.
+        values: All values that the mask may have, if they are known.
+
+    Raises:
+        UnreadableImageError: If the file has several pictures or colours, values with a fraction, or was compressed
+            with losses. The last is accepted if all its values are known ones.
+        Exception: Whatever Pillow raises if the pixels cannot be read.
+    """
+    num_frames = int(getattr(opened, "n_frames", 1))
+    if num_frames > 1:
+        raise UnreadableImageError(
+            f"{name} has {num_frames} pictures, and a mask is a single one", "save each as a mask of its own image"
+        )
+    load_pixels(opened)
+    stored = np.asarray(upright(opened))
+    lossy_format = _lossy_format(opened)
+    if lossy_format and (values is None or not np.isin(stored, list({*values, UNLISTED})).all()):
+        raise UnreadableImageError(
+            f"{name} is a {lossy_format} file, whose compression changes the numbers of classes",
+            "save masks without losses, as PNG, from the original annotations",
+        )
+    if stored.ndim != 2:
+        raise UnreadableImageError(f"{name} is not a mask: its pixels are {stored.dtype} {stored.shape}", REMEDY)
+    if stored.dtype.kind == "f":
+        _check_whole_numbers(stored, name)
+    pixels = stored.astype(np.int64)
+    if isinstance(opened, TiffImagePlugin.TiffImageFile):
+        return _with_sign(pixels, opened)
+    return pixels
+
+
+def _lossy_format(opened: Image.Image) -> str:
+    """Return the name of the compression that changed a file's values; an empty string if none did."""
+    if isinstance(opened, TiffImagePlugin.TiffImageFile) and "jpeg" in str(opened.info.get("compression")):
+        return "TIFF with JPEG compression, a lossy"
+    return _LOSSY_FORMATS.get(opened.format or "", "")
+
+
+def _check_whole_numbers(stored: np.ndarray[Any, Any], name: str) -> None:
+    """Raise an UnreadableImageError unless all values are integers that single precision holds exactly."""
+    is_whole = (stored == np.floor(stored)) & (np.abs(stored) < _EXACT_IN_FLOAT32)
+    if not is_whole.all():
+        value = stored[~is_whole][0]
+        raise UnreadableImageError(f"{name} has the value {value:g}, which is no number of a class", REMEDY)
+
+
+def _with_sign(pixels: Pixels, opened: TiffImagePlugin.TiffImageFile) -> Pixels:
+    """Return the values of a TIFF file with their own sign.
+
+    Pillow reads signed integers of 8 bits as unsigned, and unsigned ones of 32 bits as signed.
+    """
+    sample_format = opened.tag_v2.get(_SAMPLE_FORMAT, (_UNSIGNED,))
+    kind = sample_format[0] if isinstance(sample_format, tuple) else sample_format
+    if kind == _SIGNED and opened.mode == "L":
+        return pixels.astype(np.int8).astype(np.int64)
+    if kind == _UNSIGNED and opened.mode == "I":
+        return pixels.astype(np.uint32).astype(np.int64)
+    return pixels
 
 
 def _number_values(pixels: Pixels, values: Sequence[int], name: str) -> Pixels:
@@ -111,21 +183,25 @@ def _number_values(pixels: Pixels, values: Sequence[int], name: str) -> Pixels:
         values: The value of each class.
         name: Name of the mask in messages.
     """
-    unknown = sorted({*np.unique(pixels).tolist()} - {*values, UNLISTED})
+    known = {*values}
+    # With more classes, 255 is the number of one of them.
+    if len(values) <= UNLISTED:
+        known.add(UNLISTED)
+    unknown = sorted({*np.unique(pixels).tolist()} - known)
     if unknown:
         raise UnreadableImageError(
             f"{name} has the values {abbreviated([str(value) for value in unknown])}, which mask_values does not list",
             "list them, or correct the mask",
         )
-    numbers = np.full(pixels.shape, UNLISTED, dtype=np.int32)
+    numbers = np.full(pixels.shape, UNLISTED, dtype=np.int64)
     for number, value in enumerate(values):
         numbers[pixels == value] = number
     return numbers
 
 
-def stack_masks(masks: Sequence[Tensor]) -> Tensor:
-    """Stack masks (H, W) to (N, H, W), as uint8 if their values allow it."""
-    stacked = torch.stack(list(masks))
-    if int(stacked.max()) <= torch.iinfo(torch.uint8).max:
-        return stacked.to(torch.uint8)
-    return stacked
+def stack_masks(masks: Sequence[Tensor], size: int) -> Tensor:
+    """Stack masks (size, size) to (N, size, size); there may be none."""
+    if not masks:
+        # All images of a split may be in the other one, if they are of one patient.
+        return torch.empty(0, size, size, dtype=torch.uint8)
+    return stack_integers(masks)
