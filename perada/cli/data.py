@@ -40,7 +40,7 @@ MAX_COLUMNS = 12
 FOREGROUND = 255
 """Value of the foreground in many masks with two classes."""
 MASKS_READ = 20
-"""Number of masks whose values are looked at."""
+"""Number of masks of a folder whose values are looked at."""
 MAX_LISTED = 10
 """Largest number of files or clients in a list."""
 TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True)
@@ -77,12 +77,17 @@ def image_class(source: str, words: Sequence[str], prefix: str = "--") -> type[S
 
 
 def infer_mask_values(files: Sequence[str]) -> dict[str, list[int]]:
-    """Return the option ``mask_values`` if the first masks have black and white pixels only, and {} otherwise.
+    """Return the option ``mask_values`` if the masks have black and white pixels only, and {} otherwise.
 
-    White would otherwise stand for pixels without a class.
+    White would otherwise stand for pixels without a class. The first masks of each folder are read, since clients may
+    write them differently.
     """
     values: set[int] = set()
-    for file in files[:MASKS_READ]:
+    files_of_folder: dict[str, list[str]] = {}
+    for file in files:
+        files_of_folder.setdefault(str(Path(file).parent), []).append(file)
+    sampled = [file for folder_files in files_of_folder.values() for file in folder_files[:MASKS_READ]]
+    for file in sampled:
         with Image.open(file) as mask:
             values |= {*np.unique(np.array(mask)).tolist()}
     return {"mask_values": [0, FOREGROUND]} if values == {0, FOREGROUND} else {}
@@ -109,12 +114,17 @@ def make_division(source: str, images_class: type[Source], options: dict[str, An
 
 def recipe_division(words: Sequence[str]) -> Division:
     """Return the data of a recipe named by options of ``perada fit``."""
+    division: Division = _recipe_data(words).division
+    return division
+
+
+def _recipe_data(words: Sequence[str]) -> Any:  # noqa: ANN401  # a data module, whose class is imported only here
+    """Return the data module of a recipe, with its files."""
     from perada.cli.runs import PeradaCLI
 
     data = PeradaCLI(words, run=False).datamodule
     data.prepare_data()
-    division: Division = data.division
-    return division
+    return data
 
 
 def inspect(parser: ArgumentParser, words: list[str]) -> None:
@@ -131,11 +141,14 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
         check_output_file("--output", output, "classes.png")
         formats = new_figure(1, 1).canvas.get_supported_filetypes()
         check_choice("--output: the kind of picture", output.suffix.lower().lstrip("."), list(formats))
+    run_options = None
     if any(word.startswith("--config") for word in words):
-        division = recipe_division(words)
+        data = _recipe_data(words)
+        division = data.division
+        run_options = data.run_options
     else:
         division = _parse_source(parser, words)
-    inspection = inspect_division(division)
+    inspection = inspect_division(division, run_options)
     if output_options.json:
         print(json.dumps(inspection_record(inspection), ensure_ascii=False))
     else:
@@ -176,7 +189,9 @@ def _parse_source(parser: ArgumentParser, words: list[str]) -> Division:
 def format_inspection(inspection: Inspection) -> str:
     """Format an inspection: a table, a summary, problems to fix, and notes."""
     lists = {
+        "Rejected by training": inspection.rejections,
         "Cannot be read": inspection.broken,
+        "Values in the masks, in % of the pixels": _mask_value_lines(inspection),
         "In the test split and in training": [" is ".join(pair) for pair in inspection.leaks],
         "Several clients have it": [" is ".join(pair) for pair in inspection.shared],
         "One client has it twice": [" is ".join(pair) for pair in inspection.repeated],
@@ -237,6 +252,15 @@ def _clients_table(inspection: Inspection, train_counts: Array, test_counts: Arr
     if num_more_clients:
         rows.insert(-1, [f"… {num_more_clients} more", *[""] * (len(header) - 1)])
     return table(header, rows)
+
+
+def _mask_value_lines(inspection: Inspection) -> list[str]:
+    """Return the values of each client's masks, side by side, so that differences between clients are seen."""
+    lines = []
+    for client, shares in zip(inspection.clients, inspection.mask_values, strict=False):
+        values = [f"{value} ({100 * share:.3g} %)" for value, share in shares.items()]
+        lines.append(f"{client}: {abbreviated(values, MAX_COLUMNS)}")
+    return lines
 
 
 def _notes(inspection: Inspection) -> list[str]:

@@ -42,6 +42,7 @@ from perada.data.partitions.division import Division, hold_out
 from perada.data.preprocessing import Preprocessing, preprocessing_of
 from perada.data.sets.base import ImageSet
 from perada.data.shifts import Condition, CorruptedStore, Shift, ShiftsWhen, as_shifts, conditions
+from perada.data.training_checks import RunOptions
 from perada.tasks import Task
 
 EvaluateOn = Literal["test", "validation"]
@@ -240,6 +241,11 @@ class FederatedDataModule(pl.LightningDataModule):
         check_choice("augment_public", augment_public, [False, True])
         check_choice("shifts_when", self.shifts_when, get_args(ShiftsWhen))
         check_choice("on_broken", self.on_broken, get_args(OnBroken))
+
+    @property
+    def run_options(self) -> RunOptions:
+        """The options that decide whether the data can be used."""
+        return RunOptions(task=self.chosen_task, num_classes=self._num_classes, image_size=self.image_size)
 
     def prepare_data(self) -> None:
         """Download missing files of the datasets that allow it."""

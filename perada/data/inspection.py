@@ -58,6 +58,7 @@ from perada.data.partitions.division import Division, positions
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import ImageSet, split_of
 from perada.data.sets.manifest import ImageFiles
+from perada.data.training_checks import RunOptions, check_as_training_does, shares_of_values
 from perada.tasks import Task, task_of_labels
 
 OnBroken = Literal["raise", "skip"]
@@ -89,6 +90,8 @@ class Inspection:
         shared: Training images of one client that another client has, too.
         repeated: Training images that a client has more than once.
         notes: Warnings and remarks.
+        rejections: Errors with which training would begin.
+        mask_values: Share of the pixels of each client's masks that have each value; empty without masks.
         several_labels: Whether an image may have several labels, or a mask of several classes.
     """
 
@@ -106,12 +109,14 @@ class Inspection:
     shared: list[tuple[str, str]] = field(default_factory=list)
     repeated: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    rejections: list[str] = field(default_factory=list)
+    mask_values: list[dict[int, float]] = field(default_factory=list)
     several_labels: bool = False
 
     @property
     def usable(self) -> bool:
-        """Whether training can start: no image is broken or leaks."""
-        return not (self.broken or self.leaks)
+        """Whether training can start: no image is broken or leaks, and labels and classes are accepted."""
+        return not (self.broken or self.leaks or self.rejections)
 
     @property
     def single_client_classes(self) -> list[tuple[str, str]]:
@@ -148,8 +153,12 @@ class _ImageFacts(NamedTuple):
     brightest: int = 0
 
 
-def inspect_division(division: Division) -> Inspection:
+def inspect_division(division: Division, options: RunOptions | None = None) -> Inspection:
     """Divide the images as a run would, and read all of them.
+
+    Args:
+        division: The images and how they are divided.
+        options: Options of the run; None for the defaults.
 
     Raises:
         FileNotFoundError: If files are missing.
@@ -165,8 +174,10 @@ def inspect_division(division: Division) -> Inspection:
     test_set = cast(ImageSet, resolve_subset(test[0]).base)
     labels_of_sets = [images.labels for images in (train_set, test_set) if images.labels is not None]
     # Tables know what their columns mean; of other sets, the labels show it.
-    task: Task = getattr(train_set, "task", None) or task_of_labels(labels_of_sets[0])
-    num_classes = data.num_classes or max(task.count_classes(labels) for labels in labels_of_sets)
+    options = options or RunOptions(task=getattr(train_set, "task", None))
+    task: Task = options.task or getattr(train_set, "task", None) or task_of_labels(labels_of_sets[0])
+    nonempty_labels = [labels for labels in labels_of_sets if len(labels)]
+    num_classes = data.num_classes or max(task.count_classes(labels) for labels in nonempty_labels) or 1
     train_facts = _read_all(train_set)
     test_facts = _read_all(test_set)
     readable = [facts for facts in train_facts + test_facts if not facts.error]
@@ -187,6 +198,17 @@ def inspect_division(division: Division) -> Inspection:
     )
     full_scale = getattr(train_set, "full_scale", None) or WHOLE_SCALE
     inspection.notes += _notes_on_modes(readable, full_scale)
+    broken = {
+        True: {position for position, facts in enumerate(train_facts) if facts.error},
+        False: {position for position, facts in enumerate(test_facts) if facts.error},
+    }
+    findings = check_as_training_does(data, options, broken)
+    inspection.rejections = findings.rejections
+    inspection.notes += [message for message in findings.warnings if message not in inspection.notes]
+    if task.per_pixel:
+        listed_values = getattr(train_set, "mask_values", None)
+        for pair in zip(data.train, test, strict=True):
+            inspection.mask_values.append(shares_of_values(pair, task.border_target, listed_values))
     owners = {}
     for client, dataset in enumerate(data.train):
         owners.update(dict.fromkeys(positions(dataset), client))

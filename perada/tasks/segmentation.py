@@ -216,8 +216,9 @@ class Segmentation(ClassTask):
         return self.presence(targets, classes).sum(0)
 
     def count_classes(self, targets: Tensor) -> int:
-        """Return the largest class plus one."""
-        return int(targets[self.known(targets)].max()) + 1
+        """Return the largest class plus one; 0 if no pixel counts."""
+        classes = targets[self.known(targets)]
+        return int(classes.max()) + 1 if len(classes) else 0
 
     def fits(self, targets: Tensor, classes: int | None = None) -> bool:
         """Return whether there is a mask of integers per image."""
