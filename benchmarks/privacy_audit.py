@@ -260,7 +260,11 @@ def audit_clients(z: float, kind: Clipping, fault: Fault = "none", *, trials: in
         seed: Of coins and noise.
     """
     options = perada.ClientPrivacy(
-        noise_multiplier=z, delta=DELTA, secure_rng=False, clipping=kind, count_noise=COUNT_NOISE
+        noise_multiplier=z,
+        delta=DELTA,
+        secure_rng=False,
+        clipping=kind,
+        count_noise=COUNT_NOISE if kind == "adaptive" else None,
     )
     std = z if kind == "fixed" else client_level.split_noise(z, COUNT_NOISE)
     takes_part = torch.rand(trials, generator=generator(seed, "audit/clients")) < 0.5

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.options import sections
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 PROGRAMS = ("make", "perada", "pip", "torchrun")
+BASH = shutil.which("bash")
 SMALL = (
     "--trainer.enable_progress_bar=false",
     "--data.train_limit=200",
@@ -125,8 +127,14 @@ class Reader:
         words = self.folder / "words"
         words.unlink(missing_ok=True)
         environment = {"PATH": f"{self.programs}{os.pathsep}{os.environ['PATH']}", "WORDS": str(words)}
-        subprocess.run(["bash", "-euc", block.code], env=environment, cwd=self.folder, check=True)
-        for line in words.read_text().splitlines():
+        if block.note:
+            # Other programs must not run, since they may install something or not be there.
+            subprocess.run([BASH, "-nc", block.code], cwd=self.folder, check=True)
+            environment["PATH"] = str(self.programs)
+        subprocess.run(
+            [BASH, "-uc" if block.note else "-euc", block.code], env=environment, cwd=self.folder, check=not block.note
+        )
+        for line in words.read_text().splitlines() if words.exists() else ():
             program, *given = line.removesuffix("\037").split("\037")
             getattr(self, program)(given, bool(block.note))
 

@@ -283,11 +283,11 @@ def distance(left, right):
     return sum(float((left[key] - right[key]).abs().sum()) for key in left if left[key].is_floating_point())
 
 
-def assert_same(state, expected, what):
+def assert_same(state, expected, what, relative=1e-9, absolute=1e-11):
     assert state.keys() == expected.keys(), what
     for key, value in state.items():
         torch.testing.assert_close(
-            value, expected[key], rtol=1e-9, atol=1e-11, msg=lambda m, key=key: f"{what} {key}: {m}"
+            value, expected[key], rtol=relative, atol=absolute, msg=lambda m, key=key: f"{what} {key}: {m}"
         )
 
 

@@ -96,6 +96,12 @@ def test_a_release_shows_more_than_the_ledger_of_what_was_sent_says():
     assert audits["server"].reported < audits["release"].gaussian < audits["release"].reported
 
 
+@pytest.mark.parametrize("clipping", ["fixed", "adaptive"])
+def test_an_audit_of_whole_clients_runs_with_each_clipping(clipping):
+    audit = audit_clients(1.0, clipping, trials=8)
+    assert 0 <= audit.bound < audit.reported < math.inf
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("z", [1.0, 2.0])
 @pytest.mark.parametrize("clipping", ["fixed", "adaptive"])

@@ -32,7 +32,7 @@ LEVELS = {
     "images": {"privacy": {"noise_multiplier": SIGMA, "delta": DELTA}},
     "clients": {"client_privacy": {"noise_multiplier": SIGMA, "delta": DELTA}},
 }
-RESUMED = "ignore:privacy. round .* was already begun once:UserWarning"
+RESUMED = "ignore:(client_)?privacy. round .* was already begun once:UserWarning"
 
 
 @pytest.fixture(autouse=True)

@@ -138,7 +138,7 @@ def test_clients_leave_in_the_round_that_they_cannot_afford(ledger, per_step):
 @pytest.mark.slow
 def test_what_was_trained_before_the_budget_was_spent_is_kept():
     privacy = {"noise_multiplier": 4.0, "delta": DELTA}
-    options = {"batch_size": "full", "local_steps": 1, "local_epochs": 1, "clients_per_round": None}
+    options = {"batch_size": "full", "local_steps": 1, "local_epochs": None, "clients_per_round": None}
     with pytest.warns(UserWarning, match="client 2, 0, 3, 1 can no longer take part"):
         limited = train(WITHOUT_KD, privacy | {"max_epsilon": 1.5 * epsilon(4.0, 1.0, 4)}, rounds=9, **options)
     rounds = len(limited.metrics["rounds"])
