@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.faults.command_lines import try_command_lines
 from benchmarks.faults.configurations import try_configurations
 from benchmarks.faults.damage import damage
+from benchmarks.faults.deployed import try_disks
 from benchmarks.faults.determinism import determinism
 from benchmarks.faults.hostile import hostile
 from benchmarks.faults.interruptions import interruptions
@@ -59,6 +60,7 @@ def parts_of(campaign: Campaign, folder: Path, seed: int, draws: int, quick: boo
     return {
         "interruptions": lambda: interruptions(campaign, folder / "runs", seed, draws, quick),
         "power": lambda: power(campaign, folder / "power"),
+        "disks": lambda: try_disks(campaign, folder / "disks", quick),
         "damage": lambda: damage(campaign, folder / "damage", seed, counts.bits, counts.cuts),
         "hostile": lambda: hostile(campaign, folder / "hostile", seed, counts.hostile),
         "configurations": lambda: try_configurations(campaign, seed, counts.configurations),

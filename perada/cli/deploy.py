@@ -4,8 +4,8 @@
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -27,6 +27,7 @@ from perada.cli.deployed_recipes import server_recipe, site_recipe
 from perada.cli.inference import print_saved
 from perada.cli.runs import USER_ERRORS
 from perada.core.checks import check_installed
+from perada.core.disk_errors import naming_disk
 from perada.core.files import check_output_folder
 from perada.core.text import printable
 from perada.deploy.exported import export_server_run, export_site_run
@@ -210,12 +211,13 @@ def run_local(recipe: str, files: Sequence[Path], folder: Path, terms: Terms, mo
         monitoring: How the run is monitored.
     """
     site_files = [read_site(path) for path in files]
-    workers = {site_file.name: make_worker(site_file) for site_file in site_files}
-    try:
+    workers = {}
+    with ExitStack() as stores:
+        for site_file in site_files:
+            worker = make_worker(site_file)
+            stores.callback(worker.store.close)
+            workers[site_file.name] = worker
         run_rounds(recipe, LocalTransport(workers), folder, terms, monitoring)
-    finally:
-        for worker in workers.values():
-            worker.store.close()
 
 
 def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms, monitoring: Monitoring) -> None:
@@ -290,14 +292,16 @@ def make_worker(site_file: SiteFile) -> SiteWorker:
         clients[approved.digest] = make_client(path, site_file)
     log = logging.getLogger(f"perada.site.{site_file.name}")
     store = SiteStore(site_file.state)
-    stamp(log, lambda: {"site": site_file.name})
-    for client in clients.values():
-        split = image_split(client.data)
-        if split is not None:
-            if split.changed:
-                log.warning("the site's images: %s", split.changed)
-            save_split(site_file.state, split)
     try:
+        stamp(log, lambda: {"site": site_file.name})
+        if store.is_new:
+            # The folder at which a disk is mounted is empty without the disk.
+            log.info(
+                "%s is new: nothing was spent on these images yet. If this site has trained before, stop it, and mount "
+                "the disk of this folder",
+                site_file.state,
+            )
+        _save_splits(site_file, clients.values(), log)
         party = make_party(site_file)
         worker = SiteWorker(store, clients, site_file.may_send, log, party, site_file.resume_allow)
     except (ValueError, OSError, ImportError):
@@ -305,6 +309,22 @@ def make_worker(site_file: SiteFile) -> SiteWorker:
         raise
     stamp(log, lambda: {"site": site_file.name} | worker.log_context)
     return worker
+
+
+def _save_splits(site_file: SiteFile, clients: Iterable[Client], log: logging.Logger) -> None:
+    """Save how the images of each recipe are split, and log what has changed since the last start.
+
+    Raises:
+        DiskError: If the splits cannot be saved.
+    """
+    for client in clients:
+        split = image_split(client.data)
+        if split is None:
+            continue
+        if split.changed:
+            log.warning("the site's images: %s", split.changed)
+        with naming_disk(site_file.state):
+            save_split(site_file.state, split)
 
 
 def make_party(site_file: SiteFile) -> "Party | None":

@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from perada.core.disk_errors import DiskError, naming_disk
+
 LOCK = "lock"
 """Name of the file in a folder by which a process locks it."""
 _LOCK_BYTES = 512
@@ -184,8 +186,7 @@ def open_atomic(
         path: The file, in an existing folder.
         private: Whether only the owner may read the file.
         durable: Whether to return only once the file is on disk; otherwise the caller must call :func:`sync`.
-        former: Path to which the former file is moved; ``None`` to delete it. If the file system has hard links,
-            ``path`` exists at every moment.
+        former: Path to which the former file is moved; ``None`` to delete it. ``path`` exists at every moment.
 
     Raises:
         OSError: If the file cannot be written; the error contains the path.
@@ -193,25 +194,28 @@ def open_atomic(
     partial = path.with_name(f".{path.name}.partial")
     mode = 0o600 if private else 0o666
     try:
-        # A partial file from a crash is not reused: another process may have it open, or it may be a foreign link.
-        partial.unlink(missing_ok=True)
-        with writing(path), open(partial, "xb", opener=opener(mode)) as file:
-            # Some file systems have no locks.
-            with suppress(OSError):
-                _try_lock(file.fileno())
-            yield file
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-            if former is not None and path.is_file():
-                _keep(path, former)
+        with _naming_target(partial, path):
+            # A partial file from a crash is not reused: another process may have it open, or it may be a foreign link.
+            partial.unlink(missing_ok=True)
+            with writing(path), open(partial, "xb", opener=opener(mode)) as file:
+                # Some file systems have no locks.
+                with suppress(OSError):
+                    _try_lock(file.fileno())
+                yield file
+                file.flush()
                 if durable:
-                    sync([former.parent])
-            os.replace(partial, path)
-        if durable:
-            sync([path.parent])
+                    os.fsync(file.fileno())
+                if former is not None and path.is_file():
+                    _keep(path, former)
+                    if durable:
+                        sync([former.parent])
+                os.replace(partial, path)
+            if durable:
+                sync([path.parent])
     except Exception:
-        partial.unlink(missing_ok=True)
+        # A disk that fails may also fail now, which would hide the first error.
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise
 
 
@@ -219,6 +223,81 @@ def write_atomic(path: Path, content: bytes, **options: Any) -> None:
     """Write a file like :func:`open_atomic`, with the same options."""
     with open_atomic(path, **options) as file:
         file.write(content)
+
+
+def write_new(path: Path, content: bytes, mode: int) -> None:
+    """Create a file with its final mode from the start, or leave none if the disk fails.
+
+    Args:
+        path: The file, which must not exist.
+        content: Its content.
+        mode: Its mode, less the umask.
+
+    Raises:
+        FileExistsError: If it exists.
+        OSError: If it cannot be written; the error contains the path.
+    """
+    with writing(path), open(path, "xb", opener=opener(mode)) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):
+                path.unlink()
+            raise
+
+
+@contextmanager
+def removing_new(paths: Iterable[Path]) -> Iterator[None]:
+    """Delete files if an error occurs, so that a second attempt can create them.
+
+    Args:
+        paths: Files that do not exist yet.
+    """
+    try:
+        yield
+    except Exception:
+        for path in paths:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise
+
+
+def check_space(path: Path, size: int) -> None:
+    """Check that a file of some size can be written in place of another one, by writing and deleting such a file.
+
+    Args:
+        path: The other file, which is not changed.
+        size: Number of bytes.
+
+    Raises:
+        OSError: If it cannot be written; the error contains the path.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with _naming_target(partial, path):
+        partial.unlink(missing_ok=True)
+        try:
+            with writing(path), open(partial, "xb", opener=opener(0o600)) as file:
+                file.write(bytes(size))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming_target(partial: Path, path: Path) -> Iterator[None]:
+    """Name a file in errors about its temporary file, which users do not know."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename == str(partial):
+            error.filename = str(path)
+            # None would be part of the message.
+            del error.filename2
+        raise
 
 
 def opener(mode: int = 0o666) -> Callable[[str, int], int]:
@@ -233,10 +312,18 @@ def _keep(path: Path, other: Path) -> None:
     try:
         os.link(path, second)
     except OSError:
-        # The file system has no links.
-        path.replace(other)
-    else:
-        second.replace(other)
+        # The file system has no links. The file is not moved: if the disk failed next, it would be missing.
+        _copy(path, second)
+    second.replace(other)
+
+
+def _copy(path: Path, other: Path) -> None:
+    """Copy a file, with its rights, to a new one, and wait until it is on disk."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    with writing(other), path.open("rb") as source, open(other, "xb", opener=opener(mode)) as target:
+        shutil.copyfileobj(source, target)
+        target.flush()
+        os.fsync(target.fileno())
 
 
 def check_links(folder: Path, pattern: re.Pattern[str]) -> None:
@@ -412,11 +499,13 @@ class FolderLock:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not is_owner_only(folder.stat(), rights=0o2):
             raise OSError(f"the folder {str(folder)!r} is writable by other users; chmod 700 it")
-        path = folder / LOCK
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o600)
+        self._folder = folder
+        self._path = folder / LOCK
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o600)
         self.close = weakref.finalize(self, os.close, self._file)
         try:
-            with writing(path):
+            with writing(self._path):
+                self._status = folder.stat()
                 is_locked = _try_lock(self._file)
         except OSError:
             self.close()
@@ -424,6 +513,21 @@ class FolderLock:
         if not is_locked:
             self.close()
             raise OSError(f"the folder {str(folder)!r} is in use by another {whose}; stop it first")
+
+    def check_in_place(self) -> None:
+        """Check that the folder is still at its path.
+
+        If its disk is unmounted, the path is gone, or is the empty folder at which the disk was mounted. Files written
+        there would be missing once the disk is mounted again.
+
+        Raises:
+            DiskError: If it is gone, or another folder is in its place.
+        """
+        with naming_disk(self._folder):
+            is_same = os.path.samestat(self._folder.stat(), self._status)
+        if not is_same:
+            reason = "another folder is in its place, as when its disk is not mounted"
+            raise DiskError(errno.ENODEV, reason, str(self._folder))
 
     def read(self) -> bytes:
         """Return the content of the lock file; empty if nothing was ever written."""
@@ -437,8 +541,12 @@ class FolderLock:
         """
         if len(content) > _LOCK_BYTES:
             raise ValueError(f"the lock file holds at most {_LOCK_BYTES} bytes, got {len(content)}")
-        os.pwrite(self._file, content, 0)
-        if os.fstat(self._file).st_size != len(content):
-            os.ftruncate(self._file, len(content))
-        # If the size is unchanged, fdatasync() writes only the content, which takes half the time.
-        getattr(os, "fdatasync", os.fsync)(self._file)
+        with writing(self._path):
+            written = 0
+            while written < len(content):
+                # On a disk that is nearly full fewer bytes may be written.
+                written += os.pwrite(self._file, content[written:], written)
+            if os.fstat(self._file).st_size != len(content):
+                os.ftruncate(self._file, len(content))
+            # If the size is unchanged, fdatasync() writes only the content, which takes half the time.
+            getattr(os, "fdatasync", os.fsync)(self._file)

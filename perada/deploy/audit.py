@@ -3,13 +3,14 @@
 
 ``audit.jsonl`` is append-only. A line is JSON with sorted keys and no spaces. It has its number, the digest of the line
 before it, and its own digest. ``audit.head`` has the number and the digest of the last line, which reveals that lines
-were removed at the end. A line is on disk before the reply is sent, and the head after the line, so that a killed
-process leaves a head that is at most one line behind. A line that was then only partly written is kept, with a ``~``
-after it, and the next line has the number of its bytes and their digest.
+were removed at the end. A line is on disk before the head, the head before the lock file, and all of them before the
+reply is sent. A process that is killed, or whose disk fails, may therefore leave any number of lines after the head,
+none of which was answered. The next process that opens the log writes the head again. A line that was only partly
+written is kept, with a ``~`` after it, and the next line has the number of its bytes and their digest.
 
 Each line also has the number of times that the site's state was written before (``commits``), and so does the state
 itself. A state with fewer writes than the log is an older copy. The folder's lock file has a third copy of both numbers
-(:class:`HighWaterMark`), so that the log and its head cannot both be replaced by older copies.
+(:class:`HighWaterMark`), so that an older copy of the log and its head, or of the head only, is noticed.
 
 The state is written before the line, and the line before the lock file. A process that is killed in between leaves a
 state that is ahead of the log, or a log that is ahead of the lock file, and neither is an error. The reverse never
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perada.core.digests import KEY, digest_of, sealed
-from perada.core.files import LOCK, FolderLock, open_atomic, sync, write_atomic
+from perada.core.files import LOCK, FolderLock, open_atomic, sync, write_atomic, writing
 from perada.deploy.protocol import (
     SUM_KINDS,
     RejectionError,
@@ -212,10 +213,10 @@ class AuditLog:
         self._folder = folder
         self._descriptor = -1
         self._size = 0  # of the file, which grows by this process's lines only
-        self._open()
+        self.open()
 
     def close(self) -> None:
-        """Close the file; :meth:`append` reopens it."""
+        """Close the file; :meth:`open` reopens it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -242,46 +243,82 @@ class AuditLog:
             OSError: If the line cannot be written. The reply must not leave then.
             ValueError: If the log is not the one that this process wrote, likewise.
         """
-        if self._descriptor < 0:
-            self._open()
-        self._append(make_entry(message, reply, spent) | {"trained": trained, "commits": commits})
+        self.open()
+        entry = make_entry(message, reply, spent) | {"trained": trained, "commits": commits}
+        self._append(entry)
 
-    def _open(self) -> None:
-        """Open the file, check it, and repair what a killed process left."""
+    def open(self) -> None:
+        """Open and check the file, unless it is open, and repair what a killed process or a failed disk left.
+
+        Raises:
+            OSError: If it cannot be repaired. The next call tries again.
+            ValueError: If the log was changed or is incomplete, or its files are older than what this process wrote.
+        """
+        if self._descriptor >= 0:
+            return
         log = read_log(self._folder)
         check_chain(log)
-        if not _holds(log.entries, self.tip):  # this process wrote more before it closed the file
-            raise ValueError(f"{LOG}: line {self.tip.lines}, written by this worker, is missing; {REMEDY}")
+        self._check_continues(log)
         if log.head is None:
-            # Before the log itself: one that has lines and no head has lost it.
+            # Write the head first: a log with entries but no head counts as tampered with.
             _write_head(self._folder, Tip())
+        path = self._folder / LOG
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(self._folder / LOG, flags, 0o600)
-        self._size = os.fstat(self._descriptor).st_size
-        sync([self._folder])
-        self.tip = log.tip
-        if log.torn:
-            # The mark is for a line that lacks nothing but its end.
-            mark = b"" if log.torn.endswith(b"\n") else b"~\n"
-            last = log.entries[-1] if log.entries else {"trained": 0, "commits": 0}
-            counters = {name: last[name] for name in ("trained", "commits")}
-            torn = (log.torn + mark).removesuffix(b"\n")
-            self._append({"torn": _describe_torn(torn), **counters}, mark)
-        elif log.head not in (None, self.tip):
-            _write_head(self._folder, self.tip)
+        self._descriptor = os.open(path, flags, 0o600)
+        try:
+            self._size = os.fstat(self._descriptor).st_size
+            sync([self._folder])
+            if log.torn:
+                self._append_torn(log)
+            else:
+                if log.head not in (None, log.tip):
+                    # The lines after the head may not be on disk, and the head must not be ahead of them.
+                    with writing(path):
+                        os.fsync(self._descriptor)
+                    _write_head(self._folder, log.tip)
+                self.tip = log.tip
+        except BaseException:
+            # No line may be written after one that the head does not record.
+            self.close()
+            raise
 
-    def _append(self, content: Entry, prefix: bytes = b"") -> None:
-        """Write an entry to the log and to disk, after the bytes of ``prefix``."""
-        line = _sealed_line(self.tip, content)
+    def _check_continues(self, log: LogContent) -> None:
+        """Raise a ValueError if a log and its head lack lines that this process wrote."""
+        if not _holds(log.entries, self.tip):
+            raise ValueError(f"{LOG}: line {self.tip.lines}, written by this worker, is missing; {REMEDY}")
+        if log.head is not None and log.head.lines < self.tip.lines:
+            raise ValueError(_older_head_message(log.head, f"this worker wrote line {self.tip.lines}"))
+
+    def _append_torn(self, log: LogContent) -> None:
+        """Write an entry that describes the incomplete lines at the end of a log."""
+        # The mark is for a line that lacks nothing but its end.
+        mark = b"" if log.torn.endswith(b"\n") else b"~\n"
+        last = log.entries[-1] if log.entries else {"trained": 0, "commits": 0}
+        counters = {name: last[name] for name in ("trained", "commits")}
+        torn = (log.torn + mark).removesuffix(b"\n")
+        self._append({"torn": _describe_torn(torn), **counters}, mark, log.tip)
+
+    def _append(self, content: Entry, prefix: bytes = b"", before: Tip | None = None) -> None:
+        """Write an entry to the log and to disk.
+
+        Args:
+            content: The entry.
+            prefix: Bytes to write before it.
+            before: Position of the line that it follows; by default the last one that this process wrote.
+        """
+        if before is None:
+            before = self.tip
+        line = _sealed_line(before, content)
         data = prefix + canonical(line) + b"\n"
-        tip = Tip(self.tip.lines + 1, line[KEY])
+        tip = Tip(before.lines + 1, line[KEY])
         try:
             self._check_in_place()
-            while data:
-                written = os.write(self._descriptor, data)
-                self._size += written
-                data = data[written:]
-            os.fsync(self._descriptor)
+            with writing(self._folder / LOG):
+                while data:
+                    written = os.write(self._descriptor, data)
+                    self._size += written
+                    data = data[written:]
+                os.fsync(self._descriptor)
             _write_head(self._folder, tip)
         except BaseException:
             self.close()  # the next line reads what is there now
@@ -355,7 +392,8 @@ def _read_entry(line: bytes, before: Tip) -> tuple[Entry | None, str]:
 def check_chain(log: LogContent) -> None:
     """Raise if a line of a log was changed, removed, moved or cut off.
 
-    A killed process may leave a line after the head, or an incomplete one, which are accepted: neither was answered.
+    A killed process, or a disk that failed, may leave lines after the head, and an incomplete one. They are accepted,
+    since none of them was answered. :func:`check_state` notices a head that is an older copy.
 
     Raises:
         ValueError: If one was; the message names it.
@@ -370,8 +408,6 @@ def check_chain(log: LogContent) -> None:
         problem = log.problem or f"it ends after line {tip.lines} but had {head.lines}: lines were cut off"
     elif head.lines and log.entries[head.lines - 1][KEY] != head.last:
         problem = f"line {head.lines} is not the one recorded in {HEAD}: lines were rewritten"
-    elif tip.lines - head.lines > 1:
-        problem = f"it has {tip.lines - head.lines} lines more than {HEAD} records: one of the two is a copy"
     if problem:
         raise ValueError(f"{LOG}: {problem}; {REMEDY}")
 
@@ -410,6 +446,14 @@ def check_state(log: LogContent, committed: Committed, mark: HighWaterMark) -> N
         problem = f"it is an older copy: {LOCK} records a line {mark.tip.lines} that it does not contain"
     if problem:
         raise ValueError(f"{LOG}: {problem}; {REMEDY}")
+    if log.head is not None and log.head.lines < mark.tip.lines:
+        # The lock file is written after the head, so no failure leaves it ahead.
+        raise ValueError(_older_head_message(log.head, f"{LOCK} records line {mark.tip.lines}"))
+
+
+def _older_head_message(head: Tip, witness: str) -> str:
+    """Return the text of the error for a head file that was replaced by an older copy."""
+    return f"{HEAD} is an older copy: it records {head.lines} lines, but {witness}; {REMEDY}"
 
 
 def _holds(entries: list[Entry], tip: Tip) -> bool:

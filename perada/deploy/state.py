@@ -18,9 +18,11 @@ from torch import Tensor
 
 from perada.algorithms import Stacks
 from perada.core.digests import WrongFormat, check_format
-from perada.core.files import LOCK, FolderLock, sync, write_atomic
+from perada.core.disk_errors import naming_disk
+from perada.core.files import LOCK, FolderLock, check_space, sync, write_atomic
 from perada.core.states import State, laid_out, strides_of
 from perada.deploy.audit import (
+    LOG,
     OLD_STATE_REMEDY,
     STATE,
     AuditLog,
@@ -46,15 +48,19 @@ FORMER_RUNS = "runs"
 ContentT = TypeVar("ContentT")
 
 
-def write_nested(path: Path, content: Mapping[str, object], version: int, former: Path | None = None) -> None:
+def write_nested(path: Path, content: Mapping[str, object], version: int) -> None:
     """Write nested values to a file that only its owner may read.
 
     Args:
         path: The file.
         content: Dictionaries, lists and dataclasses of numbers, texts, bytes and tensors.
         version: Version of the file's format.
-        former: Where the file that is replaced is moved; None to delete it.
     """
+    write_atomic(path, pack_nested(content, version), private=True)
+
+
+def pack_nested(content: Mapping[str, object], version: int) -> bytes:
+    """Return the content of a file with nested values; see :func:`write_nested`."""
     tensors: State = {}
 
     def to_json(value: object) -> object:
@@ -71,7 +77,7 @@ def write_nested(path: Path, content: Mapping[str, object], version: int, former
         return vars(value)
 
     header = {"format": version, "kept": json.dumps(content, default=to_json)}
-    write_atomic(path, pack(header, tensors), private=True, former=former)
+    return pack(header, tensors)
 
 
 def read_nested(path: Path, version: int, build: Callable[..., ContentT]) -> ContentT:
@@ -250,12 +256,13 @@ class SiteStore:
         audit: Log of what leaves the site.
 
     Raises:
-        OSError: If another worker uses the folder, or other users may write to it.
+        OSError: If another worker uses the folder, other users may write to it, or it cannot be read or written.
         ValueError: If its file or the audit log is damaged, an older copy, or missing while there are former runs.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._lock = FolderLock(folder, "worker")
+        with naming_disk(folder):
+            self._lock = FolderLock(folder, "worker")
         self.folder = folder
         self.totals = SiteTotals()
         self.commits = 0
@@ -263,23 +270,46 @@ class SiteStore:
         self._tip = Tip()  # of the log when the state was last written
         self._run: str | None = None
         self._former: dict[str, int] = {}  # count of each former run's file
+        self._unwritten_bytes = 0  # size of the last state, if it could not be written
         try:
-            self.current()
-            log = read_log(folder)
-            check_chain(log)
-            committed = Committed(self.commits, self._tip, self.totals.rounds, self._former)
-            check_state(log, committed, HighWaterMark.unpack(self._lock.read()))
-            check_former(folder, committed)
-            self.audit = AuditLog(folder)
+            with naming_disk(folder):
+                self._check_and_open()
         except (ValueError, OSError):
             self.close()
             raise
+
+    def _check_and_open(self) -> None:
+        """Compare the files of the folder, and open the audit log."""
+        self.current()
+        log = read_log(self.folder)
+        check_chain(log)
+        committed = Committed(self.commits, self._tip, self.totals.rounds, self._former)
+        check_state(log, committed, HighWaterMark.unpack(self._lock.read()))
+        check_former(self.folder, committed)
+        self.audit = AuditLog(self.folder)
 
     def close(self) -> None:
         """Close the audit log and unlock the folder."""
         if hasattr(self, "audit"):
             self.audit.close()
         self._lock.close()
+
+    def check_disk(self) -> None:
+        """Check, before anything is computed, that what will be computed can be written, as far as this is known.
+
+        What an earlier failure of the disk left of the audit log is repaired. If the state could not be written, there
+        must be room for one of that size.
+
+        Raises:
+            DiskError: If the folder is gone, or cannot be written.
+            ValueError: If the audit log is not the one that this process wrote.
+        """
+        self._lock.check_in_place()
+        with naming_disk(self.folder):
+            self.audit.open()
+            if self._unwritten_bytes:
+                check_space(self.folder / SITE_STATE, self._unwritten_bytes)
+                self._unwritten_bytes = 0
 
     def current(self) -> RunState | None:
         """Read the run that was trained last, and adopt its totals.
@@ -288,13 +318,21 @@ class SiteStore:
             Its state; None if there is none.
 
         Raises:
+            DiskError: If the file cannot be read.
             ValueError: If the file is damaged or missing, or not the one that this process read or wrote last.
         """
+        self._lock.check_in_place()
+        with naming_disk(self.folder / SITE_STATE):
+            return self._read_current()
+
+    def _read_current(self) -> RunState | None:
+        """Read the run that was trained last; see :meth:`current`."""
         path = self.folder / SITE_STATE
-        if not path.exists():
+        try:
+            stored = read_state(path)
+        except FileNotFoundError:
             check_not_lost(self.folder, max(self.commits, HighWaterMark.unpack(self._lock.read()).commits))
             return None
-        stored = read_state(path)
         commits = stored.committed.commits
         if self._attempted is not None and not self.commits <= commits <= self._attempted:
             raise ValueError(
@@ -305,6 +343,7 @@ class SiteStore:
         if self._attempted is not None and commits > self.commits:
             # A commit failed after its rename. From now on the new file counts, so that it must not be lost again.
             sync([path, self.folder])
+            self._unwritten_bytes = 0
         self.totals = stored.totals
         self.commits = commits
         self._attempted = commits
@@ -317,6 +356,7 @@ class SiteStore:
         """Return the state of a run; a new one if the site has none.
 
         Raises:
+            DiskError: If a file cannot be read.
             ValueError: If its file is damaged or another run's.
             RejectionError: If its file is missing, or an older copy.
         """
@@ -326,16 +366,23 @@ class SiteStore:
         path = former_file(self.folder, run)
         if run not in self._former:
             return RunState(run)
-        if not path.exists():
-            raise RejectionError(
-                f"{str(path)!r} is missing, so run {run} cannot be continued; restore it from a backup", "other"
-            )
-        stored = read_state(path)
+        with naming_disk(path):
+            try:
+                stored = read_state(path)
+            except FileNotFoundError:
+                raise RejectionError(
+                    f"{str(path)!r} is missing, so run {run} cannot be continued; restore it from a backup", "other"
+                ) from None
         if stored.state.run != run:
             raise ValueError(f"{str(path)!r} contains run {stored.state.run} instead; restore it from a backup")
         if stored.committed.commits != self._former[run]:
             raise RejectionError(_older_copy_message(path, stored.committed.commits, self._former[run]), "other")
         return stored.state
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was ever trained or answered here."""
+        return not self.commits and not self.audit.tip.lines
 
     @property
     def runs(self) -> list[str]:
@@ -346,12 +393,18 @@ class SiteStore:
         return sorted(runs)
 
     def commit(self, state: RunState, totals: SiteTotals) -> None:
-        """Write the state of a run and the totals in one step."""
+        """Write the state of a run and the totals in one step.
+
+        Raises:
+            DiskError: If they cannot be written. The file is then the one before, or this one.
+        """
+        self._lock.check_in_place()
         former = {run: commits for run, commits in self._former.items() if run != state.run}
         former_path = None
         if self._run is not None and self._run != state.run:
             # Another run begins, or goes on: the file of the last one is put aside.
-            (self.folder / FORMER_RUNS).mkdir(exist_ok=True, mode=0o700)
+            with naming_disk(self.folder):
+                (self.folder / FORMER_RUNS).mkdir(exist_ok=True, mode=0o700)
             former_path = former_file(self.folder, self._run)
             former[self._run] = self.commits
         commits = self.commits + 1
@@ -367,7 +420,12 @@ class SiteStore:
         }
         # Before the write, which may fail after the rename: current() then accepts either file.
         self._attempted = commits
-        write_nested(self.folder / SITE_STATE, content, SITE_FORMAT, former_path)
+        file_content = pack_nested(content, SITE_FORMAT)
+        self._unwritten_bytes = len(file_content)
+        path = self.folder / SITE_STATE
+        with naming_disk(path):
+            write_atomic(path, file_content, private=True, former=former_path)
+        self._unwritten_bytes = 0
         self.totals = totals
         self.commits = commits
         self._tip = tip
@@ -375,10 +433,17 @@ class SiteStore:
         self._former = former
 
     def log(self, message: bytes, reply: bytes, spent: Callable[[Request], object]) -> None:
-        """Write a reply to the audit log before it leaves; see :meth:`.AuditLog.append`."""
-        self.audit.append(message, reply, trained=self.totals.rounds, commits=self.commits, spent=spent)
-        # Last: a lock file that is behind the log is no error, and one that is ahead of it is.
-        self._lock.write(HighWaterMark(self.audit.tip, self.commits).pack())
+        """Write a reply to the audit log before it leaves; see :meth:`.AuditLog.append`.
+
+        Raises:
+            DiskError: If it cannot be written. The reply must not leave then.
+            ValueError: If the log is not the one that this process wrote, likewise.
+        """
+        self._lock.check_in_place()
+        with naming_disk(self.folder / LOG):
+            self.audit.append(message, reply, trained=self.totals.rounds, commits=self.commits, spent=spent)
+            # Last: a lock file that is behind the log is no error, and one that is ahead of it is.
+            self._lock.write(HighWaterMark(self.audit.tip, self.commits).pack())
 
 
 def check_not_lost(folder: Path, commits: int) -> None:

@@ -10,8 +10,9 @@ from time import monotonic
 from typing import Any, Literal, Protocol, Self
 
 from perada.core.checks import check_choice, check_integer, check_number
+from perada.core.disk_errors import DiskError
 
-FAILURE_CODES = ("unreachable", "late", "crashed", "rejected", "malformed")
+FAILURE_CODES = ("unreachable", "late", "crashed", "rejected", "malformed", "disk")
 """Codes in place of a reply; a failure on the way has no further details."""
 MAX_MESSAGE_BYTES = 2**30
 """Default limit of the size of a message."""
@@ -114,7 +115,10 @@ class LocalTransport:
                 continue
             try:
                 reply = self.workers[name].answer(message, "local")
-            except OSError as error:  # the site cannot write its audit log, so nothing may leave it
+            except DiskError:  # which the worker has logged
+                replies[name] = Failure("disk")
+                continue
+            except OSError as error:  # the audit log is not the worker's own any more, so nothing may leave the site
                 replies[name] = Failure("crashed")
                 logging.getLogger("perada.deploy").warning("site %s: %s", name, error)
                 continue

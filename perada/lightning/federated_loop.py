@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The communication round as an epoch of Lightning's training loop."""
 
-import errno
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
 from perada.core.checks import OptionError, check_choice, check_integer, check_type, use_plain_numbers
+from perada.core.disk_errors import DISK_ERRORS
 from perada.core.interruption import raise_if_interrupted, watch_signals
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
@@ -50,7 +50,6 @@ from perada.server.sums import SecureSums
 
 PROGRESS_METRICS = ("privacy/epsilon_max", "privacy/client_epsilon_max")
 """Metrics of a round that progress bars and lines display."""
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class FederatedLoop(pl.Callback):

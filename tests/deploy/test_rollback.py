@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from perada.cli.main import main
+from perada.core.disk_errors import DiskError
 from perada.core.files import LOCK
 from perada.deploy.audit import HEAD, LOG, AuditLog, HighWaterMark, read_log
 from perada.deploy.protocol import Request, pack, read_header
@@ -343,7 +344,8 @@ def test_a_state_of_a_commit_that_failed_late_is_on_the_disk_before_it_counts(ti
     message = train(site, 1)
     with monkeypatch.context() as patch:
         patch.setattr("perada.core.files.sync", fails_at(1))  # of the folder, after the renaming
-        assert code(site.answer(message, ""), message) == "failed"
+        with pytest.raises(DiskError, match="Input/output error"):
+            site.answer(message, "")
     synced = []
     monkeypatch.setattr("perada.deploy.state.sync", synced.extend)
     assert code(site.answer(message, ""), message) == "ok"

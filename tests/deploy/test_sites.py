@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from perada.core.disk_errors import DiskError
 from perada.core.files import sync
 from perada.deploy.protocol import RejectionError, Request, Response, digest, pack, read_header, spec_of, unpack
 from perada.deploy.site.client import Client, single_client_data
@@ -527,7 +528,7 @@ def test_a_disk_that_is_full_changes_nothing(site, monkeypatch):
         for _ in range(2):
             with pytest.raises(OSError, match="No space left"):  # not even "failed" leaves without a line in the log
                 site.answer(messages[1], "")
-            assert LocalTransport({"a": site}).exchange({"a": messages[1]}, 1, 9.0) == {"a": Failure("crashed")}
+            assert LocalTransport({"a": site}).exchange({"a": messages[1]}, 1, 9.0) == {"a": Failure("disk")}
     assert state_bytes(site) == before
     names = sorted(path.name for path in site.store.folder.iterdir())
     assert names == ["audit.head", "audit.jsonl", "lock", "state.safetensors"]
@@ -539,7 +540,8 @@ def test_a_disk_that_fails_after_the_renaming_mixes_up_no_runs(site, monkeypatch
     reply = site.answer(first, "")
     with monkeypatch.context() as patch:
         patch.setattr("perada.core.files.sync", fails_at(2))
-        assert code(site.answer(other, ""), other) == "failed"
+        with pytest.raises(DiskError, match="Input/output error"):
+            site.answer(other, "")
     again = other_run(site, 1)
     assert code(site.answer(again, ""), again) == "ok"
     assert site.answer(first, "") == reply

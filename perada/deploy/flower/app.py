@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import re
+import shutil
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from perada.core.files import check_output_folder
+from perada.core.files import check_output_folder, writing
 from perada.deploy.flower.socket import ask
 from perada.deploy.monitoring import Monitoring
 from perada.deploy.protocol import digest
@@ -85,13 +86,20 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
         "hides": "" if has_secure_sums else "# ",  # comments the section out
         "config": "\n".join(f"{key} = {json.dumps(value)}" for key, value in options.items()),  # JSON is TOML here
     }
-    for template in sorted(path for path in TEMPLATES.rglob("*") if path.is_file()):
-        target = folder / template.relative_to(TEMPLATES).with_suffix("")  # NAME.tmpl
-        target.parent.mkdir(parents=True, exist_ok=True)
-        content = Template(template.read_text(encoding="utf-8")).substitute(values)
-        target.write_text(content, encoding="utf-8")
-    for subfolder in (folder / "app" / "perada_app", folder / "site"):
-        (subfolder / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    try:
+        for template in sorted(path for path in TEMPLATES.rglob("*") if path.is_file()):
+            target = folder / template.relative_to(TEMPLATES).with_suffix("")  # NAME.tmpl
+            target.parent.mkdir(parents=True, exist_ok=True)
+            content = Template(template.read_text(encoding="utf-8")).substitute(values)
+            with writing(target):
+                target.write_text(content, encoding="utf-8")
+        for subfolder in (folder / "app" / "perada_app", folder / "site"):
+            with writing(subfolder):
+                (subfolder / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    except OSError:
+        # A second attempt needs a new folder.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def check_target(folder: Path, name: str) -> None:
@@ -122,7 +130,6 @@ def server_app(serve: Serve, recipe: Path) -> "ServerApp":
         terms = Terms.of(context.run_config)
         default_state = get_flwr_home() / "perada" / str(context.run_config["digest"])
         state = Path(terms.state or default_state)
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
         serve(recipe, FlowerTransport(grid), terms, state, Monitoring.of(context.run_config))
 
     app = ServerApp()

@@ -3,13 +3,12 @@
 
 import datetime
 import ipaddress
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from perada.core.checks import check_installed, check_integer
-from perada.core.files import check_new_files
+from perada.core.files import check_new_files, removing_new, write_new
 
 try:
     from cryptography import x509
@@ -85,6 +84,7 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> da
     if not is_renewal:
         new_files.append("ca.crt")
     _begin(folder, new_files)
+    contents: dict[str, bytes] = {}
     if is_renewal:
         authority = x509.load_pem_x509_certificate(authority_file.read_bytes())
         authority_key = serialization.load_pem_private_key(authority_key_file.read_bytes(), None)
@@ -105,8 +105,8 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> da
         authority = _sign_certificate(
             "perada federation", authority_key, None, authority_key, AUTHORITY_DAYS, extensions
         )
-        _write_private(authority_key_file, authority_key, "PKCS8")
-        _write(authority_file, authority.public_bytes(serialization.Encoding.PEM), 0o644)
+        contents[authority_key_file.name] = _private_bytes(authority_key, "PKCS8")
+        contents[authority_file.name] = authority.public_bytes(serialization.Encoding.PEM)
     key = ec.generate_private_key(ec.SECP384R1())
     # The processes that the SuperLink starts for a run connect to it through the loopback addresses.
     alternative_names: list[x509.GeneralName] = []
@@ -119,8 +119,9 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> da
     ]
     # A common name has at most 64 characters (RFC 5280).
     certificate = _sign_certificate(hosts[0][:64], key, authority.subject, authority_key, days, extensions)
-    _write_private(folder / "server.key", key, "PKCS8")
-    _write(folder / "server.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+    contents["server.key"] = _private_bytes(key, "PKCS8")
+    contents["server.pem"] = certificate.public_bytes(serialization.Encoding.PEM)
+    _write_files(folder, contents)
     expires: datetime.datetime = certificate.not_valid_after_utc
     return expires.date()
 
@@ -137,9 +138,9 @@ def write_site_keys(folder: Path, name: str) -> None:
     check_site_name(name)
     _begin(folder, [f"{name}.key", f"{name}.pub"])
     key = ec.generate_private_key(ec.SECP384R1())
-    _write_private(folder / f"{name}.key", key, "OpenSSH")
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    _write(folder / f"{name}.pub", public + f" {name}\n".encode(), 0o644)
+    contents = {f"{name}.key": _private_bytes(key, "OpenSSH"), f"{name}.pub": public + f" {name}\n".encode()}
+    _write_files(folder, contents)
 
 
 def _begin(folder: Path, names: Sequence[str]) -> None:
@@ -193,15 +194,14 @@ def _parse_host(host: str) -> str | ipaddress.IPv4Address | ipaddress.IPv6Addres
         return host
 
 
-def _write_private(file: Path, key: "ec.EllipticCurvePrivateKey", format_name: str) -> None:
-    """Write a private key that only the user can read."""
+def _private_bytes(key: "ec.EllipticCurvePrivateKey", format_name: str) -> bytes:
+    """Return the content of a private key's file."""
     private_format = getattr(serialization.PrivateFormat, format_name)
-    content = key.private_bytes(serialization.Encoding.PEM, private_format, serialization.NoEncryption())
-    _write(file, content, 0o600)
+    return key.private_bytes(serialization.Encoding.PEM, private_format, serialization.NoEncryption())
 
 
-def _write(file: Path, content: bytes, mode: int) -> None:
-    """Create a file with its final mode from the start."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(content)
+def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Create files, or none of them if the disk fails. Only the user can read those that end in ``.key``."""
+    with removing_new([folder / name for name in contents]):
+        for name, content in contents.items():
+            write_new(folder / name, content, 0o600 if name.endswith(".key") else 0o644)

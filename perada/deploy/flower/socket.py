@@ -18,7 +18,9 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from perada.core.disk_errors import DiskError
 from perada.core.files import is_owner_only
+from perada.core.text import printable
 from perada.deploy.transport import FAILURE_CODES, MAX_MESSAGE_BYTES, Failure
 
 MAX_NAME_BYTES = 200
@@ -200,7 +202,8 @@ class Listener(AbstractContextManager["Listener"]):
         """Answer requests in this thread until :meth:`close`.
 
         Args:
-            answer: Returns the reply to a message of a run. If it raises, the other side receives ``crashed``, and the
+            answer: Returns the reply to a message of a run. If it raises a DiskError, which it has logged, the other
+                side receives ``disk``. If it raises any other error, the other side receives ``crashed``, and the
                 reason stays in this process's log.
         """
         while True:
@@ -216,6 +219,11 @@ class Listener(AbstractContextManager["Listener"]):
             reply: bytes | Failure
             try:
                 reply = answer(request.message, request.run)
+            except DiskError:
+                reply = Failure("disk")
+            except (OSError, ValueError) as error:  # their message suffices
+                log.error("run %s: nothing leaves this site: %s", printable(request.run), error)
+                reply = Failure("crashed")
             except Exception:  # no request may end the worker
                 log.exception("a request failed")
                 reply = Failure("crashed")

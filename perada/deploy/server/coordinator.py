@@ -9,11 +9,12 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load
 
+from perada.core.disk_errors import DiskError, naming_disk
 from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State, narrowed, stack_size, strides_of, widened
@@ -52,6 +53,7 @@ from perada.deploy.server.rounds import (
     log_each,
     log_round,
 )
+from perada.deploy.server.waits import SiteWaits, next_wait
 from perada.deploy.sums.progress import MAX_HEARD_ROUNDS
 from perada.deploy.sums.vector import SPOILED, Contents, SumResult, check_cryptography
 from perada.deploy.transport import Terms, Transport
@@ -77,6 +79,8 @@ MAX_MOVES = 20
 """Number of recent secure sums of which the server keeps how far they moved the model."""
 MAX_SPOILED_ROUNDS = 2
 """After so many spoiled rounds in a row the model from before the last sum is restored."""
+
+ResultT = TypeVar("ResultT")
 
 log = logging.getLogger("perada.deploy")
 
@@ -138,6 +142,7 @@ class Coordinator:
     Raises:
         ValueError: If the recipe cannot be deployed, or the folder holds another run.
         FileNotFoundError: If there is nothing to resume.
+        OSError: If another server uses the folder, or it cannot be read or written.
     """
 
     def __init__(self, recipe: ServerRecipe, transport: Transport, folder: Path, terms: Terms) -> None:
@@ -156,10 +161,17 @@ class Coordinator:
             raise ValueError(
                 f"{str(folder)!r} already contains a run; resume it (resume), or choose a different folder"
             )
-        self._lock = FolderLock(folder, "server")
+        with naming_disk(folder):
+            self._lock = FolderLock(folder, "server")
         # States from before the last secure sum; empty if there are none.
         self._former: dict[str, Any] = {}
-        self.progress = self._resume() if terms.resume else self._begin()
+        self._waits = SiteWaits(terms.deadline)
+        try:
+            with naming_disk(folder):
+                self.progress = self._resume() if terms.resume else self._begin()
+        except (ValueError, OSError):
+            self._lock.close()
+            raise
         transport.max_bytes = self._max_reply_size()
         self.loggers = list(recipe.loggers)
         # Each start logs all rounds of the run.
@@ -252,6 +264,7 @@ class Coordinator:
         Raises:
             TimeoutError: If fewer than ``min_sites`` answered in time; it names those that are missing, and the run can
                 be resumed.
+            OSError: If the disk failed for a whole deadline; the run can be resumed.
         """
         progress = self.progress
         score_interval = self.recipe.trainer.check_val_every_n_epoch or 1
@@ -311,7 +324,8 @@ class Coordinator:
     ) -> _Replies:
         """Ask sites until all or enough have answered, or time runs out.
 
-        A site whose failure is transient is asked again; one that fails for good is replaced by a spare one.
+        A site whose failure is transient is asked again, after a while if its disk failed; one that fails for good is
+        replaced by a spare one.
 
         Args:
             names: Sites to ask.
@@ -335,10 +349,19 @@ class Coordinator:
                 num_wanted = min(num_wanted, enough - len(responses))
             if num_wanted <= 0:
                 return _Replies(selected, responses)
-            messages = {name: message_for(name) for name in pending}
-            specs = {name: spec_of(expected_for(name)) for name in pending}
+            due = self._waits.due(pending, time.monotonic())
+            if not due:
+                # The disks of all remaining sites have failed.
+                _sleep_until(min(end, self._waits.next_due(pending, time.monotonic())))
+                if time.monotonic() >= end:
+                    return _Replies(selected, responses)
+                continue
+            messages = {name: message_for(name) for name in due}
+            specs = {name: spec_of(expected_for(name)) for name in due}
+            num_wanted = min(num_wanted, len(due))
             replies = ask(self.transport, messages, num_wanted, end - time.monotonic(), specs, record)
             self._reject_invalid_modes(replies)
+            self._note_disks(replies)
             responses |= replies.responses
             for name in replies.responses:
                 # It may have failed when it was asked before.
@@ -348,6 +371,21 @@ class Coordinator:
                 return _Replies(selected, responses)
             if replies.failed and not replies.responses:
                 _pause(end)
+
+    def _note_disks(self, replies: SiteReplies) -> None:
+        """Record which sites' disks failed, so that these sites are not asked again at once."""
+        for name in replies.responses:
+            self._waits.note_answer(name)
+        for name, code in replies.failed.items():
+            if code != "disk":
+                continue
+            wait = self._waits.note_failure(name, time.monotonic())
+            log.warning(
+                "site %s cannot use its disk, and its log names the file; it is asked again in %.1f s at the earliest",
+                name,
+                wait,
+                extra={"site": name},
+            )
 
     def _reject_invalid_modes(self, replies: SiteReplies) -> None:
         """Move replies with numbers of modes that the run does not have to the failed ones."""
@@ -395,7 +433,8 @@ class Coordinator:
         replies = self._ask(names, message_for, lambda _: {}, end, record)
         for name, code in record.failed.items():
             log.warning("%s: site %s: %s", kind, name, code, extra={"site": name})
-        return {name: response for name, (response, _) in replies.answered.items()}, record.failed
+        responses = {name: replies.answered[name][0] for name in names if name in replies.answered}
+        return responses, record.failed
 
     def _gather_sites(self, end: float) -> list[int]:
         """Wait until enough sites are connected.
@@ -455,13 +494,14 @@ class Coordinator:
 
     def _admit(self, connected: Sequence[str], seconds: float) -> None:
         """Ask connected sites that are not in the run to join it."""
-        newcomers = self.roster.newcomers(connected)
+        newcomers = self._waits.due(self.roster.newcomers(connected), time.monotonic())
         if not newcomers:
             return
         messages = dict.fromkeys(newcomers, pack(self._request("join")))
         specs: dict[str, Spec] = {name: {} for name in newcomers}
         record = RoundRecord(self.progress.done)
         replies = ask(self.transport, messages, len(newcomers), seconds, specs, record)
+        self._note_disks(replies)
         self.roster.admit({name: response for name, (response, _) in replies.responses.items()}, replies.failed)
 
     def _too_few_message(self, task: str, num_answered: int, missing: Mapping[str, str], begin: float) -> str:
@@ -500,7 +540,10 @@ class Coordinator:
         if self.settings.secure_sums is not None:
             self._note_sent(progress.selected[0])
         # Saved before sites are asked, so that a restarted server asks the same ones.
+        save_begin = time.monotonic()
         self._save()
+        # The sites have as much time as ever if the server waited for its disk.
+        end += time.monotonic() - save_begin
         answered = self._ask_to_train(record, names, end, begin)
         if self.settings.secure_sums is None:
             self._close_round(record, answered)
@@ -572,7 +615,7 @@ class Coordinator:
     def _record_participation(self, replies: _Replies, record: RoundRecord) -> None:
         """Record which sites were asked, which have answered, and which were not connected."""
         record.selected = replies.selected
-        record.answered = list(replies.answered)
+        record.answered = [name for name in replies.selected if name in replies.answered]
         record.outside = dict(self.roster.outside)
         connected = set(self.transport.names())
         record.away = []
@@ -586,7 +629,9 @@ class Coordinator:
         numbers = self.roster.numbers
         full_update = self.recipe.sent(record.round)
         updates = {}
-        for name, (response, state) in answered.items():
+        # In the order of the requests: rounding must not depend on which site answered first.
+        for name in record.answered:
+            response, state = answered[name]
             widened_state = {key: widened(value, full_update[key].shape) for key, value in state.items()}
             updates[numbers[name]] = (response, widened_state)
         close_round(self.recipe, self.server, self.roster, self.images, record, updates)
@@ -762,8 +807,8 @@ class Coordinator:
             terms,
             self._without_liars(answered, record),
             contents.size,
-            state=read_sum(self.folder, progress.run, progress.done, of),
-            save=lambda state: write_sum(self.folder, progress.run, state),
+            state=self._on_disk(lambda: read_sum(self.folder, progress.run, progress.done, of)),
+            save=lambda state: self._on_disk(lambda: write_sum(self.folder, progress.run, state)),
             sent_digests=progress.sent_digests,
         )
         survivors: list[str] = []
@@ -938,12 +983,48 @@ class Coordinator:
         states = self.server.state_dict()
         if self._former:
             states["former"] = self._former
-        write_progress(self.folder, self.progress, states)
+        self._on_disk(lambda: write_progress(self.folder, self.progress, states))
+
+    def _on_disk(self, access: Callable[[], ResultT]) -> ResultT:
+        """Read or write files of the run. If the disk fails, wait for it, at most for a deadline.
+
+        Args:
+            access: Reads or writes them, and may be called again.
+
+        Returns:
+            Its result.
+
+        Raises:
+            OSError: If the disk fails for longer.
+        """
+        end = time.monotonic() + self.terms.deadline
+        wait: float | None = None
+        while True:
+            try:
+                self._lock.check_in_place()
+                with naming_disk(self.folder):
+                    result = access()
+            except DiskError as error:
+                if time.monotonic() >= end:
+                    raise OSError(f"{error}; then resume the run") from error
+                if wait is None:
+                    log.error("%s; the run waits for it, for at most %.0f s", error, self.terms.deadline)
+                wait = next_wait(wait, self.terms.deadline)
+                _sleep_until(min(end, time.monotonic() + wait))
+                continue
+            if wait is not None:
+                log.info("%s can be read and written again; the run continues", self.folder)
+            return result
 
 
 def _pause(end: float) -> None:
     """Wait before the next attempt, at most until the time ``end``."""
-    time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
+    _sleep_until(min(end, time.monotonic() + PAUSE))
+
+
+def _sleep_until(end: float) -> None:
+    """Wait until the time ``end``, as of ``time.monotonic``."""
+    time.sleep(max(0.0, end - time.monotonic()))
 
 
 def _may_answer(name: str, record: RoundRecord) -> bool:

@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from pytorch_lightning.loggers import Logger
 from torch import Tensor
 
+from perada.core.disk_errors import DISK_ERRORS, as_disk_error
 from perada.core.rounds import RoundPlan, make_plan
 from perada.core.states import State, laid_out, stack, strides_of, to_device
 from perada.deploy.protocol import MAX_STEPS, RejectionError, Request, Response, Spec, digest, read_header, unpack
@@ -28,7 +30,7 @@ UpdatesBySite = Mapping[int, tuple[Response, State]]
 """Responses and updates by the number of the site."""
 Facts = Mapping[str, Any]
 """What a site sends beside its update (:class:`perada.deploy.protocol.Response`)."""
-TRANSIENT = ("late", "unreachable", "crashed")
+TRANSIENT = ("late", "unreachable", "crashed", "disk")
 """Codes of failures after which a request may be sent to the site again in the same round."""
 UNTRAINED = ("exhausted", "unapproved", "past", "future", "other", "protocol")
 """Codes of sites that reject a request to train."""
@@ -109,12 +111,17 @@ class Roster:
             reason = failed.get(name) or self._objection(name, responses[name])
             if reason:
                 self.outside[name] = reason
-                log.warning("site %s cannot join: %s", name, reason, extra={"site": name})
+                # A failed disk has been logged, with the time of the next attempt.
+                if reason != "disk":
+                    log.warning("site %s cannot join: %s", name, reason, extra={"site": name})
                 continue
             self.outside.pop(name, None)
             facts = responses[name].facts
             progress.labels = facts["labels"]
             progress.roster.append(Member(name, facts.get("size"), progress.done))
+        if not progress.done and not progress.selected:
+            # Before the first round, numbers follow from the names, even if a site could not join at once.
+            progress.roster.sort(key=lambda member: member.name)
 
     def _objection(self, name: str, response: Response) -> str:
         """Return the reason why a site cannot join; "" if it can."""
@@ -469,11 +476,18 @@ def epsilon_metrics(roster: Sequence[Member]) -> dict[str, float]:
 
 
 def log_each(loggers: list[Logger], method: str, *args: object, **kwargs: object) -> None:
-    """Call a method of each logger. One that fails is removed with a warning, so that it costs no rounds."""
+    """Call a method of each logger. One that fails is removed with a warning, so that it costs no rounds.
+
+    A logger whose disk fails is called again in the next round.
+    """
     for logger in list(loggers):
         try:
             getattr(logger, method)(*args, **kwargs)
         except Exception as error:  # a full disk, or a service that cannot be reached
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                disk_error = as_disk_error(error, Path(logger.save_dir or "."))
+                log.warning("%s: %s; it is used again in the next round", type(logger).__name__, disk_error)
+                continue
             log.warning(
                 "%s failed and is not used any more: %s (%s)", type(logger).__name__, error, type(error).__name__
             )

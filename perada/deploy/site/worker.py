@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from perada.algorithms.base import Stacks
+from perada.core.disk_errors import DiskError
 from perada.core.states import State, laid_out, narrowed, widened
 from perada.core.text import printable
 from perada.data.fingerprints import changed_content
@@ -30,6 +31,7 @@ from perada.deploy.protocol import (
     pack,
     read_header,
     spec_of,
+    tensor_sizes,
     unpack,
 )
 from perada.deploy.scores import claimed_name, counts_of, score_summands
@@ -116,22 +118,37 @@ class SiteWorker:
             transport_run: What the transport calls the run, which is used in logs only.
 
         Raises:
-            OSError: If the audit log cannot be written: nothing leaves then.
+            DiskError: If the state or the audit log cannot be read or written: nothing leaves then. The reason is in
+                the log, and the same message may be answered later.
+            OSError: If the audit log is not the one that this worker wrote: nothing leaves either.
+            ValueError: Likewise.
         """
         message_digest = digest(message)
         transport_run = printable(transport_run)
         with self._answering:
             self.log_context = {}
             try:
-                reply = self._answer(message, message_digest, transport_run)
-            except RejectionError as rejection:
-                self.log.warning("run %s: rejected (%s): %s", transport_run, rejection.code, rejection)
-                reply = _pack_response(rejection.code, message_digest)
-            except Exception:  # no request may end the worker, and the server must not read the reason
-                self.log.exception("run %s: failed", transport_run)
-                reply = _pack_response("failed", message_digest)
-            self.store.log(message, reply, self._spent)
+                self.store.check_disk()
+                reply = self._answer_with_code(message, message_digest, transport_run)
+                self.store.log(message, reply, self._spent)
+            except DiskError as error:
+                self.log.error("run %s: nothing leaves this site: %s; the server asks again", transport_run, error)
+                raise
         return reply
+
+    def _answer_with_code(self, message: bytes, message_digest: str, transport_run: str) -> bytes:
+        """Return the reply to a message, or the code of what went wrong, whose reason is in the log."""
+        try:
+            return self._answer(message, message_digest, transport_run)
+        except RejectionError as rejection:
+            self.log.warning("run %s: rejected (%s): %s", transport_run, rejection.code, rejection)
+            return _pack_response(rejection.code, message_digest)
+        except DiskError:
+            # No line of the audit log can be relied on now, so not even a code leaves.
+            raise
+        except Exception:  # no request may end the worker, and the server must not read the reason
+            self.log.exception("run %s: failed", transport_run)
+            return _pack_response("failed", message_digest)
 
     def _warn_of_infinite_epsilon(self, client: Client) -> None:
         """Warn about guarantees of a recipe that the site has already lost; requests may be rejected."""
@@ -442,26 +459,40 @@ class SiteWorker:
             raise RejectionError("the recipe has no secure sums", "other")
         _check_sum_round(request, state)
         terms = self._sum_terms(client, request, state)
-        saved_reply = party.saved_reply(terms, message_digest)
-        if saved_reply is not None:
-            return saved_reply
+        reply = party.saved_reply(terms, message_digest)
+        if reply is not None and not _must_be_committed(reply, request, state):
+            return reply
         if request.kind in ("keys", "mask"):
             _check_not_masked(request, state)
             if request.of != "scores":
                 self._check_site_budget(client)
+        if reply is None:
+            reply = self._make_sum_reply(party, client, request, terms, message_digest, state)
+            # Before the commit, which may fail: a step is taken once, so the reply to it is made once.
+            party.save_reply(terms, message_digest, reply)
+        if _must_be_committed(reply, request, state):
+            # Before the vector leaves: after a crash it must not be masked a second time.
+            self._commit_masked(client, request, state)
+        return reply
 
+    def _make_sum_reply(
+        self,
+        party: "Party",
+        client: Client,
+        request: Request,
+        terms: "SumTerms",
+        message_digest: str,
+        state: RunState,
+    ) -> bytes:
+        """Take a step of a secure sum, and return the reply, which has tensors only if it has the masked vector."""
         step_reply = self._step_of_party(party, client, request, terms, state)
         tensors: State = {}
         if step_reply.masked_vector is not None:
-            # Before the vector leaves: after a crash it must not be masked a second time.
-            self._commit_masked(client, request, state)
             tensors = {"masked": torch.from_numpy(step_reply.masked_vector)}
         if request.kind == "reveal":
             names = ", ".join(party.survivors(terms))
             self.log.info("round %d: sites in the sum: %s", request.display_round, names)
-        reply = pack(Response("ok", message_digest, sums=step_reply.content), tensors)
-        party.save_reply(terms, message_digest, reply)
-        return reply
+        return pack(Response("ok", message_digest, sums=step_reply.content), tensors)
 
     def _step_of_party(
         self, party: "Party", client: Client, request: Request, terms: "SumTerms", state: RunState
@@ -756,6 +787,11 @@ def _has_summand(request: Request, state: RunState) -> bool:
     if request.of == "scores":
         return bool(state.scoring.metrics)
     return bool(state.summing.update)
+
+
+def _must_be_committed(reply: bytes, request: Request, state: RunState) -> bool:
+    """Return whether a reply has the site's masked vector, and the state does not yet record that it leaves."""
+    return bool(tensor_sizes(reply)) and _masked_round(request, state) < request.round
 
 
 def _masked_round(request: Request, state: RunState) -> int:

@@ -4,7 +4,6 @@
 A public key is a line in OpenSSH format, ``ssh-ed25519 AAAA… NAME``; a list of sites is a file of such lines.
 """
 
-import os
 import re
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from perada.core.files import check_new_files, check_owner_only, write_atomic
+from perada.core.files import check_new_files, check_owner_only, removing_new, write_atomic, write_new
 from perada.deploy.sums.keys import is_signed, sign
 
 SIGNATURE_SUFFIX = ".sig"
@@ -49,11 +48,11 @@ def write_identity(folder: Path, name: str) -> None:
     check_new_files(folder, (private_file.name, public_file.name))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = Ed25519PrivateKey.generate()
-    # The mode is given when the file is created: it is never readable by others, not even for a moment.
-    descriptor = os.open(private_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    public_file.write_text(f"{format_public_key(key.public_key())} {name}\n", encoding="utf-8")
+    private_content = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    public_content = f"{format_public_key(key.public_key())} {name}\n".encode()
+    with removing_new([private_file, public_file]):
+        write_new(private_file, private_content, 0o600)
+        write_new(public_file, public_content, 0o666)
 
 
 def format_public_key(key: Ed25519PublicKey) -> str:
