@@ -22,12 +22,14 @@ This module imports no torch, since the log is read without a model.
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from perada.core.digests import KEY, digest_of, sealed
+from perada.core.disk_errors import naming_disk
 from perada.core.files import LOCK, FolderLock, open_atomic, sync, write_atomic, writing
 from perada.deploy.protocol import (
     SUM_KINDS,
@@ -217,9 +219,13 @@ class AuditLog:
 
     def close(self) -> None:
         """Close the file; :meth:`open` reopens it."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+        descriptor = self._descriptor
+        # First: the descriptor is invalid even if closing it fails.
         self._descriptor = -1
+        if descriptor >= 0:
+            # All lines have been synced, so an error that a disk reports only now loses none.
+            with suppress(OSError):
+                os.close(descriptor)
 
     def append(
         self,
@@ -481,10 +487,9 @@ def begin_log(folder: Path, committed: Committed) -> Path | None:
         Where the former log is now; None if there was none.
 
     Raises:
-        OSError: If a worker uses the folder.
+        OSError: If a worker uses the folder, or it cannot be read or written.
     """
-    lock = FolderLock(folder, "worker")
-    try:
+    with naming_disk(folder), closing(FolderLock(folder, "worker")) as lock:
         path = folder / LOG
         try:
             head = _read_head(folder) or Tip()
@@ -503,8 +508,6 @@ def begin_log(folder: Path, committed: Committed) -> Path | None:
         tip = Tip(1, line[KEY])
         _write_head(folder, tip)
         lock.write(HighWaterMark(tip, committed.commits).pack())
-    finally:
-        lock.close()
     return former
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from perada.core.checks import OptionError
-from perada.core.files import opener
+from perada.core.files import opener, sync
 
 JOURNAL = "privacy_ledger.jsonl"
 """Name of the file next to the checkpoints."""
@@ -56,6 +56,7 @@ class Journal:
 def _append_line(path: Path, line: bytes) -> None:
     """Append a line to a file, and mark the previous line if a crash truncated it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
     with open(path, "ab+", opener=opener()) as file:
         # The file is opened at its end.
         file.seek(max(0, file.tell() - 1))
@@ -65,6 +66,9 @@ def _append_line(path: Path, line: bytes) -> None:
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
+    if is_new:
+        # Otherwise a power failure may take the name of the file, and the rounds in it.
+        sync([path.parent])
 
 
 def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:

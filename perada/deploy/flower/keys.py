@@ -197,7 +197,8 @@ def _parse_host(host: str) -> str | ipaddress.IPv4Address | ipaddress.IPv6Addres
 def _private_bytes(key: "ec.EllipticCurvePrivateKey", format_name: str) -> bytes:
     """Return the content of a private key's file."""
     private_format = getattr(serialization.PrivateFormat, format_name)
-    return key.private_bytes(serialization.Encoding.PEM, private_format, serialization.NoEncryption())
+    content: bytes = key.private_bytes(serialization.Encoding.PEM, private_format, serialization.NoEncryption())
+    return content
 
 
 def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:

@@ -340,6 +340,7 @@ class Coordinator:
         spare = list(spare)
         num_places = len(selected)
         responses: dict[str, tuple[Response, State]] = {}
+        asked: set[str] = set()
         while True:
             while spare and _count_places_taken(selected, record) < num_places:
                 selected.append(spare.pop(0))
@@ -349,7 +350,9 @@ class Coordinator:
                 num_wanted = min(num_wanted, enough - len(responses))
             if num_wanted <= 0:
                 return _Replies(selected, responses)
-            due = self._waits.due(pending, time.monotonic())
+            # A site whose disk failed waits before it is asked again, and not before it is asked something new.
+            waiting = asked - set(self._waits.due(asked, time.monotonic()))
+            due = [name for name in pending if name not in waiting]
             if not due:
                 # The disks of all remaining sites have failed.
                 _sleep_until(min(end, self._waits.next_due(pending, time.monotonic())))
@@ -360,6 +363,7 @@ class Coordinator:
             specs = {name: spec_of(expected_for(name)) for name in due}
             num_wanted = min(num_wanted, len(due))
             replies = ask(self.transport, messages, num_wanted, end - time.monotonic(), specs, record)
+            asked.update(due)
             self._reject_invalid_modes(replies)
             self._note_disks(replies)
             responses |= replies.responses
@@ -802,12 +806,16 @@ class Coordinator:
         def terms(attempt: int) -> SumTerms:
             return SumTerms(progress.run, progress.done, progress.recipe, contents.options, attempt, of=of)
 
+        state = self._on_disk(lambda: read_sum(self.folder, progress.run, progress.done, of))
+        if state is not None:
+            # Before the restart, they may have sent the vectors whose cost is counted.
+            record.masked = list(state.senders)
         secure_sum = SecureSum(
             partial(self._ask_for_sum, of, record),
             terms,
             self._without_liars(answered, record),
             contents.size,
-            state=self._on_disk(lambda: read_sum(self.folder, progress.run, progress.done, of)),
+            state=state,
             save=lambda state: self._on_disk(lambda: write_sum(self.folder, progress.run, state)),
             sent_digests=progress.sent_digests,
         )
@@ -874,7 +882,7 @@ class Coordinator:
         end = time.monotonic() + self.terms.deadline / len(SUM_KINDS)
         replies = self._ask(list(contents), message_for, lambda _: expected, end, step_record)
         if kind == "mask":
-            record.masked = sorted(replies.answered)
+            record.masked = sorted({*record.masked, *replies.answered})
         record.failed |= step_record.failed
         record.up += step_record.up
         record.down += step_record.down
