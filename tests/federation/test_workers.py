@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks that train side by side in threads, against the same chunks one after another."""
 
+import copy
 import random
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -16,13 +18,16 @@ from torch.utils.data import Dataset, TensorDataset
 
 import perada
 from perada.algorithms import APFL, Ditto, FedAvg, FedAvgFT, FedRep, PerAda, PFedMe, Scaffold
-from perada.core.rounds import RoundPlan, batch_places
+from perada.core.rounds import Phase, RoundPlan, batch_places
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.samples import RoundBatches
 from perada.engine.engine import Engine
 from perada.federation.cohort import Cohort
 from perada.federation.global_streams import GlobalStreams
-from perada.federation.workers import MAX_QUEUED, SameThread, WorkerThread, workers_of
+from perada.federation.settings import LocalTraining, Settings
+from perada.federation.workers import MAX_QUEUED, SameThread, WorkerThread, trains_side_by_side, workers_of
+from perada.privacy import ClientPrivacy, Privacy
+from perada.server import Distillation
 
 CPU = torch.device("cpu")
 
@@ -51,7 +56,7 @@ class Network(nn.Module):
         return self.fc(self.drop(features))
 
 
-def trained(algorithm, dropout=0.0, rounds=2, draw=None, local_steps=None, **options):
+def trained(algorithm, dropout=0.0, rounds=2, draw=None, local_steps=None, network=None, **options):
     """The final states of six clients of unequal sizes, in chunks of one or two."""
     Network.threads.clear()
     clients = []
@@ -63,7 +68,7 @@ def trained(algorithm, dropout=0.0, rounds=2, draw=None, local_steps=None, **opt
     random.seed(0)
     np.random.seed(0)
     run = perada.finetune(
-        Network(dropout, draw),
+        copy.deepcopy(network) or Network(dropout, draw),
         perada.FederatedData(clients, test=[]),
         adapter="full",
         algorithm=algorithm,
@@ -304,6 +309,31 @@ def test_a_round_that_is_trained_again_ends_as_the_first_time(two_threads, monke
     monkeypatch.setattr(Cohort, "drew_side_by_side", lambda cohort: next(answers, False))
     assert_equal(states, trained(Ditto()))
     assert next(answers, None) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"privacy": {"noise_multiplier": 1.0, "secure_rng": False}},
+        {"client_privacy": {"noise_multiplier": 1.0, "secure_rng": False}},
+    ],
+    ids=["images", "clients"],
+)
+def test_two_threads_change_no_private_result(options, two_threads):
+    """With privacy of images, the chunks train one after another; with that of clients, in threads."""
+    network = nn.Sequential(nn.Flatten(), nn.Linear(50, 3))
+    states = trained(FedAvg(), rounds=1, network=network, **options)
+    torch.set_num_threads(1)
+    assert_equal(states, trained(FedAvg(), rounds=1, network=network, **options))
+
+
+def test_private_gradients_and_loss_scales_are_made_for_one_chunk_after_another():
+    engine = Engine(Network())
+    settings = Settings(FedAvg(), LocalTraining("sgd", {"local": 0.1}), Distillation(0), "uniform", (Phase(),), 0)
+    assert trains_side_by_side(engine, settings)
+    assert trains_side_by_side(engine, replace(settings, client_privacy=ClientPrivacy(noise_multiplier=1.0)))
+    assert not trains_side_by_side(engine, replace(settings, privacy=Privacy(noise_multiplier=1.0)))
+    assert not trains_side_by_side(engine, replace(settings, loss_scaling=torch.amp.GradScaler("cpu")))
 
 
 def test_an_algorithm_from_elsewhere_stays_in_one_thread(two_threads):
