@@ -134,7 +134,7 @@ def _check_callbacks(context: RunContext) -> None:
     """Reject callbacks that stop training or choose a checkpoint by metrics that depend on clients' images."""
     for callback in callbacks_of(context.trainer):
         monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str) and not monitor.startswith(DATA_INDEPENDENT_METRICS):
+        if isinstance(monitor, str) and monitor not in DATA_INDEPENDENT_METRICS:
             raise _privacy_error(
                 context.settings.privacy_options,
                 f"{type(callback).__name__} selects by {monitor!r}, which may depend on clients' private images in a "

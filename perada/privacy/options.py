@@ -37,8 +37,9 @@ class Privacy:
         engine: Per-image gradients of all clients at once (``folded``), or from Opacus's hooks on the single model,
             one client after another (``opacus``); ``auto`` folds where the training engine does.
         physical_batch_size: Images of a client in one forward and backward pass; all of a batch by default.
-        secure_rng: Draw batches, noise, dropout and augmentation from a cryptographic generator. ``False`` is a test
-            mode: they follow from the run's seed, and whoever knows or guesses it can subtract the noise.
+        secure_rng: Draw batches and noise from a cryptographic generator, and the secret seeds of dropout and
+            augmentation, whose own generators are fast and not cryptographic. ``False`` is a test mode: all follow from
+            the run's seed, and whoever knows or guesses it can subtract the noise.
 
     Raises:
         ValueError: If an option is invalid.

@@ -155,11 +155,30 @@ _REQUIRED_INFO = {
 }
 
 
-DATA_INDEPENDENT_METRICS = ("epoch", "step", "round", "params/", "comm/", "privacy/", "server/")
-"""Metrics, or beginnings of their names, that do not depend on clients' images beyond what the ledgers account for.
+COUNTED_METRICS = frozenset(
+    {"params/trained", "params/sent", "comm/up_mb", "comm/down_mb"},
+)
+"""Numbers of parameters and bytes of a round. A deployment counts those of the sites that replied."""
+DATA_INDEPENDENT_METRICS = COUNTED_METRICS | {
+    "epoch",
+    "step",
+    "round",
+    "server/skipped_steps",
+    "server/distilled",
+    "privacy/test_mode",
+    "privacy/client_norm",
+    "privacy/client_epsilon_max",
+    "privacy/epsilon_mean",
+    "privacy/epsilon_max",
+    *(f"privacy/{ledger}_epsilon_{part}" for ledger in ("release", "server") for part in ("mean", "std", "max")),
+}
+"""Metrics of a round that do not depend on clients' images beyond what the ledgers account for.
 
-Private training may stop by them, and only they are published of a private run.
+Private training may stop by them, and only they are published of a private run. They are listed in full: a metric of a
+callback, or of a custom algorithm, may begin like one of them.
 """
+CLIENT_EPSILONS = frozenset({"privacy/release_epsilon", "privacy/server_epsilon", "privacy/client_epsilon"})
+"""The ε of each client, which is published of a private run."""
 
 
 def published(info: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -172,21 +191,21 @@ def published(info: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[dict
         info["joined"] = [record | {"before": None, "after": None} for record in info["joined"]]
     rounds = []
     for row in metrics["rounds"]:
-        prefixes = _data_independent_prefixes(row)
-        rounds.append({name: value for name, value in row.items() if name.startswith(prefixes)})
-    clients = {name: values for name, values in metrics["clients"].items() if name.startswith("privacy/")}
+        names = _data_independent_names(row)
+        rounds.append({name: value for name, value in row.items() if name in names})
+    clients = {name: values for name, values in metrics["clients"].items() if name in CLIENT_EPSILONS}
     return info, {"rounds": rounds, "clients": clients}
 
 
-def _data_independent_prefixes(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _data_independent_names(row: Mapping[str, Any]) -> frozenset[str]:
     """Return those of :data:`DATA_INDEPENDENT_METRICS` that hold for a round, which may be of a deployment.
 
     A deployment measures the received bytes, and counts the parameters of the sites that replied. A site whose training
     fails sends a short reply, and whether it fails depends on its images.
     """
-    if not any(name.startswith("deploy/") for name in row):
-        return DATA_INDEPENDENT_METRICS
-    return tuple(prefix for prefix in DATA_INDEPENDENT_METRICS if prefix not in ("params/", "comm/"))
+    if any(name.startswith("deploy/") for name in row):
+        return DATA_INDEPENDENT_METRICS - COUNTED_METRICS
+    return DATA_INDEPENDENT_METRICS
 
 
 @dataclass(frozen=True)

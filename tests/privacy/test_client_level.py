@@ -159,6 +159,20 @@ def counted(level, updates, received, round, clients):
     return level.privatized(Updates(updates), received, round, clients)
 
 
+def test_a_target_needs_a_number_of_rounds():
+    with pytest.raises(ValueError, match="target_epsilon=3"):
+        ClientLevel(ClientPrivacy(target_epsilon=3.0), 0, 5, rounds=0)
+
+
+@pytest.mark.parametrize("later", [0.5, 2.0])
+def test_the_record_states_the_least_noise_of_any_round(later):
+    level = ClientLevel(ClientPrivacy(1.0), 0, 5)
+    received = {"w": torch.zeros(5, 2)}
+    counted(level, received, received, 0, range(5))
+    level.noise_multiplier = later
+    assert level.record(5)["noise_multiplier"] == min(1.0, later)
+
+
 def noise_of(result, received, clipped):
     return {key: result[key] - received[key] - clipped[key] for key in clipped}
 

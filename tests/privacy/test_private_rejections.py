@@ -150,6 +150,13 @@ def test_loss_scaling_is_rejected(level):
         lambda folder: EarlyStopping("theory/personal_distance"),
         lambda folder: EarlyStopping("theory/global_gradient"),
         lambda folder: EarlyStopping("a metric of one's own"),
+        # Names that begin, or end, like those of metrics that do not depend on images.
+        lambda folder: EarlyStopping("epoch_accuracy"),
+        lambda folder: EarlyStopping("round/score"),
+        lambda folder: EarlyStopping("step_loss"),
+        lambda folder: EarlyStopping("server/accuracy"),
+        lambda folder: EarlyStopping("privacy/epsilon_max_accuracy"),
+        lambda folder: ModelCheckpoint(folder, monitor="comm/up_mb_loss"),
     ],
 )
 def test_choosing_by_scores_on_clients_images(tmp_path, callback, level):

@@ -458,9 +458,9 @@ class RoundBatches(Dataset[AnyBatch]):
     shuffled. A batch may hold no image of a client, whose count is then 0. A stream continues from one of its phases to
     the next, and does not advance in phases without it: a shuffled stream begins as few passes as its steps need.
 
-    With ``private.secure`` batches depend only on a cryptographic generator, and so do the datasets' random transforms.
-    These are derived from an image's position in its batch: if they were known, removing an image would visibly change
-    the images after it.
+    With ``private.secure`` batches are drawn from a cryptographic generator, which also seeds the datasets' random
+    transforms. These are derived from an image's position in its batch: if they were known, removing an image would
+    visibly change the images after it.
 
     Args:
         store: The clients' samples.
