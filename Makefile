@@ -9,6 +9,8 @@ ROOM_PATHS = $(if $(ROOM),$(or $(wildcard tests/$(ROOM) tests/test_$(ROOM).py pe
   ROOM=$(ROOM) is not a package; choose one of $(notdir $(patsubst %/__init__.py,%,$(wildcard perada/*/__init__.py))))))
 # Not with --quiet, which would keep warnings from being errors.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+# A part of the fault campaign, which takes an hour as a whole: half a minute on two idle cores.
+INTERRUPTED_RUNS := $(BIN)/python -m benchmarks faults --quick --draws 3 --rows interruptions
 comma := ,
 
 .DEFAULT_GOAL := help
@@ -20,7 +22,7 @@ help:
 	@echo "make deploy-demo set up .venv and run three sites on this machine over Flower"
 	@echo "make test        set up .venv and run the quick tests; of one package: make test ROOM=engine"
 	@echo "make test-all    the slow tests too"
-	@echo "make check       formatting, lint, types, documentation"
+	@echo "make check       formatting, lint, types, documentation, and some runs that are interrupted"
 	@echo "make docs        the documentation as a site, in site/"
 	@echo "make format      rewrite the files as \`make check\` wants them"
 	@echo "make surface     rewrite docs/api.md, the page of what is promised"
@@ -94,6 +96,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -qq tests/test_house.py tests/test_architecture.py
 	$(MKDOCS)
+	$(INTERRUPTED_RUNS)
 
 docs: $(VENV)/.installed-dev
 	$(MKDOCS)

@@ -353,6 +353,17 @@ def test_the_most_gradients_of_any_phase_are_counted_for_shuffled_passes():
         assert account.round_costs(make_plan(0, [0], [10], phases, 4)) == [(0, 2.0 / 3**0.5, 1.0, 2, True)]
 
 
+@pytest.mark.parametrize(("former", "later"), [(1.0, 2.0), (2.0, 1.0)])
+def test_the_least_noise_of_all_parts_of_a_run_is_kept(former, later):
+    queries = QueryPlan((Phase("local", 1),), ({"local": 1},))
+    accounts = [
+        Account(Privacy(noise_multiplier=sigma, delta=DELTA), [10, 20], 5, queries) for sigma in (former, later)
+    ]
+    first, second = accounts
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict()["least_noise"] == [1.0, 1.0]
+
+
 def test_no_epsilon_is_planned_where_the_number_of_rounds_is_open():
     phases, options = (Phase("local", 1),), Privacy(noise_multiplier=2.0, delta=DELTA)
     queries = QueryPlan(phases, ({"local": 1},))
