@@ -9,7 +9,7 @@ ROOM_PATHS = $(if $(ROOM),$(or $(wildcard tests/$(ROOM) tests/test_$(ROOM).py pe
   ROOM=$(ROOM) is not a package; choose one of $(notdir $(patsubst %/__init__.py,%,$(wildcard perada/*/__init__.py))))))
 # Not with --quiet, which would keep warnings from being errors.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-# A part of the fault campaign, which takes an hour as a whole: half a minute on two idle cores.
+# A part of the fault campaign, which takes an hour as a whole: under a minute on two idle cores.
 INTERRUPTED_RUNS := $(BIN)/python -m benchmarks faults --quick --draws 3 --rows interruptions
 comma := ,
 

@@ -311,6 +311,18 @@ def test_a_dealer_cannot_show_that_it_was_honest_with_another_key():
     assert server.dealt_honestly("site2", parties["site2"]._seeds["seals"], "site1")
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_dealer_that_commits_to_one_other_share_of_two_lied(place):
+    parties, _, server = shared()
+    seals = parties["site0"]._seeds["seals"]
+    assert server.dealt_honestly("site0", seals, "site1")
+    committed = list(server.commitments["site0"]["site1"])
+    committed[place] = "0" * 64
+    server.commitments["site0"]["site1"] = tuple(committed)
+    assert not server.dealt_honestly("site0", seals, "site1")
+    assert server.dealt_honestly("site0", seals, "site2")
+
+
 @pytest.mark.parametrize(
     ("there", "message"),
     [
