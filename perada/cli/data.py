@@ -17,7 +17,7 @@ from PIL import Image
 
 from perada.core.checks import check_choice
 from perada.core.files import check_output_file, writing
-from perada.core.text import abbreviated, printable
+from perada.core.text import abbreviated, printable, printable_json
 from perada.data import IID, ByDomain, HuggingFace, ImageMasks, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
@@ -150,7 +150,7 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
         division = _parse_source(parser, words)
     inspection = inspect_division(division, run_options)
     if output_options.json:
-        print(json.dumps(inspection_record(inspection), ensure_ascii=False))
+        print(printable_json(json.dumps(inspection_record(inspection), ensure_ascii=False)))
     else:
         print(format_inspection(inspection))
     if output is not None:

@@ -29,18 +29,18 @@ from perada.cli.runs import USER_ERRORS
 from perada.core.checks import check_installed
 from perada.core.disk_errors import naming_disk
 from perada.core.files import check_output_folder
-from perada.core.text import printable
+from perada.core.text import printable, printable_lines
 from perada.deploy.exported import export_server_run, export_site_run
 from perada.deploy.flower.certificates import ExpiryOf
 from perada.deploy.flower.socket import Listener, supervised
-from perada.deploy.monitoring import Monitoring, json_logs, stamp
+from perada.deploy.monitoring import Monitoring, json_logs, stamp, text_handler
 from perada.deploy.server.coordinator import Coordinator
 from perada.deploy.server.progress import RunProgress, read_progress
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Approved, SiteFile, read_site
 from perada.deploy.site.split import image_split, save_split
 from perada.deploy.site.worker import SiteWorker
-from perada.deploy.state import SiteStore, read_runs
+from perada.deploy.state import RunState, SiteStore, read_runs
 from perada.deploy.sums.vector import check_cryptography
 from perada.deploy.transport import LocalTransport, Terms, Transport
 from perada.privacy.accounting import Ledger
@@ -64,7 +64,8 @@ def site(parser: ArgumentParser, words: list[str]) -> None:
         with json_logs(sys.stderr, USER_ERRORS):
             _serve_site(read_site(options.site), logging.getLogger("perada.deploy").info)
         return
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    handler = text_handler(sys.stderr, "%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     _serve_site(read_site(options.site), partial(print, flush=True))
 
 
@@ -84,7 +85,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
     site_file = read_site(parser.parse_args(words).site)
     ledger = _read_ledger(site_file.state)
     for path in site_file.recipes:
-        print("\n  ".join(_describe_recipe(path, site_file, ledger)))
+        print("\n  ".join(map(printable, _describe_recipe(path, site_file, ledger))))
 
 
 def _describe_recipe(path: Path, site_file: SiteFile, ledger: Ledger) -> list[str]:
@@ -135,10 +136,10 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("where", type=Path, metavar="PATH", help="Folder of a deployed run, or file of a site.")
     where = parser.parse_args(words).where
     if where.is_file():
-        print(site_status(read_site(where)))
+        print(printable_lines(site_status(read_site(where))))
     else:
         progress, _ = read_progress(where)
-        print(run_status(progress))
+        print(printable_lines(run_status(progress)))
 
 
 def export(parser: ArgumentParser, words: list[str]) -> None:
@@ -146,7 +147,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument(
         "where", type=Path, metavar="PATH", help="File of a site, or folder of a deployed run (with --recipe)."
     )
-    parser.add_argument("--recipe", default=None, help="Recipe of the run; by default the site's only one.")
+    parser.add_argument("--recipe", default=None, help="Recipe of the run; by default the site's with its digest.")
     parser.add_argument(
         "--run", default=None, metavar="ID", help="Earlier run of the site, as listed by `perada deploy status`."
     )
@@ -166,26 +167,51 @@ def _run_of_site(site_file: SiteFile, recipe: str | None, run: str | None) -> Ru
 
     Args:
         site_file: Content of the site's file.
-        recipe: Recipe of the run; None for the site's first one.
+        recipe: Recipe of the run; None for the approved one with the run's digest.
         run: Id of the run.
+
+    Raises:
+        ValueError: If there is no such run, the site has not received a global state in it, or its recipe is not one
+            of the site's file.
     """
     states, _ = read_runs(site_file.state)
     selected = [state for state in states if run in (None, state.run)]
     if run is not None and not selected:
-        raise ValueError(f"run={run!r} is not one of the site's runs; `perada deploy status` lists them")
+        raise ValueError(
+            f"run={run!r} is not one of the site's runs; `perada deploy status` with the site's file lists them"
+        )
     if not selected or not selected[0].scoring.global_state:
-        remedy = "export after the run has ended"
+        remedy = "export after its first evaluation (check_val_every_n_epoch), or after its end"
         # A user who exports late, when the next run has begun, wants the one that is over.
         exportable = [state.run for state in states if state.scoring.global_state]
         if exportable:
             remedy += f", or export an earlier run: --run {' or --run '.join(exportable)}"
         raise ValueError(f"site {site_file.name} has not received a global state yet; {remedy}")
     state = selected[0]
-    path = Path(recipe).absolute() if recipe else next(iter(site_file.recipes))
+    path = _recipe_of(site_file, state) if recipe is None else Path(recipe).absolute()
+    if path not in site_file.recipes:
+        names = ", ".join(str(each) for each in site_file.recipes)
+        raise ValueError(f"{str(path)!r} is not a recipe of the site's file, which has {names}; pass one of them")
     client = make_client(path, site_file)
     if client.recipe.digest != state.recipe:
         raise ValueError(f"{str(path)!r} is not the recipe of run {state.run}; pass that recipe with --recipe")
     return export_site_run(client, state, site_file.name)
+
+
+def _recipe_of(site_file: SiteFile, state: RunState) -> Path:
+    """Return the file of the approved recipe of a run, or the only one of the site's file.
+
+    Raises:
+        ValueError: If there are several, and none has the run's digest.
+    """
+    for path, approved in site_file.recipes.items():
+        if approved.digest == state.recipe:
+            return path
+    if len(site_file.recipes) == 1:
+        return next(iter(site_file.recipes))
+    raise ValueError(
+        f"no recipe of the site's file has the digest {state.recipe} of run {state.run}; add that recipe to the file"
+    )
 
 
 def _run_of_server(folder: Path, name: str | None) -> Run:
@@ -287,7 +313,7 @@ def make_worker(site_file: SiteFile) -> SiteWorker:
         if not all(approved):
             raise ValueError(
                 f"{str(path)!r} is not approved: the site's file lacks its sha256 and digest; `perada deploy check` "
-                "shows both, and what the recipe would do"
+                "with the site's file prints both, and what the recipe would do"
             )
         clients[approved.digest] = make_client(path, site_file)
     log = logging.getLogger(f"perada.site.{site_file.name}")

@@ -203,14 +203,14 @@ def _runs_table(states: Sequence[RunState]) -> str:
         training = state.training
         row = [
             state.run,
-            state.transport_run or "–",
+            state.transport_run or NONE,
             state.recipe[:8],
             str(training.num_rounds),
             round_text(training.round + 1),
         ]
         if has_sums:
             masked_round = state.summing.update_round
-            row.append(str(masked_round + 1) if masked_round >= 0 else "–")
+            row.append(str(masked_round + 1) if masked_round >= 0 else NONE)
         rows.append(row)
     return table(header, rows)
 
@@ -232,16 +232,47 @@ def run_status(progress: RunProgress) -> str:
         rows.append(
             [
                 member.name,
-                "–" if member.size is None else str(member.size),
+                NONE if member.size is None else str(member.size),
                 str(member.rounds),
                 round_text(member.last_round),
-                member.left or "–",
-                ", ".join(epsilons) or "–",
+                member.left or NONE,
+                ", ".join(epsilons) or NONE,
             ]
         )
-    sites = table(["site", "images", "rounds", "last round", "left", "ε"], rows)
-    title = f"Run {progress.run}: {progress.done} of {progress.rounds} rounds"
-    return f"{title}\n\n{format_rounds(progress)}\n\n{sites}"
+    header = ["site", "images", "rounds", "last round", "left", "ε"]
+    filled = [index for index, _ in enumerate(header) if any(row[index] != NONE for row in rows)]
+    sites = table([header[index] for index in filled], [[row[index] for index in filled] for row in rows])
+    parts = [f"Run {progress.run}: {progress.done} of {progress.rounds} rounds"]
+    if progress.records:
+        parts.append(format_rounds(progress))
+    if rows:
+        parts.append(sites)
+    parts += _format_run_privacy(progress)
+    return "\n\n".join(parts)
+
+
+def _format_run_privacy(progress: RunProgress) -> list[str]:
+    """Format the ε of a private run after its last round, one paragraph for each level of privacy."""
+    latest = latest_metrics(progress)
+    paragraphs = []
+    if "privacy/release_epsilon_max" in latest:
+        release = epsilon_text(latest["privacy/release_epsilon_max"])
+        server = epsilon_text(latest["privacy/server_epsilon_max"])
+        unknown = (
+            "; ∞ stands for sites that do not report it (`epsilon` in may_send)" if "∞" in (release, server) else ""
+        )
+        paragraphs.append(f"Single images: at most ε {release} (release ledger), {server} (server ledger){unknown}.")
+    if "privacy/client_epsilon_max" in latest:
+        paragraphs.append(f"Whole sites: at most ε {epsilon_text(latest['privacy/client_epsilon_max'])}.")
+    return paragraphs
+
+
+def latest_metrics(progress: RunProgress) -> dict[str, float]:
+    """Return the last value of each metric of a run, without those that were never a number."""
+    latest: dict[str, float] = {}
+    for row in progress.history:
+        latest |= {name: value for name, value in row.items() if not math.isnan(value)}
+    return latest
 
 
 def format_rounds(progress: RunProgress) -> str:
@@ -259,7 +290,7 @@ def format_rounds(progress: RunProgress) -> str:
     rows = []
     for index, (record, metrics) in enumerate(zip(progress.records, progress.history, strict=True)):
         score = metrics.get("personal/local_test", math.nan)
-        row = [str(record.round + 1), f"{len(record.answered)} of {len(record.selected)}"]
+        row = [str(record.round + 1), f"{len(record.used)} of {len(record.selected)}"]
         if has_sums:
             row.append(", ".join(record.summed) or NONE)
         row += [cells[index] for cells in shown_problems.values()]

@@ -17,8 +17,8 @@ from perada.core.files import check_new_files
 from perada.core.text import printable
 from perada.deploy.flower.app import check_target, write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
-from perada.deploy.flower.running import Link, run_app
-from perada.deploy.monitoring import Monitoring, json_handler, json_logs
+from perada.deploy.flower.running import Link, list_runs, run_app
+from perada.deploy.monitoring import Monitoring, json_handler, json_logs, text_handler
 from perada.deploy.transport import Terms, Transport
 
 
@@ -251,6 +251,27 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
         run_local(options.app, options.local, options.folder, terms, monitoring)
 
 
+def runs(parser: ArgumentParser, words: list[str]) -> None:
+    """Print the runs of a SuperLink with their status, or stop one."""
+    parser.add_argument(
+        "--link",
+        type=str,
+        required=True,
+        help="Name of the SuperLink in Flower's configuration, or its address, such as link.example.org:8000.",
+    )
+    parser.add_argument(
+        "--root-certificates",
+        type=Path,
+        default=None,
+        help="Certificate of the authority that signed the SuperLink's, for an address: ca.crt.",
+    )
+    parser.add_argument("--stop", type=str, default="", metavar="ID", help="Run to stop, by Flower's number.")
+    options = parser.parse_args(words)
+    if options.stop and not options.stop.isdecimal():
+        raise ValueError(f"--stop={options.stop!r} is not the number of a run; `{parser.prog} --link …` prints them")
+    sys.exit(list_runs(Link(options.link, options.root_certificates), options.stop))
+
+
 def _json_logs_if_requested(monitoring: Monitoring) -> AbstractContextManager[None]:
     """Return a context in which logs, warnings and errors are lines of JSON, if requested."""
     if monitoring.log_format != "json":
@@ -271,7 +292,9 @@ def serve(path: Path, transport: Transport, terms: Terms, state: Path, monitorin
     log.setLevel(logging.INFO)
     in_json = monitoring.log_format == "json"
     # Flower shows the standard output to the user who started the run.
-    log.addHandler(json_handler(sys.stdout) if in_json else logging.StreamHandler(sys.stdout))
+    log.addHandler(json_handler(sys.stdout) if in_json else text_handler(sys.stdout))
+    # A library that adds a handler to the root logger would print each line a second time.
+    log.propagate = False
     try:
         run_rounds(str(path), transport, state, terms, monitoring)
     except USER_ERRORS as error:

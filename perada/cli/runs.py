@@ -351,7 +351,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
         if lines:
             print(f"{title} ({len(lines)}):")
             for line in lines:
-                print(f"- {line}")
+                print(f"- {printable(line)}")
             print()
     cli = result.cli
     if result.errors or cli is None:

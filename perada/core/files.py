@@ -200,7 +200,7 @@ def open_atomic(
             with writing(path), open(partial, "xb", opener=opener(mode)) as file:
                 # Some file systems have no locks.
                 with suppress(OSError):
-                    _try_lock(file.fileno())
+                    try_lock(file.fileno())
                 yield file
                 file.flush()
                 if durable:
@@ -449,7 +449,7 @@ def _open_locked(path: Path, wait: bool = False) -> int:
     """
     handle = os.open(path, os.O_RDONLY | _NO_FOLLOW)
     try:
-        is_locked = _try_lock(handle, wait)
+        is_locked = try_lock(handle, wait)
     except OSError:
         os.close(handle)
         raise
@@ -459,7 +459,7 @@ def _open_locked(path: Path, wait: bool = False) -> int:
     return handle
 
 
-def _try_lock(handle: int, wait: bool = False) -> bool:
+def try_lock(handle: int, wait: bool = False) -> bool:
     """Lock the file or folder of a handle until it is closed; return False if another process has locked it.
 
     Raises:
@@ -506,7 +506,7 @@ class FolderLock:
         try:
             with writing(self._path):
                 self._status = folder.stat()
-                is_locked = _try_lock(self._file)
+                is_locked = try_lock(self._file)
         except OSError:
             self.close()
             raise

@@ -40,6 +40,22 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
+def root_logger_kept() -> Iterator[None]:
+    """Undo changes of the root logger within the ``with`` statement, such as those of libraries that are imported.
+
+    A library that calls ``logging.basicConfig`` adds a handler. It prints messages of loggers with their own handler a
+    second time, and makes a later ``logging.basicConfig`` of the user's program ineffective.
+    """
+    handlers = logging.root.handlers[:]
+    level = logging.root.level
+    try:
+        yield
+    finally:
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
+
+
+@contextmanager
 def info_messages_disabled() -> Iterator[None]:
     """Silence informational log messages, such as those of Lightning about each trainer, but not warnings."""
     level_before = logging.root.manager.disable

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text for a terminal or a spreadsheet, and suffixes of score names."""
 
+import json
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
@@ -46,6 +47,40 @@ def printable(text: str) -> str:
     'a?[2Jb'
     """
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def printable_lines(text: str) -> str:
+    r"""Make a text of several lines safe to show: a terminal, a browser and a log file show what it says.
+
+    Names of clients, sites, classes and files come from anyone. Control characters, among them those that begin a
+    terminal's commands, and characters that are invisible or change the direction of writing, become question marks.
+    Line breaks, tabs and all kinds of spaces are kept.
+
+    >>> printable_lines("a\x1b[2J\x07\n\u202eb\tc")
+    'a?[2J?\n?b\tc'
+    """
+    lines = []
+    for line in text.split("\n"):
+        # Most lines are printable, and this is far quicker than a look at each letter.
+        lines.append(line if line.isprintable() else "".join(map(_shown_letter, line)))
+    return "\n".join(lines)
+
+
+def _shown_letter(letter: str) -> str:
+    """Return a letter, or a question mark in place of one that must not be shown."""
+    is_shown = letter.isprintable() or letter == "\t" or unicodedata.category(letter) == "Zs"
+    return letter if is_shown else "?"
+
+
+def printable_json(text: str) -> str:
+    r"""Write the characters of a line of JSON that :func:`printable` would replace as escapes, with the same meaning.
+
+    >>> printable_json('"Gdańsk \u202e"')
+    '"Gdańsk \\u202e"'
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
 
 
 # Cyrillic and Greek letters that most fonts draw like Latin ones, and Unicode's hyphens.

@@ -34,7 +34,7 @@ def export_site_run(client: Client, state: RunState, name: str) -> Run:
     data = client.data
     training = state.training
     if not state.scoring.global_state:
-        raise ValueError(f"site {name} has not received a global state yet; export when the run is over")
+        raise ValueError(f"site {name} has not received a global state yet; export after the first evaluation")
     assert recipe.module.adapted is not None
     shared = to_device(state.scoring.global_state, recipe.device)
     stacked_personal = client.personal(shared, state)

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, Self, TextIO
 
 from perada.core.checks import check_choice, check_integer
+from perada.core.text import printable_json, printable_lines
 
 CONTEXT_FIELDS = ("run", "round", "site")
 """Fields of each line that identify the subject of its message; null without one."""
@@ -74,7 +75,15 @@ class JsonLines(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         elif record.exc_text:  # a traceback of another program
             line["exception"] = record.exc_text
-        return json.dumps(line, ensure_ascii=False)
+        return printable_json(json.dumps(line, ensure_ascii=False))
+
+
+class PlainLines(logging.Formatter):
+    """Formats a record as text without control characters, since names in it may come from anyone."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record, and the lines of its traceback."""
+        return printable_lines(super().format(record))
 
 
 class Stamp(logging.Filter):
@@ -102,6 +111,13 @@ def stamp(logger: logging.Logger, read_context: Callable[[], Mapping[str, object
     for each in former:
         logger.removeFilter(each)
     logger.addFilter(Stamp(read_context))
+
+
+def text_handler(stream: TextIO, line_format: str = "%(message)s") -> logging.Handler:
+    """Return a handler that writes lines of text."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(PlainLines(line_format))
+    return handler
 
 
 def json_handler(stream: TextIO) -> logging.Handler:
@@ -157,11 +173,11 @@ def _log_error_of_thread(error: threading.ExceptHookArgs) -> None:
 
 
 class TextLines:
-    """Passes on the lines of another program, without the codes of colours, which Flower also writes to files."""
+    """Passes on the lines of another program without control characters, such as Flower's codes of colours."""
 
     def feed(self, text: str) -> list[str]:
         """Add a line, and return the lines that can be printed now."""
-        return [_COLOUR.sub("", text.rstrip())]
+        return [printable_lines(_COLOUR.sub("", text.rstrip()))]
 
     def flush(self) -> list[str]:
         """Return the lines held back, once no more are expected for now."""
@@ -184,7 +200,7 @@ class FlowerLines(TextLines):
         """Add a line, and return the lines of JSON that are complete now."""
         line = _COLOUR.sub("", text.rstrip())
         if _is_json(line):
-            return [*self.flush(), line]
+            return [*self.flush(), printable_json(line)]
         record = _FLOWER_RECORD.fullmatch(line)
         if record is not None:
             complete = self.flush()

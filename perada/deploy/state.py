@@ -153,7 +153,7 @@ class ScoringState:
         reply: Response to it, which is sent again if the request is repeated.
         models_digest: Digest of the models, without what differs between sites.
         metrics: Scores to be added up in a secure sum; empty if they are not.
-        global_state: The global state that the last round made; empty before the site was sent it.
+        global_state: The global state that was scored last; empty before the site was sent one.
     """
 
     round: int = -1

@@ -253,7 +253,7 @@ def remap_clients(saved: dict[str, Any], data: FederatedDataModule, allowed: Seq
         raise ValueError(
             f"the checkpoint is from a private run of {former_count} clients, but this run has {data.num_clients}: "
             "its noise and its ledgers cover only the original clients; start a new run, or add the "
-            "new clients with `perada clients add`"
+            "new clients with `perada clients add RUN --help`"
         )
     return saved | {
         "federation": saved["federation"] | {"tuned": None, "numbers": new_numbers},

@@ -9,6 +9,7 @@ its images in shuffled order, each image is used once per pass, and a pass is co
 neighbouring data set is then the one in which an image's gradient is left out and all others stay in their batches.
 """
 
+import importlib
 import math
 import warnings
 from collections import Counter
@@ -18,6 +19,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from perada.core.checks import OptionError, check_choice, check_installed, check_integer, check_number
+from perada.core.quiet import root_logger_kept
 from perada.core.text import quoted
 
 ACCOUNTANTS = ("rdp", "prv")
@@ -36,6 +38,16 @@ ROUNDING = 1 + 1e-9
 def check_opacus() -> None:
     """Raise a ModuleNotFoundError if Opacus is not installed."""
     check_installed("differential privacy", "privacy", "opacus")
+
+
+def import_opacus() -> None:
+    """Import Opacus, which takes seconds, without its change of the root logger (opacus 1.6).
+
+    This must come before any ``from opacus import``.
+    """
+    check_opacus()
+    with root_logger_kept():
+        importlib.import_module("opacus")
 
 
 def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> float:
@@ -129,7 +141,7 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
 @lru_cache(maxsize=100_000)
 def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
     """Return the ε of a sequence of (noise multiplier, sample rate, steps) by Opacus."""
-    check_opacus()
+    import_opacus()
     from opacus.accountants import create_accountant
 
     with warnings.catch_warnings():

@@ -32,6 +32,7 @@ from perada.engine.engine import Engine, real_rows, row_losses
 from perada.engine.fold import fold, shell
 from perada.engine.stacked_layers import StackedLayer
 from perada.engine.substitutes import WrappingSubstitute
+from perada.privacy.accounting import import_opacus
 from perada.privacy.clipping import at_least_float32, clipping_factors, sum_outer_products
 from perada.privacy.options import Privacy
 from perada.server.aggregate import double, double_dtype
@@ -463,7 +464,7 @@ def _modules_behind_clones(module: nn.Module, path: str = "") -> Iterator[tuple[
 
 def with_grad_sample_hooks(model: nn.Module) -> nn.Module:
     """Return the model in a GradSampleModule of Opacus, with a sampler for every class of stacked layers in it."""
-    # Imported here, since it takes seconds.
+    import_opacus()
     from opacus.grad_sample import GradSampleModule
 
     stacked_classes = {type(module) for module in model.modules() if isinstance(module, StackedLayer)}
@@ -477,6 +478,7 @@ def with_grad_sample_hooks(model: nn.Module) -> nn.Module:
 
 def _samplers() -> dict[type[nn.Module], Sampler]:
     """Return Opacus's samplers by class of layer, with perada's sampler for convolutions."""
+    import_opacus()
     from opacus.grad_sample import GradSampleModule
 
     return {**GradSampleModule.GRAD_SAMPLERS, nn.Conv2d: _sample_conv2d}

@@ -1,20 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal of a private run: a line for each round, written before any noise of the round is drawn."""
+"""The journal of a private run: a line for each round, written before any noise of the round is drawn.
 
+Lines form a chain: each has the digest of the one before. A second file, the head, has the digest of the last line. A
+line that is removed or changed is thus detected, wherever it was.
+"""
+
+import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from perada.core.checks import OptionError
-from perada.core.files import opener, sync
+from perada.core.files import opener, sync, try_lock, write_atomic
 
 JOURNAL = "privacy_ledger.jsonl"
 """Name of the file next to the checkpoints."""
-FIELDS = frozenset({"id", "run", "round", "images", "clients"})
-"""Keys of an entry: ids of the round and of the run, number of the round, and its costs for images and clients."""
+PREVIOUS = "previous"
+FIELDS = frozenset({"id", "run", "round", "images", "clients", PREVIOUS})
+"""Keys of an entry.
+
+Ids of the round and of the run, number of the round, its costs for images and clients, and digest of the previous line.
+"""
+BEGINNING = "0" * 64
+"""Digest in place of that of a line before the first one."""
 CUT = b" #cut"
 """Mark at the end of a line that a crash truncated."""
 
@@ -39,10 +51,9 @@ class Journal:
         Raises:
             OSError: If a file of this run cannot be written.
         """
-        line = json.dumps(entry).encode() + b"\n"
         for path in (*self.paths, *self.earlier_paths):
             try:
-                _append_line(path, line)
+                _append_entry(path, entry)
             except OSError as error:
                 if path in self.paths:
                     raise OSError(
@@ -53,22 +64,51 @@ class Journal:
                 warnings.warn(f"privacy: {str(path)!r} {unaware}", stacklevel=2)
 
 
-def _append_line(path: Path, line: bytes) -> None:
-    """Append a line to a file, and mark the previous line if a crash truncated it."""
+def head_file(journal: Path) -> Path:
+    """Return the file with the digest of the last line of a journal."""
+    return journal.with_suffix(".head")
+
+
+def _append_entry(path: Path, entry: dict[str, Any]) -> None:
+    """Append an entry to a journal and note its digest in the head; mark the previous line if a crash truncated it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with open(path, "ab+", opener=opener()) as file:
-        # The file is opened at its end.
-        file.seek(max(0, file.tell() - 1))
+        # Two runs that were resumed from one checkpoint may write to the same journal. Some file systems have no locks.
+        with suppress(OSError):
+            try_lock(file.fileno(), wait=True)
+        if file.tell() == 0:
+            # Before the journal: one that has lines but no head has lost lines.
+            write_atomic(head_file(path), BEGINNING.encode())
+        previous = BEGINNING
+        for line in _complete_lines(file):
+            previous = _digest(line)
+        line = json.dumps(entry | {PREVIOUS: previous}).encode() + b"\n"
+        digest = _digest(line)
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         last_byte = file.read()
         if last_byte not in (b"", b"\n"):
             line = CUT + b"\n" + line
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
-    if is_new:
-        # Otherwise a power failure may take the name of the file, and the rounds in it.
-        sync([path.parent])
+        if is_new:
+            # Otherwise a power failure may take the name of the file, and the rounds in it.
+            sync([path.parent])
+        write_atomic(head_file(path), digest.encode())
+
+
+def _complete_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a journal from its beginning, without those that a crash truncated."""
+    file.seek(0)
+    for line in file:
+        if line.endswith(b"\n") and not line.endswith(CUT + b"\n"):
+            yield line
+
+
+def _digest(line: bytes) -> str:
+    """Return the digest of a line."""
+    return hashlib.sha256(line).hexdigest()
 
 
 def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
@@ -81,25 +121,54 @@ def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
         run: Id of the run.
 
     Raises:
-        ValueError: If a complete line of a file is not an entry.
+        ValueError: If a complete line of a file is not an entry, or lines were removed or changed.
     """
     entries: dict[str, dict[str, Any]] = {}
     for path in paths:
         if not path.is_file() or path.is_symlink():
             continue
-        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-            if not line.endswith(b"\n") or line.endswith(CUT + b"\n"):
-                continue
-            try:
-                entry = json.loads(line)
-                if not FIELDS <= set(entry):
-                    raise TypeError(entry)
-            except (ValueError, TypeError) as error:
-                raise OptionError(
-                    f"privacy: line {number} of {str(path)!r} is damaged, so the spent budget is unknown; restore the "
-                    "file from a copy, or start a new run",
-                    name="privacy",
-                ) from error
+        for entry in _read_chain(path):
             if entry["run"] == run:
                 entries[entry["id"]] = entry
     return entries
+
+
+def _read_chain(path: Path) -> list[dict[str, Any]]:
+    """Return all entries of a journal, whose chain and head are checked.
+
+    The journal may be ahead of its head, if a crash came between the two writes.
+    """
+    entries = []
+    digests = [BEGINNING]
+    # With the numbers that an editor shows, so truncated lines count.
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n") or line.endswith(CUT + b"\n"):
+            continue
+        try:
+            entry = json.loads(line)
+            if not FIELDS <= set(entry):
+                raise TypeError(entry)
+        except (ValueError, TypeError) as error:
+            raise _damaged(f"line {number} of {str(path)!r} is damaged") from error
+        if entry[PREVIOUS] != digests[-1]:
+            raise _damaged(f"a line of {str(path)!r} before line {number} was removed or changed")
+        digests.append(_digest(line))
+        entries.append(entry)
+    head = head_file(path)
+    if not entries and not head.is_file():
+        return []
+    if not head.is_file():
+        raise _damaged(
+            f"{str(head)!r} is missing, without which lines removed from the end of {path.name} are not noticed"
+        )
+    if head.read_text(encoding="utf-8", errors="replace") not in digests:
+        raise _damaged(f"{str(path)!r} lacks its last line, whose digest {str(head)!r} has")
+    return entries
+
+
+def _damaged(problem: str) -> OptionError:
+    """Return the error that a journal cannot be relied on."""
+    return OptionError(
+        f"privacy: {problem}, so the spent budget is unknown; restore both files from a copy, or start a new run",
+        name="privacy",
+    )

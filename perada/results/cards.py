@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jinja2
 from huggingface_hub import ModelCard
 
-from perada.core.text import printable
+from perada.core.text import printable, printable_lines
 from perada.models.backbones import size_to_build
 from perada.privacy.options import ClientPrivacy, Privacy, options_of
 from perada.results.models import Models
@@ -147,8 +147,9 @@ def _template(name: str) -> jinja2.Template:
 
 
 def render_template(name: str, **content: Any) -> str:
-    """Render a template of this package, stripped and with at most one empty line in a row."""
-    return re.sub(r"\n{3,}", "\n\n", _template(name).render(content)).strip()
+    """Render a template of this package, stripped, with at most one empty line in a row, and safe to show."""
+    text = printable_lines(_template(name).render(content))
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
 class Cards:
@@ -360,7 +361,7 @@ def _render_privacy(
         client_name=client if client_name is None else client_name,
         test_mode=is_test_mode(record),
     )
-    return text.strip()
+    return printable_lines(text).strip()
 
 
 def privacy_card(

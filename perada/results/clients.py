@@ -163,7 +163,8 @@ def forget(folder: Path, client: int | str) -> int:
     if checkpoints:
         raise ValueError(
             f"{str(checkpoints[0])!r} is a checkpoint, which contains every client's state, so nothing was removed; "
-            "export the run to a different folder (perada export), remove the client there, and delete the run folder"
+            f"export the run to a different folder (perada export {folder} --output FOLDER), remove the client there, "
+            "and delete the run folder"
         )
     info = saved.info
     interrupted = _delete_forgotten(folder, saved)

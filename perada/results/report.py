@@ -49,7 +49,7 @@ TITLES = {
     "clients/drawn": "clients selected",
     "clients/failed": "clients failed",
     "deploy/selected": "sites selected",
-    "deploy/answered": "sites answered",
+    "deploy/answered": "sites used",
     "deploy/seconds": "seconds",
     "privacy/server_epsilon_std": "ε server, std",
     "privacy/server_epsilon_max": "ε server (max)",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_integer, check_number, use_plain_numbers
+from perada.core.checks import check_integer, check_number, floor_share, use_plain_numbers
 from perada.core.states import State, per_client
 from perada.server.aggregate import Updates, double
 
@@ -45,8 +45,12 @@ class SecureSums:
         check_integer("secure_sums: fraction_bits", self.fraction_bits, 8, le=40)
 
     def least(self, sites: int) -> int:
-        """Return how many of a round's sites must stay until its end."""
-        return max(self.min_sites, int(self.threshold * sites) + 1)
+        """Return how many of a round's sites must stay until its end, more than ``threshold`` of them.
+
+        >>> SecureSums(threshold=0.7).least(90)
+        64
+        """
+        return max(self.min_sites, floor_share(self.threshold, sites) + 1)
 
     def limit(self, sites: int) -> float:
         """Return the bound on magnitudes below which the sum over the sites does not overflow."""

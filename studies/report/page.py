@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from perada.core.files import check_output_folder, write_atomic, writing
-from perada.core.text import cell_text, printable
+from perada.core.text import cell_text, printable, printable_lines
 from perada.results.overwriting import foreign_file
 from perada.results.report import SCORES, score_title, scores_beside, title_with_metric
 from perada.results.run_file import RUN_FILE
@@ -178,9 +178,10 @@ def _html(records: Sequence[RunRecord], parts: Sequence[Section | RunPart], refr
         title = f"{len(records)} runs"
         subtitle = "Side by side, then each of them."
         facts = []
-    return environment.from_string(template).render(
+    page = environment.from_string(template).render(
         title=title, subtitle=subtitle, facts=facts, parts=parts, max_rows=MAX_ROWS, refresh=refresh
     )
+    return printable_lines(page)
 
 
 def _run_title(record: RunRecord) -> str:
@@ -276,7 +277,7 @@ def as_csv(table: Table) -> str:
 
 def _csv_cell(cell: Cell) -> str:
     if isinstance(cell, str):
-        return cell_text(cell)
+        return cell_text(printable(cell))
     if isinstance(cell, int):
         return str(cell)
     return "" if math.isnan(cell) else f"{cell:.6g}"

@@ -119,7 +119,7 @@ def as_svg(figure: "Figure", name: str, alt: str) -> str:
     # The page scales the figure: its fixed size is replaced by a largest width.
     size = re.compile(r' (width|height)="[^"]*"')
     max_width = f"max-width: {MAX_PIXELS_PER_INCH * figure.get_figwidth():.0f}px"
-    attributes = f' role="img" style="{max_width}" aria-label="{escape(alt)}"'
+    attributes = f' role="img" style="{max_width}" aria-label="{escape(printable(alt))}"'
     # A function, since a string would have its backslashes interpreted.
     svg = size.sub(lambda match: attributes, svg, count=1)
     svg = size.sub("", svg, count=1)

@@ -14,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from perada.core.digests import check_sealed
 from perada.results.report import (
     EPSILONS,
@@ -183,9 +185,12 @@ class RunRecord:
 
     @property
     def private(self) -> bool:
-        """Whether the run was private, at the level of images or of clients."""
+        """Whether the run was private, at the level of images or of clients.
+
+        Before the first evaluation only the configuration says so: `run.json` is missing, and no ε has been logged.
+        """
         has_ledgers = any(name.startswith(PRIVACY) for name in self.metric_names)
-        return bool(self.info.get("privacy")) or has_ledgers
+        return bool(self.info.get("privacy")) or has_ledgers or _sets_privacy(self.config)
 
     @property
     def metric_names(self) -> list[str]:
@@ -221,6 +226,17 @@ class RunRecord:
             if name in row:
                 return row[name]
         return math.nan
+
+
+def _sets_privacy(config: str) -> bool:
+    """Return whether a run's ``config.yaml`` sets a level of privacy, or cannot be read, so that this is unknown."""
+    try:
+        content = yaml.safe_load(config)
+    except yaml.YAMLError:
+        return True
+    if not isinstance(content, dict):
+        return False
+    return any(content.get(section) not in (None, False) for section in ("privacy", "client_privacy"))
 
 
 def lack_scores(records: Sequence[RunRecord], scores: bool | None) -> bool:

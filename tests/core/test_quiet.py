@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from perada.core.quiet import quiet, quiet_lightning
+from perada.core.quiet import quiet, quiet_lightning, root_logger_kept
 
 LEAF = "`isinstance(treespec, LeafSpec)` is deprecated, use something else"
 SPEAKER = logging.getLogger("pytorch_lightning.utilities.rank_zero")
@@ -48,3 +48,17 @@ def test_it_stays_left_out_where_it_was():
         with quiet():
             pass
         assert said() == [False, True, False, True]
+
+
+def test_what_a_library_does_to_the_root_logger_is_undone():
+    own = logging.NullHandler()
+    before, level = logging.root.handlers[:], logging.root.level
+    logging.root.handlers[:] = [own]
+    try:
+        with pytest.raises(KeyError), root_logger_kept():
+            logging.basicConfig(level=logging.DEBUG, force=True)
+            raise KeyError
+        assert (logging.root.handlers, logging.root.level) == ([own], level)
+    finally:
+        logging.root.handlers[:] = before
+        logging.root.setLevel(level)

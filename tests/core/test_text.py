@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How messages describe the values that they reject."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, checked_names
-from perada.core.text import value_text
+from perada.core.text import printable, printable_json, printable_lines, value_text
 from perada.data import IID, Digits
 
 PLAIN = {
@@ -39,6 +40,27 @@ DESCRIBED = {
     "the function value_text": value_text,
     "the module numpy": np,
 }
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\r\x00\x9b31m\u202e\u2066\u200f\ufeff\u2028\U000e0041"
+"""Commands of terminals, C1 codes, changes of direction, invisible letters and other line breaks."""
+
+
+def test_nothing_that_a_terminal_or_browser_obeys_is_shown():
+    for shown in (printable(HOSTILE), printable_lines(HOSTILE)):
+        assert len(shown) == len(HOSTILE)
+        assert shown.isprintable()
+        assert shown.replace("?", "") == "]0;title[2J31m"
+    text = "Gdańsk 赤\u00a0十字\n\tone\u3000two"
+    assert printable_lines(text) == text
+    assert printable(text).count("?") == 4
+
+
+def test_json_lines_keep_their_meaning():
+    text = json.dumps({"site": HOSTILE, "name": "Gdańsk"}, ensure_ascii=False)
+    assert printable_json(text).isprintable()
+    assert "Gdańsk" in printable_json(text)
+    assert json.loads(printable_json(text)) == json.loads(text)
 
 
 @pytest.mark.parametrize(("text", "value"), [*PLAIN.items(), *DESCRIBED.items()])

@@ -322,7 +322,7 @@ def test_the_commands_of_the_page_are_read_by_the_program(tmp_path, monkeypatch)
         (
             "echo Successfully started run 42; sleep 0.3; kill -INT $PPID; exec sleep 20",
             "",
-            "stop it with: flwr stop 42",
+            "stop it with: perada deploy runs --link localhost:",
         ),
         ("sleep 0.3; kill -INT $PPID; exec sleep 20", "", "Stopped before the run had a number"),
     ],
@@ -350,7 +350,7 @@ def test_a_certificate_that_expires_soon_is_said_and_one_that_has_is_rejected(tm
     days_before(61)
     Link("localhost:8000", file)
     days_before(59)
-    with pytest.warns(UserWarning, match=r"ca.crt' expires on 2126-10-31; write a new one with"):
+    with pytest.warns(UserWarning, match=r"ca.crt' expires on 2126-10-31; .* write a new one"):
         Link("localhost:8000", file)
     days_before(-1)
     with pytest.raises(ValueError, match=r"ca\.crt' expired on 2126-10-31"):
@@ -399,11 +399,50 @@ def test_an_error_at_the_server_is_one_line_for_whoever_started_the_run(kind, tm
         log = logging.getLogger(name)
         monkeypatch.setattr(log, "handlers", log.handlers[:])
         monkeypatch.setattr(log, "level", log.level)
+        monkeypatch.setattr(log, "propagate", log.propagate)
     monkeypatch.setattr("perada.cli.flower.quiet_libraries", lambda: None)
     monkeypatch.setattr("perada.cli.deploy.run_rounds", fail)
     with pytest.raises(RuntimeError, match=r"^no such adapter$"):
         serve(tmp_path / "recipe.yaml", LocalTransport({}), Terms(), tmp_path, Monitoring())
     assert capsys.readouterr().out == "perada: error: no such adapter\n"
+
+
+def test_lines_are_printed_once_although_a_library_configures_the_root_logger(tmp_path, monkeypatch, capfd):
+    """As Opacus does at the first private round."""
+    for name in ("perada.deploy", "pytorch_lightning.utilities.rank_zero"):
+        log = logging.getLogger(name)
+        monkeypatch.setattr(log, "handlers", log.handlers[:])
+        monkeypatch.setattr(log, "level", log.level)
+        monkeypatch.setattr(log, "propagate", log.propagate)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr("perada.cli.flower.quiet_libraries", lambda: None)
+
+    def run_rounds(*_):
+        logging.getLogger("perada.deploy").warning("round 1: all broke")
+        logging.basicConfig(stream=sys.stderr)
+        logging.getLogger("perada.deploy").warning("round 2: all broke")
+
+    monkeypatch.setattr("perada.cli.deploy.run_rounds", run_rounds)
+    serve(tmp_path / "recipe.yaml", LocalTransport({}), Terms(), tmp_path, Monitoring())
+    assert "".join(capfd.readouterr()).splitlines() == ["round 1: all broke", "round 2: all broke"]
+
+
+def test_runs_are_listed_and_stopped_by_the_command_that_is_printed(tmp_path, monkeypatch, capfd):
+    """Flower's own commands know no address, and no connection that only `perada deploy run` used."""
+    flower = tmp_path / "flwr"
+    flower.write_text('#!/bin/sh\necho "$@"; cat $FLWR_HOME/config.toml\n')
+    flower.chmod(0o755)
+    monkeypatch.setattr("perada.deploy.flower.running.program", lambda name: flower)
+    link = Link("localhost:8000", certificate(tmp_path))
+    for run, words in (("", "list perada"), ("42", "stop 42 perada")):
+        with pytest.raises(SystemExit) as ended:
+            main(shlex.split(link.command(run))[1:])
+        assert ended.value.code == 0
+        printed = capfd.readouterr().out
+        assert printed.splitlines()[0] == words
+        assert tomllib.loads(printed.partition("\n")[2])["superlink"]["perada"]["address"] == "localhost:8000"
+    with pytest.raises(ValueError, match="--stop='first' is not the number of a run"):
+        main([*shlex.split(link.command())[1:], "--stop", "first"])
 
 
 def test_batch_norm_in_private_training_is_rejected_before_sites_get_the_recipe(tmp_path):

@@ -127,7 +127,7 @@ def test_a_clock_is_read_although_the_certificate_has_expired(tmp_path, monkeypa
     ("status", "code", "state", "text"),
     [
         (400, 2003, "pass", "is registered"),
-        (412, 2004, "fail", "flwr supernode register alpha.pub"),
+        (412, 2004, "fail", "flwr supernode register NAME.pub LINK --name NAME"),
         (401, 0, "fail", "401"),
         (503, 0, "warn", "503"),
     ],

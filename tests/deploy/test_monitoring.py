@@ -271,5 +271,7 @@ def test_options_reach_the_app_and_an_app_of_another_version_is_named(tmp_path, 
     )
     assert run_app(folder / "app", link, Terms()) == 1
     assert "metrics_port" not in given[1][-1] and "min_sites" in given[1][-1]
-    with pytest.raises(ValueError, match="has no option metrics_port; rewrite it with `perada deploy init`"):
+    with pytest.raises(
+        ValueError, match="has no option metrics_port; rewrite it with `perada deploy init RECIPE FOLDER`"
+    ):
         run_app(folder / "app", link, Terms(), watch)

@@ -3,7 +3,9 @@
 
 import io
 import json
+import logging
 import math
+import sys
 import warnings
 
 import numpy as np
@@ -15,6 +17,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from perada.privacy import Ledger, Ledgers, history_epsilon
+from perada.privacy.accounting import import_opacus
 
 DELTA = 1e-5
 
@@ -248,3 +251,19 @@ def test_no_warning_of_a_division_reaches_the_user():
         warnings.simplefilter("always")
         history_epsilon({(2.0, 1.0): 3}, DELTA, "prv")
     assert seen == []
+
+
+def test_the_import_of_opacus_leaves_the_root_logger_as_it_was(tmp_path, monkeypatch):
+    """By a package in its place, since Opacus itself is imported by now."""
+    (tmp_path / "opacus.py").write_text("import logging\nlogging.basicConfig()\nlogging.root.setLevel(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "opacus")
+    before, level = logging.root.handlers[:], logging.root.level
+    logging.root.handlers[:] = []
+    try:
+        import_opacus()
+        assert (logging.root.handlers, logging.root.level) == ([], level)
+        assert sys.modules["opacus"].__file__ == str(tmp_path / "opacus.py")
+    finally:
+        logging.root.handlers[:] = before
+        logging.root.setLevel(level)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A round that is begun is counted, whatever becomes of it: its noise has been drawn, and after a crash others."""
 
+import hashlib
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.privacy import clipping, history_epsilon
-from perada.privacy.journal import JOURNAL, Journal, read_journals
+from perada.privacy.journal import JOURNAL, Journal, head_file, read_journals
 from tests.options import sections
 
 from .private_loop import once
@@ -326,9 +327,75 @@ def test_entries_of_other_runs_in_the_same_file_are_left_out(tmp_path):
 )
 def test_a_damaged_line_is_not_taken_for_a_round_that_was_never_begun(tmp_path, line):
     path = tmp_path / JOURNAL
-    path.write_bytes(json.dumps(entry("one")).encode() + b"\n" + line + b"\n")
+    Journal([path]).write(entry("one"))
+    with path.open("ab") as file:
+        file.write(line + b"\n")
     with pytest.raises(ValueError, match=r"line 2 of '.*privacy_ledger\.jsonl' is damaged"):
         read_journals([path], "a")
+
+
+def kept_lines(path, keep):
+    """Write a journal of four lines, and replace it by some of them."""
+    for name in ("one", "two", "three", "four"):
+        Journal([path]).write(entry(name))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[index] for index in keep))
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ([1, 2, 3], "a line of .* before line 1 was removed"),
+        ([0, 2, 3], "a line of .* before line 2 was removed"),
+        ([0, 3], "a line of .* before line 2 was removed"),
+        ([0, 2, 1, 3], "a line of .* before line 2 was removed"),
+        ([0, 1, 1, 2, 3], "a line of .* before line 3 was removed"),
+        ([0, 1, 2], r"privacy_ledger\.jsonl' lacks its last line"),
+        ([0], r"privacy_ledger\.jsonl' lacks its last line"),
+        ([], r"privacy_ledger\.jsonl' lacks its last line"),
+    ],
+)
+def test_lines_that_were_removed_or_moved_are_noticed(tmp_path, keep, message):
+    path = tmp_path / JOURNAL
+    kept_lines(path, keep)
+    with pytest.raises(ValueError, match=message):
+        read_journals([path], "a")
+
+
+def test_changed_and_hidden_lines_and_a_removed_head_are_noticed(tmp_path):
+    path = tmp_path / JOURNAL
+    kept_lines(path, range(4))
+    content = path.read_bytes()
+    assert list(read_journals([path], "a")) == ["one", "two", "three", "four"]
+    for changed in (
+        content.replace(b'"round": 0', b'"round": 1', 1),
+        content[:-1] + b" #cut\n",
+        content.replace(b"}\n", b"} #cut\n", 1),
+    ):
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"was removed or changed|lacks its last line"):
+            read_journals([path], "a")
+    path.write_bytes(content)
+    head_file(path).unlink()
+    with pytest.raises(ValueError, match=r"privacy_ledger\.head' is missing"):
+        read_journals([path], "a")
+
+
+def test_a_crash_between_journal_and_head_is_healed(tmp_path, monkeypatch):
+    path = tmp_path / JOURNAL
+    Journal([path]).write(entry("one"))
+    before = head_file(path).read_bytes()
+    Journal([path]).write(entry("two"))
+    head_file(path).write_bytes(before)
+    assert list(read_journals([path], "a")) == ["one", "two"]
+    Journal([path]).write(entry("three"))
+    assert list(read_journals([path], "a")) == ["one", "two", "three"]
+    assert head_file(path).read_bytes() != before
+    empty = tmp_path / "empty" / JOURNAL
+    monkeypatch.setattr("os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "no space left")))
+    with pytest.raises(OSError, match="no space left"):
+        Journal([empty]).write(entry("one"))
+    assert read_journals([empty], "a") == {}
 
 
 def test_a_link_is_neither_read_nor_written(tmp_path):
@@ -362,13 +429,18 @@ def test_without_the_journal_of_a_run_it_is_not_resumed(tmp_path, loss):
         path.unlink()
     elif loss == "shortened":
         path.write_text(path.read_text().splitlines()[0] + "\n")
+        head_file(path).write_text(hashlib.sha256(path.read_bytes()).hexdigest())
     else:
         newest = newest.rename(tmp_path / "alone.ckpt")
         (tmp_path / "run").rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"privacy_ledger\.jsonl is missing or truncated .* next to the checkpoint"):
         fit(tmp_path, ckpt_path=str(newest), **LEVELS["images"])
     if loss == "left behind":
-        (checkpoints(tmp_path / "elsewhere") / JOURNAL).rename(tmp_path / JOURNAL)
+        moved = checkpoints(tmp_path / "elsewhere") / JOURNAL
+        moved.rename(tmp_path / JOURNAL)
+        with pytest.raises(ValueError, match=r"privacy_ledger\.head' is missing"):
+            fit(tmp_path, ckpt_path=str(newest), **LEVELS["images"])
+        head_file(moved).rename(head_file(tmp_path / JOURNAL))
         with pytest.warns(UserWarning, match=r"round 3 was already begun once"):
             run = fit(tmp_path, ckpt_path=str(newest), **LEVELS["images"])
         assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
@@ -383,7 +455,7 @@ def test_checkpoints_of_ones_own_have_a_journal_too(tmp_path, level):
     with pytest.warns(UserWarning, match=r"round 3 was already begun once"):
         run = fit(tmp_path, ckpt_path=str(tmp_path / "mine.ckpt"), **options)
     assert spent(run, level) == pytest.approx([epsilon(per_round(level) * 4)] * CLIENTS)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.ckpt", JOURNAL]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.ckpt", "privacy_ledger.head", JOURNAL]
 
 
 @pytest.mark.slow

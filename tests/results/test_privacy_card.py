@@ -65,6 +65,15 @@ def test_a_clients_card_has_its_own_epsilon_the_release_first(client):
     assert "δ = 0.0001" in card
 
 
+def test_a_card_of_a_run_with_one_client_has_no_empty_row():
+    """A site's export does not know the ε of the others."""
+    content = whole()["client"] | {"epsilon": [0.5]}
+    card = privacy_card({"client": content}, 0)
+    assert tables(card) == []
+    assert "it does not protect that client as a whole" in card
+    assert tables(privacy_card(whole(), 0)) == [["1.00"]]
+
+
 def test_the_global_card_has_the_server_ledger_over_all_clients():
     card = privacy_card(sample(max_norm=0.5), None)
     assert tables(card) == [

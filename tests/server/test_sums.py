@@ -2,6 +2,7 @@
 """Sums in whole numbers against Python's."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -66,3 +67,13 @@ def test_up_to_half_of_min_sites_may_work_with_the_server(min_sites):
             if two_lists or alone:
                 reads.add(helpers)
     assert min(reads) == min_sites // 2 + 1
+
+
+@pytest.mark.parametrize("threshold", [2 / 3, 0.7, 0.75, 0.8, 0.9, 0.95])
+def test_more_than_the_share_of_the_sites_must_stay(threshold):
+    """By fractions, which have no rounding: 0.7 * 90 is 62.99999999999999 in floating point."""
+    share = Fraction(threshold).limit_denominator(100)
+    for sites in range(3, 400):
+        least = SecureSums(threshold=threshold).least(sites)
+        assert least > share * sites
+        assert least == 3 or least - 1 <= share * sites

@@ -27,7 +27,8 @@ from perada.tasks import Classification, MultiLabel
 from tests.options import sections
 
 SCRIPT = "<script>alert(1)</script>"
-NAMES = [f"{SCRIPT}$x_1$", "=1+1", '"onload="x', "-->", "\x1b[31m赤", "six"]
+NAMES = [f"{SCRIPT}$x_1$", "=1+1", '"onload="x', "-->", "\x1b[31m\x07\u202e赤", "six"]
+SHOWN = [printable(name) for name in NAMES]
 
 
 class Page(HTMLParser):
@@ -94,7 +95,37 @@ def test_names_are_text(page):
     text = (page / "index.html").read_text(encoding="utf-8")
     assert SCRIPT not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;$x_1$" in text
-    assert {row["client"] for row in rows(page / "clients.csv")} == {"'=1+1", "'-->", *NAMES[2:3], *NAMES[4:]}
+    assert {row["client"] for row in rows(page / "clients.csv")} == {"'=1+1", "'-->", *NAMES[2:3], "?[31m??赤", "six"}
+
+
+def test_a_page_has_no_characters_that_a_terminal_or_browser_obeys(page):
+    for file in (page / "index.html", *page.glob("*.csv")):
+        content = file.read_text(encoding="utf-8")
+        assert all(letter.isprintable() or letter == "\n" for letter in content), file.name
+    assert "?[31m??赤" in (page / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("config", "private"),
+    [
+        ("privacy: {noise_multiplier: 1.0}\n", True),
+        ("client_privacy:\n  noise_multiplier: 1.0\n", True),
+        ("privacy: null\nclient_privacy: null\n", False),
+        ("seed_everything: 1\n", False),
+        ("privacy: {noise_multiplier: [\n", True),
+    ],
+)
+def test_scores_of_a_private_run_are_left_out_before_its_first_evaluation(tmp_path, config, private):
+    """The folder of a run that has just begun: no `run.json`, and no ε among its metrics yet."""
+    (tmp_path / "metrics.csv").write_text("epoch,step,train/local_loss,personal/local_test\n0,0,0.5123,0.9321\n")
+    (tmp_path / "config.yaml").write_text(config)
+    (record,) = read_records(tmp_path)
+    assert record.private == private
+    output = tmp_path / "page"
+    write_page(output, [record])
+    texts = [file.read_text(encoding="utf-8") for file in output.iterdir() if file.suffix in (".html", ".csv")]
+    assert any("93.2" in text or "0.932" in text for text in texts) != private
+    assert any("0.512" in text for text in texts) != private
 
 
 def test_ids_are_different_and_links_within_the_page_lead_somewhere(page):
@@ -128,7 +159,7 @@ def test_each_client_is_there_before_and_after(page, runs):
     found = rows(page / "clients.csv")
     after, before = run.metrics["clients"]["personal/local_test"], run.metrics["initial"]["personal/local_test"]
     assert [float(row["personal/local_test"]) for row in found] == pytest.approx(sorted(after), abs=1e-5)
-    order = [NAMES[1:].index(row["client"].removeprefix("'")) for row in found]
+    order = [SHOWN[1:].index(row["client"].removeprefix("'")) for row in found]
     found_before = [float(row["before: personal/local_test"]) for row in found]
     assert found_before == pytest.approx([before[i] for i in order], abs=1e-5)
     shown = next(table for table in Page(page / "index.html").tables.values() if table[0][0] == "client")
@@ -141,7 +172,7 @@ def test_the_page_shows_when_each_client_took_part_last(page, runs):
     run = runs[1][0]
     last = run.metrics["clients"]["last_round"]
     found = rows(page / "clients.csv")
-    order = [NAMES[1:].index(row["client"].removeprefix("'")) for row in found]
+    order = [SHOWN[1:].index(row["client"].removeprefix("'")) for row in found]
     assert [row["last_round"] for row in found] == [str(last[client]) for client in order]
     shown = next(table for table in Page(page / "index.html").tables.values() if table[0][0] == "client")
     place = shown[0].index("last round")
@@ -168,7 +199,7 @@ def test_the_partition_and_the_mistakes_are_those_of_the_run(page, runs, tiny):
     assert [int(row["all"]) for row in found] == list(tiny.sizes)
     data, run = tiny.data(), runs[1][0]
     for row in rows(page / "mistakes_personal.csv"):
-        client = NAMES[1:].index(row["client"].removeprefix("'"))
+        client = SHOWN[1:].index(row["client"].removeprefix("'"))
         x, y = data.test[client].tensors
         with torch.no_grad():
             predicted = run.personal(client)(x).argmax(-1)

@@ -17,8 +17,8 @@ WARNING_DAYS = 60
 TIMEOUT = 5.0
 """Seconds to wait for a SuperLink's certificate."""
 RENEW = (
-    "on the server, move server.pem and server.key away, run `perada deploy keys server` in the same folder, and "
-    "restart the SuperLink"
+    "on the server, move server.pem and server.key away, run `perada deploy keys server FOLDER --host NAME` with the "
+    "same folder and name, and restart the SuperLink"
 )
 _DATE_ERRORS = {9, 10}
 """OpenSSL's codes of a certificate that is not valid yet, or has expired."""

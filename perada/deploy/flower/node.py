@@ -285,8 +285,7 @@ def _check_registration(node: Node) -> Check:
     key = load_key(node.key)
     public_key = key.public_key()
     interceptors = [RuntimeVersionHttpInterceptor("SuperNode"), NodeAuthHttpInterceptor(key, public_key)]
-    public_file = node.key.with_suffix(".pub")
-    register = f"register it at the server: flwr supernode register {public_file.name} LINK --name {node.key.stem}"
+    register = "register its NAME.pub at the server: flwr supernode register NAME.pub LINK --name NAME"
     request = ActivateNodeRequest(public_key=public_key_to_bytes(public_key), heartbeat_interval=0)
     try:
         with warnings.catch_warnings():

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import selectors
+import shlex
 import shutil
 import ssl
 import subprocess
@@ -40,6 +41,10 @@ LINK_SILENT = (
     "else does"
 )
 NO_SUCH_RUN = "The SuperLink was started without the --database that contains the run"
+_NEW_AUTHORITY = (
+    "on the server, write a new one to another folder (`perada deploy keys server FOLDER --host NAME`), restart the "
+    "SuperLink with the keys in it, and send its ca.crt to all sites"
+)
 _PAUSE = 0.5
 """Seconds without another line after which a record of Flower's log counts as complete."""
 _LIST_TIMEOUT = 60
@@ -107,6 +112,15 @@ class Link:
             return None
         return Path(file)
 
+    def command(self, run: str = "") -> str:
+        """Return the command that stops a run, or lists all runs."""
+        words = ["perada", "deploy", "runs", "--link", self.where]
+        if self.authority is not None:
+            words += ["--root-certificates", str(self.authority)]
+        if run:
+            words += ["--stop", run]
+        return shlex.join(words)
+
     @contextmanager
     def connection(self) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield the name of the connection, and the environment in which Flower's commands find it."""
@@ -164,9 +178,9 @@ def _check_expiry(file: Path) -> None:
         ) from None
     day = time.strftime("%Y-%m-%d", time.gmtime(expires))
     if expires < time.time():
-        raise ValueError(f"{str(file)!r} expired on {day}; write a new one with `perada deploy keys server`")
+        raise ValueError(f"{str(file)!r} expired on {day}; {_NEW_AUTHORITY}")
     if expires < time.time() + WARNING_DAYS * 86400:
-        warnings.warn(f"{str(file)!r} expires on {day}; write a new one with `perada deploy keys server`", stacklevel=2)
+        warnings.warn(f"{str(file)!r} expires on {day}; {_NEW_AUTHORITY}", stacklevel=2)
 
 
 def check_flower() -> None:
@@ -212,9 +226,9 @@ def run_app(app: Path, link: Link, terms: Terms, monitoring: Monitoring = DEFAUL
         run, interrupted = follow(["run", str(app), name, "--stream", "--run-config", config], environment, lines)
         if interrupted:
             if run is None:
-                message = "Stopped before the run had a number; check with flwr list whether it started"
+                message = f"Stopped before the run had a number; check whether it started with: {link.command()}"
             else:
-                message = f"The run continues on the SuperLink {link.where}; stop it with: flwr stop {run}"
+                message = f"The run continues on the SuperLink {link.where}; stop it with: {link.command(run)}"
             print_lines(message, sys.stderr)
             return 130
         if run is None:
@@ -225,6 +239,22 @@ def run_app(app: Path, link: Link, terms: Terms, monitoring: Monitoring = DEFAUL
         return 0
     print_lines(f"{reason}. Run the same command with --resume to continue after the last closed round")
     return 1
+
+
+def list_runs(link: Link, stop: str = "") -> int:
+    """Print the runs of a SuperLink, or stop one of them, by Flower's command.
+
+    Args:
+        link: The SuperLink.
+        stop: Id of the run to stop; empty to print all runs.
+
+    Returns:
+        The exit status of Flower's command.
+    """
+    check_flower()
+    with link.connection() as (name, environment):
+        words = ["stop", stop, name] if stop else ["list", name]
+        return subprocess.run([str(program("flwr")), *words], env=environment, check=False).returncode
 
 
 def _status(name: str, run: str, environment: Mapping[str, str]) -> tuple[str, str]:
@@ -266,7 +296,7 @@ def _run_config(app: Path, options: Mapping[str, object]) -> str:
         if key in app_options:
             config.append(f"{key}={json.dumps(value)}")
         elif defaults.get(key) != value:
-            raise ValueError(f"{str(app)!r} has no option {key}; rewrite it with `perada deploy init`")
+            raise ValueError(f"{str(app)!r} has no option {key}; rewrite it with `perada deploy init RECIPE FOLDER`")
     return " ".join(config)
 
 

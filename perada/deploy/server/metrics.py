@@ -134,7 +134,7 @@ class RunMetrics(Collector):
         connected = set(self._transport.connected)
         in_last_round: set[str] = set()
         if records:
-            in_last_round = set(records[-1].summed or records[-1].answered)
+            in_last_round = set(records[-1].used)
         is_connected = GaugeMetricFamily("perada_site_connected", "1 if the site is connected", labels=["site"])
         for name in sorted({member.name for member in members} | connected):
             is_connected.add_metric([name], name in connected)

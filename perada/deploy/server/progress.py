@@ -67,7 +67,7 @@ class RoundRecord:
     Attributes:
         round: Number of the round, counted from 0.
         selected: Sites that were selected and received a request.
-        answered: Sites whose answer was used.
+        answered: Sites that answered as requested.
         summed: Sites that are part of the secure sum.
         masked: Sites whose masked vector arrived.
         failed: Error code of each selected site whose answer was not used.
@@ -93,6 +93,13 @@ class RoundRecord:
     seconds: float = 0.0
     up: float = 0.0
     down: float = 0.0
+
+    @property
+    def used(self) -> list[str]:
+        """Sites whose answers are part of the new global state; none if it did not change."""
+        if self.void:
+            return []
+        return self.summed or self.answered
 
 
 @dataclass

@@ -315,9 +315,10 @@ def close_round(
 
     metrics: dict[str, float] = {}
     # A round that cost nothing does not change the client-level privacy.
-    if client_level is not None and (counted or record.masked):
+    if client_level is not None:
         metrics |= client_level.metrics()
-        progress.client_level = client_level.state_dict()
+        if counted or record.masked:
+            progress.client_level = client_level.state_dict()
     metrics |= result.metrics
     metrics |= round_metrics(recipe, record, progress.roster, facts, server.ranks_of(list(updates)))
     _append_round(progress, record, metrics)
@@ -452,7 +453,7 @@ def round_metrics(
     metrics["comm/up_mb"] = record.up
     metrics["comm/down_mb"] = record.down
     metrics["deploy/selected"] = float(len(record.selected))
-    metrics["deploy/answered"] = float(len(record.answered))
+    metrics["deploy/answered"] = float(len(record.used))
     for role in opened:
         losses = [fact["losses"][role] for fact in facts if role in fact.get("losses", {})]
         if losses and len(losses) == len(facts):

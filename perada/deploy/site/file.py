@@ -197,12 +197,12 @@ def _parse_recipe(folder: Path, entry: object) -> tuple[Path, Approved]:
         raise ValueError(f"recipes: an entry must be {{recipe: FILE, sha256: …, digest: …}}, got {entry!r}")
     approved = Approved(sha256=entry.get("sha256") or "", digest=entry.get("digest") or "")
     for name, value in approved._asdict().items():
-        requirement = "64 hexadecimal digits, as `perada deploy check` prints them for a recipe"
+        requirement = "64 hexadecimal digits, as `perada deploy check SITE.yaml` prints them for a recipe"
         _check_text(name, value, "([0-9a-f]{64})?", requirement)
     if approved.digest and not approved.sha256:
         raise ValueError(
             f"{str(entry['recipe'])!r} has a digest but no sha256, against which the file is checked before it is "
-            "read; leave the digest out, and `perada deploy check` prints both"
+            "read; leave the digest out, and `perada deploy check SITE.yaml` prints both"
         )
     file = folder / str(entry["recipe"])
     if not file.is_file():

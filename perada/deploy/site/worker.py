@@ -378,7 +378,6 @@ class SiteWorker:
             # They leave without noise, now or in a sum.
             ledger = deepcopy(ledger)
             add_step_without_noise(ledger, SITE_LEDGER)
-        is_last = request.round == client.recipe.rounds
         reply = pack(Response("ok", incoming.digest, facts, {"adds": True} if metrics else {}))
         scoring = replace(
             state.scoring,
@@ -387,7 +386,8 @@ class SiteWorker:
             reply=reply,
             models_digest=models.digest,
             metrics=metrics,
-            global_state=models.shared if is_last else state.scoring.global_state,
+            # Not only after the last round: a run that is stopped can be exported, too.
+            global_state=models.shared,
         )
         state = replace(state, scoring=scoring)
         self.store.commit(state, replace(self.store.totals, ledger=ledger))
