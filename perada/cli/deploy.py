@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real sites: ``perada deploy site``, ``check``, ``status`` and ``export``, and a run among sites in this process."""
+"""Real sites: ``perada deploy site``, ``check`` and ``export``, and a run among sites in this process."""
 
 import hashlib
 import logging
@@ -12,24 +12,22 @@ from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import ArgumentParser
 
-from perada.cli.deploy_status import (
+from perada.cli.deploy_check import (
     format_memory,
     format_privacy,
-    format_rounds,
     format_sent,
     format_site_privacy,
     format_sums,
     measure_step,
-    run_status,
-    site_status,
 )
+from perada.cli.deploy_status import format_rounds
 from perada.cli.deployed_recipes import server_recipe, site_recipe
 from perada.cli.inference import print_saved
 from perada.cli.runs import USER_ERRORS
 from perada.core.checks import check_installed
 from perada.core.disk_errors import naming_disk
 from perada.core.files import check_output_folder
-from perada.core.text import printable, printable_lines
+from perada.core.text import printable
 from perada.deploy.exported import export_server_run, export_site_run
 from perada.deploy.flower.certificates import ExpiryOf
 from perada.deploy.flower.socket import Listener, supervised
@@ -129,17 +127,6 @@ def _read_ledger(folder: Path) -> Ledger:
     except PermissionError:
         return Ledger()
     return totals.ledger
-
-
-def status(parser: ArgumentParser, words: list[str]) -> None:
-    """Print the progress of a deployed run, or what a site has trained and spent."""
-    parser.add_argument("where", type=Path, metavar="PATH", help="Folder of a deployed run, or file of a site.")
-    where = parser.parse_args(words).where
-    if where.is_file():
-        print(printable_lines(site_status(read_site(where))))
-    else:
-        progress, _ = read_progress(where)
-        print(printable_lines(run_status(progress)))
 
 
 def export(parser: ArgumentParser, words: list[str]) -> None:

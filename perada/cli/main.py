@@ -61,7 +61,7 @@ DEPLOY: Tree = {
     "node": ("cli.flower:node", "Test a site's connection and run its SuperNode."),
     "run": ("cli.flower:run", "Start an app on a SuperLink and follow it, or run a recipe with local sites."),
     "runs": ("cli.flower:runs", "List the runs of a SuperLink, or stop one."),
-    "status": ("cli.deploy:status", "Print the progress of a deployed run, or what a site has trained."),
+    "status": ("cli.deploy_status:status", "Print the progress of a deployed run, or what a site has trained."),
     "audit": ("cli.audit:audit", "Print what left a site, and check that its log is intact."),
     "export": ("cli.deploy:export", "Write the adapter of a site, or of a deployed run, as a PEFT folder."),
     "demo": ("cli.flower:demo", "Run three sites on this machine, with TLS and authentication."),

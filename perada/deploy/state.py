@@ -3,24 +3,20 @@
 
 A file holds nested values and tensors, and is written all at once. That of the server is described in
 :mod:`perada.deploy.server.progress`.
+
+PyTorch is imported only where tensors are read or written, since that takes seconds and ``perada deploy status`` needs
+none.
 """
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
-import torch
-from safetensors.torch import load
-from torch import Tensor
-
-from perada.algorithms import Stacks
 from perada.core.digests import WrongFormat, check_format
 from perada.core.disk_errors import naming_disk
 from perada.core.files import LOCK, FolderLock, check_space, sync, write_atomic
-from perada.core.states import State, laid_out, strides_of
 from perada.deploy.audit import (
     LOG,
     OLD_STATE_REMEDY,
@@ -36,6 +32,10 @@ from perada.deploy.audit import (
 )
 from perada.deploy.protocol import RejectionError, Request, pack, read_header
 from perada.privacy.accounting import Ledger
+
+if TYPE_CHECKING:
+    from perada.algorithms import Stacks
+    from perada.core.states import State
 
 IMAGES_LEDGER = 0
 """Client number in a site's ledger under which the ε of single images is counted."""
@@ -61,12 +61,17 @@ def write_nested(path: Path, content: Mapping[str, object], version: int) -> Non
 
 def pack_nested(content: Mapping[str, object], version: int) -> bytes:
     """Return the content of a file with nested values; see :func:`write_nested`."""
+    import numpy as np
+    import torch
+
+    from perada.core.states import strides_of
+
     tensors: State = {}
 
     def to_json(value: object) -> object:
         """Return a value of a type that JSON lacks as one of its types."""
         name = str(len(tensors))
-        if isinstance(value, Tensor):
+        if isinstance(value, torch.Tensor):
             tensors[name] = value
             # The file stores contiguous tensors, but the last bits of a convolution depend on its weight's strides.
             return {"$tensor": name, "strides": strides_of({name: value}).get(name)}
@@ -80,13 +85,14 @@ def pack_nested(content: Mapping[str, object], version: int) -> bytes:
     return pack(header, tensors)
 
 
-def read_nested(path: Path, version: int, build: Callable[..., ContentT]) -> ContentT:
+def read_nested(path: Path, version: int, build: Callable[..., ContentT], *, tensors: bool = True) -> ContentT:
     """Read a file that :func:`write_nested` wrote.
 
     Args:
         path: The file.
         version: Version that its format must have.
         build: Makes the result of the dictionary that was written, which it gets as keywords.
+        tensors: Whether to read tensors and bytes; otherwise they are None, and PyTorch is not imported.
 
     Raises:
         ValueError: If the file is damaged, or has another version.
@@ -95,19 +101,8 @@ def read_nested(path: Path, version: int, build: Callable[..., ContentT]) -> Con
     try:
         # The header of a local file may be larger than that of a message.
         header = read_header(file_content, len(file_content))
-        tensors = load(file_content)
-
-        def from_json(entry: dict[str, Any]) -> Any:  # noqa: ANN401  # what was written
-            match list(entry.items()):
-                case [("$tensor", name), ("strides", None)]:
-                    return tensors[name]
-                case [("$tensor", name), ("strides", strides)]:
-                    return laid_out({name: tensors[name]}, {name: strides})[name]
-                case [("$bytes", name)]:
-                    return tensors[name].numpy().tobytes()
-            return entry
-
         check_format(path, header["format"], version)
+        from_json = _tensor_reader(file_content) if tensors else _without_tensors
         return build(**json.loads(header["kept"], object_hook=from_json))
     except WrongFormat:
         raise
@@ -116,6 +111,32 @@ def read_nested(path: Path, version: int, build: Callable[..., ContentT]) -> Con
             f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a backup: nothing else "
             "records what was trained and spent"
         ) from error
+
+
+def _tensor_reader(file_content: bytes) -> Callable[[dict[str, Any]], Any]:
+    """Return a function that replaces the names of tensors and bytes in JSON by those of a file."""
+    from safetensors.torch import load
+
+    from perada.core.states import laid_out
+
+    tensors = load(file_content)
+
+    def from_json(entry: dict[str, Any]) -> Any:  # noqa: ANN401  # what was written
+        match list(entry.items()):
+            case [("$tensor", name), ("strides", None)]:
+                return tensors[name]
+            case [("$tensor", name), ("strides", strides)]:
+                return laid_out({name: tensors[name]}, {name: strides})[name]
+            case [("$bytes", name)]:
+                return tensors[name].numpy().tobytes()
+        return entry
+
+    return from_json
+
+
+def _without_tensors(entry: dict[str, Any]) -> Any:  # noqa: ANN401  # what was written
+    """Replace the names of tensors and bytes in JSON by None."""
+    return None if entry.keys() & {"$tensor", "$bytes"} else entry
 
 
 @dataclass(frozen=True)
@@ -138,8 +159,8 @@ class TrainingState:
     request_digest: str = ""
     reply: bytes = b""
     account: dict[str, Any] | None = None
-    client_state: Stacks | None = None
-    tuned_state: Stacks | None = None
+    client_state: "Stacks | None" = None
+    tuned_state: "Stacks | None" = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
 
 
@@ -161,7 +182,7 @@ class ScoringState:
     reply: bytes = b""
     models_digest: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
-    global_state: State = field(default_factory=dict)
+    global_state: "State" = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,8 +199,8 @@ class SummingState:
         scores_round: The last round after which scores were sent under masks; -1 before the first.
     """
 
-    update: State = field(default_factory=dict)
-    received: State = field(default_factory=dict)
+    update: "State" = field(default_factory=dict)
+    received: "State" = field(default_factory=dict)
     norm: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)
     heard: dict[str, str] = field(default_factory=dict)
@@ -517,13 +538,17 @@ def _read_commits(path: Path) -> int:
         ) from error
 
 
-def read_state(path: Path) -> StoredSite:
+def read_state(path: Path, *, tensors: bool = True) -> StoredSite:
     """Read a site's file.
+
+    Args:
+        path: The file.
+        tensors: Whether to read tensors and bytes; otherwise they are None.
 
     Raises:
         ValueError: If it is damaged.
     """
-    return read_nested(path, SITE_FORMAT, _build_stored)
+    return read_nested(path, SITE_FORMAT, _build_stored, tensors=tensors)
 
 
 def _build_stored(
@@ -581,15 +606,20 @@ def read_witnesses(folder: Path) -> tuple[LogContent, Committed, HighWaterMark]:
             return log, committed, mark
 
 
-def read_runs(folder: Path) -> tuple[list[RunState], SiteTotals]:
-    """Return the runs of a site, the current one first, and what all runs have spent."""
+def read_runs(folder: Path, *, tensors: bool = True) -> tuple[list[RunState], SiteTotals]:
+    """Return the runs of a site, the current one first, and what all runs have spent.
+
+    Args:
+        folder: State folder of the site.
+        tensors: Whether to read tensors and bytes; otherwise they are None.
+    """
     path = folder / SITE_STATE
     if not path.is_file():
         return [], SiteTotals()
-    stored = read_state(path)
+    stored = read_state(path, tensors=tensors)
     states = [stored.state]
     for run in sorted(stored.committed.former):
         former_path = former_file(folder, run)
         if former_path.is_file():
-            states.append(read_state(former_path).state)
+            states.append(read_state(former_path, tensors=tensors).state)
     return states, stored.totals

@@ -10,19 +10,24 @@ Where to read:
 - ``accounting`` turns noisy steps into ε, ``account`` plans and limits them for each client, ``protection`` holds both
   levels of a run, and ``journal`` is the file of rounds that were begun.
 
-Opacus is imported when it is first needed, because that takes seconds.
+Opacus is imported when it is first needed, because that takes seconds, and so is PyTorch, which ``accounting`` does not
+need.
 """
 
-from perada.privacy.accounting import ACCOUNTANTS, Ledger, Ledgers, calibrate, history_epsilon
-from perada.privacy.clipping import noisy_mean
-from perada.privacy.options import ClientPrivacy, Privacy
-from perada.privacy.sampling import (
-    passes,
-    poisson_batches,
-    secure_permutation,
-    secure_uniform,
-    shuffled_batches,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from perada.privacy.accounting import ACCOUNTANTS, Ledger, Ledgers, calibrate, history_epsilon
+    from perada.privacy.clipping import noisy_mean
+    from perada.privacy.options import ClientPrivacy, Privacy
+    from perada.privacy.sampling import (
+        passes,
+        poisson_batches,
+        secure_permutation,
+        secure_uniform,
+        shuffled_batches,
+    )
 
 __all__ = [
     "ACCOUNTANTS",
@@ -39,3 +44,23 @@ __all__ = [
     "secure_uniform",
     "shuffled_batches",
 ]
+
+_PUBLIC_MODULES = ("accounting", "options", "clipping", "sampling")
+"""Modules with the public names, those without PyTorch first."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used."""
+    if name in __all__:
+        for module_name in _PUBLIC_MODULES:
+            module = import_module(f"perada.privacy.{module_name}")
+            if hasattr(module, name):
+                # From now on Python finds the name without this function.
+                globals()[name] = value = getattr(module, name)
+                return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names, also before they are used."""
+    return sorted({*globals(), *__all__})

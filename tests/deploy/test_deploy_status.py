@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """`perada deploy status` of a server's folder: void rounds, ε, and no empty columns; and which recipe is exported."""
 
+import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from perada.cli import deploy
 from perada.cli.deploy_status import run_status
 from perada.deploy.protocol import read_header
-from perada.deploy.server.progress import Member, RoundRecord, RunProgress
+from perada.deploy.server.progress import Member, RoundRecord, RunProgress, read_progress, write_progress
 from perada.deploy.server.rounds import epsilon_metrics
 from perada.deploy.site.file import Approved
-from perada.deploy.state import RunState, ScoringState
+from perada.deploy.state import RunState, ScoringState, read_runs
 
 from .parties import Parties
 from .test_hostile_sites import Lying, broken
 from .test_rounds import Troubled
+from .test_sites import train
 
 NAMES = ["north", "south", "west"]
 
@@ -32,6 +37,53 @@ def progress_of(records, members=None, metrics=()):
     members = [Member(name, None, 0) for name in NAMES] if members is None else members
     history = [{"round": float(record.round)} | dict(metrics) for record in records]
     return RunProgress("ab", "cd", 5, done=len(records), roster=members, records=records, history=history)
+
+
+def printed_without_torch(path):
+    """Output of `perada deploy status` in a process of its own, which must not import PyTorch."""
+    code = (
+        "import sys; from perada.cli import main; main(sys.argv[1:]); assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "deploy", "status", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_status_of_a_run_needs_no_torch(tmp_path):
+    progress = progress_of([RoundRecord(0, selected=NAMES, answered=NAMES)])
+    write_progress(tmp_path, progress, {"global": {"w": torch.ones(2)}, "server": {}})
+    assert printed_without_torch(tmp_path) == f"{run_status(progress)}\n"
+    read, states = read_progress(tmp_path)
+    assert read == progress
+    assert states["global"]["w"].tolist() == [1, 1]
+    read, states = read_progress(tmp_path, tensors=False)
+    assert read == progress
+    assert states["global"]["w"] is None
+
+
+def test_the_status_of_a_site_needs_no_torch(tiny, tmp_path):
+    worker = Parties(tiny, tmp_path, rounds=2).worker(0)
+    worker.answer(train(worker), "4711")
+    worker.store.close()
+    folder = worker.store.folder
+    (tmp_path / "recipe.yaml").write_text("seed_everything: 1\n")
+    file = tmp_path / "site.yaml"
+    content = {
+        "name": "north",
+        "recipes": [{"recipe": "recipe.yaml"}],
+        "data": {"root": "x"},
+        "state": str(folder),
+    }
+    file.write_text(json.dumps(content))
+    text = printed_without_torch(file)
+    assert text.startswith("Site north, the current run first:")
+    (row,) = cells(text.split("\n\n")[1].strip())
+    assert (row["transport's id"], row["rounds trained"], row["last round"]) == ("4711", "1", "1")
+    states, totals = read_runs(folder, tensors=False)
+    full_states, full_totals = read_runs(folder)
+    assert totals.ledger.history(0) == full_totals.ledger.history(0)
+    assert states[0].training.round == full_states[0].training.round == 0
+    assert full_states[0].training.reply
+    assert states[0].training.reply is None
 
 
 def test_a_void_round_used_no_site():

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from perada.cli.deploy_status import format_memory, format_privacy, measure_step
+from perada.cli.deploy_check import format_memory, format_privacy, measure_step
 from perada.privacy.accounting import history_epsilon
 
 from .parties import Parties

@@ -6,13 +6,15 @@ import io
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perada.core.files import write_atomic
 from perada.deploy.server import SERVER_STATE
 from perada.deploy.state import read_nested, write_nested
 from perada.deploy.sums.progress import SumState
-from perada.federation.participation import Participation
+
+if TYPE_CHECKING:
+    from perada.federation.participation import Participation
 
 SERVER_FORMAT = 5
 METRICS = "metrics.csv"
@@ -148,13 +150,15 @@ def is_over(progress: RunProgress) -> bool:
     return progress.scored == progress.done >= progress.rounds
 
 
-def participation_of(progress: RunProgress, sites_per_round: int | None) -> Participation:
+def participation_of(progress: RunProgress, sites_per_round: int | None) -> "Participation":
     """Return the record of when each site of a run last took part.
 
     Args:
         progress: Progress of the run.
         sites_per_round: Number of sites that are selected in a round; None for all.
     """
+    from perada.federation.participation import Participation
+
     last_rounds = [member.last_round for member in progress.roster]
     return Participation(last_rounds, progress.done, sites_per_round)
 
@@ -173,8 +177,12 @@ def write_progress(folder: Path, progress: RunProgress, states: dict[str, Any]) 
     write_nested(folder / SERVER_STATE, {"progress": progress, "states": states}, SERVER_FORMAT)
 
 
-def read_progress(folder: Path) -> tuple[RunProgress, dict[str, Any]]:
+def read_progress(folder: Path, *, tensors: bool = True) -> tuple[RunProgress, dict[str, Any]]:
     """Read the progress and the states that :func:`write_progress` wrote.
+
+    Args:
+        folder: Folder of the run.
+        tensors: Whether to read the states' tensors; otherwise they are None, and PyTorch is not imported.
 
     Raises:
         FileNotFoundError: If the folder has no such file.
@@ -191,7 +199,7 @@ def read_progress(folder: Path) -> tuple[RunProgress, dict[str, Any]]:
         progress["records"] = [RoundRecord(**record) for record in progress["records"]]
         return RunProgress(**progress), states
 
-    return read_nested(path, SERVER_FORMAT, build)
+    return read_nested(path, SERVER_FORMAT, build, tensors=tensors)
 
 
 def write_sum(folder: Path, run: str, state: SumState) -> None:

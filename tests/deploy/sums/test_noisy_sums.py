@@ -11,7 +11,8 @@ import torch
 from opacus.accountants import RDPAccountant
 from scipy import stats
 
-from perada.cli.deploy_status import format_site_privacy, site_status
+from perada.cli.deploy_check import format_site_privacy
+from perada.cli.deploy_status import site_status
 from perada.core.seeding import generator
 from perada.deploy.protocol import Request, pack, read_header
 from perada.deploy.site.file import Limits

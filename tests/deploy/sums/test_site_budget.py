@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from perada.cli.deploy_status import format_privacy, format_site_privacy, site_status
+from perada.cli.deploy_check import format_privacy, format_site_privacy
+from perada.cli.deploy_status import site_status
 from perada.deploy.audit import read_log
 from perada.deploy.protocol import Request, pack
 from perada.deploy.site.file import Limits

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from perada.cli import main
-from perada.cli.deploy_status import format_sent, format_sums
+from perada.cli.deploy_check import format_sent, format_sums
 from perada.deploy.protocol import read_header
 from perada.deploy.sums.party import Party
 from perada.deploy.transport import Failure, LocalTransport
