@@ -39,6 +39,7 @@ from perada.data.batches.samples import MapStore, Store, TensorStore, make_store
 from perada.data.federated import FederatedData, warn_of_look_alikes
 from perada.data.mask_checks import MaskCounter, MaskValues, check_masks_of_clients, find_suspects
 from perada.data.sets.base import ImageSet, class_names
+from perada.data.sets.label_names import check_label_names
 from perada.tasks import Task, describe_labels, task_of_labels
 
 SCAN_LIMIT = 50_000
@@ -240,6 +241,8 @@ def check(
     raw_labels = {part: _known_labels(part, store, declared_count, resolve) for part, store in stores.items()}
     words = _words(raw_labels)
     warn_of_look_alikes("labels", words or ())
+    if words and data.classes is None:
+        _check_words(raw_labels, data.client_names)
     classes = data.classes or words or _hugging_face_classes(sets, num_classes, resolve)
     class_numbers = None
     if words:
@@ -801,6 +804,20 @@ def _words(labels_of_parts: Mapping[str, list[Labels]]) -> list[str] | None:
                     f"such as {min(words)!r}: use words for all, or numbers for all"
                 )
     return sorted(words)
+
+
+def _check_words(labels_of_parts: Mapping[str, list[Labels]], client_names: Sequence[str] | None) -> None:
+    """Check the words that are labels; see :func:`.check_label_names`."""
+    names = []
+    owners = []
+    for part, labels_of_clients in labels_of_parts.items():
+        for client, labels in enumerate(labels_of_clients):
+            owner = "the server" if part == "validation" else f"client {client}"
+            if client_names is not None and part != "validation":
+                owner = client_names[client]
+            names += [str(label) for label in labels]
+            owners += [owner] * len(labels)
+    check_label_names("the data", names, owners)
 
 
 def _hugging_face_classes(

@@ -24,6 +24,7 @@ from perada.core.checks import check_choice, checked_names
 from perada.core.text import abbreviated, dtype_name, near_names, plain_number, value_text, visible_form
 from perada.data.batches.transforms import check_dtype
 from perada.data.partitions.shares import Array
+from perada.data.sets.label_names import number_of
 from perada.data.sets.label_types import computable
 
 _CHANNELS = (1, 3, 4)  # grey, RGB, RGB with transparency
@@ -441,6 +442,14 @@ def renumber_labels(manifest: Manifest, classes: Sequence[str], source: str) -> 
             raise ValueError(
                 f"{source} has images of {name!a}, which looks like the class {twin!a} but is a different name: rename "
                 "one of them so that both have the same code points"
+            )
+    class_of_number = {number_of(name): name for name in classes}
+    for name in unknown:
+        number = number_of(name)
+        if number is not None and number in class_of_number:
+            raise ValueError(
+                f"{source} has images of {name!r}, which is the same number as the class {class_of_number[number]!r}: "
+                "write it in the same way"
             )
     if unknown:
         raise ValueError(

@@ -24,6 +24,7 @@ from perada.data.batches.transforms import UnreadableImageError, check_full_scal
 from perada.data.federated import warn_of_look_alikes
 from perada.data.partitions.shares import Array, hashed_share
 from perada.data.sets.base import ImageSet, Manifest, class_names, renumber_labels
+from perada.data.sets.label_names import check_label_names
 from perada.data.sets.masks import read_mask, stack_masks
 
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
@@ -234,6 +235,8 @@ class OwnImages(ImageFiles):
             self._check_no_class_names()
         elif self._class_names is not None:
             manifest = renumber_labels(manifest, self._class_names, self.source_name)
+        else:
+            self._check_label_names(manifest)
         # Names of classes and clients are compared when FederatedData is made.
         warn_of_look_alikes("groups", manifest.columns.get("group", ()))
         if manifest.split is None:
@@ -243,6 +246,24 @@ class OwnImages(ImageFiles):
             split = self._normalise_split(manifest, manifest.split.tolist())
         self._check_classes(manifest, split == "train")
         return replace(manifest, split=split)
+
+    def _check_label_names(self, manifest: Manifest) -> None:
+        """Check classes that are not declared; see :func:`.check_label_names`."""
+        if not self._has_words or manifest.labels is None or manifest.classes is None:
+            return
+        if manifest.labels.ndim == 1:
+            rows = np.arange(len(manifest.labels))
+            numbers = manifest.labels
+        else:
+            rows, numbers = np.nonzero(manifest.labels == 1)
+        names = np.array(manifest.classes, dtype=object)[numbers].tolist()
+        clients = manifest.columns.get(self._client_column)
+        check_label_names(self.source_name, names, None if clients is None else clients[rows].tolist())
+
+    @property
+    def _has_words(self) -> bool:
+        """Whether labels are words that were read, so that their names are all that is known of them."""
+        return True
 
     def _check_no_class_names(self) -> None:
         """Raise an OptionError if classes are named, and the labels are numbers."""

@@ -158,6 +158,11 @@ class ImageTable(ListedImages):
             return MultiLabel()
         return Classification()
 
+    @property
+    def _has_words(self) -> bool:
+        """Whether labels are words; the names of columns of zeros and ones are no labels that were read."""
+        return isinstance(self.label, str)
+
     @cached_property
     def listing(self) -> Listing:
         """The columns of the file, and the number of each row in it."""

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of classes that are probably no classes: missing labels, numbers written in two ways, and measurements."""
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+
+import numpy as np
+
+from perada.core.text import abbreviated, visible_form
+from perada.data.partitions.shares import Array
+
+_NUMBER = re.compile(r"[+-]?(\d+[.,]?\d*|[.,]\d+)(e[+-]?\d{1,3})?", re.IGNORECASE)
+"""A number with a point or a comma for decimals."""
+_MISSING = frozenset(
+    {"", "-", "--", "---", "?", "??", ".", "na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "-nan", "null"}
+)
+"""How programs and people write that there is no label, in lower case."""
+_SODIUM = "Na"
+_MISSING_OR_NONE = frozenset({"none", "nil", "missing"})
+"""Words that may also be a class, such as the finding "none", in lower case."""
+_WRITTEN_BY_PYTHON = "None"
+_MAX_CLASSES = 10
+"""Largest number of classes of which a message lists all."""
+
+
+def number_of(name: str) -> Decimal | None:
+    """Return the number that a name is, with a point or a comma for decimals; None if it is none.
+
+    >>> number_of("01") == number_of("1,0") == number_of(" 1.0 ") == 1
+    True
+    """
+    text = visible_form(name)
+    if _NUMBER.fullmatch(text) is None:
+        return None
+    return Decimal(text.replace(",", "."))
+
+
+def is_missing(name: str) -> bool:
+    """Return whether a name can only mean that there is no label.
+
+    >>> is_missing("N/A"), is_missing("None"), is_missing("none"), is_missing("Na")
+    (True, True, False, False)
+    """
+    text = visible_form(name)
+    return text == _WRITTEN_BY_PYTHON or (text.lower() in _MISSING and text != _SODIUM)
+
+
+def check_label_names(source: str, names_of_images: Sequence[str], clients: Sequence[str] | None = None) -> None:
+    """Check the classes of images that the user has not declared.
+
+    Args:
+        source: Name of the source for messages.
+        names_of_images: Name of each label: one for each image, or all labels of all images.
+        clients: Client of each of these labels; None if there are none.
+
+    Raises:
+        ValueError: If a name marks a missing label, two names are the same number, or most labels are different numbers
+            with a fraction.
+    """
+    column = np.asarray(names_of_images, dtype=object).astype(str)
+    names: list[str] = np.unique(column).tolist()
+    _check_missing(source, names)
+    numbers = {name: number_of(name) for name in names}
+    _check_same_numbers(source, numbers, column, clients)
+    if names and all(number is not None for number in numbers.values()):
+        _check_measurements(source, numbers, len(column))
+
+
+def _check_missing(source: str, names: Sequence[str]) -> None:
+    """Raise a ValueError for names that mark missing labels, and warn of those that may."""
+    missing = [name for name in names if is_missing(name)]
+    if missing:
+        raise ValueError(
+            f"{source} has the class {missing[0]!r}, which marks a missing label: fill the label in, or take these "
+            f"images out; if it is a class, declare {_declaration(names)}"
+        )
+    others = {visible_form(name).lower() for name in names}
+    doubtful = [name for name in names if visible_form(name).lower() in _MISSING_OR_NONE]
+    counts_from_zero = others - {"-1"} and all(re.fullmatch(r"\d+", name) for name in others - {"-1"})
+    if "-1" in others and counts_from_zero:
+        doubtful.append("-1")
+    if doubtful:
+        warnings.warn(
+            f"{source} has the class {doubtful[0]!r}: if it marks a missing label, take these images out; if it is a "
+            f"class, declare {_declaration(names)} to confirm it",
+            stacklevel=4,
+        )
+
+
+def _declaration(names: Sequence[str]) -> str:
+    """Return the option that declares classes, with their names if there are few."""
+    if len(names) <= _MAX_CLASSES:
+        return f"classes: {list(names)}"
+    return "all classes with the option classes"
+
+
+def _check_same_numbers(
+    source: str, numbers: Mapping[str, Decimal | None], column: Array, clients: Sequence[str] | None
+) -> None:
+    """Raise a ValueError if names are the same number, such as ``1``, ``1.0`` and ``01``; see check_label_names."""
+    names_of_number: dict[Decimal, list[str]] = {}
+    for name, number in numbers.items():
+        if number is not None:
+            names_of_number.setdefault(number, []).append(name)
+    for variants in names_of_number.values():
+        if len(variants) < 2:
+            continue
+        owners = ""
+        if clients is not None:
+            descriptions = []
+            for name in variants:
+                clients_with_name = np.unique(np.asarray(clients)[column == name]).tolist()
+                descriptions.append(f"{name!r} at {abbreviated(clients_with_name)}")
+            owners = f" ({', '.join(descriptions)})"
+        raise ValueError(
+            f"{source} has the classes {' and '.join(map(repr, variants))}, which are the same number{owners}: write "
+            f"it in one way; if they are different classes, declare {_declaration([*numbers])}"
+        )
+
+
+def _check_measurements(source: str, numbers: Mapping[str, Decimal | None], num_labels: int) -> None:
+    """Raise a ValueError if most labels are different numbers with a fraction, and warn of many repeated ones."""
+    fractions = [name for name, number in numbers.items() if number is not None and number % 1]
+    if not fractions:
+        return
+    problem = (
+        f"{source} has {len(numbers)} different numbers as classes of {num_labels} images, such as {fractions[0]!r}"
+    )
+    remedy = (
+        "to predict them, write them in a column of a table with a point for decimals, and name it as numbers, with "
+        "the task Regression"
+    )
+    if 2 * len(numbers) > num_labels:
+        raise ValueError(f"{problem}: {remedy}; if they are classes, declare {_declaration([*numbers])}")
+    # A few numbers may be grades, but those of a measuring program have a comma in half of Europe.
+    if len(numbers) > _MAX_CLASSES or any("," in name for name in fractions):
+        warnings.warn(f"{problem}: {remedy}; if they are classes, declare {_declaration([*numbers])}", stacklevel=4)
