@@ -5,7 +5,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +17,7 @@ from perada.core.text import abbreviated
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, number_labels, renumber_labels
 from perada.data.sets.manifest import SPLITS, ImageFiles, OwnImages
+from perada.data.sets.mask_folders import IMAGES, MASKS, MaskFolders, find_mask_folders, role_of, stem_of_mask
 from perada.data.sets.masks import check_mask_values
 from perada.tasks import Segmentation, Task
 
@@ -60,8 +61,13 @@ class ImageFolder(OwnImages):
         layout = "{domain}/{class}/**" if self.domains else "{class}/**"
         split_folders = [root / "train", root / "test"]
         if all(folder.is_dir() for folder in split_folders):
-            return class_folders(split_folders, root, f"{{split}}/{layout}")
-        return class_folders([root], root, layout)
+            manifest = class_folders(split_folders, root, f"{{split}}/{layout}")
+        else:
+            manifest = class_folders([root], root, layout)
+        if self._class_names is None:
+            files = [str(PurePosixPath(path).relative_to(root)) for path in manifest.paths]
+            _check_no_masks(root, files, manifest)
+        return manifest
 
     def _check_classes(self, manifest: Manifest, is_train: Array) -> None:
         """Accept classes whose folders contain no images."""
@@ -91,7 +97,11 @@ class Images(OwnImages):
     def read_manifest(self) -> Manifest:
         """List the images that match the layout."""
         root = Path(self.root)
-        return match_layout(root, list_images(root), self.layout)
+        files = list_images(root)
+        manifest = match_layout(root, files, self.layout)
+        if self._class_names is None:
+            _check_no_masks(root, files, manifest)
+        return manifest
 
 
 class ImageMasks(OwnImages):
@@ -101,13 +111,16 @@ class ImageMasks(OwnImages):
     client, and the split if they are called ``train`` or ``test``, as in ``hospital_a/train/images``. A folder below
     ``images`` is the group of its images, such as a patient, which is never divided between training and test.
 
+    Other common names are recognised: ``Images`` and ``Masks``, ``img`` and ``gt``, or ``imagesTr`` and ``labelsTr``
+    as in nnU-Net, whose ends are the split. A mask may then be called like its image with ``_mask`` or ``_seg``.
+
     Masks are grey images or images with a palette, of the same size as their image, with the number of the class as
     value of a pixel. They are resized by nearest neighbour, and stay in memory.
 
     Args:
         root: The folder.
-        images: Name of the folders of images.
-        masks: Name of the folders of masks.
+        images: Name of the folders of images; null for common names, beside a folder of masks.
+        masks: Name of the folders of masks; null for common names.
         mask_values: Value of each class in the masks, such as ``[0, 255]``; null for 0, 1, 2 and so on. 255 stands for
             pixels without a class, unless it is listed.
         **options: Options of :class:`.OwnImages`.
@@ -117,14 +130,14 @@ class ImageMasks(OwnImages):
         self,
         root: str,
         *,
-        images: str = "images",
-        masks: str = "masks",
+        images: str | None = None,
+        masks: str | None = None,
         mask_values: list[int] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(root, **options)
-        check_name("images", images)
-        check_name("masks", masks)
+        check_name("images", images, optional=True)
+        check_name("masks", masks, optional=True)
         # Not `images`, which are the images themselves.
         self.images_folder = images
         self.masks_folder = masks
@@ -140,84 +153,196 @@ class ImageMasks(OwnImages):
 
         Raises:
             FileNotFoundError: If there is no image, or an image has no mask.
+            ValueError: If an image has several masks, or a mask several images.
         """
         root = Path(self.root)
-        files = [PurePosixPath(file) for file in list_images(root)]
-        mask_of_image: dict[PurePosixPath, str] = {}
-        images: list[PurePosixPath] = []
+        files = list_images(root)
+        pairs = self._pair_folders(files)
+        pair_of_images = {(*pair.parent, pair.images): pair for pair in pairs}
+        if len(pair_of_images) < len(pairs):
+            names = sorted({pair.masks for pair in pairs})
+            raise ValueError(
+                f"{root} has several folders that may hold the masks of the same images: {abbreviated(names)}; set "
+                "images and masks to the names of the folders"
+            )
+        stems_of_masks, file_of_mask = _list_masks(files, pairs)
+        images: list[str] = []
+        masks: list[str] = []
+        without_mask: list[str] = []
+        facts: list[dict[str, str]] = []
         for file in files:
-            folders = file.parts[:-1]
-            if self.masks_folder in folders:
-                mask_of_image[file.with_suffix("")] = f"{root}/{file}"
-            elif self.images_folder in folders:
-                images.append(file)
-        if not images:
+            parts = PurePosixPath(file).with_suffix("").parts
+            pair = _pair_of(parts[:-1], pair_of_images)
+            if pair is None:
+                continue
+            place = len(pair.parent)
+            stem = stem_of_mask("/".join(parts[place + 1 :]), stems_of_masks[pair])
+            if stem is None:
+                without_mask.append(file)
+                continue
+            images.append(file)
+            masks.append(file_of_mask[pair, stem])
+            facts.append(_facts_of(parts, place, pair.split))
+        self._check_pairs(images, masks, without_mask, pair_of_images)
+        self._warn_of_unused(files, [*images, *masks])
+        columns = self._complete_columns(facts)
+        split = columns.pop("split", None)
+        paths = [f"{root}/{file}" for file in images]
+        return Manifest(paths, columns=columns, split=split, masks=[f"{root}/{file}" for file in masks])
+
+    def _pair_folders(self, files: Sequence[str]) -> list[MaskFolders]:
+        """Return the folders of images with those of their masks; raise a FileNotFoundError if there are none."""
+        if self.images_folder is None and self.masks_folder is None:
+            pairs = find_mask_folders(files)
+            if pairs:
+                return pairs
+        images = self.images_folder or IMAGES
+        masks = self.masks_folder or MASKS
+        parents: set[tuple[str, ...]] = set()
+        for file in files:
+            folders = PurePosixPath(file).parts[:-1]
+            if images in folders and masks not in folders:
+                parents.add(folders[: folders.index(images)])
+        if not parents:
             raise FileNotFoundError(
-                f"{root} has no images in folders called {self.images_folder!r}; set images and masks to the names of "
-                "the folders"
+                f"{self.root} has no images in folders called {images!r}; set images and masks to the names of the "
+                "folders"
             )
-        masks = []
-        without_mask = []
-        for file in images:
-            expected = self._place_of_mask(file)
-            if expected in mask_of_image:
-                masks.append(mask_of_image[expected])
-            else:
-                without_mask.append(str(file))
+        return [MaskFolders(parent, images, masks) for parent in sorted(parents)]
+
+    def _check_pairs(
+        self,
+        images: Sequence[str],
+        masks: Sequence[str],
+        without_mask: Sequence[str],
+        pair_of_images: Mapping[tuple[str, ...], MaskFolders],
+    ) -> None:
+        """Raise an error for images without mask, and for a mask of several images.
+
+        Args:
+            images: Images with a mask.
+            masks: Their masks.
+            without_mask: Images without a mask.
+            pair_of_images: The folders by that of images.
+        """
         if without_mask:
+            first = PurePosixPath(without_mask[0]).with_suffix("")
+            pair = _pair_of(first.parts[:-1], pair_of_images)
+            assert pair is not None
+            place = len(pair.parent)
+            expected = PurePosixPath(*pair.parent, pair.masks, *first.parts[place + 1 :])
             raise FileNotFoundError(
-                f"{len(without_mask)} of {len(images)} images in {root} have no mask: {abbreviated(without_mask)}; add "
-                f"masks such as {self._place_of_mask(PurePosixPath(without_mask[0]))}.png, or remove the images"
+                f"{len(without_mask)} of {len(images) + len(without_mask)} images in {self.root} have no mask: "
+                f"{abbreviated(without_mask)}; add masks such as {expected}.png, or remove the images"
             )
+        counts = Counter(masks)
+        shared = [image for image, mask in zip(images, masks, strict=True) if counts[mask] > 1]
+        if shared:
+            raise ValueError(
+                f"several images in {self.root} have the same mask: {abbreviated(shared)}; combine the channels of an "
+                "image in one file, or rename the files"
+            )
+
+    def _warn_of_unused(self, files: Sequence[str], used: Sequence[str]) -> None:
+        """Warn of images in a folder whose name is one of images, but that has no folder of masks beside it."""
+        unused = []
+        for file in sorted({*files}.difference(used)):
+            roles = [role_of(folder) for folder in PurePosixPath(file).parts[:-1]]
+            kinds = [role.kind for role in roles if role is not None]
+            if kinds and kinds[-1] == IMAGES:
+                unused.append(file)
+        if unused:
+            warnings.warn(
+                f"{len(unused)} images in {self.root} are in folders without masks beside them, such as {unused[0]}; "
+                "they are skipped",
+                stacklevel=2,
+            )
+
+    def _complete_columns(self, facts: Sequence[Mapping[str, str]]) -> dict[str, Array]:
+        """Return the columns of what the folders name; raise a ValueError for one that only some images have."""
         columns: dict[str, list[str]] = {}
-        for file in images:
-            for name, value in self._facts_of(file).items():
+        for facts_of_image in facts:
+            for name, value in facts_of_image.items():
                 columns.setdefault(name, []).append(value)
-        complete = {name: np.array(values) for name, values in columns.items() if len(values) == len(images)}
-        incomplete = sorted(columns.keys() - complete.keys())
+        incomplete = sorted(name for name, values in columns.items() if len(values) < len(facts))
         if incomplete:
             raise ValueError(
-                f"only some of the images in {root} are in a folder for the {incomplete[0]}; use the same levels of "
-                "folders for all images"
+                f"only some of the images in {self.root} are in a folder for the {incomplete[0]}; use the same levels "
+                "of folders for all images"
             )
-        split = complete.pop("split", None)
-        return Manifest([f"{root}/{file}" for file in images], columns=complete, split=split, masks=masks)
+        return {name: np.array(values) for name, values in columns.items()}
 
-    def _place_of_mask(self, file: PurePosixPath) -> PurePosixPath:
-        """Return the path of an image's mask below the root, without extension."""
-        parts = list(file.with_suffix("").parts)
-        parts[parts.index(self.images_folder)] = self.masks_folder
-        return PurePosixPath(*parts)
 
-    def _facts_of(self, file: PurePosixPath) -> dict[str, str]:
-        """Return client, split and group of an image, as far as its folders name them."""
-        facts: dict[str, str] = {}
-        place = file.parts.index(self.images_folder)
-        for folder in file.parts[:place]:
-            if folder.lower() in SPLITS:
-                facts["split"] = folder
-            else:
-                facts.setdefault("client", folder)
-        below = file.parts[place + 1 : -1]
-        if below:
-            # Patients of different clients may have the same number.
-            facts["group"] = "/".join([facts.get("client", ""), *below]).lstrip("/")
-        return facts
+def _list_masks(
+    files: Iterable[str], pairs: Sequence[MaskFolders]
+) -> tuple[dict[MaskFolders, set[str]], dict[tuple[MaskFolders, str], str]]:
+    """Return the names of the masks of each pair of folders, without extension, and the file of each."""
+    pair_of_masks = {(*pair.parent, pair.masks): pair for pair in pairs}
+    stems: dict[MaskFolders, set[str]] = {pair: set() for pair in pairs}
+    file_of_mask: dict[tuple[MaskFolders, str], str] = {}
+    for file in files:
+        parts = PurePosixPath(file).with_suffix("").parts
+        pair = _pair_of(parts[:-1], pair_of_masks)
+        if pair is not None:
+            stem = "/".join(parts[len(pair.parent) + 1 :])
+            stems[pair].add(stem)
+            file_of_mask[pair, stem] = file
+    return stems, file_of_mask
+
+
+def _pair_of(folders: tuple[str, ...], pairs: Mapping[tuple[str, ...], MaskFolders]) -> MaskFolders | None:
+    """Return the pair whose folder, the key, is one of nested folders; None if there is none."""
+    for depth in range(1, len(folders) + 1):
+        if folders[:depth] in pairs:
+            return pairs[folders[:depth]]
+    return None
+
+
+def _facts_of(parts: Sequence[str], place: int, split: str) -> dict[str, str]:
+    """Return client, split and group of an image, as far as its folders name them.
+
+    Args:
+        parts: Folders and name of the image.
+        place: Position of the folder of images.
+        split: Split in the name of this folder, if it has one.
+    """
+    facts: dict[str, str] = {}
+    for folder in parts[:place]:
+        if folder.lower() in SPLITS:
+            facts["split"] = folder
+        else:
+            facts.setdefault("client", folder)
+    if split:
+        facts["split"] = split
+    below = parts[place + 1 : -1]
+    if below:
+        # Patients of different clients may have the same number.
+        facts["group"] = "/".join([facts.get("client", ""), *below]).lstrip("/")
+    return facts
 
 
 def have_masks(files: Iterable[str]) -> bool:
-    """Return whether images have masks: whether folders ``images`` and ``masks`` of some folder both have files.
+    """Return whether images have masks: whether folders of images and of masks are beside each other.
 
     Args:
         files: Paths below a folder, with ``/``.
     """
-    folders_above: dict[str, set[tuple[str, ...]]] = {"images": set(), "masks": set()}
-    for file in files:
-        folders = PurePosixPath(file).parts[:-1]
-        for name, parents in folders_above.items():
-            if name in folders:
-                parents.add(folders[: folders.index(name)])
-    return not folders_above["images"].isdisjoint(folders_above["masks"])
+    return bool(find_mask_folders(files))
+
+
+def _check_no_masks(root: Path, files: Sequence[str], manifest: Manifest) -> None:
+    """Raise a ValueError if the classes of images are the folders of images and those of their masks."""
+    roles = [role_of(name) for name in manifest.classes or ()]
+    if None in roles or len({role.kind for role in roles if role is not None}) < 2:
+        return
+    pairs = find_mask_folders(files)
+    if pairs:
+        first = pairs[0]
+        raise ValueError(
+            f"{root} has images and their masks in folders such as {'/'.join((*first.parent, first.images))} and "
+            f"{'/'.join((*first.parent, first.masks))}, which would be classes: read them with ImageMasks; if they are "
+            f"classes, declare classes: {list(manifest.classes or ())}"
+        )
 
 
 class UnlabelledFolder(ImageFiles):

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find folders of images and folders of their masks beside each other, by their names and by those of their files."""
+
+import re
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import PurePosixPath
+from typing import Literal, NamedTuple
+
+IMAGES = "images"
+MASKS = "masks"
+_IMAGE_NAMES = ("images", "image", "imgs", "img", "pictures", "photos", "scans", "inputs", "input", "jpegimages")
+_MASK_NAMES = (
+    *("masks", "mask", "msk", "labels", "label", "labelmaps", "segs", "seg", "segmentations", "segmentation"),
+    *("segmentationclass", "segmasks", "segmentationmasks", "annotations", "annotation", "annots", "annot"),
+    *("gts", "gt", "groundtruths", "groundtruth", "targets", "target"),
+)
+_SPLITS = {"training": "train", "train": "train", "tr": "train", "testing": "test", "test": "test", "ts": "test"}
+_SPLITS |= dict.fromkeys(("validation", "valid", "val"), "val")
+_SPLIT_PATTERN = "|".join(_SPLITS)
+_FOLDER_PATTERN = re.compile(
+    f"(?P<before>{_SPLIT_PATTERN})?(?P<kind>{'|'.join((*_IMAGE_NAMES, *_MASK_NAMES))})(?P<after>{_SPLIT_PATTERN})?"
+)
+_SUFFIX_OF_CHANNEL = re.compile(r"_\d{4}$")
+"""End of the name of an image of nnU-Net, which has a file for each channel."""
+_SUFFIXES_OF_MASKS = ("_mask", "_masks", "_seg", "_segmentation", "_label", "_labels", "_gt", "_annotation")
+
+
+class FolderRole(NamedTuple):
+    """What the name of a folder says of its files.
+
+    Attributes:
+        kind: ``images`` or ``masks``.
+        split: ``train``, ``test`` or ``val``; empty if the name has none.
+    """
+
+    kind: Literal["images", "masks"]
+    split: str
+
+
+@lru_cache(maxsize=2**12)
+def role_of(folder: str) -> FolderRole | None:
+    """Return the role of a folder; None if its name is none of images or masks.
+
+    >>> role_of("imagesTr")
+    FolderRole(kind='images', split='train')
+    >>> role_of("Ground_Truth"), role_of("lesions")
+    (FolderRole(kind='masks', split=''), None)
+    """
+    match = _FOLDER_PATTERN.fullmatch(re.sub(r"[\s_.-]+", "", folder).lower())
+    if match is None:
+        return None
+    split = _SPLITS.get(match["before"] or match["after"] or "", "")
+    return FolderRole("images" if match["kind"] in _IMAGE_NAMES else "masks", split)
+
+
+@dataclass(frozen=True)
+class MaskFolders:
+    """A folder of images and that of their masks, beside each other.
+
+    Attributes:
+        parent: The folders above both.
+        images: Name of the folder of images.
+        masks: Name of the folder of masks.
+        split: ``train``, ``test`` or ``val``, if their names have it.
+    """
+
+    parent: tuple[str, ...]
+    images: str
+    masks: str
+    split: str = ""
+
+
+def find_mask_folders(files: Iterable[str]) -> list[MaskFolders]:
+    """Find folders of images that have a folder of masks beside them.
+
+    Folders called ``images`` and ``masks`` are, whatever their files. Others, such as ``imagesTr`` and ``labelsTr``,
+    or ``img`` and ``gt``, are if a mask has the name of an image.
+
+    Args:
+        files: Paths below a folder, with ``/``.
+
+    >>> find_mask_folders(["a/imagesTr/1_0000.png", "a/labelsTr/1.png", "b/images/1.png", "b/texts/1.png"])
+    [MaskFolders(parent=('a',), images='imagesTr', masks='labelsTr', split='train')]
+    """
+    # By the folders above, and then by the folder's own name.
+    stems_of_folders: dict[tuple[str, ...], dict[str, set[str]]] = {}
+    for file in files:
+        parts = PurePosixPath(file).with_suffix("").parts
+        for depth, folder in enumerate(parts[:-1]):
+            if role_of(folder) is not None:
+                siblings = stems_of_folders.setdefault(parts[:depth], {})
+                siblings.setdefault(folder, set()).add("/".join(parts[depth + 1 :]))
+    pairs: list[MaskFolders] = []
+    for parent, siblings in stems_of_folders.items():
+        for images, image_stems in siblings.items():
+            role = role_of(images)
+            if role is None or role.kind != IMAGES:
+                continue
+            for masks, mask_stems in siblings.items():
+                if role_of(masks) != FolderRole("masks", role.split):
+                    continue
+                are_named_so = (images, masks) == (IMAGES, MASKS)
+                if are_named_so or any(stem_of_mask(stem, mask_stems) for stem in image_stems):
+                    pairs.append(MaskFolders(parent, images, masks, role.split))
+    return pairs
+
+
+def stem_of_mask(stem: str, mask_stems: Set[str]) -> str | None:
+    """Return which of the masks is that of an image, both without extension; None if there is none.
+
+    >>> stem_of_mask("p1/0007_0000", {"p1/0007"}), stem_of_mask("7", {"7_segmentation"}), stem_of_mask("7", {"8"})
+    ('p1/0007', '7_segmentation', None)
+    """
+    candidates = [stem, _SUFFIX_OF_CHANNEL.sub("", stem)]
+    candidates += [stem + suffix for suffix in _SUFFIXES_OF_MASKS]
+    for candidate in candidates:
+        if candidate in mask_stems:
+            return candidate
+    return None
