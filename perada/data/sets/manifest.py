@@ -26,6 +26,7 @@ from perada.data.partitions.shares import Array, hashed_share
 from perada.data.sets.base import ImageSet, Manifest, class_names, renumber_labels
 from perada.data.sets.label_names import check_label_names
 from perada.data.sets.masks import read_mask, stack_masks
+from perada.data.sets.palettes import Colour, check_palettes, colours_of_values, palette_of
 
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
     ("val", "valid", "validation", "dev"), "val"
@@ -111,6 +112,25 @@ class ImageFiles(ImageSet):
         """Read the mask (size, size) of an image; see :func:`.read_mask`."""
         return read_mask(path, image_path, self.size, self.mask_values)
 
+    def read_palette(self, path: str) -> list[Colour] | None:
+        """Return the colours of a mask by number; None if it has no palette."""
+        return palette_of(path)
+
+    def _check_palettes(
+        self, paths: Sequence[str], masks: Sequence[Tensor], palettes: Sequence[list[Colour] | None]
+    ) -> None:
+        """Check that masks give the same colours to the same values; see :func:`.check_palettes`."""
+        colours_of_files: dict[str, dict[int, Colour]] = {}
+        for path, mask, palette in zip(paths, masks, palettes, strict=True):
+            if palette is None:
+                continue
+            numbers: list[int] = mask.unique().tolist()
+            values = numbers
+            if self.mask_values is not None:
+                values = [self.mask_values[number] for number in numbers if number < len(self.mask_values)]
+            colours_of_files[path] = colours_of_values(palette, values)
+        check_palettes(colours_of_files, values_are_declared=self.mask_values is not None)
+
     @property
     def files(self) -> list[str]:
         """The file of each image, for messages."""
@@ -122,6 +142,8 @@ class ImageFiles(ImageSet):
         if manifest.masks is not None:
             with ThreadPoolExecutor(_NUM_READERS) as pool:
                 masks = list(pool.map(self.read_mask, manifest.masks, manifest.paths))
+                palettes = list(pool.map(self.read_palette, manifest.masks))
+            self._check_palettes(manifest.masks, masks, palettes)
             return stack_masks(masks, self.size)
         if manifest.numbers is not None:
             return torch.from_numpy(manifest.numbers)

@@ -36,6 +36,7 @@ from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, explain_read_errors, number_labels
 from perada.data.sets.manifest import SPLITS, ListedImages, Listing
 from perada.data.sets.masks import check_mask_values, decode_mask
+from perada.data.sets.palettes import Colour, palette_of
 from perada.tasks import Classification, MultiLabel, Regression, Segmentation, Task
 from perada.tasks.multi_label import UNKNOWN
 
@@ -515,6 +516,10 @@ class HuggingFace(ListedImages):
         mask = io.BytesIO(self._content(self._masks, path, "mask"))
         image = io.BytesIO(self.content(image_path))
         return decode_mask(mask, image, self.size, self.mask_values, f"{self.name}, {path}, column {self.mask},")
+
+    def read_palette(self, path: str) -> list[Colour] | None:
+        """Return the colours of the mask of row ``split[row]`` by number; None if it has no palette."""
+        return palette_of(io.BytesIO(self._content(self._masks, path, "mask")))
 
     def _digest(self, path: str) -> str:
         return hashlib.sha256(self.content(path)).hexdigest()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Colours that masks with a palette give to the numbers of their classes, and checks that files agree on them."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from PIL import Image
+
+Colour = tuple[int, ...]
+
+
+def palette_of(mask: str | IO[bytes]) -> list[Colour] | None:
+    """Return the colours of a mask by number, from its header; None if it has no palette or cannot be read."""
+    try:
+        with Image.open(mask) as opened:
+            if opened.mode != "P" or opened.palette is None:
+                return None
+            channels = len(opened.palette.mode)
+            entries = list(opened.palette.palette)
+    except Exception:  # Pillow raises many types; the mask itself is read, and reported, before
+        return None
+    return [tuple(entries[start : start + channels]) for start in range(0, len(entries), channels)]
+
+
+def colours_of_values(palette: Sequence[Colour], values: Sequence[int]) -> dict[int, Colour]:
+    """Return the colour of each value that a mask has, without colours that several of its values share.
+
+    >>> colours_of_values([(0, 0, 0), (9, 0, 0), (9, 0, 0)], [0, 1, 2])
+    {0: (0, 0, 0)}
+    """
+    colours = {value: palette[value] for value in values if 0 <= value < len(palette)}
+    seen = list(colours.values())
+    return {value: colour for value, colour in colours.items() if seen.count(colour) == 1}
+
+
+def check_palettes(colours_of_files: Mapping[str, Mapping[int, Colour]], values_are_declared: bool) -> None:
+    """Reject or warn of masks whose palettes disagree on the colours of the same numbers.
+
+    Args:
+        colours_of_files: Colour of each value of a mask, by the name of its file.
+        values_are_declared: Whether the user has listed the values that stand for classes.
+
+    Raises:
+        ValueError: If a colour has different numbers in two files, unless the values are declared.
+    """
+    first_with_colour: dict[Colour, tuple[int, str]] = {}
+    first_with_value: dict[int, tuple[Colour, str]] = {}
+    other_colour = ""
+    for name, colours in colours_of_files.items():
+        for value, colour in colours.items():
+            first_value, first_name = first_with_colour.setdefault(colour, (value, name))
+            if value != first_value:
+                _reject_moved_colour(colour, (first_value, first_name), (value, name), values_are_declared)
+                return
+            first_colour, first_name = first_with_value.setdefault(value, (colour, name))
+            if colour != first_colour and not other_colour:
+                other_colour = f"{value} is {_hex(first_colour)} in {first_name}, but {_hex(colour)} in {name}"
+    if other_colour and not values_are_declared:
+        warnings.warn(
+            f"masks have palettes of different colours: {other_colour}. The numbers are the classes, whatever their "
+            "colours: write each class with the same number in all masks. If the numbers are right, list them in "
+            "mask_values",
+            stacklevel=4,
+        )
+
+
+def _reject_moved_colour(
+    colour: Colour, first: tuple[int, str], second: tuple[int, str], values_are_declared: bool
+) -> None:
+    """Raise a ValueError for a colour with two numbers, each with its file, or warn of it if values are declared."""
+    first_value, first_name = first
+    second_value, second_name = second
+    problem = (
+        f"masks have swapped palettes: the colour {_hex(colour)} is {first_value} in {first_name}, but {second_value} "
+        f"in {second_name}"
+    )
+    if values_are_declared:
+        warnings.warn(f"{problem}; the numbers are the classes, whatever their colours", stacklevel=5)
+        return
+    raise ValueError(
+        f"{problem}: write each class with the same number in all masks; if the numbers are right whatever their "
+        "colours, list them in mask_values, such as [0, 1]"
+    )
+
+
+def _hex(colour: Colour) -> str:
+    """Return a colour as in HTML.
+
+    >>> _hex((255, 0, 16))
+    '#ff0010'
+    """
+    return "#" + "".join(f"{channel:02x}" for channel in colour)
