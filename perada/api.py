@@ -32,6 +32,7 @@ from perada.lightning.trainer_attributes import callbacks_of, is_dev_run
 from perada.lightning.trainer_setup import check_trainer
 from perada.lightning.trainers import make_trainer
 from perada.models.adapted import AdapterChoice
+from perada.models.backbones import count_outputs
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import options_of
 from perada.results.restore import plain_data
@@ -315,18 +316,15 @@ def _make_datamodule(
     num_classes: int | None,
     task: Task | None,
 ) -> FederatedDataModule:
-    """Return a datamodule that serves these data.
-
-    Without a number of classes it is that of the data or, if the data have none, of the backbone's last linear layer.
-    """
-    num_classes = num_classes or data.num_classes
-    if num_classes is None and isinstance(backbone, nn.Module):
-        linear_layers = [layer for layer in backbone.modules() if isinstance(layer, nn.Linear)]
-        if linear_layers:
-            num_classes = linear_layers[-1].out_features
+    """Return a datamodule that serves these data."""
     if batch_size is None:
         batch_size = 64
-    return FederatedDataModule(data, batch_size=batch_size, image_size=image_size, num_classes=num_classes, task=task)
+    datamodule = FederatedDataModule(
+        data, batch_size=batch_size, image_size=image_size, num_classes=num_classes, task=task
+    )
+    if isinstance(backbone, nn.Module):
+        datamodule.network_outputs = count_outputs(backbone)
+    return datamodule
 
 
 def _check_datamodule(

@@ -254,7 +254,9 @@ def test_a_network_may_know_more_classes_than_the_labels_show(call, tiny):
     data = tiny.data()
     for part in [*data.train, *data.test]:
         part.tensors[1].clamp_(max=1)
-    assert call(data=data, rounds=1, logger=False).info["num_classes"] == 3
+    with pytest.warns(UserWarning, match=r"imply 2 classes, .* 3 outputs, so 3 classes are assumed: set num_classes=3"):
+        assert call(data=data, rounds=1, logger=False).info["num_classes"] == 3
+    assert call(data=data, rounds=1, logger=False, num_classes=3).info["num_classes"] == 3
 
 
 def test_public_images_that_do_not_fit_are_rejected_before_training(call, tiny):

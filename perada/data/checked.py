@@ -200,6 +200,7 @@ def check(
     image_size: int | None = None,
     resolve: Resolve = resolve_subset,
     task: Task | None = None,
+    network_outputs: int | None = None,
 ) -> Checked:
     """Open and check the data.
 
@@ -212,6 +213,8 @@ def check(
         image_size: Height and width to resize uint8 images to; None keeps them.
         resolve: Finds the dataset behind a Subset.
         task: What is learnt from the labels; None to choose it from the labels.
+        network_outputs: Number of outputs of the network. If the number of classes is inferred from labels, and at
+            least half of the outputs have one, the other outputs are classes too.
 
     Raises:
         ValueError: If there are no clients, a client has no samples, shapes differ, a label is out of range, the
@@ -263,6 +266,8 @@ def check(
     # The number of classes that names of Hugging Face's datasets give is known, that of words is not.
     infers_classes = not is_declared and (classes is None or words is not None)
     num_classes = _check_classes(labels_of_parts, classes, num_classes, task, infers_classes, sets)
+    if infers_classes and task.exclusive and words is None and network_outputs is not None:
+        num_classes = _with_absent_classes(num_classes, network_outputs)
     task = _fitted_task(task, labels_of_parts, num_classes, sum(stores["training"].sizes))
     _warn_of_unknown_labels(task, labels_of_parts["training"], classes)
     for store in stores.values():
@@ -406,6 +411,22 @@ def _read_mask_values(
                         counts.add(mask.unsqueeze(0))
             values_of_clients.append(MaskValues(owner, part, counts))
     return values_of_clients
+
+
+def _with_absent_classes(num_classes: int, network_outputs: int) -> int:
+    """Return the number of classes, with those that no label shows but the network has an output for.
+
+    A network with more than twice as many outputs as labels was probably built for other data, and is rejected later.
+    """
+    if not num_classes < network_outputs <= 2 * num_classes:
+        return num_classes
+    warnings.warn(
+        f"labels up to {num_classes - 1} imply {num_classes} classes, but the network has {network_outputs} outputs, "
+        f"so {network_outputs} classes are assumed: set num_classes={network_outputs} if the labels do not show all "
+        f"classes, or build the network with {num_classes} outputs",
+        stacklevel=4,
+    )
+    return network_outputs
 
 
 def _fitted_task(

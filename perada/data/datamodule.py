@@ -224,6 +224,8 @@ class FederatedDataModule(pl.LightningDataModule):
         self._features: FeatureCache | None = None
         self.clients_per_chunk: int | None = None
         """Number of clients that train together; None for all of a round. Chosen at the set-up of a run."""
+        self.network_outputs: int | None = None
+        """Number of outputs of the caller's own network, if known. It may have classes that no label shows."""
         self.chunks_at_a_time = 1
         """Number of such chunks of clients that take their steps in turns. Chosen at the set-up of a run."""
 
@@ -293,7 +295,9 @@ class FederatedDataModule(pl.LightningDataModule):
             # The record has all parts of the division, also the test images that are not used.
             self._record = self._partition_record(replace(data, test=divided.test), held_out, resolve)
             data = replace(data, test=held_out)
-        checked = check(data, self._num_classes, self.image_size, resolve, self.chosen_task)
+        checked = check(
+            data, self._num_classes, self.image_size, resolve, self.chosen_task, network_outputs=self.network_outputs
+        )
         if evaluates_test:
             checked.held_out = held_out
             self.conditions = conditions(self.shifts, checked, self.image_size)

@@ -46,7 +46,8 @@ def fill_targets(backbone: "Backbone", config: PeftConfig, last_blocks: int | No
     In a network of a known family these are the layers of its attention, or the main convolutions of its blocks; for
     IA3 those of its paper. In any other network they are all linear layers except the head, or all convolutions without
     groups except the first one, whichever have more parameters. LN tuning adapts all norms. Layers whose weights a
-    network reads without calling them, such as ``qkv`` of BEiT, are left out if the image size is known.
+    network reads without calling them, such as ``qkv`` of BEiT, are left out, and so are layers that PEFT would take
+    for the head by the end of their names, such as ``aux_head`` beside ``head``.
 
     Args:
         backbone: The backbone, without adapter.
@@ -58,7 +59,7 @@ def fill_targets(backbone: "Backbone", config: PeftConfig, last_blocks: int | No
         ValueError: If the backbone has no layer that the method can adapt.
     """
     check_last_blocks(last_blocks)
-    layers = _adaptable_modules(backbone, last_blocks)
+    layers = _without_ends(_adaptable_modules(backbone, last_blocks), backbone.head_modules)
     linears = [path for path, layer in layers.items() if isinstance(layer, nn.Linear)]
     # PeftConfig itself declares neither field.
     untyped_config = cast(Any, config)
@@ -93,6 +94,20 @@ def _adaptable_modules(backbone: "Backbone", last_blocks: int | None) -> dict[st
         if path in allowed and not is_in_head and not _is_in_torch_attention(model, path):
             modules[path] = module
     return modules
+
+
+def _without_ends(layers: dict[str, nn.Module], head_modules: list[str]) -> dict[str, nn.Module]:
+    """Leave out layers in modules that PEFT would take for the head, unless no layer remains.
+
+    PEFT cannot load an adapter of such a layer: it finds the head by the end of its name.
+    """
+    remaining = {}
+    for path, layer in layers.items():
+        parts = path.split(".")
+        paths_to_layer = [".".join(parts[: end + 1]) for end in range(len(parts))]
+        if not any(outer.endswith(name) for outer in paths_to_layer for name in head_modules):
+            remaining[path] = layer
+    return remaining or layers
 
 
 def _default_layers(
@@ -212,22 +227,55 @@ def _is_in_torch_attention(model: nn.Module, path: str) -> bool:
 def _uncalled_layers(backbone: "Backbone") -> set[str]:
     """Return the names of the layers that a pass in evaluation mode does not call.
 
-    The result is empty if the image size is unknown, or if the pass fails.
+    The result is empty if no image fits the network. For a network that the caller built, images of several sizes are
+    tried.
     """
-    if backbone.image is None:
-        return set()
     layers = {}
     for path, module in backbone.model.named_modules():
         is_layer = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
         if is_layer and "forward" not in vars(module):
             layers[path] = module
-    try:
-        with torch.no_grad(), recorded_calls(layers) as called:
-            backbone.model.eval()(torch.zeros(1, *backbone.image.input_size))
-    except Exception:
-        # For example because the image is too small, which is reported later, for the real images.
-        return set()
-    return layers.keys() - called
+    model = backbone.model.eval()
+    for shape in _probable_image_shapes(backbone):
+        try:
+            image = _blank_image(model, shape)
+            with torch.no_grad(), recorded_calls(layers) as called:
+                model(image)
+        except Exception:  # layers raise errors of any kind
+            # For example because the image is too small, which is reported later, for the real images.
+            continue
+        return layers.keys() - called
+    return set()
+
+
+def _probable_image_shapes(backbone: "Backbone") -> list[tuple[int, int, int]]:
+    """Return shapes (channels, height, width) of images that may fit a network, the most probable first."""
+    if backbone.image is not None:
+        return [backbone.image.input_size]
+    model = backbone.model
+    convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    if not convolutions:
+        return []
+    channels = convolutions[0].in_channels
+    # Where timm keeps the size that a network was built for and that of its weights, and transformers the size.
+    sizes: list[object] = [getattr(getattr(model, "patch_embed", None), "img_size", None)]
+    timm_config = getattr(model, "pretrained_cfg", None)
+    if isinstance(timm_config, Mapping):
+        sizes.append(tuple(timm_config.get("input_size") or ())[1:])
+    sizes.append(getattr(getattr(model, "config", None), "image_size", None))
+    shapes = []
+    for size in [*sizes, 224, 64, 32, 28]:
+        if isinstance(size, int):
+            shapes.append((channels, size, size))
+        elif isinstance(size, tuple | list) and len(size) == 2:
+            shapes.append((channels, int(size[0]), int(size[1])))
+    return list(dict.fromkeys(shapes))
+
+
+def _blank_image(model: nn.Module, shape: tuple[int, int, int]) -> Tensor:
+    """Return a batch of one image of zeros, on the device of a network and in the dtype of its weights."""
+    weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    return torch.zeros(1, *shape, device=weight.device, dtype=weight.dtype)
 
 
 @contextmanager
@@ -636,6 +684,54 @@ def _is_end_of_other_names(model: nn.Module, head: str, config: PeftConfig) -> b
         if name != head and not name.startswith(f"{head}."):
             names.append(name)
     return any(name.endswith(head) or f".{head}." in f".{name}." for name in names)
+
+
+def _taken_for_saved(adapted: AdaptedModel) -> dict[str, str]:
+    """Return the modules that PEFT would wrap like those of ``modules_to_save``, because their names end alike.
+
+    Returns:
+        The name in ``modules_to_save`` by the full name of each such module.
+    """
+    names = getattr(adapted.config, "modules_to_save", None) or []
+    taken = {}
+    for path, _ in adapted.model.named_modules():
+        is_saved = any(f"{path}.".startswith(f"{name}.") for name in names)
+        for name in names:
+            if path.endswith(name) and not is_saved:
+                taken[path] = name
+    return taken
+
+
+def warn_of_ends(adapted: AdaptedModel) -> None:
+    """Warn if PEFT cannot load an exported adapter, because a name of ``modules_to_save`` is the end of another.
+
+    PEFT cannot wrap layers of its adapters, and would draw adapters inside of a wrapped module anew.
+    """
+    modules = dict(adapted.model.named_modules())
+    for path, name in _taken_for_saved(adapted).items():
+        module = modules[path]
+        grandparent = modules.get(path.rpartition(".")[0].rpartition(".")[0])
+        has_adapter = any(isinstance(inner, BaseTunerLayer) for inner in module.modules())
+        if has_adapter or isinstance(module, nn.ModuleDict) or isinstance(grandparent, BaseTunerLayer):
+            warnings.warn(
+                f"PEFT cannot load the exported adapters without perada, since it takes {path!r} of backbone "
+                f"{adapted.backbone.name!r} for {name!r}, the end of that name: load them with perada.Run.load or, "
+                f"for the next run, rename the module {name!r} or name other layers in target_modules",
+                stacklevel=4,
+            )
+            return
+
+
+def tensors_taken_for_saved(adapted: AdaptedModel) -> dict[str, Tensor]:
+    """Return the tensors of modules that PEFT takes for one of ``modules_to_save`` by the end of their names.
+
+    PEFT expects them in an adapter's folder, by these names. They share memory with the model.
+    """
+    tensors = {}
+    for path in _taken_for_saved(adapted):
+        for key, value in adapted.model.get_submodule(path).state_dict().items():
+            tensors[f"base_model.model.{path}.{key}"] = value
+    return tensors
 
 
 def saved_tensors(adapted: AdaptedModel) -> dict[str, Tensor]:

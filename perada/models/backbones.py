@@ -26,7 +26,7 @@ from perada.models.adapted import Backbone
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
 from perada.models.segmentation import SEGMENTATION_PREFIX, build_segmentation_network
 from perada.models.twins import register_transformers
-from perada.models.unwrapping import SequentialAdapter, unwrapped
+from perada.models.unwrapping import SequentialAdapter, compiled_module, unwrapped
 from perada.models.weight_files import cached_file, load_weights, no_weights
 
 if TYPE_CHECKING:
@@ -164,37 +164,88 @@ def _turn_off_checkpointing(backbone: Backbone) -> None:
 
 def _from_module(module: nn.Module, num_classes: int | None, per_pixel: bool) -> Backbone:
     """Copy a custom network."""
-    # torch.compile keeps the network in this attribute.
-    network = _without_replicas(getattr(module, "_orig_mod", module))
+    network = _without_wrappers(module)
     name = type(network).__name__
     _check_copyable(network, name)
     model = unwrapped(network)
     _to_single_precision(model, name)
+    head = _find_head(model, name, num_classes, per_pixel)
+    _check_names(model, name)
+    if "default" in head.split("."):
+        raise ValueError(f"the head {head!r} of backbone {name!r} contains PEFT's adapter name 'default'; rename it")
+    return_logits(model, _outputs_of_layers(model, per_pixel)[head], per_pixel)
+    return Backbone(model, name, head, getattr(model, IMAGE, None))
+
+
+def _find_head(model: nn.Module, name: str, num_classes: int | None, per_pixel: bool) -> str:
+    """Return the full name of the layer that computes the logits of a custom network.
+
+    It is the classifier that timm names or, in other networks, the last layer with as many outputs as classes.
+
+    Args:
+        model: The network.
+        name: Its name in messages.
+        num_classes: Number of classes K; None for any.
+        per_pixel: Whether the network classifies pixels.
+
+    Raises:
+        OptionError: If there is no such layer.
+    """
     outputs_of_layers = _outputs_of_layers(model, per_pixel)
     if not outputs_of_layers:
         kind = "convolution" if per_pixel else "nn.Linear"
         raise _backbone_error(name, f"has no {kind} to serve as head; end the network in one")
+    timm_config = getattr(model, "pretrained_cfg", None)
+    timm_classifier = None
+    if isinstance(timm_config, Mapping) and not per_pixel:
+        timm_classifier = timm_config.get("classifier")
+        if getattr(model, "num_classes", None) == 0:
+            raise _backbone_error(
+                name,
+                "has no head, since it was built with num_classes=0; build it with as many classes as the data have, "
+                f"here model.reset_classifier({num_classes or 'K'})",
+            )
+        if isinstance(timm_classifier, tuple | list):
+            raise _classifiers_error(name, timm_classifier)
     head = list(outputs_of_layers)[-1]
-    if num_classes is not None:
+    if isinstance(timm_classifier, str) and timm_classifier in outputs_of_layers:
+        head = timm_classifier
+    elif num_classes is not None:
         # Modules come in the order of their definition. A layer inside the head, or one that was defined after it, has
         # another number of outputs.
         for path, num_outputs in outputs_of_layers.items():
             if num_outputs == num_classes:
                 head = path
     num_outputs = outputs_of_layers[head]
-    _check_names(model, name)
-    if "default" in head.split("."):
-        raise ValueError(f"the head {head!r} of backbone {name!r} contains PEFT's adapter name 'default'; rename it")
     if num_classes is not None and num_outputs != num_classes:
         raise OptionError(
             f"num_classes={num_classes}, but the head {head!r} of backbone {name!r} has {num_outputs} outputs; build "
-            "the network with as many outputs as the data have classes (labels, numbers of an image), or correct "
-            "num_classes",
+            "the network with as many outputs as the data have classes (labels, numbers of an image), or set "
+            f"num_classes={num_outputs} if the labels do not show all classes",
             name="num_classes",
             value=num_classes,
         )
-    return_logits(model, num_outputs, per_pixel)
-    return Backbone(model, name, head, getattr(model, IMAGE, None))
+    return head
+
+
+def count_outputs(network: nn.Module) -> int | None:
+    """Return the number of outputs of a custom network's head; None if it has no linear layer.
+
+    Its head is the classifier that timm names or, in other networks, the last linear layer.
+    """
+    model = _without_wrappers(network)
+    outputs_of_layers = _outputs_of_layers(model, per_pixel=False)
+    timm_config = getattr(model, "pretrained_cfg", None)
+    if isinstance(timm_config, Mapping):
+        classifier = timm_config.get("classifier")
+        if isinstance(classifier, str) and classifier in outputs_of_layers:
+            return outputs_of_layers[classifier]
+    return next(reversed(outputs_of_layers.values()), None)
+
+
+def _classifiers_error(name: str, classifiers: object) -> OptionError:
+    """Return the error for a network of timm with no or several classifiers, such as a DeiT with distillation."""
+    return _backbone_error(name, f"has the classifiers {classifiers!r}; choose a model with exactly one")
 
 
 def _outputs_of_layers(model: nn.Module, per_pixel: bool) -> dict[str, int]:
@@ -244,12 +295,19 @@ def _check_copyable(network: nn.Module, name: str) -> None:
                 raise _backbone_error(name, problem)
 
 
-def _without_replicas(module: nn.Module) -> nn.Module:
-    """Return the network inside a wrapper that replicates it over GPUs, which does not support clients' weights."""
-    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        network: nn.Module = module.module
-        return network
-    return module
+def _without_wrappers(module: nn.Module) -> nn.Module:
+    """Return the network inside wrappers that compile it or replicate it over GPUs, in any order.
+
+    Neither supports clients' weights. perada compiles itself (``training.torch_compile``).
+    """
+    while True:
+        original = compiled_module(module)
+        if original is not None:
+            module = original
+        elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            module = module.module
+        else:
+            return module
 
 
 def _to_single_precision(model: nn.Module, name: str) -> None:
@@ -331,9 +389,8 @@ def _from_timm(
             raise no_weights(name, f"{type(error).__name__}: {error}") from error
         raise _backbone_error(name, f"cannot be built: {' '.join(str(error).split())}") from error
     head = cast(dict[str, Any], model.pretrained_cfg).get("classifier")
-    # Two of a DeiT with distillation, for example.
     if not isinstance(head, str):
-        raise _backbone_error(name, f"has the classifiers {head!r}; choose a model with exactly one")
+        raise _classifiers_error(name, head)
     if isinstance(pretrained, str):
         load_weights(model, pretrained, head)
     data_config = resolve_model_data_config(model)

@@ -13,7 +13,7 @@ from perada.adapters.prompt import PromptLayer
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
-    """Return a copy of a network that computes the same without PEFT's layers.
+    """Return a copy of a network that computes the same without PEFT's layers and compiled modules.
 
     Adapters that PEFT can merge are merged into the weights. Layers that perada's methods added become plain modules,
     and the trained head replaces the original one.
@@ -32,11 +32,22 @@ def unwrapped(network: nn.Module) -> nn.Module:
     return model
 
 
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """Return the module that ``torch.compile`` wrapped; None if the module is not such a wrapper.
+
+    The wrapper's class is not used, since its import takes seconds.
+    """
+    return dict(module.named_children()).get("_orig_mod")
+
+
 def _plain_module(module: nn.Module) -> nn.Module:
     """Return the replacement of a module; the module itself if it is not one of PEFT's."""
     if isinstance(module, nn.DataParallel):
         inner: nn.Module = module.module
         return inner
+    original = compiled_module(module)
+    if original is not None:
+        return original
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save[module.active_adapters[0]]
     if isinstance(module, DualLoraLayer):

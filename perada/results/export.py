@@ -19,7 +19,14 @@ from torch import Tensor
 from perada.core.digests import check_sums
 from perada.core.files import Scratch
 from perada.core.states import Factors, State, get_state, narrowed, set_state, trained_keys, widened
-from perada.models.adapted import AdaptedModel, find_tensor_names, is_adapter_key, plain_names, saved_tensors
+from perada.models.adapted import (
+    AdaptedModel,
+    find_tensor_names,
+    is_adapter_key,
+    plain_names,
+    saved_tensors,
+    tensors_taken_for_saved,
+)
 from perada.models.weight_files import LITE0, SHIPPED
 from perada.results.cards import record_of_nobody, record_of_one
 from perada.results.run_file import RunFile, first_difference, published
@@ -46,7 +53,8 @@ class PeftFolders:
     def __init__(self, adapted: AdaptedModel, base: str | None = None) -> None:
         self._adapted = adapted
         self._base = base
-        self._tensors = saved_tensors(adapted)
+        # PEFT would also search the folder for modules whose names end like the head's.
+        self._tensors = tensors_taken_for_saved(adapted) | saved_tensors(adapted)
         model_state = adapted.model.state_dict()
         key_by_address = {model_state[key].data_ptr(): key for key in trained_keys(adapted.model)}
         self._keys: dict[str, str] = {}

@@ -16,6 +16,7 @@ from perada.core.files import check_output_folder
 from perada.core.ranks import this_rank
 from perada.core.states import State, get_state
 from perada.data.preprocessing import Preprocessing
+from perada.models.adapted import warn_of_ends
 from perada.results.cards import UNKNOWN, Cards, check_record, is_test_mode, protection
 from perada.results.clients import with_joined
 from perada.results.export import (
@@ -261,6 +262,7 @@ class Run(Models):
             The digests of all tensors' files, by path in the folder.
         """
         adapted = self._adapted
+        warn_of_ends(adapted)
         base = base_name(adapted, self.info["pretrained"])
         peft_folders = PeftFolders(adapted, base)
         cards = Cards(self, base, scores, license)

@@ -3,6 +3,7 @@
 
 import peft
 import pytest
+import timm
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -10,6 +11,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
+from perada.models.usage import check_usage
 from tests.options import sections
 
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))
@@ -62,6 +64,40 @@ def test_a_head_may_have_any_name(tmp_path, head, adapter):
         expected = run.personal(1)(IMAGES)
         assert torch.equal(loaded.personal(1)(IMAGES), expected)
         assert torch.allclose(run.merged(1)(IMAGES), expected, atol=1e-6)
+
+
+class TwoHeads(Network):
+    """A second head, whose name ends like the first one's, and which the loss does not reach."""
+
+    def __init__(self, head="head", second="aux_head"):
+        super().__init__(head)
+        self.second = second
+        self.add_module(second, nn.Linear(16, 2))
+
+    def forward(self, x):
+        return super().forward(x) + 0 * getattr(self, self.second)(self.layout(x.flatten(1))).sum()
+
+
+@pytest.mark.parametrize(("head", "second"), [("head", "aux_head"), ("x", "mixture"), ("fc", "pre_fc")])
+@pytest.mark.parametrize("adapter", ["lora", "ia3", "full", peft.LoHaConfig()])
+@pytest.mark.every(4)
+def test_peft_reads_an_adapter_beside_a_head_whose_name_ends_alike(tmp_path, head, second, adapter):
+    run = finetune(TwoHeads(head, second), adapter, engine="loop")
+    run.export(tmp_path / "exported")
+    loaded = peft.PeftModel.from_pretrained(TwoHeads(head, second), str(tmp_path / "exported" / "client_1"))
+    assert torch.allclose(loaded.eval()(IMAGES), run.merged(1).eval()(IMAGES), atol=1e-6)
+    again = perada.Run.load(tmp_path / "exported", backbone=TwoHeads(head, second))
+    assert torch.equal(again.merged(1).eval()(IMAGES), run.merged(1).eval()(IMAGES))
+
+
+def test_a_head_that_peft_cannot_find_is_named(tmp_path):
+    run = finetune(Network("out"), "lora")
+    with pytest.warns(UserWarning, match="PEFT cannot load .* it takes 'mix.lora_dropout' .* for 'out'"):
+        run.export(tmp_path / "exported")
+    assert perada.Run.load(tmp_path / "exported", backbone=Network("out")).info == run.info
+    beside = finetune(TwoHeads(), "lora", adapter_options={"target_modules": ["mix", "aux_head"]}, train_backbone=True)
+    with pytest.warns(UserWarning, match="it takes 'aux_head' .* for 'head'"):
+        beside.export(tmp_path / "beside")
 
 
 def test_other_modules_to_save_are_kept():
@@ -239,3 +275,109 @@ def test_a_wrong_merge_is_rejected_however_little_was_trained(kind):
     run = finetune(kind(), lr_local=1e-6, lr_personal=1e-6)
     with pytest.raises(NotImplementedError, match="the merged network computes different outputs"):
         run.merged(0)
+
+
+def inside_data_parallel():
+    return nn.DataParallel(torch.compile(Network()))
+
+
+def around_data_parallel():
+    return torch.compile(nn.DataParallel(Network()))
+
+
+def with_compiled_parts():
+    network = Network()
+    network.layout = torch.compile(network.layout)
+    network.out = torch.compile(network.out)
+    return network
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.compile(Network()), inside_data_parallel, around_data_parallel, with_compiled_parts]
+)
+def test_a_compiled_network_is_the_network_inside(make):
+    compiled = make()
+    backbone = build_backbone(compiled, 3)
+    assert (backbone.name, backbone.head) == ("Network", "out")
+    adapted = insert_adapter(backbone, "lora")
+    assert list(adapted.model.state_dict()) == list(
+        insert_adapter(build_backbone(Network(), 3), "lora").model.state_dict()
+    )
+    assert any("_orig_mod" in key for key in compiled.state_dict())  # the caller's own stays as it is
+
+
+def small_vit(num_classes, name="vit_tiny_patch16_224", **options):
+    return timm.create_model(name, img_size=32, depth=1, embed_dim=64, num_heads=2, num_classes=num_classes, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: small_vit(0), r"built with num_classes=0.*reset_classifier\(3\)"),
+        (lambda: small_vit(1000), "num_classes=3, but the head 'head' .* has 1000 outputs.*set num_classes=1000"),
+        (lambda: small_vit(7), "num_classes=3, but the head 'head' .* has 7 outputs.*set num_classes=7"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 1000)), "'1' .* 1000 outputs.*set num_classes=1000"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), "'1' .* 2 outputs"),
+    ],
+)
+def test_a_network_with_more_outputs_than_classes_is_rejected(make, message):
+    with pytest.raises(ValueError, match=message):
+        finetune(make())
+
+
+def test_more_outputs_than_labels_may_be_asked_for():
+    network = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Linear(16, 5))
+    with pytest.warns(UserWarning, match="imply 3 classes, but the network has 5 outputs"):
+        finetune(network)
+    assert finetune(network, num_classes=5).state("global")["2.modules_to_save.default.bias"].shape == (5,)
+
+
+def test_the_classifier_that_timm_names_is_the_head():
+    model = small_vit(3)
+    model.auxiliary = nn.Linear(64, 3)
+    assert build_backbone(model, 3).head == "head"
+    two_heads = small_vit(3, "deit_tiny_distilled_patch16_224")
+    with pytest.raises(ValueError, match=r"has the classifiers \('head', 'head_dist'\)"):
+        build_backbone(two_heads, 3)
+
+
+SMALL_TRANSFORMERS = {
+    "vit_tiny_patch16_224": {"depth": 1},
+    "eva02_tiny_patch14_224": {"depth": 1},
+    "beitv2_base_patch16_224": {"depth": 1, "embed_dim": 96, "num_heads": 3},
+    "swinv2_tiny_window8_256": {"depths": (1, 1), "embed_dim": 24, "num_heads": (1, 2)},
+}
+
+
+@pytest.mark.parametrize("name", SMALL_TRANSFORMERS)
+@pytest.mark.parametrize("adapter", ["lora", "ia3"])
+@pytest.mark.every(2)
+def test_the_layers_that_a_module_calls_are_adapted(name, adapter):
+    """The image size is known from the module, whatever size the images of the run have."""
+    model = timm.create_model(name, img_size=56, num_classes=3, **SMALL_TRANSFORMERS[name])
+    adapted = insert_adapter(build_backbone(model, 3), adapter)
+    assert check_usage(adapted, torch.randn(1, 3, 56, 56)).problem is None
+    adapted_qkv = any(path.endswith("attn.qkv.base_layer") for path, _ in adapted.model.named_modules())
+    assert adapted_qkv == (name == "vit_tiny_patch16_224")
+
+
+class ReadsWeights(nn.Module):
+    """An own network that reads the weights of one of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 4, 4)
+        self.read = nn.Linear(8, 8)
+        self.called = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.stem(x).mean((2, 3))
+        h = nn.functional.linear(h, self.read.weight)
+        return self.head(self.called(h).relu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layers_of_an_own_network_that_are_not_called_get_no_lora(dtype):
+    model = insert_adapter(build_backbone(ReadsWeights().to(dtype), 3), "lora").model
+    assert [path for path, _ in model.named_modules() if path.endswith("lora_A")] == ["called.lora_A"]
