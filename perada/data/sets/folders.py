@@ -182,7 +182,7 @@ class ImageMasks(OwnImages):
                 continue
             images.append(file)
             masks.append(file_of_mask[pair, stem])
-            facts.append(_facts_of(parts, place, pair.split))
+            facts.append(_facts_of(parts, place, pair.split, self.shared_groups))
         self._check_pairs(images, masks, without_mask, pair_of_images)
         self._warn_of_unused(files, [*images, *masks])
         columns = self._complete_columns(facts)
@@ -298,13 +298,14 @@ def _pair_of(folders: tuple[str, ...], pairs: Mapping[tuple[str, ...], MaskFolde
     return None
 
 
-def _facts_of(parts: Sequence[str], place: int, split: str) -> dict[str, str]:
+def _facts_of(parts: Sequence[str], place: int, split: str, shared_groups: bool) -> dict[str, str]:
     """Return client, split and group of an image, as far as its folders name them.
 
     Args:
         parts: Folders and name of the image.
         place: Position of the folder of images.
         split: Split in the name of this folder, if it has one.
+        shared_groups: Whether a group of the same name is the same group in the folders of all clients.
     """
     facts: dict[str, str] = {}
     for folder in parts[:place]:
@@ -316,8 +317,10 @@ def _facts_of(parts: Sequence[str], place: int, split: str) -> dict[str, str]:
         facts["split"] = split
     below = parts[place + 1 : -1]
     if below:
-        # Patients of different clients may have the same number.
-        facts["group"] = "/".join([facts.get("client", ""), *below]).lstrip("/")
+        facts["group"] = "/".join(below)
+        if "client" in facts and not shared_groups:
+            # Patients of different clients may have the same number.
+            facts["group"] = f"{facts['client']}/{facts['group']}"
     return facts
 
 

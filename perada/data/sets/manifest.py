@@ -214,6 +214,9 @@ class OwnImages(ImageFiles):
         gray: Load images with one channel instead of three.
         full_scale: The value of white in grey images of more than 8 bits, such as 4095; null for 65535, or for 1 in
             floating-point images.
+        shared_groups: Whether a group's name stands for the same group at all clients, such as a patient's number in a
+            national register. False if each client names its groups itself, such as a hospital that numbers its
+            patients from 1; null for false, with a warning if the source's splits divide a name between clients.
         **options: Options of :class:`ImageFiles`.
 
     Attributes:
@@ -233,6 +236,7 @@ class OwnImages(ImageFiles):
         seed: int = 0,
         gray: bool = False,
         full_scale: float | None = None,
+        shared_groups: bool | None = None,
         **options: Any,
     ) -> None:
         super().__init__(root, **options)
@@ -241,6 +245,8 @@ class OwnImages(ImageFiles):
         check_integer("seed", seed, 0, le=None)
         check_choice("gray", gray, [True, False])
         check_full_scale(full_scale)
+        check_choice("shared_groups", shared_groups, [True, False, None])
+        self.shared_groups = shared_groups
         self.fixed_splits: Mapping[str, bool] = {}
         self.test_share = test_share
         self.seed = seed
@@ -377,17 +383,53 @@ class OwnImages(ImageFiles):
         return split
 
     def _check_groups(self, manifest: Manifest, split: Array) -> None:
-        """Raise a ValueError if a group has training and test images."""
+        """Raise a ValueError if a group has training and test images.
+
+        Groups of different clients are different groups, unless ``shared_groups`` is true.
+        """
         if "group" not in manifest.columns:
             return
         groups = manifest.columns["group"]
+        if self._client_column in manifest.columns and not self.shared_groups:
+            clients = manifest.columns[self._client_column].tolist()
+            self._check_groups_of_clients(groups, clients, split)
+            return
         divided = np.intersect1d(groups[split == "train"], groups[split == "test"]).tolist()
         if divided:
-            noun = "group" if len(divided) == 1 else "groups"
-            raise ValueError(
-                f"{self.source_name} has both training and test images of the {noun} {abbreviated(divided)}: put all "
-                "images of a group into one split, or leave the split out"
+            raise self._divided_error([str(group) for group in divided])
+
+    def _check_groups_of_clients(self, groups: Array, clients: Sequence[str], split: Array) -> None:
+        """Raise a ValueError if a client has training and test images of a group, and warn if two clients have."""
+        clients_of_group: dict[str, dict[str, set[str]]] = {}
+        for group, client, part in zip(groups.tolist(), clients, split.tolist(), strict=True):
+            if part in ("train", "test"):
+                clients_of_part = clients_of_group.setdefault(str(group), {"train": set(), "test": set()})
+                clients_of_part[part].add(str(client))
+        divided = []
+        divided_between_clients = []
+        for group, clients_of_part in clients_of_group.items():
+            common = sorted(clients_of_part["train"] & clients_of_part["test"])
+            divided += [f"{group} of client {client}" for client in common]
+            if clients_of_part["train"] and clients_of_part["test"]:
+                divided_between_clients.append(group)
+        if divided:
+            raise self._divided_error(divided)
+        if divided_between_clients and self.shared_groups is None:
+            names = abbreviated(sorted(divided_between_clients))
+            warnings.warn(
+                f"{self.source_name} has training images at one client and test images at another of groups called "
+                f"{names}, which count as different groups: set shared_groups to false if they are, or to true if a "
+                "name stands for the same group, such as a patient, at all clients",
+                stacklevel=2,
             )
+
+    def _divided_error(self, divided: Sequence[str]) -> ValueError:
+        """Return the error for groups that have training and test images."""
+        noun = "group" if len(divided) == 1 else "groups"
+        return ValueError(
+            f"{self.source_name} has both training and test images of the {noun} {abbreviated(divided)}: put all "
+            "images of a group into one split, or leave the split out"
+        )
 
     def _check_classes(self, manifest: Manifest, is_train: Array) -> None:
         """Raise a ValueError if a class has no training images, unless the user has named the classes."""
