@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _LABEL_COLUMNS = ("label", "labels", "fine_label")
+_DECLARED_DELIMITER = re.compile(r'"?sep=(?P<delimiter>[^"\r\n])"?(?=[\r\n]|$)', re.IGNORECASE)
+"""The first line that Excel reads, and some programs write, to declare the delimiter."""
+_ROWS_TO_GUESS = 100
+"""Number of rows, with the header, from which the delimiter is guessed."""
 _TRUE = frozenset({"1", "1.0", "true"})
 BINARY = _TRUE | {"0", "0.0", "false"}
 """Accepted cells of a column of zeros and ones, in lower case."""
@@ -723,8 +727,9 @@ def read_table(
 ) -> tuple[dict[str, Array], Array]:
     """Read a CSV, TSV or Parquet file.
 
-    The fields of a CSV file are separated by commas, or by semicolons or tabs if its header has these and no comma.
-    Empty lines are skipped. Null values of a Parquet file become empty strings, its lists lists of strings.
+    The delimiter of a CSV file is a comma, semicolon, tab or vertical bar: that with which most rows have as many
+    fields as the header, or that of a first line such as ``sep=;``. Rows without content, and last columns without name
+    and content, are skipped. Null values of a Parquet file become empty strings, its lists lists of strings.
 
     Args:
         path: The file.
@@ -756,33 +761,80 @@ def read_table(
 def _read_text_table(path: Path, encoding: str | None = None) -> tuple[list[str], list[Array], list[int]]:
     """Return the header, the columns and the row numbers of a CSV or TSV file."""
     text = _decode_text(path.read_bytes(), encoding)
-    delimiter = _delimiter(path, text.partition("\n")[0])
+    declaration = _DECLARED_DELIMITER.match(text)
+    if declaration is None:
+        delimiter = _guess_delimiter(text, prefers_tabs=path.suffix.lower() == ".tsv")
+    else:
+        delimiter = declaration["delimiter"]
     names: list[str] = []
     rows = []
     row_numbers = []
-    for number, row in enumerate(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), 1):
-        if not row:
-            continue
-        if not names:
-            names = row
-            continue
+    # Without strict, a quote that is not closed would swallow the rest of the file.
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        for number, row in enumerate(reader, 1):
+            is_blank = not any(cell.strip() for cell in row)
+            is_declaration = number == 1 and declaration is not None
+            if is_blank or is_declaration:
+                continue
+            if not names:
+                names = [name.strip() for name in row]
+                continue
+            rows.append(row)
+            row_numbers.append(number)
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num}: {error}, so a quote is missing or superfluous") from None
+    names, rows = _without_edges(names, rows)
+    for number, row in zip(row_numbers, rows, strict=True):
         if len(row) != len(names):
-            raise ValueError(f"row {number} has {len(row)} fields, but the header has {len(names)}")
-        rows.append(row)
-        row_numbers.append(number)
+            raise ValueError(
+                f"row {number} has {len(row)} fields, but the header has {len(names)}, with the delimiter {delimiter!r}"
+            )
     columns = [np.array([row[index] for row in rows]) for index in range(len(names))]
     return names, columns, row_numbers
 
 
-def _delimiter(path: Path, header: str) -> str:
-    """Return the delimiter of a CSV or TSV file with this header."""
-    if path.suffix.lower() == ".tsv":
-        return "\t"
-    # Files with semicolons come from countries where the comma is the decimal separator.
-    for delimiter in ",;\t":
-        if delimiter in header:
+def _guess_delimiter(text: str, prefers_tabs: bool) -> str:
+    """Return the delimiter of a text table: that with which most rows have as many fields as the header.
+
+    Args:
+        text: The table.
+        prefers_tabs: Whether the table is separated by tabs if its header has any.
+    """
+    best_delimiter = ","
+    best_score = (0.0, 0)
+    # Of two that fit equally well, the one that is rarer in words and numbers.
+    for delimiter in "\t;|,":
+        lines = io.StringIO(text, newline="")
+        try:
+            records = [record for record in islice(csv.reader(lines, delimiter=delimiter), _ROWS_TO_GUESS) if record]
+        except csv.Error:
+            continue
+        if not records or len(records[0]) < 2:
+            continue
+        if prefers_tabs and delimiter == "\t":
             return delimiter
-    return ","
+        num_fields = len(records[0])
+        # A trailing delimiter adds an empty field to rows, and R writes row names without a name in the header.
+        num_fitting = sum(len(record) in (num_fields, num_fields + 1) for record in records[1:])
+        score = (num_fitting / max(1, len(records) - 1), num_fields)
+        if score > best_score:
+            best_score = score
+            best_delimiter = delimiter
+    return best_delimiter
+
+
+def _without_edges(names: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Take off empty last columns, and row names that R writes without a name in the header."""
+    if rows and all(len(row) == len(names) + 1 for row in rows):
+        if all(not row[-1].strip() for row in rows):
+            rows = [row[:-1] for row in rows]
+        else:
+            rows = [row[1:] for row in rows]
+    while names and not names[-1] and all(len(row) == len(names) and not row[-1].strip() for row in rows):
+        names = names[:-1]
+        rows = [row[:-1] for row in rows]
+    return names, rows
 
 
 _BYTE_ORDER_MARKS = {  # the longer ones first, since that of UTF-32 begins like that of UTF-16
