@@ -195,6 +195,7 @@ def format_inspection(inspection: Inspection) -> str:
         "In the test split and in training": [" is ".join(pair) for pair in inspection.leaks],
         "Several clients have it": [" is ".join(pair) for pair in inspection.shared],
         "One client has it twice": [" is ".join(pair) for pair in inspection.repeated],
+        "Equal images have different labels": [" and ".join(pair) for pair in inspection.contradictions],
         "Only one client has it": [f"class {name}: {client}" for name, client in inspection.single_client_classes],
         "Worth knowing": _notes(inspection),
     }

@@ -49,7 +49,7 @@ from perada.data.batches.transforms import (
     MissingImageError,
     UnreachableImageError,
     UnreadableImageError,
-    load_pixels,
+    decode,
     to_image,
 )
 from perada.data.batches.workers import WorkerProgress, explain_worker_deaths, worker_loader
@@ -73,7 +73,8 @@ T = TypeVar("T")
 class Inspection:
     """The results of an inspection.
 
-    Duplicates (``leaks``, ``shared``, ``repeated``) are pairs of names of images that are equal byte by byte.
+    Duplicates (``leaks``, ``shared``, ``repeated``, ``contradictions``) are pairs of names of images whose pixels are
+    equal.
 
     Attributes:
         clients: Names of the clients, or their numbers.
@@ -89,6 +90,7 @@ class Inspection:
         leaks: Test images that are also training images.
         shared: Training images of one client that another client has, too.
         repeated: Training images that a client has more than once.
+        contradictions: Images, of either split, that have other labels than an equal image.
         notes: Warnings and remarks.
         rejections: Errors with which training would begin.
         mask_values: Share of the pixels of each client's masks that have each value; empty without masks.
@@ -108,6 +110,7 @@ class Inspection:
     leaks: list[tuple[str, str]] = field(default_factory=list)
     shared: list[tuple[str, str]] = field(default_factory=list)
     repeated: list[tuple[str, str]] = field(default_factory=list)
+    contradictions: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     rejections: list[str] = field(default_factory=list)
     mask_values: list[dict[int, float]] = field(default_factory=list)
@@ -136,7 +139,7 @@ class _ImageFacts(NamedTuple):
 
     Attributes:
         name: Path of the file, or position in its set.
-        digest: Hash of the file, or of the pixels of an image without one.
+        digest: Hash of the decoded pixels, in the size of the file.
         size: Width and height.
         mode: Pillow's mode, or the number of channels.
         error: Why the image cannot be read; empty if it can.
@@ -213,7 +216,30 @@ def inspect_division(division: Division, options: RunOptions | None = None) -> I
     for client, dataset in enumerate(data.train):
         owners.update(dict.fromkeys(positions(dataset), client))
     _find_duplicates(inspection, train_facts, test_facts, owners)
+    facts_and_labels = []
+    for images, facts in ((train_set, train_facts), (test_set, test_facts)):
+        if images.labels is not None:
+            facts_and_labels += list(zip(facts, images.labels, strict=True))
+    inspection.contradictions = _find_contradictions(facts_and_labels, task)
     return inspection
+
+
+def _find_contradictions(
+    facts_and_labels: Sequence[tuple[_ImageFacts, torch.Tensor]], task: Task
+) -> list[tuple[str, str]]:
+    """Return pairs of names of images whose pixels are equal, but whose known labels are not."""
+    first_of_digest: dict[bytes, tuple[str, torch.Tensor]] = {}
+    pairs = []
+    for facts, label in facts_and_labels:
+        if facts.error:
+            continue
+        first_name, first_label = first_of_digest.setdefault(facts.digest, (facts.name, label))
+        if torch.equal(first_label, label):
+            continue
+        both_known = task.known(first_label.unsqueeze(0)) & task.known(label.unsqueeze(0))
+        if bool(((first_label != label) & both_known[0]).any()):
+            pairs.append((facts.name, first_name))
+    return pairs
 
 
 def _read_all(images: ImageSet) -> list[_ImageFacts]:
@@ -250,7 +276,7 @@ def _find_duplicates(
     test: list[_ImageFacts],
     owners: Mapping[int, int],
 ) -> None:
-    """Add images that are equal byte by byte to an inspection.
+    """Add images whose pixels are equal to an inspection.
 
     Args:
         inspection: Its duplicates are filled in.
@@ -317,13 +343,14 @@ def _read_facts(images: ImageSet, row: int) -> _ImageFacts:
     except (OSError, ValueError) as error:
         return _ImageFacts(path, error=str(error))
     with Image.open(io.BytesIO(content)) as picture:
-        load_pixels(picture)
+        decoded = decode(picture, images.mode, images.full_scale).contiguous()
+        shape = tuple(decoded.shape)
         brightest = 0
         if picture.mode.startswith("I"):
             brightest = int(np.asarray(picture).max())
         return _ImageFacts(
             name=path,
-            digest=hashlib.sha256(content).digest(),
+            digest=hashlib.sha256(f"{shape} ".encode() + decoded.numpy().tobytes()).digest(),
             size=picture.size,
             mode=picture.mode,
             num_frames=_count_frames(picture),

@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -235,3 +236,24 @@ def test_one_label_of_many_tables(tmp_path):
     found = inspect_division(Division(images, ByDomain("client")))
     assert (found.train + found.test).tolist() == [[2, 2], [2, 2]]
     assert found.clients == ["0", "1"]
+
+
+def test_equal_pixels_with_different_labels_are_named(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
+    for client in ("a", "b"):
+        for label in ("x", "y"):
+            (tmp_path / client / label).mkdir(parents=True)
+    for number, (client, label) in enumerate([("a", "x"), ("a", "y"), ("b", "x"), ("b", "y")]):
+        Image.fromarray(pixels[number]).save(tmp_path / client / label / "own.png")
+        Image.fromarray(pixels[number] // 2).save(tmp_path / client / label / "other.png")
+    # Another format and another label, and another format only.
+    Image.fromarray(pixels[0]).save(tmp_path / "b" / "y" / "copy.bmp")
+    Image.fromarray(pixels[1]).save(tmp_path / "b" / "y" / "harmless.bmp")
+    inspection = inspect_division(
+        Division(Images(str(tmp_path), layout="{client}/{class}/*", size=4), ByDomain("client"))
+    )
+    names = {
+        frozenset(Path(name).relative_to(tmp_path).as_posix() for name in pair) for pair in inspection.contradictions
+    }
+    assert names == {frozenset({"a/x/own.png", "b/y/copy.bmp"})}
+    assert "Equal images have different labels" in format_inspection(inspection)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images of one's own: what folders and tables say is compared with what was written."""
 
+import re
 from collections import Counter
 from itertools import chain
 
@@ -526,3 +527,32 @@ def test_two_columns_of_one_name_are_rejected(tmp_path, kind):
         ValueError, match=r"cannot be read \(several columns are called 'label'\), .*: correct the table"
     ):
         ImageTable(str(table)).with_split(True).labels  # noqa: B018  # it is read
+
+
+def test_a_file_in_two_spellings_is_one_file(tmp_path):
+    write(tmp_path, "a/0.png", "a/1.png", "2.png")
+    (tmp_path / "link.png").symlink_to("a/0.png")
+    (tmp_path / "linked").symlink_to("a")
+    spellings = ["./a/0.png", "a/../a/0.png", "a//0.png", "a\\0.png", "link.png", "linked/0.png"]
+    spellings += [str(tmp_path / "a" / "0.png")]
+    table = tmp_path / "table.csv"
+    for spelling in spellings:
+        table.write_text(f"path,label\na/0.png,x\na/1.png,y\n{spelling},y\n")
+        with pytest.raises(ValueError, match=rf"rows 2, 4: a/0\.png and {re.escape(spelling)} are the same file"):
+            len(ImageTable(str(table)))
+    # Two files of the same content are two files; `perada data inspect` names them.
+    (tmp_path / "copy.png").write_bytes((tmp_path / "a" / "0.png").read_bytes())
+    table.write_text("path,label\na/0.png,x\na/1.png,y\ncopy.png,x\n2.png,y\n")
+    images = ImageTable(str(table))
+    assert len(images) + len(images.with_split(False)) == 4
+
+
+def test_a_disk_without_case_has_one_file(tmp_path, monkeypatch):
+    """As on macOS and Windows, where both names open the same file."""
+    write(tmp_path, "A.png", "b.png")
+    monkeypatch.setattr("os.path.exists", lambda path: True)
+    monkeypatch.setattr("os.path.isfile", lambda path: True)
+    monkeypatch.setattr("os.path.samefile", lambda path, other: path.lower() == other.lower())
+    (tmp_path / "table.csv").write_text("path,label\nA.png,x\nb.png,y\na.png,y\n")
+    with pytest.raises(ValueError, match=r"rows 2, 4: A\.png and a\.png are the same file"):
+        ImageTable(str(tmp_path / "table.csv")).read_manifest()

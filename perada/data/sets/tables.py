@@ -183,6 +183,7 @@ class ImageTable(ListedImages):
             duplicates, "files occur more than once", "use one row per file; separator splits several labels"
         )
         paths = self._existing_paths(files)
+        self._reject_other_spellings(files, paths)
         classes: tuple[str, ...] | None = None
         labels: Array | None = None
         masks: list[str] | None = None
@@ -210,6 +211,26 @@ class ImageTable(ListedImages):
             problem = f"{paths[missing[0]]} does not exist"
             self.reject_rows(missing, problem, "correct the path, or set folder")
         return paths
+
+    def _reject_other_spellings(self, files: Sequence[str], paths: Sequence[str]) -> None:
+        """Raise a ValueError that names rows with the same file in different spellings, such as through a link.
+
+        Args:
+            files: The file of each row, as the table spells it.
+            paths: Its path.
+        """
+        rows_of_name: dict[str, list[int]] = {}
+        real_paths = [os.path.realpath(path) for path in paths]
+        for row, real_path in enumerate(real_paths):
+            # On a disk that ignores case, two names that differ in it are one file.
+            folded_name = unicodedata.normalize("NFC", real_path).casefold()
+            rows_of_alike = rows_of_name.setdefault(folded_name, [])
+            for first_row in rows_of_alike:
+                if is_same_file(real_paths[first_row], real_path):
+                    problem = f"{files[first_row]} and {files[row]} are the same file"
+                    remedy = "use one row per file; separator splits several labels of an image"
+                    self.reject_rows([first_row, row], problem, remedy)
+            rows_of_alike.append(row)
 
     def _number_labels(self) -> tuple[tuple[str, ...], Array]:
         """Return the classes and the labels of all rows."""
@@ -708,6 +729,11 @@ def existing_spelling(path: str) -> str:
     return with_slashes
 
 
+def is_same_file(path: str, other: str) -> bool:
+    """Return whether two resolved paths, which differ in case at most, are one file."""
+    return path == other or os.path.samefile(path, other)
+
+
 def check_encoding(encoding: str | None) -> None:
     """Raise an OptionError unless the value is the name of a text encoding, or None."""
     try:
@@ -787,9 +813,8 @@ def _read_text_table(path: Path, encoding: str | None = None) -> tuple[list[str]
     names, rows = _without_edges(names, rows)
     for number, row in zip(row_numbers, rows, strict=True):
         if len(row) != len(names):
-            raise ValueError(
-                f"row {number} has {len(row)} fields, but the header has {len(names)}, with the delimiter {delimiter!r}"
-            )
+            used_delimiter = "" if delimiter == "," else f", with the delimiter {delimiter!r}"
+            raise ValueError(f"row {number} has {len(row)} fields, but the header has {len(names)}{used_delimiter}")
     columns = [np.array([row[index] for row in rows]) for index in range(len(names))]
     return names, columns, row_numbers
 
