@@ -6,11 +6,15 @@ that they are in: the text that stands there once, the text put in its place, an
 ``tests/`` and without ``.py``.
 """
 
+import compileall
+import json
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +37,13 @@ def read_table(path: Path) -> list[Mutant]:
     return [Mutant(file, **row) for file, rows in table.items() for row in rows]
 
 
+class Outcome(NamedTuple):
+    """Exit status of pytest, and what it printed."""
+
+    status: int
+    output: str
+
+
 TABLES = sorted(Path(__file__).parent.glob("*/mutants.yaml"))
 MUTANTS = [mutant for path in TABLES for mutant in read_table(path)]
 
@@ -41,21 +52,56 @@ def name(mutant: Mutant) -> str:
     return f"{mutant.file}: {' '.join(mutant.before.split())[:50]}"
 
 
-@pytest.fixture
-def copy(tmp_path):
+class Project:
+    """A copy of the project, and a process that runs its tests.
+
+    Args:
+        folder: Folder of the copy.
+        runner: The process, a ``tests/mutant_runner.py``.
+    """
+
+    def __init__(self, folder: Path, runner: "subprocess.Popen[str]") -> None:
+        self.folder = folder
+        self.runner = runner
+
+    def run(self, tests: Iterable[str]) -> Outcome:
+        """Run tests of the copy, whose modules come before those that are installed."""
+        ids = ["tests/{}.py::{}".format(*test.split("::")) for test in tests]
+        output = self.folder / "output.txt"
+        request = {"copy": str(self.folder), "tests": ids, "output": str(output)}
+        print(json.dumps(request), file=self.runner.stdin, flush=True)
+        status = int(self.runner.stdout.readline())
+        return Outcome(status, output.read_text(encoding="utf-8", errors="replace"))
+
+    @contextmanager
+    def with_mistake(self, mutant: Mutant) -> Iterator[None]:
+        """Make a mistake in the copy, which is taken back afterwards."""
+        path = self.folder / "perada" / mutant.file
+        source = path.read_text(encoding="utf-8")
+        path.write_text(source.replace(mutant.before, mutant.after), encoding="utf-8")
+        try:
+            yield
+        finally:
+            path.write_text(source, encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("copy")
     ignored = shutil.ignore_patterns("__pycache__", "lightning_logs")
     for name in COPIED:
-        source, target = ROOT / name, tmp_path / name
+        source, target = ROOT / name, folder / name
         shutil.copytree(source, target, ignore=ignored) if source.is_dir() else shutil.copy(source, target)
-    return tmp_path
-
-
-def run(copy: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
-    """Run tests of a copy of the project, whose modules come before those that are installed."""
-    paths = ["tests/{}.py::{}".format(*test.split("::")) for test in tests]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "slow or not slow", "-p", "no:cacheprovider", *paths]
-    variables = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=1200, check=False)
+    # Compiled once. The files have a hash of their source, by which a mistake is noticed in the second it is made.
+    for name in ("perada", "benchmarks"):
+        compileall.compile_dir(folder / name, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+    variables = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-W", "ignore", folder / "tests" / "mutant_runner.py"]
+    with subprocess.Popen(
+        command, cwd=folder, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as runner:
+        yield Project(folder, runner)
+        runner.stdin.close()
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.parent.name)
@@ -80,15 +126,14 @@ def test_the_test_that_must_notice_is_there():
 
 
 @pytest.mark.slow
-def test_without_a_mistake_they_pass(copy):
-    outcome = run(copy, dict.fromkeys(mutant.test for mutant in MUTANTS))
-    assert outcome.returncode == 0, outcome.stdout[-3000:]
+def test_without_a_mistake_they_pass(project):
+    outcome = project.run(dict.fromkeys(mutant.test for mutant in MUTANTS))
+    assert outcome.status == 0, outcome.output[-3000:]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=name)
-def test_a_mistake_is_noticed(copy, mutant):
-    path = copy / "perada" / mutant.file
-    path.write_text(path.read_text(encoding="utf-8").replace(mutant.before, mutant.after), encoding="utf-8")
-    outcome = run(copy, [mutant.test])
-    assert outcome.returncode == 1, f"{mutant} passes:\n{outcome.stdout[-2000:]}{outcome.stderr[-2000:]}"
+def test_a_mistake_is_noticed(project, mutant):
+    with project.with_mistake(mutant):
+        outcome = project.run([mutant.test])
+    assert outcome.status == 1, f"{mutant} passes:\n{outcome.output[-4000:]}"
