@@ -493,6 +493,7 @@ def _from_transformers(
         _check_config_class(name, source, load_options)
         config = AutoConfig.from_pretrained(source, **load_options)
         _check_model_class(name, config)
+        size_of_weights = _side(getattr(config, "image_size", None))
         size = _configure_transformers(config, name, num_classes, has_weights, image_size, in_chans)
         if has_weights:
             model, report = _load_transformers(source, config, load_options)
@@ -510,6 +511,8 @@ def _from_transformers(
     if has_weights:
         _check_loaded(name, head, report)
     return_logits(model, config.num_labels)
+    if has_weights and image_size is not None and image_size != size_of_weights:
+        _check_accepts_size(model, name, image_size, in_chans, size_of_weights)
     return Backbone(model, name, head, _transformers_image_config(source, load_options, size, in_chans))
 
 
@@ -561,29 +564,54 @@ def _configure_transformers(
 ) -> int | None:
     """Write classes, image size and channels into a configuration of transformers.
 
+    With weights, the image size stays that of the weights: position embeddings have its shape, and networks that accept
+    other sizes interpolate them.
+
     Returns:
         The image size, if it is known.
 
     Raises:
-        OptionError: If the weights are for another image size or number of channels.
+        OptionError: If the weights are for another number of channels.
     """
     if num_classes is not None and num_classes != config.num_labels:
         config.num_labels = num_classes
-    for option, value in (("image_size", image_size), ("num_channels", in_chans)):
-        config_value = getattr(config, option, None)
-        if value is None or config_value is None or config_value == value:
-            continue
+    if getattr(config, "num_channels", None) not in (None, in_chans):
         if has_weights:
-            raise OptionError(
-                f"{option}={value}, but the weights of backbone {name!r} are for {config_value}; set "
-                f"{option}={config_value}, or set `pretrained: false`",
-                name=option,
-                value=value,
-            )
-        setattr(config, option, value)
+            raise _other_weights_error("num_channels", in_chans, name, config.num_channels)
+        config.num_channels = in_chans
+    if image_size is not None and hasattr(config, "image_size") and not has_weights:
+        config.image_size = image_size
     if image_size is not None:
         return image_size
     return getattr(config, "image_size", None)
+
+
+def _side(image_size: object) -> object:
+    """Return the image size of a configuration, as one number if height and width are equal."""
+    if isinstance(image_size, list | tuple) and len(set(image_size)) == 1:
+        return image_size[0]
+    return image_size
+
+
+def _check_accepts_size(model: nn.Module, name: str, image_size: int, in_chans: int, size_of_weights: object) -> None:
+    """Raise an OptionError if a network of transformers does not run on images of another size than its weights'."""
+    if size_of_weights is None:
+        return
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, in_chans, image_size, image_size))
+    except Exception as error:  # layers raise errors of any kind
+        raise _other_weights_error("image_size", image_size, name, size_of_weights) from error
+
+
+def _other_weights_error(option: str, value: int, name: str, value_of_weights: object) -> OptionError:
+    """Return the error for an option that does not fit the weights."""
+    return OptionError(
+        f"{option}={value}, but the weights of backbone {name!r} are for {value_of_weights}; set "
+        f"{option}={value_of_weights}, or set `pretrained: false`",
+        name=option,
+        value=value,
+    )
 
 
 def _load_transformers(

@@ -11,10 +11,22 @@ import torch
 from safetensors.torch import save_file
 from sklearn.datasets import load_sample_image
 from torch import nn
-from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoModelForImageClassification,
+    ConvNextConfig,
+    ConvNextV2Config,
+    Dinov2Config,
+    Dinov2WithRegistersConfig,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import perada.models.weight_files
+from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
+from perada.models.usage import check_usage
 
 IMAGES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -185,6 +197,30 @@ def test_transformers_misfits_are_rejected(tmp_path):
     save_file(lost, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lack 'vit\.layers\.0\.layernorm_before\.\w+', .* \(2 such tensors\)"):
         build_backbone(f"hf:{tmp_path}", 3)
+
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 3}
+TINY_STAGES = {"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "num_labels": 3}
+ANY_SIZE = {
+    "convnext": ConvNextConfig(**TINY_STAGES, image_size=224),
+    "convnextv2": ConvNextV2Config(**TINY_STAGES, image_size=224),
+    "dinov2": Dinov2Config(**TINY, image_size=28, patch_size=7),
+    "dinov2 with registers": Dinov2WithRegistersConfig(**TINY, image_size=28, patch_size=7),
+}
+
+
+@pytest.mark.parametrize("kind", ANY_SIZE)
+def test_transformers_that_accept_any_image_size(tmp_path, kind):
+    original = AutoModelForImageClassification.from_config(ANY_SIZE[kind]).eval()
+    original.save_pretrained(tmp_path)
+    for size in (42, 70):
+        built = build_backbone(f"hf:{tmp_path}", 3, image_size=size)
+        assert built.image.input_size == (3, size, size)
+        images = torch.rand(2, 3, size, size)
+        assert torch.equal(built.model(images), original(images).logits)
+    images = torch.rand(2, 3, 42, 42)
+    adapted = insert_adapter(build_backbone(f"hf:{tmp_path}", 3, image_size=42), "lora")
+    assert check_usage(adapted, images).problem is None
 
 
 def test_transformers_resnet(tmp_path):
