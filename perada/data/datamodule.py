@@ -31,7 +31,7 @@ from perada.data.batches.datasets import Resolve, SubsetResolver
 from perada.data.batches.features import FeatureCache
 from perada.data.batches.mixing import Mixing
 from perada.data.batches.public import augment_public_images, public_indices
-from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, Store, loader
+from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, Store, WorkerPools
 from perada.data.batches.transforms import BatchT, Preparation
 from perada.data.checked import Checked, check, first_image_format
 from perada.data.federated import FederatedData
@@ -222,6 +222,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._eligible: Eligible | None = None
         self._shares: Shares | None = None
         self._features: FeatureCache | None = None
+        self._pools = WorkerPools()
         self.clients_per_chunk: int | None = None
         """Number of clients that train together; None for all of a round. Chosen at the set-up of a run."""
         self.network_outputs: int | None = None
@@ -256,6 +257,10 @@ class FederatedDataModule(pl.LightningDataModule):
         for shift in self.shifts.values():
             if isinstance(shift, ImageSet):
                 shift.download()
+
+    def teardown(self, stage: str = "fit") -> None:
+        """End the processes that read images."""
+        self._pools.close()
 
     def setup(self, stage: str = "fit") -> None:
         """Divide and check the data. Does so only once, however often it is called."""
@@ -469,7 +474,8 @@ class FederatedDataModule(pl.LightningDataModule):
         store = self.samples_of(self.checked.train)
         sampling = "uniform" if each_image_once else self.sampling
         batches = RoundBatches(store, plan, self.batch_size, self.prepare.seed, private or self._private, sampling)
-        return loader(batches, store, self.num_workers)
+        pooled: DataLoader[Any] = self._pools.loader(batches, store, self.num_workers)
+        return pooled
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
         """Serve the images that clients are evaluated on, each once; an empty list if there are none."""
@@ -596,7 +602,9 @@ class FederatedDataModule(pl.LightningDataModule):
                 yield self.prepare(to_device_async(x, device)), targets
 
     def _evaluation_loader(self, store: Samples) -> DataLoader[EvalBatch]:
-        return loader(EvalBatches(store, self.eval_batch_size, self.prepare.seed), store, self.num_workers)
+        batches = EvalBatches(store, self.eval_batch_size, self.prepare.seed)
+        pooled: DataLoader[EvalBatch] = self._pools.loader(batches, store, self.num_workers)
+        return pooled
 
     def samples_of(self, store: Store) -> Samples:
         """Return a store's samples: on the trainer's accelerator if they are small, and as features if these are used.

@@ -394,13 +394,7 @@ def without_broken(
     parts = data.parts()
     # Clients often have Subsets of one dataset, whose items are read once. Each entry is a dataset and its rows in it.
     bases = [_resolved(name, dataset, resolve) for name, dataset in parts]
-    rows_of_base: dict[int, list[np.ndarray[Any, Any]]] = defaultdict(list)
-    for base, rows in bases:
-        rows_of_base[id(base)].append(rows)
-    problems_of_base = _finite_bases({id(base): base for base, _ in bases}.values())
-    for (name, _), (base, _) in zip(parts, bases, strict=True):
-        if id(base) not in problems_of_base:
-            problems_of_base[id(base)] = _find_broken(base, rows_of_base[id(base)], name, workers, image_size)
+    problems_of_base = _find_problems([name for name, _ in parts], bases, workers, image_size)
     if not any(problems_of_base.values()):
         return data
 
@@ -429,6 +423,35 @@ def without_broken(
         raise ValueError(f"{summary}: fix or remove them, or skip them with on_broken: skip (--data.on_broken)")
     warnings.warn(f"{summary}: skipped because on_broken is skip", stacklevel=2)
     return data.with_datasets(datasets)
+
+
+def _find_problems(
+    names: Sequence[str], bases: Sequence[ResolvedSubset], workers: int, image_size: int | None
+) -> dict[int, dict[int, str]]:
+    """Return a description of each row that cannot be read, by row, for each dataset by its id.
+
+    Args:
+        names: Names of the clients' and the server's datasets.
+        bases: The dataset behind each of them, and its rows.
+        workers: Number of processes that read items.
+        image_size: Height and width that uint8 images are resized to; None keeps them.
+    """
+    rows_of_base: dict[int, list[np.ndarray[Any, Any]]] = defaultdict(list)
+    for base, rows in bases:
+        rows_of_base[id(base)].append(rows)
+    problems_of_base = _finite_bases({id(base): base for base, _ in bases}.values())
+    unread: dict[int, _Unread] = {}
+    for name, (base, _) in zip(names, bases, strict=True):
+        if id(base) in problems_of_base or id(base) in unread:
+            continue
+        problems = _find_broken(base, rows_of_base[id(base)])
+        if problems is None:
+            unread[id(base)] = _Unread(base, _unique_rows(rows_of_base[id(base)]), name)
+        else:
+            problems_of_base[id(base)] = problems
+    problems_of_unread = _find_broken_items(list(unread.values()), workers, image_size)
+    problems_of_base.update(zip(unread, problems_of_unread, strict=True))
+    return problems_of_base
 
 
 def _resolved(name: str, dataset: Dataset[Any], resolve: Resolve) -> ResolvedSubset:
@@ -504,47 +527,65 @@ def _finite_bases(bases: Iterable[Dataset[Any]]) -> dict[int, dict[int, str]]:
     return finite
 
 
-def _find_broken(
-    base: Dataset[Any], rows_of_datasets: list[np.ndarray[Any, Any]], name: str, workers: int, image_size: int | None
-) -> dict[int, str]:
-    """Read rows of a dataset and return a description of each that cannot be read, by row.
+def _find_broken(base: Dataset[Any], rows_of_datasets: list[np.ndarray[Any, Any]]) -> dict[int, str] | None:
+    """Return a description of each row of a dataset that cannot be read, by row; None if its items must be read.
 
     Args:
         base: The dataset.
         rows_of_datasets: The rows that each client's or the server's dataset has of it.
-        name: Name of the first of these datasets.
-        workers: Number of processes that read items.
-        image_size: Height and width that uint8 images are resized to; None keeps them.
-
-    Raises:
-        ValueError: If the images of items have different shapes or types.
     """
     if isinstance(base, ImageFiles) and not base.in_memory:
         return _find_broken_files(base, _unique_rows(rows_of_datasets))
     images = stored_images(base)
+    if images is None:
+        return None
     # Checked before any work for each row.
-    if images is not None and (not images.is_floating_point() or bool(images.isfinite().all())):
+    if not images.is_floating_point() or bool(images.isfinite().all()):
         return {}
-    rows = _unique_rows(rows_of_datasets)
-    if images is not None:
-        is_finite = images.flatten(1).isfinite().all(1).tolist()
-        return {row: f"image {row} has NaN or infinity" for row in rows if not is_finite[row]}
+    is_finite = images.flatten(1).isfinite().all(1).tolist()
+    return {row: f"image {row} has NaN or infinity" for row in _unique_rows(rows_of_datasets) if not is_finite[row]}
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A dataset whose items must be read, its ``rows`` that are used, and the ``name`` of the first owner."""
+
+    base: Dataset[Any]
+    rows: list[int]
+    name: str
+
+
+def _find_broken_items(datasets: Sequence[_Unread], workers: int, image_size: int | None) -> list[dict[int, str]]:
+    """Read rows of datasets, and return a description of each that cannot be read, by row, for each dataset.
+
+    Args:
+        datasets: The datasets. The same processes read all of them.
+        workers: Number of processes that read items.
+        image_size: Height and width that uint8 images are resized to; None keeps them.
+
+    Raises:
+        ValueError: If the images of a dataset's items have different shapes or types.
+    """
+    places = [(number, row) for number, dataset in enumerate(datasets) for row in dataset.rows]
+    if not places:
+        return [{} for _ in datasets]
     progress = None
     if workers:
-        progress = WorkerProgress(workers, partial(_describe_sample, base, name))
+        progress = WorkerProgress(workers, partial(_describe_sample, datasets))
     with isolated_randomness(), explain_worker_deaths():
         # Workers call the function that collates a batch, here a single row.
-        read_row = partial(_read_row, base, name, progress)
-        readings = [*_show_progress(worker_loader(rows, workers, progress, collate_fn=read_row), len(rows))]
-    expected: TensorFormat | None = None
-    problems: dict[int, str] = {}
-    for row, reading in zip(rows, readings, strict=True):
+        read_row = partial(_read_row, datasets, progress)
+        readings = [*_show_progress(worker_loader(places, workers, progress, collate_fn=read_row), len(places))]
+    expected_formats: dict[int, TensorFormat] = {}
+    problems: list[dict[int, str]] = [{} for _ in datasets]
+    for (number, row), reading in zip(places, readings, strict=True):
         if reading.problem:
-            problems[row] = reading.problem
+            problems[number][row] = reading.problem
         if reading.format is not None:
             image_format = resized_format(reading.format, image_size)
-            expected = expected or image_format
-            check_same_format(f"{name}, sample {row}{location_of(base, row)}", image_format, expected)
+            expected = expected_formats.setdefault(number, image_format)
+            dataset = datasets[number]
+            check_same_format(f"{dataset.name}, sample {row}{location_of(dataset.base, row)}", image_format, expected)
     return problems
 
 
@@ -608,9 +649,10 @@ def _show_progress(results: Iterable[T], total: int) -> Iterable[T]:
     return tqdm(results, total=total, desc="Read all images once", leave=False, disable=None)
 
 
-def _describe_sample(dataset: Dataset[Any], name: str, owner: int, row: int) -> str:
-    """Name a sample of a dataset; ``name`` is that of the first client with a Subset of it, whoever the owner is."""
-    return f"sample {row}{location_of(dataset, row)} of {name}"
+def _describe_sample(datasets: Sequence[_Unread], number: int, row: int) -> str:
+    """Name a sample of one of the datasets."""
+    dataset = datasets[number]
+    return f"sample {row}{location_of(dataset.base, row)} of {dataset.name}"
 
 
 class _Reading(NamedTuple):
@@ -625,12 +667,14 @@ class _Reading(NamedTuple):
     format: TensorFormat | None = None
 
 
-def _read_row(dataset: Dataset[Any], name: str, progress: WorkerProgress | None, row: int) -> _Reading:
-    """Read an item, in a worker that records its progress if there are workers."""
+def _read_row(datasets: Sequence[_Unread], progress: WorkerProgress | None, place: tuple[int, int]) -> _Reading:
+    """Read an item, given the number of its dataset and its row, in a worker if there are workers."""
+    number, row = place
+    dataset = datasets[number]
     if progress is None:
-        return _read_once(dataset, name, row)
-    progress.begin(0, row)
-    reading = _read_once(dataset, name, row)
+        return _read_once(dataset.base, dataset.name, row)
+    progress.begin(number, row)
+    reading = _read_once(dataset.base, dataset.name, row)
     progress.end()
     return reading
 

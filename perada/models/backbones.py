@@ -218,10 +218,13 @@ def _find_head(model: nn.Module, name: str, num_classes: int | None, per_pixel: 
                 head = path
     num_outputs = outputs_of_layers[head]
     if num_classes is not None and num_outputs != num_classes:
+        other_remedy = "correct num_classes"
+        if num_outputs > num_classes > 1:
+            other_remedy = f"set num_classes={num_outputs} if the labels do not show all classes"
         raise OptionError(
             f"num_classes={num_classes}, but the head {head!r} of backbone {name!r} has {num_outputs} outputs; build "
-            "the network with as many outputs as the data have classes (labels, numbers of an image), or set "
-            f"num_classes={num_outputs} if the labels do not show all classes",
+            "the network with as many outputs as the data have classes (labels, numbers of an image), or "
+            f"{other_remedy}",
             name="num_classes",
             value=num_classes,
         )

@@ -6,7 +6,7 @@ Samples are gathered by index if the clients' datasets are tensors, and read ite
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from functools import cached_property
@@ -57,7 +57,7 @@ from perada.data.batches.transforms import (
     resize_uint8,
     to_image,
 )
-from perada.data.batches.workers import WorkerProgress, worker_loader
+from perada.data.batches.workers import WorkerPool, WorkerProgress, worker_loader
 from perada.privacy.sampling import poisson_batches, shuffled_batches
 
 Rows = tuple[Tensor, Tensor | None, dict[int, Exception]]
@@ -526,6 +526,28 @@ class RoundBatches(Dataset[AnyBatch]):
             batches = {stream: self._batch(stream, step) for stream in self.indices[step]}
         return batches[""] if self.private is None else batches
 
+    def request(self, step: int) -> "RoundBatches":
+        """Return what a worker that has the store needs to know to read a batch: the same object for one step."""
+        request = copy(self)
+        del request.store
+        request.schedule = [self.schedule[step]]
+        # Tensors would be sent in shared memory, one file for each.
+        arrays_of_streams: Any = {}
+        for stream, rows_of_clients in self.indices[step].items():
+            arrays_of_streams[stream] = [rows.numpy() for rows in rows_of_clients]
+        request.indices = [arrays_of_streams]
+        return request
+
+    def answer(self, store: Samples) -> AnyBatch:
+        """Read the batch of a :meth:`request`."""
+        batches = copy(self)
+        batches.store = store
+        indices = {}
+        for stream, rows_of_clients in self.indices[0].items():
+            indices[stream] = [torch.as_tensor(rows) for rows in rows_of_clients]
+        batches.indices = [indices]
+        return batches[0]
+
     def _draw(self, stream: str, client: int, steps: int) -> Sequence[Tensor]:
         """Draw all batches of a stream for one client, as indices into its samples."""
         size = self.store.sizes[client]
@@ -648,22 +670,115 @@ class EvalBatches(Dataset[EvalBatch]):
         assert y is not None
         return EvalBatch(x, y, self.owners[rows])
 
+    def request(self, step: int) -> "EvalBatches":
+        """Return what a worker that has the store needs to know to read a batch: the same object for one step."""
+        request = copy(self)
+        del request.store
+        rows = slice(step * self.batch_size, (step + 1) * self.batch_size)
+        request.owners = self.owners[rows].clone()
+        request.indices = self.indices[rows].clone()
+        return request
+
+    def answer(self, store: Samples) -> EvalBatch:
+        """Read the batch of a :meth:`request`."""
+        batches = copy(self)
+        batches.store = store
+        return batches[0]
+
+
+Batches = RoundBatches | EvalBatches
+
+
+class _Reader(Dataset[Any]):
+    """Reads the batches of requests from a store, in a worker."""
+
+    def __init__(self, store: Samples) -> None:
+        self.store = store
+
+    def __getitem__(self, request: Batches) -> Any:  # noqa: ANN401  # a batch of either kind
+        return request.answer(self.store)
+
+
+class _RequestsOf(Sequence[Any]):
+    """The requests of batches, which are made one by one as workers need them."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, step: Any) -> Any:  # noqa: ANN401  # as of a sequence
+        if not 0 <= step < len(self):
+            raise IndexError(step)
+        return self.batches.request(step)
+
+
+class PooledLoader:
+    """Serves batches in order, read by workers that serve other batches of the same store before and after.
+
+    Args:
+        batches: The batches.
+        pool: The workers.
+    """
+
+    def __init__(self, batches: Batches, pool: WorkerPool) -> None:
+        self.batches = batches
+        self.pool = pool
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.pool.answers(_RequestsOf(self.batches))
+
+
+class WorkerPools:
+    """The workers of each store that is read item by item, from the first time that they are needed."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[int, int], tuple[Samples, WorkerPool]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and other processes start their own.
+        return {"_pools": {}}
+
+    def loader(self, batches: Batches, store: Samples, num_workers: int) -> Any:  # noqa: ANN401  # of either kind
+        """Serve batches in order; see :func:`loader`."""
+        if not num_workers or not isinstance(store, MapStore):
+            return loader(batches, store, num_workers)
+        key = (id(store), num_workers)
+        if key not in self._pools:
+            options = _loader_options(store, num_workers)
+            # The store is kept with its workers, so that no other one gets its id.
+            self._pools[key] = (store, WorkerPool(_Reader(store), **options))
+        _, pool = self._pools[key]
+        return PooledLoader(batches, pool)
+
+    def close(self) -> None:
+        """End all workers that are not in the middle of a pass."""
+        self._pools.clear()
+
 
 def loader(batches: Dataset[T], store: Samples, num_workers: int) -> DataLoader[T]:
     """Serve batches in order. Tensors are gathered in this process, since workers would only slow that down."""
+    return worker_loader(batches, **_loader_options(store, num_workers))
+
+
+def _loader_options(store: Samples, num_workers: int) -> dict[str, Any]:
+    """Return the options of loaders of a store's batches."""
     workers = num_workers if store.by_item else 0
     progress = None
     if workers and isinstance(store, MapStore):
         progress = WorkerProgress(workers, store.describe)
         store.progress = progress
-    return worker_loader(
-        batches,
-        workers,
-        progress,
+    return {
+        "num_workers": workers,
+        "progress": progress,
         # A batch is copied as it is: torch's default would turn tuples into lists.
-        collate_fn=copy,
+        "collate_fn": copy,
         # With its own generator, an iterator does not draw a number from the global stream.
-        generator=generator(0, "loader"),
+        "generator": generator(0, "loader"),
         # Pinned memory lets the copy to a GPU run without a wait.
-        pin_memory=torch.cuda.is_initialized() and not store.on_device,
-    )
+        "pin_memory": torch.cuda.is_initialized() and not store.on_device,
+    }

@@ -3,13 +3,14 @@
 
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from perada.core.interruption import Terminated, begin_worker, received_signal, workers_start
 
@@ -81,6 +82,72 @@ def worker_loader(
     )
     loader.progress = progress
     return loader
+
+
+class _Requests(Sampler[Any]):
+    """The requests that workers serve; they are exchanged between two passes."""
+
+    def __init__(self) -> None:
+        self.requests: Sequence[Any] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.requests)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
+class WorkerPool:
+    """Workers that stay alive from pass to pass, since starting them takes longer than reading a few batches.
+
+    They read from the dataset as it was at the first pass.
+
+    Args:
+        dataset: Returns the answer to a request by ``dataset[request]``.
+        num_workers: Number of workers.
+        progress: The samples that they are reading.
+        **options: Options of torch's DataLoader.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,  # noqa: ANN401  # whatever has items
+        num_workers: int,
+        progress: WorkerProgress | None,
+        **options: Any,
+    ) -> None:
+        self._make_loader = partial(worker_loader, dataset, num_workers, progress, **options)
+        self._sampler = _Requests()
+        self._loader: WorkerLoader[Any] | None = None
+        self._current_pass: object = None
+
+    def answers(self, requests: Sequence[Any]) -> Iterator[Any]:
+        """Yield the answer to each request, in order. A pass within another pass has workers of its own."""
+        if self._current_pass is not None:
+            sampler = _Requests()
+            sampler.requests = requests
+            yield from self._make_loader(sampler=sampler)
+            return
+        this_pass = object()
+        self._current_pass = this_pass
+        self._sampler.requests = requests
+        if self._loader is None:
+            self._loader = self._make_loader(sampler=self._sampler, persistent_workers=True)
+        try:
+            for number, answer in enumerate(self._loader, 1):
+                if number == len(requests):
+                    # Whoever counts the batches does not ask for the end.
+                    self._current_pass = None
+                yield answer
+        except GeneratorExit:
+            raise
+        except BaseException:
+            # A worker may have died.
+            self._loader = None
+            raise
+        finally:
+            if self._current_pass is this_pass:
+                self._current_pass = None
 
 
 def lost_worker(error: BaseException) -> LostWorkerError | None:
