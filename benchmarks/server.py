@@ -17,10 +17,9 @@ from benchmarks.round import LITE0, RESNET, SMALL, VIT
 from benchmarks.timing import alone, growth, ratio, take_turns
 from benchmarks.workload import Workload
 from perada.core.rounds import batch_indices
-from perada.core.states import State, clone, expand, get_state, parameter_keys, unstack
+from perada.core.states import State, clone, double, expand, get_state, parameter_keys, unstack
 from perada.engine import Engine
 from perada.server import Distiller
-from perada.server.aggregate import double
 from perada.server.distill import PUBLIC_BATCH
 
 PRECISIONS = ("fp32", "bf16")

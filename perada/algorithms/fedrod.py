@@ -5,9 +5,8 @@ import torch
 
 from perada.algorithms.base import Algorithm, ClientStep, Stacks, TensorNames
 from perada.core.checks import check_number
-from perada.core.states import State, expand, stack_size
+from perada.core.states import State, double, expand, stack_size
 from perada.core.text import quoted
-from perada.server.aggregate import double
 
 
 class FedROD(Algorithm):

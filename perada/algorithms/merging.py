@@ -15,8 +15,7 @@ from torch import Tensor
 from perada.algorithms.base import Algorithm, ServerStep, Stacks, TensorNames
 from perada.algorithms.lora import check_factors
 from perada.core.seeding import generator
-from perada.core.states import Factors, State, without
-from perada.server.aggregate import double
+from perada.core.states import Factors, State, double, without
 
 
 class _Merging(Algorithm):

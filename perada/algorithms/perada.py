@@ -6,8 +6,7 @@ from torch import Tensor
 
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Stacks, TensorNames, moved_towards
 from perada.core.checks import check_choice, check_integer, check_number
-from perada.core.states import State, device_of, per_client, select
-from perada.server.aggregate import double_dtype
+from perada.core.states import State, device_of, double_dtype, per_client, select
 
 
 class PerAda(Algorithm):

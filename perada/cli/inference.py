@@ -125,7 +125,7 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     print(f"Predictions of {len(readable_names)} image{plural}: {output}")
     if broken:
         raise ValueError(
-            f"{len(paths) - len(readable_names)} of {len(paths)} images cannot be read and are missing from "
+            f"{len(paths) - len(readable_names)} of {len(paths)} images have no prediction and are missing from "
             f"{str(output)!r}: {'; '.join(broken.values())}"
         )
 

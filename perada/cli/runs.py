@@ -39,6 +39,7 @@ from perada.core.text import printable
 from perada.core.yaml_files import read_yaml
 from perada.data import FederatedDataModule
 from perada.data.batches.workers import explain_worker_deaths
+from perada.federation.failed_outputs import REMEDY, FailedOutputs, FailedOutputsError, dated, describe_failed
 from perada.lightning import FederatedLoop, PredictionFile
 from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.module import FederatedClassifier
@@ -255,10 +256,27 @@ class PeradaCLI(LightningCLI):
         if folder and self.trainer.is_global_zero and not is_dev_run(self.trainer):
             # The only result that is in no file.
             print(f"Run folder: {folder}", file=sys.stderr if output_is_lost() else sys.stdout)
+        self._check_outputs()
+
+    def after_validate(self) -> None:
+        """Reject models without scores."""
+        self._check_outputs()
 
     def after_test(self) -> None:
         """Print the scores."""
         self._print_scores()
+        self._check_outputs()
+
+    def _check_outputs(self) -> None:
+        """Raise a FailedOutputsError if models have no scores, so that the exit status is 1. Nothing is lost by it."""
+        self._raise_for(self.model.results.failed_outputs)
+
+    def _raise_for(self, failed: Sequence[FailedOutputs]) -> None:
+        """Raise a FailedOutputsError that names the models, if there are any."""
+        if failed:
+            private = self.loop.context.settings.private
+            message = describe_failed(failed, self.datamodule.client_names, anonymous=private)
+            raise FailedOutputsError(f"{message}; {REMEDY}")
 
     def _print_scores(self) -> None:
         """Print the table of clients, and the scores on shifted test sets."""
@@ -276,6 +294,7 @@ class PeradaCLI(LightningCLI):
                     names=data.client_names,
                     unit=unit,
                     metric=self.model.metrics[0].name,
+                    means=self.model.scores,
                 )
             )
             for line in self._notes(metrics.get("test_images", [])):
@@ -300,6 +319,14 @@ class PeradaCLI(LightningCLI):
         """Print where the predictions are."""
         if self.predictions.path is not None:
             print(f"Predictions: {self.predictions.path}")
+        federation = self.loop.context.federation
+        found: list[FailedOutputs] = []
+        for (model, client), images in sorted(self.predictions.failed.items()):
+            if model == "global":
+                found.append(FailedOutputs("global", client, images, federation.rounds_done))
+            elif federation.personalized:
+                found.append(FailedOutputs("personal", client, images, federation.rounds_done))
+        self._raise_for(dated(found, self.model.results.failed_outputs))
 
 
 def compare(parser: ArgumentParser, words: list[str]) -> None:

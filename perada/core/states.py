@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 State = dict[str, Tensor]
+WITHOUT_DOUBLE = {"mps"}
+"""Device types without double precision."""
 
 
 class Factors(NamedTuple):
@@ -303,6 +305,36 @@ def to_device_async(value: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda" and value.device.type == "cpu":
         return value.pin_memory().to(device, non_blocking=True)
     return value.to(device)
+
+
+def double(value: Tensor) -> Tensor:
+    """Convert to double precision, or to single if the device has no double.
+
+    A sum in double precision that is rounded afterwards does not depend on the order in which ranks add.
+    """
+    return value.to(double_dtype(value.device))
+
+
+def double_dtype(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 if the device has no double precision."""
+    if device.type in WITHOUT_DOUBLE:
+        return torch.float32
+    return torch.float64
+
+
+def images_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype in which a model takes floating-point images: float64 if any of its weights are.
+
+    None if it has weights in half precision, since it then converts between dtypes by itself.
+
+    >>> images_dtype(nn.Linear(2, 2)), images_dtype(nn.Linear(2, 2).double())
+    (torch.float32, torch.float64)
+    """
+    dtypes = {value.dtype for value in model.parameters() if value.is_floating_point()}
+    if torch.float64 in dtypes:
+        # An adapter in single precision converts what its layer receives.
+        return torch.float64
+    return torch.float32 if dtypes <= {torch.float32} else None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:

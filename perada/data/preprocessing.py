@@ -146,7 +146,7 @@ class Preprocessing:
                 decoded as in image sets. Floating-point images are assumed to be normalised.
 
         Returns:
-            The batch (B, *shape).
+            The batch (B, *shape): tokens, or floats in double precision if all images are.
 
         Raises:
             FileNotFoundError: If a file does not exist.
@@ -161,7 +161,11 @@ class Preprocessing:
             # Unused: samples of other kinds are not changed below.
             channels, height, width = 0, 0, 0
         image = ImageConfig((channels, height, width), self.mean, self.std)
-        return torch.stack([prepare_images(x, image, self.last_size) for x in stored])
+        prepared = [prepare_images(x, image, self.last_size) for x in stored]
+        dtypes = {x.dtype for x in prepared}
+        if len(dtypes) > 1:
+            prepared = [x.float() for x in prepared]
+        return torch.stack(prepared)
 
     def _warn_of_raw_floats(self, images: list[Tensor]) -> None:
         """Warn of floating-point images in [0, 1], which are probably not normalised."""
@@ -248,11 +252,12 @@ class Preprocessing:
             ValueError: If its dtype or shape is not that of the model's inputs.
         """
         expected = torch.int64 if self.kind == "tokens" else torch.float32
-        if x.is_floating_point():
+        if x.dtype in (torch.float16, torch.bfloat16):
             x = x.float()
         if x.is_floating_point() and not x.isfinite().all():
             raise ValueError("a sample has NaN or infinity; leave it out, or correct it")
-        if x.dtype != expected or tuple(x.shape) != self.shape:
+        is_float64 = expected == torch.float32 and x.dtype == torch.float64
+        if (x.dtype != expected and not is_float64) or tuple(x.shape) != self.shape:
             hint = " (or uint8 images, of any size)" if self.kind == "uint8" else ""
             raise ValueError(
                 f"a sample is {dtype_name(x.dtype)} of shape {tuple(x.shape)}; pass {dtype_name(expected)} "

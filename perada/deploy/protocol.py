@@ -201,8 +201,9 @@ class Response(Header):
         answers: Digest of the request that it answers.
         facts: What the site allows to be sent: ``size`` (training images), ``tests`` (test images), ``labels`` (a
             digest of the classes), ``losses`` by role, ``counts`` (correct and all predictions), ``sums`` (lists of
-            numbers by metric) and ``scores`` (by metric) of the ``personal`` and the ``global`` model, and ``epsilon``
-            by ledger.
+            numbers by metric, from which its score is computed), ``scores`` (by metric) and ``failed_images`` (number
+            of test images for which outputs are NaN or infinite) of the ``personal`` and the ``global`` model, and
+            ``epsilon`` by ledger.
         sums: Content of a step of a secure sum.
     """
 
@@ -230,18 +231,25 @@ def _check_fact(name: str, value: Any) -> None:  # noqa: ANN401  # anything that
     elif name == "epsilon":
         # ε is never negative, and a record with such an ε could not be read again.
         _check_numbers(value, optional=True, least=0)
-    elif name == "scores" and set(value) <= {"personal", "global"}:
-        for scores in value.values():
-            _check_numbers(scores, optional=True)
-    elif name == "sums" and set(value) <= {"personal", "global"}:
-        for sums in value.values():
-            _check_sums(sums)
-    elif name == "counts" and set(value) <= {"personal", "global"}:
-        for correct, total in value.values():
-            check_integer("all predictions", total, le=MAX_IMAGES)
-            check_integer("correct predictions", correct, 0, le=total)
+    elif name in ("scores", "sums", "failed_images", "counts") and set(value) <= {"personal", "global"}:
+        for value_of_model in value.values():
+            _check_fact_of_model(name, value_of_model)
     else:
         raise ValueError(f"unknown fact {name!r}")
+
+
+def _check_fact_of_model(name: str, value: Any) -> None:  # noqa: ANN401  # anything that a site sends
+    """Check one of the facts of a response about one of the site's models."""
+    if name == "scores":
+        _check_numbers(value, optional=True)
+    elif name == "sums":
+        _check_sums(value)
+    elif name == "failed_images":
+        check_integer("failed images", value, le=MAX_IMAGES)
+    else:
+        correct, total = value
+        check_integer("all predictions", total, le=MAX_IMAGES)
+        check_integer("correct predictions", correct, 0, le=total)
 
 
 def _check_hexadecimal(name: str, value: object, digits: int) -> None:

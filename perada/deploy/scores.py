@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of sites, which the server computes from the scores that they send or from a secure sum of them."""
+"""Scores of sites, which the server computes from the scores that they send or from a secure sum of them.
+
+A model whose outputs are NaN or infinite for some of a site's test images has no score. The site then reports the
+number of these images instead (``failed_images``), and no mean over the other sites is computed.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -44,15 +49,18 @@ def counts_of(scores: Mapping[str, Scores], test_size: int) -> dict[str, Any]:
         test_size: Number of the site's test images.
 
     Returns:
-        ``counts`` and ``sums`` of each model as far as there are any, and ``tests``; nothing if there are neither.
+        ``counts`` and ``sums`` of each model as far as there are any, and ``tests``; nothing if there are neither. A
+        model whose outputs are NaN or infinite for some images has neither.
     """
     counts: dict[str, list[int]] = {}
     sums: dict[str, dict[str, list[float]]] = {}
     for model, score in scores.items():
+        if score.failed_images.any():
+            continue
         if score.counts.any():
             counts[model] = score.counts[:, 0, 0].tolist()
-        if score.sums:
-            sums[model] = {name: values[0, 0].tolist() for name, values in score.sums.items()}
+        if score.statistics:
+            sums[model] = {name: values[0, 0].tolist() for name, values in score.statistics.items()}
     facts: dict[str, Any] = {}
     if counts:
         facts["counts"] = counts
@@ -61,6 +69,24 @@ def counts_of(scores: Mapping[str, Scores], test_size: int) -> dict[str, Any]:
     if facts:
         facts["tests"] = test_size
     return facts
+
+
+def failed_images_of(scores: Mapping[str, Scores]) -> dict[str, Any]:
+    """Return the fact ``failed_images``: numbers of test images for which outputs are NaN or infinite, by model.
+
+    Args:
+        scores: Scores of the site's models by name.
+
+    Returns:
+        The fact; nothing if all outputs are finite.
+    """
+    failed = {model: int(score.failed_images) for model, score in scores.items() if score.failed_images.any()}
+    return {"failed_images": failed} if failed else {}
+
+
+def _has_failed(facts: Facts, model: str) -> bool:
+    """Return whether a model of a site has outputs that are NaN or infinite."""
+    return model in facts.get("failed_images", {})
 
 
 def impossible_sums(
@@ -117,10 +143,10 @@ def _sent_hits(facts: Facts, model: str) -> _Hits | None:
     return _Hits(*counts_of_models[model])
 
 
-def _score(metric: Metric, sums: Tensor) -> float:
-    """Return a metric's score from its sums (S,), rounded as in a simulation; of scores of classes, the mean."""
+def _score(metric: Metric, statistics: Tensor) -> float:
+    """Return a metric's score from its statistics (S,), rounded as in a simulation; of scores of classes, the mean."""
     assert metric.summed is not None
-    return float(metric.summed.score(sums).to(torch.get_default_dtype()).nanmean())
+    return float(metric.summed.score(statistics).to(torch.get_default_dtype()).nanmean())
 
 
 def mean_scores(
@@ -141,12 +167,21 @@ def mean_scores(
     weights = _test_sizes(facts)
     for suffix, metric in by_suffix(metrics).items():
         local_scores = [local_score(site_facts, metric) for site_facts in facts]
-        if any(map(math.isfinite, local_scores)):
+        local_failed = [_local_model_failed(site_facts) for site_facts in facts]
+        if any(local_failed) or any(map(math.isfinite, local_scores)):
             scores |= spread(
-                f"personal/local_test{suffix}", torch.tensor(local_scores), metric.lower_is_better, weights, recent
+                f"personal/local_test{suffix}",
+                torch.tensor(local_scores),
+                metric.lower_is_better,
+                weights,
+                recent,
+                torch.tensor(local_failed),
             )
-        global_score = _pooled_accuracy(facts) if metric.is_accuracy else _pooled_score(metric, facts)
-        if math.isfinite(global_score):
+        global_failed = any(_has_failed(site_facts, "global") for site_facts in facts)
+        global_score = math.nan
+        if not global_failed:
+            global_score = _pooled_accuracy(facts) if metric.is_accuracy else _pooled_score(metric, facts)
+        if global_failed or math.isfinite(global_score):
             scores[f"global/global_test{suffix}"] = global_score
     return scores
 
@@ -182,12 +217,16 @@ def _pooled_score(metric: Metric, facts: Sequence[Facts]) -> float:
             sums_of_sites.append(sums)
     if not sums_of_sites:
         return math.nan
-    return _score(metric, torch.stack(sums_of_sites).sum(0))
+    assert metric.summed is not None
+    return _score(metric, reduce(metric.summed.combine, sums_of_sites))
 
 
 def local_score(facts: Facts, metric: Metric) -> float:
     """Return a site's score of the model that it predicts with; NaN if it sends none."""
     for model in ("personal", "global"):
+        if _has_failed(facts, model):
+            # Not the score of the global model in place of the personal one.
+            return math.nan
         hits = _sent_hits(facts, model)
         if metric.is_accuracy and hits is not None:
             return hits.correct / hits.total if hits.total else math.nan
@@ -200,12 +239,21 @@ def local_score(facts: Facts, metric: Metric) -> float:
     return math.nan
 
 
+def _local_model_failed(facts: Facts) -> bool:
+    """Return whether the model that a site predicts with has outputs that are NaN or infinite."""
+    if _has_failed(facts, "personal"):
+        return True
+    has_personal_model = any("personal" in facts.get(fact, {}) for fact in ("counts", "sums", "scores"))
+    return _has_failed(facts, "global") and not has_personal_model
+
+
 def summand_names(metrics: Sequence[Metric], num_summands: Mapping[str, int]) -> list[str]:
     """Return the names of a site's contribution to a secure sum of scores.
 
     Of the site's own model these are, for each metric, the score, its square, and its product with the number of test
     images. Of the global model they are the sums of each metric that is computed from sums over images, and the numbers
-    of correct and of all predictions.
+    of correct and of all predictions. Of both they are 1 if the model has no scores because outputs are NaN or
+    infinite, and otherwise 0, so that the server learns whether any site has such a model, but not which.
 
     Args:
         metrics: Metrics of the run.
@@ -216,7 +264,7 @@ def summand_names(metrics: Sequence[Metric], num_summands: Mapping[str, int]) ->
         names += [f"own/{metric.name}", f"square/{metric.name}", f"weighted/{metric.name}"]
     for name, length in num_summands.items():
         names += _pooled_names(name, length)
-    return [*names, "own/tests", "global/right", "global/all"]
+    return [*names, "own/tests", "global/right", "global/all", "own/failed", "global/failed"]
 
 
 def _pooled_names(metric_name: str, length: int) -> list[str]:
@@ -254,7 +302,14 @@ def score_summands(metrics: Sequence[Metric], facts: Facts, limit: float = math.
                 summands[f"weighted/{metric.name}"] = score * facts["tests"]
     if "tests" in facts:
         summands["own/tests"] = float(facts["tests"])
-    for name, sums in facts.get("sums", {}).get("global", {}).items():
+    if facts:
+        summands["own/failed"] = float(_local_model_failed(facts))
+        summands["global/failed"] = float(_has_failed(facts, "global"))
+    summed = {metric.name: metric.summed for metric in metrics}
+    for name, statistics in facts.get("sums", {}).get("global", {}).items():
+        metric_of_sums = summed[name]
+        assert metric_of_sums is not None
+        sums = metric_of_sums.to_sums(_as_sums(statistics)).tolist()
         if max(map(abs, sums)) < limit:
             summands |= zip(_pooled_names(name, len(sums)), sums, strict=True)
     hits = _sent_hits(facts, "global")
@@ -276,6 +331,8 @@ def scores_of_sums(
         max_pixels: Largest number of pixels of an image.
     """
     means = result.metrics
+    own_failed = result.totals.get("own/failed", 0) > 0
+    global_failed = result.totals.get("global/failed", 0) > 0
     scores: dict[str, float] = {}
     accuracy = math.nan
     if "global/right" in means and means.get("global/all"):
@@ -285,13 +342,17 @@ def scores_of_sums(
         # A lying site can make either of them missing.
         mean = means.get(f"own/{metric.name}", math.nan)
         mean_square = means.get(f"square/{metric.name}", math.nan)
-        if math.isfinite(mean) and math.isfinite(mean_square):
+        if own_failed:
+            scores |= dict.fromkeys((name, f"{name}_std", f"{name}_weighted"), math.nan)
+        elif math.isfinite(mean) and math.isfinite(mean_square):
             scores[name] = mean
             scores[f"{name}_std"] = math.sqrt(max(0.0, mean_square - mean**2))
             if f"weighted/{metric.name}" in means and means.get("own/tests"):
                 scores[f"{name}_weighted"] = means[f"weighted/{metric.name}"] / means["own/tests"]
-        global_score = accuracy if metric.is_accuracy else _score_of_total(metric, num_summands, result, max_pixels)
-        if math.isfinite(global_score):
+        global_score = math.nan
+        if not global_failed:
+            global_score = accuracy if metric.is_accuracy else _score_of_total(metric, num_summands, result, max_pixels)
+        if global_failed or math.isfinite(global_score):
             scores[f"global/global_test{suffix}"] = global_score
     return scores
 
@@ -304,8 +365,8 @@ def _score_of_total(metric: Metric, num_summands: Mapping[str, int], result: Sum
     # A lying site can make some of them missing or impossible.
     if not all(name in result.totals for name in names):
         return math.nan
-    sums = _as_sums([result.totals[name] for name in names])
+    statistics = metric.summed.from_sums(_as_sums([result.totals[name] for name in names]))
     num_images = result.totals.get("own/tests", math.inf)
-    if not metric.summed.is_possible(sums, num_images, max_pixels):
+    if not metric.summed.is_possible(statistics, num_images, max_pixels):
         return math.nan
-    return _score(metric, sums)
+    return _score(metric, statistics)

@@ -29,12 +29,12 @@ from torch import Tensor
 from perada.algorithms.base import Stacks
 from perada.core.ranks import Ranks
 from perada.core.rounds import AnyBatch, CohortBatch, Shares, busiest_lane, one_of
-from perada.core.states import State, device_of
+from perada.core.states import State, device_of, double
 from perada.engine.chunk_sizes import MAX_BUSIEST_LANE, is_mostly_trained
 from perada.federation.chunk import Chunk, LocalRound
 from perada.federation.global_streams import GlobalStreams
 from perada.federation.workers import Worker, workers_of
-from perada.server.aggregate import UpdateSums, double
+from perada.server.aggregate import UpdateSums
 
 
 @dataclass(frozen=True)

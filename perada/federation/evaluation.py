@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores and logits of the clients' models and of the global one, on the clients' test sets and on shifted ones."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,6 +14,7 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import EvalBatch
 from perada.core.seeding import generator
 from perada.core.states import State, stack_size, to_device_async
+from perada.federation.failed_outputs import FailedOutputs
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, by_suffix, spread
 from perada.federation.number_counts import NumberCounts
@@ -155,7 +157,10 @@ class EvaluationPass:
         self._everywhere_scores.merge(ranks)
         self._global_scores.merge(ranks)
         self._member_scores.merge(ranks)
+        self._global_client_scores.merge(ranks)
 
+        own_failed = self._client_scores.failed_images[0] > 0
+        everywhere_failed = self._failed_on_everyone()
         results: dict[str, float] = {}
         per_client: dict[str, Tensor] = {}
         client_scores = self._client_scores.all()
@@ -165,14 +170,14 @@ class EvaluationPass:
             name = f"personal/local_test{suffix}"
             local_test = self._mean_of_classes(name, client_scores[metric.name][0], 1)
             per_client[name] = local_test
-            results |= spread(name, local_test, metric.lower_is_better, self._sizes, self._recent)
+            results |= spread(name, local_test, metric.lower_is_better, self._sizes, self._recent, own_failed)
 
             name = f"personal/global_test{suffix}"
             global_score = global_scores[metric.name][0, 0]
             global_test = self._on_everyone(name, everywhere_scores[metric.name][:, 0], global_score)
             if global_test is not None:
                 per_client[name] = global_test
-                results |= spread(name, global_test, metric.lower_is_better)
+                results |= spread(name, global_test, metric.lower_is_better, failed=everywhere_failed)
 
             if self._global_scores:
                 name = f"global/global_test{suffix}"
@@ -180,6 +185,35 @@ class EvaluationPass:
         if self._member_scores:
             results |= self._member_results(ranks)
         return results, per_client
+
+    def _failed_on_everyone(self) -> Tensor:
+        """Return a mask (M,) of the clients whose model has outputs that are NaN or infinite on anyone's images."""
+        if not self.federation.personalized:
+            return (self._global_scores.failed_images[0, 0] > 0).expand(self.num_clients)
+        failed = torch.zeros(self.num_clients, dtype=torch.bool)
+        failed[self.everywhere] = self._everywhere_scores.failed_images[:, 0] > 0
+        return failed
+
+    def failed_outputs(self) -> list[FailedOutputs]:
+        """Return the models whose outputs are NaN or infinite for some images. Call :meth:`result` before."""
+        images_of_own_model = self._client_scores.failed_images[0]
+        images_of_global_model = self._global_client_scores.failed_images[0]
+        if not self.federation.personalized:
+            images_of_global_model = images_of_own_model
+            images_of_own_model = torch.zeros_like(images_of_own_model)
+        else:
+            # On everyone's images, which are the client's own, too.
+            images = self._everywhere_scores.failed_images[:, 0]
+            images_of_own_model[self.everywhere] = torch.maximum(images_of_own_model[self.everywhere], images)
+        rounds = self.federation.rounds_done
+        failed: list[FailedOutputs] = []
+        for client, count in enumerate(images_of_own_model.tolist()):
+            if count:
+                failed.append(FailedOutputs("personal", client, count, rounds))
+        for client, count in enumerate(images_of_global_model.tolist()):
+            if count:
+                failed.append(FailedOutputs("global", client, count, rounds))
+        return failed
 
     def _on_everyone(self, name: str, sampled_scores: Tensor, global_score: Tensor) -> Tensor | None:
         """Return the scores (M,) on everyone's images of the models that clients predict with.
@@ -255,7 +289,6 @@ class EvaluationPass:
             # Scores of one class show how few images of it a client has.
             details["per_class"] = {name: scores.tolist() for name, scores in self.per_class.items()}
         if self.federation.personalized and self._members is not None:
-            self._global_client_scores.merge(ranks)
             # The global model is scored by one metric here.
             (scores,) = self._global_client_scores.means().values()
             details["global/local_test"] = scores[0].tolist()
@@ -273,6 +306,21 @@ class EvaluationPass:
             return scores
         self.per_class[name] = scores
         return scores.nanmean(-1)
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """Scores of a federation's models on one set of images.
+
+    Attributes:
+        per_client: Scores (M,) of the personal models, NaN for those that did not run.
+        global_score: Score of the global model; NaN if there is none.
+        failed: Mask (M,) of the clients whose model has outputs that are NaN or infinite.
+    """
+
+    per_client: Tensor
+    global_score: float
+    failed: Tensor
 
 
 class ShiftedEvaluation:
@@ -329,18 +377,23 @@ class ShiftedEvaluation:
             is_of_others = owner != client
             scores.update(client_logits.unsqueeze(0), batch.y, models=[place], counted=is_of_others)
 
-    def result(self) -> dict[str, tuple[Tensor, float]]:
+    def result(self) -> dict[str, ModelScores]:
         """Merge the counts of all processes. A collective: all of them must call this.
 
         Returns:
-            For each metric the scores (M,) of the personal models, NaN for those that did not run, and the score of the
-            global model, NaN if there is none. Scores of classes are averaged.
+            The scores by metric. Scores of classes are averaged.
         """
         num_clients = self.federation.num_clients
         # The order of these collectives must be the same on all ranks.
         self._personal.merge(self.federation.ranks)
         self._global.merge(self.federation.ranks)
         personal_means = self._personal.means()
+        global_failed = self._global.failed_images[:, 0] > 0
+        failed = torch.zeros(num_clients, dtype=torch.bool)
+        if self.federation.personalized:
+            failed[list(self.everywhere)] = self._personal.failed_images[:, 0] > 0
+        else:
+            failed = global_failed.expand(num_clients)
         results = {}
         for name, scores in self._global.means().items():
             global_scores = scores[:, 0]
@@ -349,7 +402,8 @@ class ShiftedEvaluation:
                 per_client[list(self.everywhere)] = personal_means[name][:, 0]
             else:
                 per_client = global_scores.expand(num_clients)
-            results[name] = (per_client, float(global_scores.nanmean()))
+            global_score = math.nan if global_failed.any() else float(global_scores.nanmean())
+            results[name] = ModelScores(per_client, global_score, failed)
         return results
 
 

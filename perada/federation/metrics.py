@@ -399,6 +399,7 @@ def spread(
     lower_is_better: bool = False,
     sizes: Tensor | None = None,
     recent: Sequence[bool] | None = None,
+    failed: Tensor | None = None,
 ) -> dict[str, float]:
     """Compute statistics of the clients' scores: mean, standard deviation, and the tail of poorly served clients.
 
@@ -408,12 +409,19 @@ def spread(
         lower_is_better: Whether a lower score is better.
         sizes: Number (M,) of images on which each client is scored.
         recent: Whether each client took part recently.
+        failed: Mask (M,) of the clients that have no score because outputs of their models are NaN or infinite; by
+            default none.
 
     Returns:
         The mean as ``name``, and with suffixes ``_std``, ``_worst`` and ``_p10``, the score that a tenth of the clients
         do not reach. With ``sizes`` also ``_weighted``, the mean over images; with ``recent`` also ``_recent``, the
-        mean over clients that took part recently. All are NaN if no such client has a score.
+        mean over clients that took part recently. All are NaN if no such client has a score. All are NaN, too, if a
+        client has failed: statistics of the other clients would look like those of all.
     """
+    # Means of many clients' scores, and standard deviations that are small compared to a mean, need the digits.
+    values = values.double()
+    if failed is not None and failed.any():
+        values = torch.full_like(values, torch.nan)
     scored = ~values.isnan()
     scores = values[scored]
     any_scored = len(scores) > 0

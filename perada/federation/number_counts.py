@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from perada.core.ranks import Ranks
+from perada.federation.scores import FAILED_IMAGES, finite_outputs
 from perada.tasks import Task
 
 BINS = 20
@@ -45,7 +46,7 @@ class NumberCounts:
         if counted is not None:
             logits = logits[counted]
             y = y[counted]
-        predicted = self.task.predicted(logits.float())
+        predicted = self.task.predicted(logits)
         self._predicted.append(predicted)
         self._targets.append(y.view_as(predicted))
 
@@ -56,8 +57,9 @@ class NumberCounts:
             ``numbers``, for each target: ``edges`` of the bins of true values and of predictions, and ``counts`` of
             images with a row for each bin of true values and a column for each bin of predictions; ``residual_edges``
             and ``residual_counts`` of the residuals, prediction − true value, with their ``residual_mean`` and
-            ``residual_std``. What lies outside of the edges is counted in the first or the last bin. Predictions that
-            are not finite are left out. The list is empty without any.
+            ``residual_std``. What lies outside of the edges is counted in the first or the last bin. The list is empty
+            without predictions. Only ``failed_images``, their number, if outputs of the model are NaN or infinite for
+            some images.
         """
         local_batches = [
             (predicted.cpu(), y.cpu()) for predicted, y in zip(self._predicted, self._targets, strict=True)
@@ -72,10 +74,11 @@ class NumberCounts:
         if predicted_batches:
             predicted_numbers = torch.cat(predicted_batches).double()
             true_numbers = torch.cat(target_batches).double()
+            failed_images = int((~finite_outputs(predicted_numbers)).sum())
+            if failed_images:
+                return {FAILED_IMAGES: failed_images}
             for x, y in zip(predicted_numbers.T, true_numbers.T, strict=True):
-                is_finite = x.isfinite()
-                if is_finite.any():
-                    numbers.append(_counts_of_target(y[is_finite], x[is_finite]))
+                numbers.append(_counts_of_target(y, x))
         return {"numbers": numbers}
 
 

@@ -10,10 +10,22 @@ import torch
 from torch import Tensor
 
 from perada.core.ranks import Ranks
-from perada.core.states import to_device_async
+from perada.core.states import double, to_device_async
 from perada.federation.metrics import Metric
-from perada.server.aggregate import double
 from perada.tasks import Task
+
+
+def finite_outputs(logits: Tensor, leading_axes: int = 1) -> Tensor:
+    """Return a mask of the images for which all outputs of a model are finite.
+
+    Args:
+        logits: Logits (..., K) or (..., H, W, K), with ``leading_axes`` axes of models and images.
+        leading_axes: Number of axes of the mask.
+
+    >>> finite_outputs(torch.tensor([[0.0, 1.0], [0.0, torch.inf], [torch.nan, 0.0]])).tolist()
+    [True, False, False]
+    """
+    return logits.isfinite().flatten(leading_axes).all(-1)
 
 
 def probabilities(logits: Tensor, task: Task) -> Tensor:
@@ -56,13 +68,14 @@ class Scores:
         self._num_models = models
         # A metric belongs to one of these three, which differ in what they keep of a batch.
         self._accuracy = _Accuracy(task, models, groups)
-        self._sums = _MetricSums(metrics, task, models, groups)
+        self._statistics = _MetricStatistics(metrics, task, models, groups)
         self._predictions = _StoredPredictions(metrics, task, models, groups)
+        self._failed_images = torch.zeros(models, groups, dtype=torch.int64)
         self._has_accuracy = any(metric.is_accuracy for metric in metrics)
 
     def __bool__(self) -> bool:
         """Return whether any batch was added."""
-        return bool(self._predictions) or bool(self._sums) or bool(self._accuracy)
+        return bool(self._predictions) or bool(self._statistics) or bool(self._accuracy)
 
     def update(
         self,
@@ -87,10 +100,28 @@ class Scores:
         if groups is None:
             groups = y.new_zeros(len(y), dtype=torch.int64)
         outputs = _Outputs(logits, y, groups, tuple(models), counted)
+        self._count_failed_images(outputs)
         if self._has_accuracy:
             self._accuracy.update(outputs)
-        self._sums.update(outputs)
+        self._statistics.update(outputs)
         self._predictions.update(outputs)
+
+    def _count_failed_images(self, outputs: _Outputs) -> None:
+        """Count the images of a batch for which a model's outputs are NaN or infinite, on the batch's device."""
+        is_failed = ~finite_outputs(outputs.logits, leading_axes=2)  # (p, B)
+        if outputs.counted is not None:
+            is_failed = is_failed & outputs.counted
+        failed = is_failed.long()
+        self._failed_images = to_device_async(self._failed_images, failed.device)
+        by_group = failed.new_zeros(len(outputs.models), self._failed_images.shape[1])
+        by_group.index_add_(1, outputs.groups, failed)
+        rows = to_device_async(torch.tensor(outputs.models), failed.device)
+        self._failed_images.index_add_(0, rows, by_group)
+
+    @property
+    def failed_images(self) -> Tensor:
+        """Number (P, G) of images for which a model's outputs are NaN or infinite, on the CPU."""
+        return self._failed_images.cpu()
 
     @property
     def counts(self) -> Tensor:
@@ -98,15 +129,15 @@ class Scores:
         return self._accuracy.counts.cpu()
 
     @property
-    def sums(self) -> dict[str, Tensor]:
-        """Sums (P, G, S) of the summed metrics by name, on the CPU; empty before the first batch."""
-        return self._sums.on_cpu()
+    def statistics(self) -> dict[str, Tensor]:
+        """Statistics (P, G, S) of the metrics that have some, by name, on the CPU; empty before the first batch."""
+        return self._statistics.on_cpu()
 
     def merge(self, ranks: Ranks) -> None:
         """Add the counts of the other processes. A collective: all must call this once, at the end."""
         # The order of these collectives must be the same on all ranks.
-        ranks.sum_([self._accuracy.counts])
-        self._sums.merge(ranks)
+        ranks.sum_([self._accuracy.counts, self._failed_images])
+        self._statistics.merge(ranks)
         self._predictions.merge(ranks)
 
     def means(self) -> dict[str, Tensor]:
@@ -120,14 +151,21 @@ class Scores:
     def all(self) -> dict[str, Tensor]:
         """Compute scores (P, G) by metric, or (P, G, K) for per-class metrics, on the CPU.
 
-        A score is NaN if the model was not evaluated on any image of the group.
+        A score is NaN if the model was not evaluated on any image of the group, or if its outputs for any of them are
+        NaN or infinite: such an image has no prediction, and a score of the others would be of a different set.
         """
-        scores = self._sums.scores() | self._predictions.scores()
+        scores = self._statistics.scores() | self._predictions.scores()
         for metric in self.metrics:
             if metric.is_accuracy:
                 scores[metric.name] = self._accuracy.scores()
+        has_failed = self.failed_images > 0
         # In the order of the metrics: the first one is the run's main metric.
-        return {metric.name: scores[metric.name] for metric in self.metrics}
+        results = {}
+        for metric in self.metrics:
+            values = scores[metric.name]
+            mask = has_failed if values.dim() == 2 else has_failed.unsqueeze(-1)
+            results[metric.name] = values.masked_fill(mask, torch.nan)
+        return results
 
 
 class _Accuracy:
@@ -166,68 +204,64 @@ class _Accuracy:
 
     def scores(self) -> Tensor:
         """Compute the accuracies (P, G), on the CPU."""
-        right, num_predictions = self.counts.cpu().float()
+        # In double precision, since float32 has no odd numbers above 16 million, and masks have more pixels.
+        right, num_predictions = self.counts.cpu().double()
         accuracies: Tensor = right / num_predictions
-        return accuracies
+        return accuracies.to(torch.get_default_dtype())
 
 
-class _MetricSums:
-    """Metrics that are computed from sums over images, which are copied to the host only at the end."""
+class _MetricStatistics:
+    """Metrics that are computed from statistics of the images, which are copied to the host only at the end."""
 
     def __init__(self, metrics: Sequence[Metric], task: Task, models: int, groups: int) -> None:
         self._metrics = {metric.name: metric.summed for metric in metrics if metric.summed is not None}
         self._task = task
         self._num_models = models
         self._num_groups = groups
-        # Sums (P, G, S) by metric; empty before the first batch.
-        self._sums: dict[str, Tensor] = {}
+        # Statistics (P, G, S) by metric; empty before the first batch.
+        self._statistics: dict[str, Tensor] = {}
 
     def __bool__(self) -> bool:
         """Return whether any batch was added."""
-        return bool(self._sums)
+        return bool(self._statistics)
 
     def update(self, outputs: _Outputs) -> None:
-        """Add the summands of a batch, on its device."""
+        """Add the statistics of a batch, on its device."""
         if not self._metrics:
             return
         predicted = self._task.predicted(outputs.logits)
         rows = to_device_async(torch.tensor(outputs.models), outputs.y.device)
         for name, metric in self._metrics.items():
-            summands = double(metric.summands(predicted, outputs.y))  # (p, B, S)
-            if outputs.counted is not None:
-                summands = summands * outputs.counted.unsqueeze(-1)
-            num_sums = summands.shape[-1]
-            if name not in self._sums:
-                self._sums[name] = summands.new_zeros(self._num_models, self._num_groups, num_sums)
-            # First summed over the images of each group, then added to the rows of the p models.
-            sums = summands.new_zeros(len(outputs.models), self._num_groups, num_sums)
-            sums.index_add_(1, outputs.groups, summands)
-            self._sums[name].index_add_(0, rows, sums)
+            of_batch = metric.statistics(predicted, outputs.y, outputs.groups, self._num_groups, outputs.counted)
+            if name not in self._statistics:
+                self._statistics[name] = of_batch.new_zeros(self._num_models, self._num_groups, of_batch.shape[-1])
+            statistics = self._statistics[name]
+            statistics[rows] = metric.combine(statistics[rows], of_batch)
 
     def on_cpu(self) -> dict[str, Tensor]:
-        """Return the sums (P, G, S) by metric, on the CPU."""
-        return {name: sums.cpu() for name, sums in self._sums.items()}
+        """Return the statistics (P, G, S) by metric, on the CPU."""
+        return {name: statistics.cpu() for name, statistics in self._statistics.items()}
 
     def merge(self, ranks: Ranks) -> None:
-        """Add the sums of the other processes. A collective, unless no metric is summed."""
+        """Combine the statistics with those of the other processes. A collective, unless there is no such metric."""
         if not self._metrics:
             return
-        sums_of_ranks = ranks.gather(self.on_cpu())
-        self._sums = {}
-        for sums_of_rank in sums_of_ranks:
-            # A rank without batches has no sums.
-            for name, sums in sums_of_rank.items():
-                if name in self._sums:
-                    self._sums[name] = self._sums[name] + sums
+        statistics_of_ranks = ranks.gather(self.on_cpu())
+        self._statistics = {}
+        for statistics_of_rank in statistics_of_ranks:
+            # A rank without batches has no statistics.
+            for name, statistics in statistics_of_rank.items():
+                if name in self._statistics:
+                    self._statistics[name] = self._metrics[name].combine(self._statistics[name], statistics)
                 else:
-                    self._sums[name] = sums
+                    self._statistics[name] = statistics
 
     def scores(self) -> dict[str, Tensor]:
         """Compute the scores (P, G) or (P, G, K) by metric, on the CPU."""
         scores = {}
         for name, metric in self._metrics.items():
-            if name in self._sums:
-                scores[name] = metric.score(self._sums[name].cpu()).to(torch.get_default_dtype())
+            if name in self._statistics:
+                scores[name] = metric.score(self._statistics[name].cpu()).to(torch.get_default_dtype())
             else:
                 scores[name] = torch.full((self._num_models, self._num_groups), torch.nan)
         return scores
@@ -315,8 +349,12 @@ class _StoredPredictions:
             if len(rows) == 0:
                 continue
             for place, model in enumerate(batches[0].models):
+                predictions_of_group = predictions[place, rows]
+                if not predictions_of_group.isfinite().all():
+                    # Metrics of torchmetrics reject NaN, or rank it like a number. There is no score.
+                    continue
                 for name, compute in self._functions.items():
-                    score = compute(predictions[place, rows], labels[rows])
+                    score = compute(predictions_of_group, labels[rows])
                     scores[name][model, group] = score.to(torch.get_default_dtype())
         return scores
 
@@ -331,6 +369,8 @@ class _StoredPredictions:
         return table
 
 
+FAILED_IMAGES = "failed_images"
+"""Entry of a record of predictions: number of images for which outputs of the model are NaN or infinite."""
 BINS = 15
 """Number of bins of equal width between confidence 0 and 1, as in Guo et al., ICML 2017 (arXiv 1706.04599)."""
 
@@ -353,6 +393,7 @@ class Tally:
         self._codes: list[Tensor] = []
         # Number of predictions, number of right ones, and sum of confidences, by bin.
         self._bins = torch.zeros(3, BINS, dtype=torch.float64)
+        self._failed_images = torch.zeros(1, dtype=torch.int64)
 
     def update(self, logits: Tensor, y: Tensor, owner: Tensor, counted: Tensor | None = None) -> None:
         """Add a batch.
@@ -367,7 +408,9 @@ class Tally:
             logits = logits[counted]
             y = y[counted]
             owner = owner[counted]
-        logits = logits.float()
+        failed_images = (~finite_outputs(logits)).sum().view(1)
+        self._failed_images = self._failed_images.to(failed_images.device) + failed_images
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         predicted = self.task.predicted(logits)
         # A mask, and not a selection of rows, whose number the host would have to wait for.
         has_label = self.task.known(y).flatten()
@@ -381,7 +424,7 @@ class Tally:
         # In double precision, since a sum of ones in float32 does not grow beyond 16 million.
         confidence = double(confidence)
         self._bins = self._bins.to(confidence)
-        # A confidence of NaN, from a model that is not finite, is counted in some bin.
+        # A confidence of NaN is counted in some bin, and record() then returns no bins.
         bins = (confidence * BINS).long().clamp(0, BINS - 1)
         label_counts = has_label.to(confidence)
         summands = torch.stack([label_counts, right.to(confidence), confidence.nan_to_num() * label_counts])
@@ -393,9 +436,11 @@ class Tally:
         Returns:
             ``calibration`` with ``count``, ``right`` and the mean ``confidence`` of each of the :data:`BINS`; with one
             label per image also ``confusion``, rows of client, class, predicted class and number of images, if above 0.
+            Only ``failed_images``, their number, if outputs of the model are NaN or infinite for some images.
         """
         bins = self._bins.double().cpu()
-        ranks.sum_([bins])
+        failed_images = self._failed_images.cpu()
+        ranks.sum_([bins, failed_images])
         local_codes = torch.empty(0, dtype=torch.int64)
         if self._codes:
             local_codes = torch.cat(self._codes).cpu()
@@ -403,6 +448,8 @@ class Tally:
         codes, counts = all_codes.unique(return_counts=True)
         # A rank without batches does not know the number of classes.
         classes = max(ranks.gather(self._classes))
+        if failed_images.any():
+            return {FAILED_IMAGES: int(failed_images)}
         num_predictions, num_right, sum_of_confidences = bins
         mean_confidence = sum_of_confidences / num_predictions.clamp(min=1)
         record: dict[str, Any] = {

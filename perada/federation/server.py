@@ -21,6 +21,8 @@ from perada.core.states import (
     clone,
     column_blocks,
     device_of,
+    double,
+    double_dtype,
     expand,
     is_finite,
     rank_axes,
@@ -34,7 +36,7 @@ from perada.federation.scores import probabilities
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.privacy.client_sums import VOTE
 from perada.server import Updates, client_weights
-from perada.server.aggregate import UpdateSums, Weighting, double, double_dtype, names_with_change, squared_changes
+from perada.server.aggregate import UpdateSums, Weighting, names_with_change, squared_changes
 from perada.server.distill import DistillationRound, Distiller, SecureTeachers, ServerData
 from perada.server.low_rank import lora_residual
 

@@ -4,6 +4,7 @@
 import csv
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from perada.core.files import writing
 from perada.core.rounds import EvalBatch
 from perada.core.text import is_spread
 from perada.data import FederatedDataModule
+from perada.federation.scores import finite_outputs
 from perada.lightning.federated_loop import PROGRESS_METRICS, FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.trainer_attributes import callbacks_of
@@ -155,15 +157,21 @@ class PredictionFile(pl.Callback):
     Columns: ``image`` (counted over all clients' test sets, in order of client), ``client`` who owns it, ``label``, and
     what the owner's ``personal`` and the ``global`` model predict (where there is one). The 0/1 labels of a multi-label
     image, and several numbers, are separated by spaces. Masks, and then also the images (``picture``), are PNG files
-    beside the table, which has their paths.
+    beside the table, which has their paths. A cell is empty if outputs of the model for the image are NaN or infinite.
+
+    Attributes:
+        path: The table, once it is written.
+        failed: Number of images with such outputs by model and by the client of the images.
     """
 
     path: Path | None = None
+    failed: Counter[tuple[str, int]]
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start an empty table."""
         self._header: list[str] = []
         self._rows: list[list[str]] = []
+        self.failed = Counter()
 
     def on_predict_batch_end(
         self,
@@ -181,23 +189,37 @@ class PredictionFile(pl.Callback):
         assert isinstance(pl_module, FederatedClassifier)
         task = pl_module.task
         columns = [predictions["owner"], labels]
+        has_prediction = [torch.ones(len(labels), dtype=torch.bool)] * 2
         for name in models:
             logits = predictions[name]
             columns.append(task.predicted(logits))
+            is_finite = finite_outputs(logits).cpu()
+            has_prediction.append(is_finite)
+            for owner in predictions["owner"].cpu()[~is_finite].tolist():
+                self.failed[name, owner] += 1
         self._header = ["image", "client", "label", *models]
         if task.per_pixel:
             self._header.insert(2, "picture")
-            self._add_masks(trainer, columns, _pictures_of(batch, trainer))
+            self._add_masks(trainer, columns, has_prediction, _pictures_of(batch, trainer))
             return
-        for values in zip(*[column.tolist() for column in columns], strict=True):
-            self._rows.append([str(len(self._rows)), *map(_csv_cell, values)])
+        cells_of_columns = []
+        for column, is_predicted in zip(columns, has_prediction, strict=True):
+            cells = [_csv_cell(value) for value in column.tolist()]
+            cells_of_columns.append(
+                [cell if predicted else "" for cell, predicted in zip(cells, is_predicted.tolist(), strict=True)]
+            )
+        for cells_of_row in zip(*cells_of_columns, strict=True):
+            self._rows.append([str(len(self._rows)), *cells_of_row])
 
-    def _add_masks(self, trainer: pl.Trainer, columns: Sequence[Tensor], pictures: Tensor) -> None:
+    def _add_masks(
+        self, trainer: pl.Trainer, columns: Sequence[Tensor], has_prediction: Sequence[Tensor], pictures: Tensor
+    ) -> None:
         """Write the images and masks of a batch, and add a row with their paths for each image.
 
         Args:
             trainer: The trainer.
             columns: The owners (B,), the masks (B, H, W), and the masks that the models predict.
+            has_prediction: For each of them a mask (B,) of the images that have an entry.
             pictures: The images uint8 (B, Ch, H, W).
         """
         # log_dir is a collective: all processes read it, and rank 0 writes.
@@ -207,12 +229,17 @@ class PredictionFile(pl.Callback):
             image = len(self._rows)
             cells = [str(image), str(owner)]
             paths = [f"predictions/{name}/{image:06d}.png" for name in self._header[2:]]
+            # The header has the pictures in front of the masks.
+            for position, is_predicted in enumerate(has_prediction[1:], start=1):
+                if not is_predicted[row]:
+                    paths[position] = ""
             cells += paths
             if folder and trainer.is_global_zero:
                 picture_path, *mask_paths = paths
                 save_picture(pictures[row], Path(folder) / picture_path)
                 for masks, path in zip(masks_of_columns, mask_paths, strict=True):
-                    save_mask(masks[row], Path(folder) / path)
+                    if path:
+                        save_mask(masks[row], Path(folder) / path)
             self._rows.append(cells)
 
     def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -27,7 +27,13 @@ from perada.lightning.checkpoint import RoundCheckpoint, remap_clients, set_resu
 from perada.lightning.checks import with_diagnostics
 from perada.lightning.exact_log import log_exactly
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.round_warnings import Failures, check_anything_learned, check_failures, warn_of_round
+from perada.lightning.round_warnings import (
+    Failures,
+    check_anything_learned,
+    check_failures,
+    warn_of_failed_outputs,
+    warn_of_round,
+)
 from perada.lightning.run_context import PassedChecks, RunContext
 from perada.lightning.run_fingerprint import (
     check_ranks_agree,
@@ -500,10 +506,16 @@ class FederatedLoop(pl.Callback):
     on_test_epoch_end = on_validation_epoch_end
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add the scores to the round's record."""
+        """Warn of models without scores, and add the scores to the round's record."""
+        if not trainer.sanity_checking:
+            warn_of_failed_outputs(self.context)
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self.history:
             self.history[-1] |= self.context.results.scores
             self._write_record()
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn of models without scores."""
+        warn_of_failed_outputs(self.context)
 
     def _write_record(self) -> None:
         """Record the clients' scores of the last round, and write ``run.json``."""

@@ -17,6 +17,7 @@ from perada.core.text import is_spread, plain_number
 from perada.data import EvalBatch
 from perada.engine.engine import Engine
 from perada.federation.evaluation import EvaluationPass, own_logits, shared_logits
+from perada.federation.failed_outputs import dated
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, make_metrics
 from perada.federation.options import Evaluation, Training
@@ -239,8 +240,10 @@ class FederatedClassifier(pl.LightningModule):
 
     def score(self) -> None:
         """Compute ``results`` from the counts of the validation steps. A collective."""
-        self.results.scores, self.results.per_client = self._evaluation.result()
-        self.results.details = self._evaluation.details()
+        results = self.results
+        results.scores, results.per_client = self._evaluation.result()
+        results.details = self._evaluation.details()
+        results.failed_outputs = dated(self._evaluation.failed_outputs(), results.failed_outputs)
         self.results.include_shifted()
 
     @property

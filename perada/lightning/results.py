@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from perada.federation.failed_outputs import FailedOutputs
+
 
 @dataclass(frozen=True)
 class ShiftScores:
@@ -52,12 +54,14 @@ class EvaluationResults:
         per_client: Scores of each client (M,) by name.
         details: Numbers of images, confusions and scores of classes (:meth:`.Evaluation.details`).
         shifted: Scores on shifted test sets; None if there are none since the models last changed.
+        failed_outputs: Models whose outputs were NaN or infinite for some images.
     """
 
     scores: dict[str, float] = field(default_factory=dict)
     per_client: dict[str, Tensor] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
     shifted: ShiftScores | None = None
+    failed_outputs: list[FailedOutputs] = field(default_factory=list)
 
     def include_shifted(self) -> None:
         """Add the scores on shifted test sets, if any, to the others."""

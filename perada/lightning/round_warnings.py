@@ -7,8 +7,10 @@ from typing import NamedTuple
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.core.checks import OptionError
+from perada.federation.failed_outputs import REMEDY, describe_failed
 from perada.federation.server import RoundReport
 from perada.federation.settings import Settings
+from perada.lightning.run_context import RunContext
 
 
 def warn_of_failed_clients(when: str, clients: list[int], consequence: str, unreadable: dict[int, str]) -> None:
@@ -60,6 +62,15 @@ def warn_of_round(round: int, report: RoundReport, settings: Settings) -> None:
             f"{when}: the server's aggregate of the clients' states became NaN or infinite; the global state is "
             f"unchanged. Check {settings.rule.kind} and the options of {settings.algorithm.kind}."
         )
+
+
+def warn_of_failed_outputs(context: RunContext) -> None:
+    """Warn of the models whose outputs have become NaN or infinite since they were scored last."""
+    rounds_done = context.federation.rounds_done
+    new = [entry for entry in context.results.failed_outputs if entry.since == rounds_done]
+    if new:
+        message = describe_failed(new, context.data.client_names, anonymous=context.settings.private)
+        rank_zero_warn(f"{message}; {REMEDY}")
 
 
 class Failures(NamedTuple):

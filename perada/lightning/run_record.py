@@ -55,8 +55,11 @@ class ClientScores:
             return
         evaluation = EvaluationPass(context.federation, context.module.metrics, everywhere=[])
         has_images = context.evaluate(context.data.val_dataloader(), context.trainer.limit_val_batches, evaluation.step)
-        if has_images:
-            _, per_client = evaluation.result()
+        if not has_images:
+            return
+        _, per_client = evaluation.result()
+        if not evaluation.failed_outputs():
+            # Otherwise readers of the scores could only average those of the other clients.
             self.initial = {name: scores.tolist() for name, scores in per_client.items()}
 
     def record(self, context: RunContext, history: History) -> None:
@@ -107,6 +110,7 @@ def run_metrics(context: RunContext, history: History, client_scores: ClientScor
         "initial": client_scores.initial,
         "by_round": client_scores.by_round,
         "partition": class_counts(context),
+        "failed_outputs": [entry.record() for entry in results.failed_outputs],
         **results.details,
     }
     always = ("rounds", "clients")

@@ -15,9 +15,10 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan
 from perada.data.shifts import Condition
-from perada.federation.evaluation import ShiftedEvaluation
+from perada.federation.evaluation import ModelScores, ShiftedEvaluation
+from perada.federation.failed_outputs import failed_of_records
 from perada.lightning.results import ShiftScores
-from perada.lightning.round_warnings import warn_of_failed_clients
+from perada.lightning.round_warnings import warn_of_failed_clients, warn_of_failed_outputs
 from perada.lightning.run_context import RunContext
 from perada.lightning.run_record import History
 from perada.lightning.trainer_attributes import is_dev_run
@@ -110,11 +111,11 @@ class _ConditionScores(NamedTuple):
 
     Attributes:
         condition: The shifted set.
-        by_metric: For each metric the clients' scores (M,), NaN if a client has none, and that of the global model.
+        by_metric: The scores by metric.
     """
 
     condition: Condition
-    by_metric: dict[str, tuple[torch.Tensor, float]]
+    by_metric: dict[str, ModelScores]
 
 
 def score_shifts(context: RunContext) -> bool:
@@ -179,6 +180,7 @@ def restore_scores(context: RunContext, saved: dict[str, Any]) -> None:
         if is_score and name not in outdated:
             results.per_client[name] = torch.tensor(values, dtype=torch.double)
     results.details = {name: metrics[name] for name in DETAILS if name in metrics}
+    results.failed_outputs = failed_of_records(metrics.get("failed_outputs", []))
 
 
 def _shift_reprs(context: RunContext) -> dict[str, str]:
@@ -210,37 +212,46 @@ def _summarize(
         metrics = list(shift_results[0].by_metric)
         for metric in metrics:
             name = shift if metric == metrics[0] else f"{shift}_{metric}"
-            client_scores = torch.stack([result.by_metric[metric][0] for result in shift_results]).nanmean(0)
-            if not client_scores.isnan().all():
-                mean, std = _mean_and_std(client_scores)
+            scores_of_sets = [result.by_metric[metric] for result in shift_results]
+            failed = torch.stack([scores_of_set.failed for scores_of_set in scores_of_sets]).any(0)
+            client_scores = torch.stack([scores_of_set.per_client for scores_of_set in scores_of_sets]).nanmean(0)
+            # Not the mean over those sets on which the outputs are finite.
+            client_scores = client_scores.masked_fill(failed, math.nan)
+            if failed.any() or not client_scores.isnan().all():
+                mean, std = _mean_and_std(client_scores, failed)
                 per_client[f"personal/{name}"] = client_scores
                 scores[f"personal/{name}"] = mean
                 scores[f"personal/{name}_std"] = std
             if has_global_model:
-                scores[f"global/{name}"] = fmean(result.by_metric[metric][1] for result in shift_results)
+                scores[f"global/{name}"] = fmean(scores_of_set.global_score for scores_of_set in scores_of_sets)
         if shift_results[0].condition.kind:
             kinds[shift] = _severity_curves(shift_results, metrics[0])
     return ShiftScores(scores, per_client, kinds, shifts, seconds)
 
 
 def _severity_curves(results: Sequence[_ConditionScores], metric: str) -> dict[str, dict[str, list[float]]]:
-    """Return the scores of each kind of corruption in the order of its severities, without scores that are NaN."""
+    """Return the scores of each kind of corruption in the order of its severities, without scores that are NaN.
+
+    A curve is left out as a whole: a curve of the other severities would look complete.
+    """
     curves: dict[str, dict[str, list[float]]] = {}
     for condition, by_metric in results:
-        client_scores, global_score = by_metric[metric]
-        mean, std = _mean_and_std(client_scores)
+        scores = by_metric[metric]
+        mean, std = _mean_and_std(scores.per_client, scores.failed)
         curve = curves.setdefault(condition.kind, {"severity": []})
         curve["severity"].append(condition.severity)
-        for name, value in {"personal": mean, "personal_std": std, "global": global_score}.items():
-            if not math.isnan(value):
-                curve.setdefault(name, []).append(value)
-    return curves
+        for name, value in {"personal": mean, "personal_std": std, "global": scores.global_score}.items():
+            curve.setdefault(name, []).append(value)
+    complete_curves: dict[str, dict[str, list[float]]] = {}
+    for kind, curve in curves.items():
+        complete_curves[kind] = {name: values for name, values in curve.items() if not any(map(math.isnan, values))}
+    return complete_curves
 
 
-def _mean_and_std(scores: torch.Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation over the clients that have a score; NaN if none has."""
-    scores = scores[~scores.isnan()]
-    if len(scores) == 0:
+def _mean_and_std(scores: torch.Tensor, failed: torch.Tensor) -> tuple[float, float]:
+    """Return mean and standard deviation over the clients that have a score; NaN if none has, or one has ``failed``."""
+    scores = scores[~scores.isnan()].double()
+    if len(scores) == 0 or failed.any():
         return math.nan, math.nan
     return float(scores.mean()), float(scores.std(correction=0))
 
@@ -317,6 +328,7 @@ def _score_last_round(context: RunContext, history: History, tuned: bool) -> boo
         )
         if has_new_scores:
             module.score()
+            warn_of_failed_outputs(context)
     shifted = context.results.shifted
     are_outdated = shifted is None or shifted.shifts != _shift_reprs(context)
     if context.data.shifts_when != "test" and history and are_outdated and score_shifts(context):

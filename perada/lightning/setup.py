@@ -11,6 +11,7 @@ from torch import Tensor
 from perada.algorithms.client_steps import no_counts
 from perada.algorithms.dry_run import example_opened
 from perada.core.rounds import CohortBatch, sample_cohort
+from perada.core.states import images_dtype
 from perada.data.batches.features import FeatureStore
 from perada.engine.chunk_sizes import Chunks, activation_bytes, chunks_in_memory, clients_in_cache, is_mostly_trained
 from perada.engine.frozen_trunk import FrozenTrunk
@@ -124,9 +125,6 @@ def _number_of_rounds(context: RunContext) -> int | None:
 def configure_rounds(context: RunContext, protection: Protection) -> None:
     """Configure how the data draws clients and batches, which differs if training is private."""
     images = protection.images
-    weight_types = {value.dtype for value in context.module.model.parameters() if value.is_floating_point()}
-    # Images of NumPy are often in double precision. A network in it is rejected later, with the images.
-    dtype = torch.float32 if weight_types == {torch.float32} else None
     context.data.configure_rounds(
         seed=context.settings.seed,
         clients_per_round=context.settings.clients_per_round,
@@ -134,7 +132,8 @@ def configure_rounds(context: RunContext, protection: Protection) -> None:
         image=context.adapted.backbone.image,
         private=None if images is None else images.sampling(),
         eligible=protection.affordable if protection.limited else None,
-        dtype=dtype,
+        # Images of NumPy are often in double precision, and networks rarely are.
+        dtype=images_dtype(context.module.model),
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perada.core.checks import OptionError
 from perada.core.seeding import generator
-from perada.core.states import State, per_client, stack_size
+from perada.core.states import State, double, double_dtype, per_client, stack_size
 from perada.core.text import quoted
 from perada.privacy.account import Budget, Cost, Planned
 from perada.privacy.accounting import calibrate
@@ -33,7 +33,6 @@ from perada.privacy.client_sums import (
 from perada.privacy.clipping import check_bound, noisy_mean, with_noise
 from perada.privacy.options import ClientPrivacy
 from perada.server import SecureSums, Updates
-from perada.server.aggregate import double, double_dtype
 
 
 class ClippedUpdates(NamedTuple):

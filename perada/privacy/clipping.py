@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from perada.core.checks import OptionError, check_choice, check_number
-from perada.core.states import State, per_client
+from perada.core.states import State, double, per_client
 from perada.core.text import dtype_name
 from perada.privacy.sampling import secure_noise
-from perada.server.aggregate import double
 
 METHODS = ("flat", "per_layer", "automatic")
 GAMMA = 0.01

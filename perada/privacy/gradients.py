@@ -27,7 +27,7 @@ from torch.func import functional_call
 
 from perada.core.checks import OptionError
 from perada.core.seeding import Streams
-from perada.core.states import Merged, State, train_mode, trained_keys
+from perada.core.states import Merged, State, double, double_dtype, train_mode, trained_keys
 from perada.engine.engine import Engine, real_rows, row_losses
 from perada.engine.fold import fold, shell
 from perada.engine.stacked_layers import StackedLayer
@@ -35,7 +35,6 @@ from perada.engine.substitutes import WrappingSubstitute
 from perada.privacy.accounting import import_opacus
 from perada.privacy.clipping import at_least_float32, clipping_factors, sum_outer_products
 from perada.privacy.options import Privacy
-from perada.server.aggregate import double, double_dtype
 from perada.tasks import Task
 
 Sampler = Callable[[Any, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]

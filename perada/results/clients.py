@@ -27,6 +27,8 @@ from perada.results.state_files import StateFiles, delete_unlisted, write_states
 
 EditList = Callable[[str, list[Any], Any], list[Any]]
 """Returns a changed list, given the name of the metric, the list with one entry per client, and an empty entry."""
+FAILED_OUTPUTS = "failed_outputs"
+"""Metric with the models whose outputs are NaN or infinite, of which each names its client."""
 _METRICS_BY_CLIENT = ("clients", "initial", "by_round", "global/local_test", "per_class", "partition", "test_images")
 
 
@@ -69,6 +71,8 @@ def _without_client(metrics: Mapping[str, Any], client: int) -> dict[str, Any]:
     for predictions in cleared.get("predictions", {}).values():
         if "confusion" in predictions:
             predictions["confusion"] = [row for row in predictions["confusion"] if row[0] != client]
+    if FAILED_OUTPUTS in cleared:
+        cleared[FAILED_OUTPUTS] = [entry for entry in cleared[FAILED_OUTPUTS] if entry["client"] != client]
     return cleared
 
 
@@ -139,7 +143,11 @@ def with_joined(run: Models, single: Models, record: dict[str, Any]) -> tuple[di
             entry = empty
         return [*values, entry]
 
-    return info, _edit_client_lists(run.metrics, append_entry)
+    metrics = _edit_client_lists(run.metrics, append_entry)
+    failed_outputs = [entry | {"client": client} for entry in single.metrics.get(FAILED_OUTPUTS, [])]
+    if failed_outputs:
+        metrics[FAILED_OUTPUTS] = [*metrics.get(FAILED_OUTPUTS, []), *failed_outputs]
+    return info, metrics
 
 
 def forget(folder: Path, client: int | str) -> int:

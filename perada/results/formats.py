@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from perada.core.checks import check_choice, installed
+from perada.core.states import images_dtype
 from perada.data.sets.arrays import Photographs
+from perada.federation.failed_outputs import REMEDY, FailedOutputsError
+from perada.federation.scores import finite_outputs
 from perada.results.cards import privacy_card, render_template
 from perada.results.clients import joined_clients
-from perada.results.models import Ensemble
+from perada.results.models import Ensemble, in_dtype_of
 from perada.results.overwriting import check_exported_model
 from perada.results.run import Run
 from perada.results.run_file import together
@@ -50,7 +53,8 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
         FileExistsError: If a file would be replaced that perada did not write.
         ModuleNotFoundError: If a package of the format is not installed.
         OSError: If the files cannot be written.
-        ValueError: If the client does not exist, the model cannot be exported, or the logits differ.
+        ValueError: If the client does not exist, the model cannot be exported, the logits differ, or they are NaN or
+            infinite (a :class:`.FailedOutputsError`).
     """
     check_choice("format", form, list(FILES))
     check_exported_model(folder, FILES[form])
@@ -59,7 +63,7 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
             installed(package, "format=onnx", "onnx")
     number = None if client is None else run.number(client)
     run_model = run.global_model() if number is None else run.personal(number)
-    samples = _samples(run)
+    samples = in_dtype_of(run_model, _samples(run))
     merged = _merge(run, run_model, number)
     merged.model.requires_grad_(False)
     metadata = {
@@ -71,6 +75,13 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
     }
     with torch.no_grad(), together(folder) as stage:
         expected = run_model(samples)
+        num_failed = int((~finite_outputs(expected)).sum())
+        if num_failed:
+            # No file could be compared with the run.
+            raise FailedOutputsError(
+                f"{str(folder / FILES[form])!r} was not written, because the model's outputs are NaN or infinite for "
+                f"{num_failed} of {len(samples)} samples; {REMEDY}"
+            )
         logits = _write_and_read(form, merged.model, samples, stage / FILES[form], metadata)
         difference = float((logits - expected).abs().max())
         # False if the difference is NaN.
@@ -200,6 +211,10 @@ def _write_torch_export(
 def _write_onnx(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str]) -> Callable[[Tensor], Tensor]:
     import onnxruntime
 
+    if images_dtype(model) == torch.float64:
+        # onnxruntime has no convolutions in double precision.
+        model = copy.deepcopy(model).float()
+        x = x.float()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the exporter's internals
         program: Any = torch.onnx.export(
@@ -214,4 +229,4 @@ def _write_onnx(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str
     program.model.metadata_props.update(metadata)
     program.save(path)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.to(x.dtype).numpy()})[0])

@@ -21,6 +21,8 @@ from perada.data.batches.transforms import read_image, resize_masks
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.folders import list_images
 from perada.data.sets.tables import check_encoding, existing_spelling, read_table
+from perada.federation.failed_outputs import REMEDY, FailedOutputsError
+from perada.federation.scores import finite_outputs
 from perada.results.overwriting import foreign_file
 
 _TABLES = (".csv", ".tsv", ".parquet")
@@ -192,9 +194,27 @@ def _size_of_image(path: str) -> tuple[int, int]:
     return pixels.shape[-2], pixels.shape[-1]
 
 
+@dataclass(frozen=True)
+class PlacedImage:
+    """An image and its place among those that are predicted."""
+
+    place: int
+    image: Any
+
+    @property
+    def key(self) -> Any:  # noqa: ANN401  # whatever users pass as an image
+        """The image itself if it is a path, and otherwise its place: arrays cannot be keys of a dictionary."""
+        return self.image if isinstance(self.image, str | Path) else self.place
+
+    @property
+    def name(self) -> str:
+        """The name of the image in messages."""
+        return str(self.image) if isinstance(self.image, str | Path) else f"image {self.place}"
+
+
 def read_batch(
-    preprocessing: Preprocessing, images: list[Any], broken: dict[Any, str] | None
-) -> tuple[Tensor | None, list[Any]]:
+    preprocessing: Preprocessing, images: list[PlacedImage], broken: dict[Any, str] | None
+) -> tuple[Tensor | None, list[PlacedImage]]:
     """Prepare a batch of the images that can be read.
 
     Args:
@@ -206,22 +226,47 @@ def read_batch(
         The batch, None if it is empty, and its images.
     """
     try:
-        return preprocessing.batch(images), images
+        return preprocessing.batch([placed.image for placed in images]), images
     except (OSError, ValueError):
         if broken is None:
             raise
     # Find the images that cannot be read one by one.
     prepared = []
     readable_images = []
-    for image in images:
+    for placed in images:
         try:
-            prepared.append(preprocessing.batch([image]))
-            readable_images.append(image)
+            prepared.append(preprocessing.batch([placed.image]))
+            readable_images.append(placed)
         except (OSError, ValueError) as error:
-            broken[image] = str(error)
+            broken[placed.key] = str(error)
     if not prepared:
         return None, []
     return torch.cat(prepared), readable_images
+
+
+def check_outputs(logits: Tensor, images: Sequence[PlacedImage], broken: dict[Any, str] | None) -> Tensor:
+    """Return a mask of the images for which all outputs of a model are finite, since others have no prediction.
+
+    Args:
+        logits: Logits (N, K), or (N, H, W, K) of pixels.
+        images: The N images.
+        broken: Receives an error for each of the other images; None to raise a single one.
+
+    Raises:
+        FailedOutputsError: If some outputs are NaN or infinite, and ``broken`` is None.
+    """
+    is_finite = finite_outputs(logits)
+    failed = [placed for placed, finite in zip(images, is_finite.tolist(), strict=True) if not finite]
+    if failed and broken is None:
+        names = abbreviated([placed.name for placed in failed])
+        raise FailedOutputsError(
+            f"the model's outputs are NaN or infinite for {len(failed)} of {len(images)} images ({names}); pass "
+            f"broken={{}} to predict the others, or {REMEDY}"
+        )
+    for placed in failed:
+        assert broken is not None
+        broken[placed.key] = f"{placed.name}: the model's outputs are NaN or infinite"
+    return is_finite
 
 
 def check_device(device: torch.device | str) -> torch.device:

@@ -12,15 +12,24 @@ from tqdm.auto import tqdm
 
 from perada.core.checks import check_choice, check_integer, check_type, installed, without_effect
 from perada.core.seeding import generator
-from perada.core.states import State, clone, parameter_keys, set_state, to_device
+from perada.core.states import State, clone, images_dtype, parameter_keys, set_state, to_device
 from perada.data.preprocessing import Preprocessing
 from perada.engine.engine import classes_last
 from perada.engine.fold import fold
 from perada.engine.fold_check import perturbed_states
+from perada.federation.failed_outputs import REMEDY, FailedOutputsError
 from perada.models.adapted import AdaptedModel
 from perada.models.backbones import IMAGE
 from perada.models.merging import check_merged, merge_adapter
-from perada.results.inference import Predictions, as_list, check_device, client_index, read_batch
+from perada.results.inference import (
+    PlacedImage,
+    Predictions,
+    as_list,
+    check_device,
+    check_outputs,
+    client_index,
+    read_batch,
+)
 from perada.tasks import Task
 from perada.tasks.base import Average, make_task
 
@@ -225,12 +234,14 @@ class Models:
             batch_size: Images in memory at a time, and in a forward pass.
             device: Device of the model.
             progress: Whether to show a progress bar.
-            broken: Receives the paths that cannot be read with their errors, and these images are skipped. By default
-                the first error is raised.
+            broken: Receives an error for each image that cannot be read, or for which outputs of the model are NaN or
+                infinite, by its path or else its place in ``images``; these images are skipped. By default the first
+                error is raised.
 
         Raises:
             FileNotFoundError: If a file does not exist.
-            ValueError: If a file or an image is invalid, the client does not exist, or there is no global model.
+            ValueError: If a file or an image is invalid, the client does not exist, there is no global model, or the
+                outputs are NaN or infinite (a :class:`.FailedOutputsError`).
             TypeError: If something is not an image.
         """
         check_integer("batch_size", batch_size)
@@ -239,7 +250,7 @@ class Models:
         preprocessing = self.preprocessing
         task = make_task(self.info["task"])
         model = self.global_model() if client is None else self.personal(client)
-        all_images = as_list(images)
+        all_images = [PlacedImage(place, image) for place, image in enumerate(as_list(images))]
         if not all_images:
             raise ValueError("there are no images; pass at least one")
         # The frozen layers of a folded model are faster.
@@ -252,20 +263,29 @@ class Models:
                 bar.update(len(batch_images))
                 batch, batch_images = read_batch(preprocessing, batch_images, broken)
                 if batch is not None:
-                    logits = model(batch.to(device)).float().cpu()
+                    logits = model(in_dtype_of(model, batch).to(device)).cpu()
+                    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
                     if task.per_pixel:
                         logits = classes_last(logits)
                     logits_of_batches.append(logits)
                 readable_images += batch_images
         if not readable_images:
             raise ValueError(f"none of the {len(all_images)} images can be read: {'; '.join((broken or {}).values())}")
+        is_finite = check_outputs(torch.cat(logits_of_batches), readable_images, broken)
+        if not is_finite.any():
+            raise FailedOutputsError(
+                f"the model's outputs are NaN or infinite for all {len(readable_images)} images; {REMEDY}"
+            )
+        predicted_images = [
+            placed.image for placed, finite in zip(readable_images, is_finite.tolist(), strict=True) if finite
+        ]
         # Autograd rejects tensors of inference mode; a copy made outside of it is an ordinary tensor.
-        logits = torch.cat(logits_of_batches).clone()
+        logits = torch.cat(logits_of_batches)[is_finite].clone()
         probabilities = task.predictions(logits)
         labels = task.predicted(logits)
         paths = None
-        if all(isinstance(image, str | Path) for image in readable_images):
-            paths = tuple(str(image) for image in readable_images)
+        if all(isinstance(image, str | Path) for image in predicted_images):
+            paths = tuple(str(image) for image in predicted_images)
         classes = self.info.get("classes") or [str(number) for number in range(self.info["num_classes"])]
         return Predictions(probabilities, labels, tuple(classes), paths)
 
@@ -285,7 +305,7 @@ class Models:
         """
         state = self.state("global") if client is None else self.state("personal", client)
         peft_model = self._adapted.peft_model
-        images = _noise(self.preprocessing)
+        images = in_dtype_of(self._adapted.model, _noise(self.preprocessing))
         # An adapter that training has hardly changed hides a wrong merge, whose error grows with it: a perturbed state
         # is compared first.
         moved_state = perturbed_states(state, parameter_keys(self._adapted.model), clients=1, least=0.02)[0]
@@ -310,6 +330,12 @@ class Models:
         set_state(model, state)
         setattr(model, IMAGE, self._adapted.backbone.image)
         return model.eval()
+
+
+def in_dtype_of(model: nn.Module, images: Tensor) -> Tensor:
+    """Convert floating-point images to the dtype in which a model takes them."""
+    dtype = images_dtype(model)
+    return images if dtype is None or not images.is_floating_point() else images.to(dtype)
 
 
 def _noise(preprocessing: Preprocessing) -> Tensor:

@@ -135,7 +135,7 @@ class ScoreUnit:
         >>> SHARES.text(0.5), NUMBERS.text(12.3456)
         ('50.00 %', '12.35')
         """
-        return self.number(score) + self.symbol
+        return "–" if math.isnan(score) else self.number(score) + self.symbol
 
     def label(self, quantity: str) -> str:
         """Label an axis.
@@ -337,6 +337,7 @@ def client_table(
     names: Sequence[str] | None = None,
     unit: ScoreUnit = SHARES,
     metric: str = "accuracy",
+    means: Mapping[str, float] | None = None,
 ) -> str:
     """Lay out a table with one row per client, up to ``ROWS``, and mean and standard deviation over all clients.
 
@@ -347,6 +348,7 @@ def client_table(
         names: Names of the clients; their numbers by default.
         unit: Unit of the scores.
         metric: The metric of the scores, the first of several.
+        means: Means over the clients by name. Of those that are NaN no mean over the other clients is shown.
     """
     names = names or [str(client) for client in range(len(sizes))]
     rows = []
@@ -356,7 +358,11 @@ def client_table(
     if len(sizes) > ROWS:
         empty_cells = [""] * (1 + len(scores))
         rows.append([f"… {len(sizes) - ROWS} more", *empty_cells])
-    rows.append(["mean ± std", "", *(_mean_cell(name, values, unit) for name, values in scores.items())])
+    mean_cells = []
+    for name, values in scores.items():
+        is_undefined = math.isnan((means or {}).get(name, 0))
+        mean_cells.append("– ± –" if is_undefined else _mean_cell(name, values, unit))
+    rows.append(["mean ± std", "", *mean_cells])
     titles = [title_with_metric(name, metric) for name in scores]
     text = table(["client", "training images", *titles], rows)
     if test_mode:

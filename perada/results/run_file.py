@@ -14,7 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args
 
-from perada.core.checks import OptionError, check_integer
+from perada.core.checks import OptionError, check_choice, check_integer
 from perada.core.digests import SUMS_FILE, WrongFormat, check_format, check_sealed, digest_of, sealed
 from perada.core.files import check_links, locked, sync, write_atomic
 from perada.core.text import plain_number, quoted
@@ -340,6 +340,11 @@ class RunFile:
             scores_of_clients.append(metrics["global/local_test"])
         check_list(scores_of_clients, None, self.num_clients)
         check_list(metrics.get("test_images", [0] * self.num_clients), self.num_clients, kind=int)
+        for entry in metrics.get("failed_outputs", []):
+            check_choice("failed_outputs: model", entry["model"], ("personal", "global"))
+            check_integer("failed_outputs: client", entry["client"], 0, le=self.num_clients - 1)
+            check_integer("failed_outputs: images", entry["images"])
+            check_integer("failed_outputs: since", entry["since"], 0)
 
 
 @dataclass(frozen=True)

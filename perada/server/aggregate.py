@@ -11,11 +11,20 @@ from torch import Tensor
 
 from perada.core.checks import OptionError, Options, check_choice
 from perada.core.ranks import Ranks
-from perada.core.states import Factors, State, as_matrix, column_blocks, expand, gather, per_client, to_device_async
+from perada.core.states import (
+    Factors,
+    State,
+    as_matrix,
+    column_blocks,
+    double,
+    double_dtype,
+    expand,
+    gather,
+    per_client,
+    to_device_async,
+)
 
 Weighting = Literal["uniform", "samples"]
-WITHOUT_DOUBLE = {"mps"}
-"""Device types without double precision."""
 
 
 def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
@@ -325,21 +334,6 @@ def _on_device_of(stack: Mapping[str, Tensor], weights: Tensor) -> Tensor:
         return weights
     device = next(iter(stack.values())).device
     return to_device_async(weights.to(double_dtype(device)), device)
-
-
-def double(value: Tensor) -> Tensor:
-    """Convert to double precision, or to single if the device has no double.
-
-    A sum in double precision that is rounded afterwards does not depend on the order in which ranks add.
-    """
-    return value.to(double_dtype(value.device))
-
-
-def double_dtype(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 if the device has no double precision."""
-    if device.type in WITHOUT_DOUBLE:
-        return torch.float32
-    return torch.float64
 
 
 def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:

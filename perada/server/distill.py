@@ -12,10 +12,10 @@ from torch import Tensor
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, use_plain_numbers
 from perada.core.ranks import Ranks
 from perada.core.seeding import Streams
-from perada.core.states import State, device_of, expand, is_finite, to_device_async
+from perada.core.states import State, device_of, double, expand, is_finite, to_device_async
 from perada.engine.engine import Engine
 from perada.engine.loss_scaling import KeptScales, LossScales, MaskedAdam, MaskedOptimizer, MaskedSGD
-from perada.server.aggregate import Updates, double
+from perada.server.aggregate import Updates
 from perada.server.sums import SecureSums
 from perada.tasks import Classification, Task
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, floor_share
-from perada.core.states import State, expand, per_client, without_autocast
-from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, Updates, client_weights, double, mean
+from perada.core.states import State, double, expand, per_client, without_autocast
+from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, Updates, client_weights, mean
 
 _STEPS = 1000
 """Maximum number of Weiszfeld steps."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from perada.core.checks import check_integer, check_number, floor_share, use_plain_numbers
-from perada.core.states import State, per_client
-from perada.server.aggregate import Updates, double
+from perada.core.states import State, double, per_client
+from perada.server.aggregate import Updates
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,25 @@ import torch
 from torch import Tensor
 
 from perada.core.checks import OptionError
+from perada.core.states import double
 
 Average = Literal["logits", "probabilities"]
 """Which outputs of several models are averaged."""
 
 
 class SummedMetric(ABC):
-    """A metric that is computed from sums over images, so that an evaluation need not store all predictions."""
+    """A metric that is computed from statistics of the images, so that an evaluation need not store all predictions.
+
+    The statistics are the sums of :meth:`summands` unless a metric overrides :meth:`statistics`, :meth:`combine`,
+    :meth:`to_sums` and :meth:`from_sums`, because sums would lose digits.
+    """
 
     lower_is_better: ClassVar[bool] = False
     """Whether a lower score is better."""
 
     @abstractmethod
     def summands(self, predicted: Tensor, targets: Tensor) -> Tensor:
-        """Return S numbers for each image.
+        """Return S numbers for each image, whose sums over images determine the score.
 
         Args:
             predicted: Predictions (p, N, ...) of p models in the form of targets.
@@ -35,21 +40,57 @@ class SummedMetric(ABC):
         """
 
     @abstractmethod
-    def score(self, sums: Tensor) -> Tensor:
-        """Compute scores (...), or (..., K) of the classes, from sums (..., S) of the summands.
+    def score(self, statistics: Tensor) -> Tensor:
+        """Compute scores (...), or (..., K) of the classes, from statistics (..., S).
 
         A score is NaN if it is not defined, for example for a class that does not occur.
         """
 
-    def is_possible(self, sums: Tensor, max_images: float, max_pixels: float) -> bool:
-        """Return whether sums (S,) can be those of images; a dishonest site of a deployment may report others.
+    def statistics(
+        self, predicted: Tensor, targets: Tensor, groups: Tensor, num_groups: int, counted: Tensor | None = None
+    ) -> Tensor:
+        """Return the statistics (p, G, S) of a batch for each model and group of images.
 
         Args:
-            sums: Sums of the summands.
+            predicted: Predictions (p, N, ...) of p models in the form of targets.
+            targets: Targets (N, ...).
+            groups: Group (N,) of each image.
+            num_groups: Number G of groups.
+            counted: Mask (N,) of the images to include; by default all.
+        """
+        summands = double(self.summands(predicted, targets))
+        if counted is not None:
+            # Not a product with 0, since what does not count may be NaN.
+            summands = summands.where(counted.unsqueeze(-1), 0)
+        return sum_by_group(summands, groups, num_groups)
+
+    def combine(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return the statistics (..., S) of the images of both arguments together."""
+        return first + second
+
+    def to_sums(self, statistics: Tensor) -> Tensor:
+        """Return the sums (..., S) of the summands, which can be added up without knowing the parts."""
+        return statistics
+
+    def from_sums(self, sums: Tensor) -> Tensor:
+        """Return statistics (..., S) from the sums of the summands."""
+        return sums
+
+    def is_possible(self, statistics: Tensor, max_images: float, max_pixels: float) -> bool:
+        """Return whether statistics (S,) can be those of images; a dishonest site of a deployment may report others.
+
+        Args:
+            statistics: The statistics.
             max_images: Largest number of images that they may be of.
             max_pixels: Largest number of pixels of an image.
         """
-        return bool(sums.isfinite().all())
+        return bool(statistics.isfinite().all())
+
+
+def sum_by_group(values: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    """Add up values (p, N, S) of images over the groups (N,) that they belong to: (p, G, S)."""
+    sums = values.new_zeros(len(values), num_groups, values.shape[-1])
+    return sums.index_add_(1, groups, values)
 
 
 class Task(ABC):

@@ -118,7 +118,8 @@ def test_files_that_cannot_be_read_are_left_out_and_named_at_the_end(tmp_path, m
     capsys.readouterr()
     monkeypatch.setattr("sys.argv", ["perada", "predict", "saved", "--images=images", "--batch_size=2"])
     with pytest.raises(
-        SystemExit, match=r"3 of 7 images cannot be read and are missing from 'predictions.csv': .*0.png.*4.png.*5.png"
+        SystemExit,
+        match=r"3 of 7 images have no prediction and are missing from 'predictions.csv': .*0.png.*4.png.*5.png",
     ) as end:
         entry_point()
     assert isinstance(end.value.code, str)  # which Python prints, with the status 1

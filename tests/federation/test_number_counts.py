@@ -41,15 +41,21 @@ def test_counts_are_those_of_numpy(targets):
         assert record["residual_std"] == pytest.approx(residuals.std(), rel=1e-4)
 
 
-def test_only_counted_and_finite_predictions_count():
-    outputs = torch.tensor([[1.0], [2.0], [float("nan")], [3.0], [float("inf")]])
+def test_only_counted_predictions_count():
+    outputs = torch.tensor([[1.0], [float("nan")], [3.0]])
     counts = NumberCounts(Regression())
-    counts.update(
-        outputs, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.zeros(5, dtype=torch.int64), torch.arange(5) != 1
-    )
+    counts.update(outputs, torch.tensor([1.0, 2.0, 4.0]), torch.zeros(3, dtype=torch.int64), torch.arange(3) != 1)
     (record,) = counts.record(Ranks())["numbers"]
     assert sum(record["residual_counts"]) == 2
     assert record["residual_mean"] == pytest.approx(-0.5)
+
+
+def test_predictions_that_are_not_finite_are_counted_and_nothing_else():
+    """Bins of the other predictions would look like those of the model."""
+    outputs = torch.tensor([[1.0], [float("nan")], [3.0], [float("inf")]])
+    counts = NumberCounts(Regression())
+    counts.update(outputs, torch.arange(4.0), torch.zeros(4, dtype=torch.int64))
+    assert counts.record(Ranks()) == {"failed_images": 2}
 
 
 class TwoProcesses:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores against scikit-learn and torchmetrics."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torchmetrics.functional.classification import multiclass_accuracy, multilab
 from perada.core.ranks import Ranks
 from perada.federation.metrics import make_metrics
 from perada.federation.scores import Scores
-from perada.tasks import MultiLabel, task_of_labels
+from perada.tasks import Classification, MultiLabel, Regression, Segmentation, task_of_labels
 from tests.label_kinds import task_of
 
 MODELS, IMAGES, CLASSES = 3, 60, 4
@@ -98,8 +100,8 @@ class Together(Ranks):
         self.other = other
 
     def sum_(self, tensors):
-        for tensor in tensors:
-            tensor.add_(self.other._accuracy.counts)
+        for tensor, others in zip(tensors, (self.other._accuracy.counts, self.other._failed_images), strict=True):
+            tensor.add_(others)
 
     def gather(self, value):
         return [value, self.other._predictions._batches]
@@ -214,3 +216,55 @@ def test_unknown_labels_are_left_out_of_all_scores():
     assert found["accuracy"] == pytest.approx(sum(right) / len(right))
     for name, values in expected.items():
         assert found[name] == pytest.approx(sum(values) / CLASSES), name
+
+
+METRICS_BY_TASK = {
+    "classes": (Classification(), ["accuracy", "auroc", "ece", "f1_per_class", "balanced_accuracy"]),
+    "labels": (MultiLabel(), ["accuracy", "auroc", "f1_macro"]),
+    "masks": (Segmentation(), ["accuracy", "dice", "miou", "dice_per_class"]),
+    "numbers": (Regression(), ["mae", "rmse", "r2", "pearson", "mse_per_target"]),
+}
+
+
+@pytest.mark.parametrize("kind", METRICS_BY_TASK)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_model_with_outputs_that_are_not_finite_has_no_score(kind, value):
+    """Nor a score of the other images. Groups and models without such outputs have theirs, and a group without any
+    image has none, but has not failed."""
+    task, names = METRICS_BY_TASK[kind]
+    random = torch.Generator().manual_seed(0)
+    pixels = (4, 4) if kind == "masks" else ()
+    logits = torch.randn(2, 30, *pixels, 3, generator=random)
+    y = (torch.arange(30) // 3 % 3).view(-1, *[1] * len(pixels)).expand(-1, *pixels)
+    if kind in ("labels", "numbers"):
+        y = torch.randint(0, 2, (30, 3), generator=random).float()
+    groups = torch.arange(30) % 3
+    whole = Scores(make_metrics(names, task, 3), task, models=2, groups=4)
+    whole.update(logits, y, groups)
+    assert not whole.failed_images.any()
+    # A single output of model 1 for an image of group 2, in the first of two batches.
+    logits[(1, 2, *[0] * len(pixels), 0)] = value
+    scores = Scores(make_metrics(names, task, 3), task, models=2, groups=4)
+    for rows in torch.arange(30).split(20):
+        scores.update(logits[:, rows], y[rows], groups[rows])
+    expected_failures = torch.zeros(2, 4, dtype=torch.int64)
+    expected_failures[1, 2] = 1
+    assert torch.equal(scores.failed_images, expected_failures)
+    results = scores.all()
+    for name, before in whole.all().items():
+        assert before[:, :3].isfinite().all()
+        expected = before.clone()
+        expected[1, 2] = math.nan
+        torch.testing.assert_close(results[name], expected, equal_nan=True, rtol=1e-6, atol=1e-7)
+    assert all(means[1, 2].isnan() for means in scores.means().values())
+
+
+def test_outputs_of_images_that_do_not_count_may_be_anything():
+    """Another process has the model of their owner."""
+    logits = torch.tensor([[[1.0], [math.nan], [3.0]]])
+    scores = Scores(make_metrics(["mae", "r2"], Regression(), 1), Regression())
+    scores.update(logits, torch.tensor([1.0, 5.0, 4.0]), counted=torch.tensor([True, False, True]))
+    assert not scores.failed_images.any()
+    results = scores.all()
+    assert results["mae"].item() == pytest.approx(0.5)
+    assert results["r2"].item() == pytest.approx(1 - 1 / 4.5)

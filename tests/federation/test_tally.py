@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Confusion and calibration counts, against torchmetrics and a plain loop."""
 
+import math
+
 import pytest
 import torch
 from torchmetrics.functional.classification import multiclass_calibration_error, multiclass_confusion_matrix
@@ -57,10 +59,25 @@ def test_each_label_is_a_prediction_of_its_own():
     assert found["calibration"]["confidence"] == pytest.approx(means, abs=1e-5)
 
 
-def test_certainty_and_nan_have_a_bin():
+def test_certainty_has_a_bin():
     tally = Tally(Classification())
-    tally.update(torch.tensor([[1000.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]), torch.tensor([0, 0]))
-    assert tally.record(Ranks())["calibration"]["count"] == [1, *[0] * (BINS - 2), 1]
+    tally.update(torch.tensor([[1000.0, 0.0]]), torch.tensor([0]), torch.tensor([0]))
+    assert tally.record(Ranks())["calibration"]["count"] == [*[0] * (BINS - 1), 1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("task", [Classification(), MultiLabel()])
+def test_outputs_that_are_not_finite_are_counted_and_nothing_else(task, value):
+    """A calibration of the other images would look like that of the model."""
+    tally = Tally(task)
+    logits = torch.tensor([[1.0, 0.0], [value, 0.0], [value, value], [0.0, 2.0]])
+    y = torch.tensor([0, 1, 1, 0]) if isinstance(task, Classification) else torch.ones(4, 2)
+    owner = torch.zeros(4, dtype=torch.int64)
+    tally.update(logits, y, owner)
+    assert tally.record(Ranks()) == {"failed_images": 2}
+    others = Tally(task)
+    others.update(logits, y, owner, counted=torch.tensor([True, False, False, True]))
+    assert sum(others.record(Ranks())["calibration"]["count"]) == 2 * (1 + isinstance(task, MultiLabel))
 
 
 def test_counts_and_confidences_do_not_stop_growing():

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from perada.algorithms import APFL
+from perada.core import states
 from perada.federation.scores import Tally, probabilities
 from perada.privacy.client_level import clip_updates, noisy_updates
 from perada.privacy.gradients import PerSampleGrads
@@ -30,7 +31,7 @@ class NoDouble(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def _meta(monkeypatch):
-    monkeypatch.setattr(aggregate, "WITHOUT_DOUBLE", {"meta"})
+    monkeypatch.setattr(states, "WITHOUT_DOUBLE", {"meta"})
 
 
 def there(*shape, dtype=torch.float32):

@@ -12,6 +12,7 @@ import perada
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 from perada.models.usage import check_usage
+from perada.results.formats import export_model
 from tests.options import sections
 
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))
@@ -232,9 +233,22 @@ def test_a_network_that_cannot_be_copied_or_adapted_is_rejected(make, message):
         build_backbone(make(), 3)
 
 
-def test_a_network_in_double_precision_is_rejected_with_its_format():
-    with pytest.raises(ValueError, match=r"has float64 weights, but the images are float32; .*network\.float"):
-        finetune(Network().double())
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_a_network_in_double_precision_trains_and_predicts_in_it(tmp_path, adapter):
+    """On images in single precision, and after it was saved; the files that it is exported to compute the same."""
+    network = Network().double()
+    run = finetune(network, adapter)
+    images = 0.3 * IMAGES
+    predictions = run.predict(images, client=1)
+    with torch.no_grad():
+        expected = run.personal(1)(images.double()).softmax(-1)
+    assert expected.dtype == torch.float64
+    torch.testing.assert_close(predictions.probabilities, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(run.predict(images.double(), client=1).probabilities, expected, rtol=1e-12, atol=0)
+    loaded = perada.Run.load(run.save(tmp_path / "run"), backbone=Network().double())
+    torch.testing.assert_close(loaded.predict(images, client=1).probabilities, expected, rtol=1e-12, atol=0)
+    for form in ("safetensors", "torch-export", "onnx"):
+        assert "differ from the run's by at most" in export_model(run, 1, form, tmp_path / form)
 
 
 class Complex(Network):

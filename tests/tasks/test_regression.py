@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from huggingface_hub import ModelCard
 from sklearn import metrics as sklearn_metrics
@@ -181,6 +182,74 @@ def test_metrics_equal_those_of_scikit_learn():
     for name, values in expected.items():
         np.testing.assert_allclose(results[f"{name}_per_target"][0, 0], values, rtol=2e-4)
         np.testing.assert_allclose(results[name][0, 0], np.mean(values), rtol=2e-4)
+
+
+@pytest.mark.parametrize("ratio", [1, 3e3, 1e4, 1e6])
+@pytest.mark.parametrize("center", [None, 7.0])
+def test_r2_and_pearson_keep_their_digits_where_the_mean_is_large(ratio, center):
+    """Also of targets far from zero without ``mean=``, or with one that is far off, in batches, ranks and groups."""
+    random = np.random.default_rng(0)
+    truth = ratio + random.normal(0, 1, (120, 2))
+    predicted = truth + random.normal(0, 0.6, (120, 2))
+    task = Regression(mean=center)
+    names = ["r2_per_target", "pearson_per_target"]
+    outputs = torch.tensor(predicted) - (center or 0)
+    groups = torch.tensor(random.integers(0, 2, 120))
+    ranks = [Scores(make_metrics(names, task, 2), task, groups=2) for _ in range(2)]
+    for number, rows in enumerate(torch.arange(120).split(25)):
+        ranks[number % 2].update(outputs[rows].unsqueeze(0), torch.tensor(truth)[rows], groups[rows])
+    ranks[0]._statistics.merge(OfRanks(ranks[1]._statistics.on_cpu()))
+    for group in range(2):
+        is_member = (groups == group).numpy()
+        r2 = sklearn_metrics.r2_score(truth[is_member], predicted[is_member], multioutput="raw_values")
+        pearson = [scipy.stats.pearsonr(truth[is_member, k], predicted[is_member, k]).statistic for k in range(2)]
+        results = ranks[0].all()
+        np.testing.assert_allclose(results["r2_per_target"][0, group], r2, rtol=1e-6)
+        np.testing.assert_allclose(results["pearson_per_target"][0, group], pearson, rtol=1e-6)
+
+
+class OfRanks:
+    """Ranks of which another process has these statistics."""
+
+    def __init__(self, others):
+        self.others = others
+
+    def gather(self, value):
+        return [value, self.others]
+
+
+def test_statistics_of_sites_add_up_as_sums():
+    """As in a secure sum, which can only add: with a center near the mean no digits are lost."""
+    random = np.random.default_rng(1)
+    truth = torch.tensor(50 + random.normal(0, 3, 40))
+    predicted = truth + torch.tensor(random.normal(0, 2, 40))
+    metrics = make_metrics(["r2", "pearson", "mae"], Regression(mean=48), 1)
+    everyone = torch.zeros(40, dtype=torch.int64)
+    for metric in metrics:
+        summed = metric.summed
+
+        def of(rows, summed=summed):
+            return summed.statistics(predicted[rows].view(1, -1, 1), truth[rows], everyone[rows], 1)[0, 0]
+
+        parts = [of(slice(0, 9)), of(slice(9, 40))]
+        summands = summed.summands(predicted.view(1, -1, 1), truth)[0].sum(0)
+        total = summed.to_sums(parts[0]) + summed.to_sums(parts[1])
+        torch.testing.assert_close(total, summands)
+        expected = summed.score(of(slice(0, 40)))
+        torch.testing.assert_close(summed.score(summed.from_sums(total)), expected)
+        torch.testing.assert_close(summed.score(summed.combine(*parts)), expected)
+        assert summed.is_possible(summed.from_sums(total), 40, 1)
+        assert not summed.is_possible(summed.from_sums(total), 39, 1)
+
+
+def test_sums_without_a_digit_of_the_variation_have_no_score():
+    """Of a secure sum around 0 of numbers around 1e10, whose squares differ in digits that doubles do not have."""
+    truth = 1e10 + torch.randn(20, generator=torch.Generator().manual_seed(0)).double()
+    for metric in make_metrics(["r2", "pearson"], Regression(), 1):
+        sums = metric.summed.summands((truth + 0.1).view(1, -1, 1), truth)[0].sum(0)
+        statistics = metric.summed.from_sums(sums)
+        assert not metric.summed.is_possible(statistics, 20, 1)
+        assert metric.summed.score(statistics).isnan()
 
 
 def test_equal_targets_have_no_correlation():

@@ -57,6 +57,7 @@ from perada.deploy.server.waits import SiteWaits, next_wait
 from perada.deploy.sums.progress import MAX_HEARD_ROUNDS
 from perada.deploy.sums.vector import SPOILED, Contents, SumResult, check_cryptography
 from perada.deploy.transport import Terms, Transport
+from perada.federation.failed_outputs import REMEDY
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import OUTLIER_FACTOR, Server
@@ -931,6 +932,7 @@ class Coordinator:
         responses, _ = self._ask_everyone("evaluate", tensors, models=num_models, strides=strides_of(state))
 
         responses = self._without_impossible_sums(responses)
+        self._warn_of_failed_outputs(responses)
         if self.settings.secure_sums is None or self.recipe.noisy:
             scores = self._mean_scores(responses)
         else:
@@ -939,6 +941,21 @@ class Coordinator:
         progress.scored = progress.done
         self._save()
         log_round(self.loggers, scores | {"round": progress.history[-1]["round"]})
+
+    def _warn_of_failed_outputs(self, responses: Mapping[str, Response]) -> None:
+        """Log the sites at which outputs of a model are NaN or infinite, so that there is no score of it."""
+        for name, response in responses.items():
+            for model, images in response.facts.get("failed_images", {}).items():
+                log.warning(
+                    "round %d: outputs of the %s model are NaN or infinite for %d test images of site %s, so it has no "
+                    "score, and means over the sites are NaN; %s",
+                    self.progress.done,
+                    model,
+                    images,
+                    name,
+                    REMEDY,
+                    extra={"site": name},
+                )
 
     def _without_impossible_sums(self, responses: Mapping[str, Response]) -> dict[str, Response]:
         """Return the responses to an evaluation, without those with sums that no test images can have."""
@@ -972,6 +989,18 @@ class Coordinator:
         except RejectionError as rejection:
             log.warning("no scores after round %d: %s", self.progress.done, rejection)
             return self._mean_scores(responses)
+        for model, name in (("that the site predicts with", "own/failed"), ("global", "global/failed")):
+            num_failed = round(result.totals.get(name, 0))
+            if num_failed:
+                model_text = f"{model} model" if model == "global" else f"model {model}"
+                log.warning(
+                    "round %d: outputs of the %s are NaN or infinite at %d of %d sites, so it has no score; %s",
+                    self.progress.done,
+                    model_text,
+                    num_failed,
+                    len(candidates),
+                    REMEDY,
+                )
         return scores_of_sums(recipe.module.metrics, recipe.num_summands, result, recipe.max_pixels)
 
     def _ensemble_members(self, state: State) -> State:

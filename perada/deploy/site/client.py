@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada.algorithms import Algorithm, Broadcast, Stacks
 from perada.core.rounds import AnyBatch, Phase, PrivateSampling, RoundPlan, make_plan, one_of
-from perada.core.states import State, cut_ranks, expand, to_device
+from perada.core.states import State, cut_ranks, double, expand, to_device
 from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, loader, make_store
 from perada.data.federated import FederatedData
 from perada.data.fingerprints import Fingerprint, fingerprint_of
@@ -41,7 +41,6 @@ from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
 from perada.privacy.options import privacy_options
 from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean
-from perada.server.aggregate import double
 
 SamplesT = TypeVar("SamplesT", bound=Samples)
 ValueT = TypeVar("ValueT")

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perada.core.checks import check_installed
-from perada.core.states import State
+from perada.core.states import State, double
 from perada.deploy.protocol import MAX_COUNT, MAX_MAGNITUDE, RejectionError
-from perada.server.aggregate import double
 from perada.server.sums import SecureSums
 
 Uint64Vector = NDArray[np.uint64]

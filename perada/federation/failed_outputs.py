@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose outputs are NaN or infinite for some images, so that they have no predictions and no scores."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from perada.core.text import abbreviated
+
+REMEDY = (
+    "lower the learning rate, train in a precision with a larger range (bf16-mixed or 32-true), or check these images "
+    "and the network, which may divide by 0 or take the logarithm of 0"
+)
+"""What to do about outputs that are NaN or infinite."""
+
+
+class FailedOutputsError(ValueError):
+    """Raised at the end of a command whose models have outputs that are NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class FailedOutputs:
+    """The test images for which outputs of a model are NaN or infinite.
+
+    Attributes:
+        model: ``personal`` for the model of a client, whichever clients the images are of; ``global`` for the global
+            model.
+        client: The client whose model it is or, of the global model, whose images they are.
+        images: Number of images.
+        since: Number of rounds after which it was noticed first, without an evaluation without such outputs since.
+    """
+
+    model: Literal["personal", "global"]
+    client: int
+    images: int
+    since: int
+
+    def describe(self, names: Sequence[str] | None = None) -> str:
+        """Describe model, images and round for a message.
+
+        Args:
+            names: Names of the clients.
+
+        >>> FailedOutputs("global", 1, 1, 0).describe(["A", "B"])
+        "the global model on 1 test image of client 1 ('B'), since before round 1"
+        >>> FailedOutputs("personal", 0, 12, 3).describe()
+        'the model of client 0 on 12 test images, since round 3'
+        """
+        client = f"client {self.client}"
+        if names is not None:
+            client += f" ({names[self.client]!r})"
+        plural = "" if self.images == 1 else "s"
+        images = f"{self.images} test image{plural}"
+        round = f"since round {self.since}" if self.since else "since before round 1"
+        if self.model == "global":
+            return f"the global model on {images} of {client}, {round}"
+        return f"the model of {client} on {images}, {round}"
+
+    def record(self) -> dict[str, Any]:
+        """Return the attributes as JSON."""
+        return asdict(self)
+
+
+def failed_of_records(records: Sequence[Mapping[str, Any]]) -> list[FailedOutputs]:
+    """Return what the entry ``failed_outputs`` of a run's metrics describes."""
+    return [FailedOutputs(**record) for record in records]
+
+
+def describe_failed(failed: Sequence[FailedOutputs], names: Sequence[str] | None, anonymous: bool = False) -> str:
+    """Return a message about outputs that are NaN or infinite.
+
+    Args:
+        failed: The models, at least one.
+        names: Names of the clients.
+        anonymous: Whether to say only how many there are: in a private run no log may name clients.
+    """
+    if anonymous:
+        personal = [entry for entry in failed if entry.model == "personal"]
+        whose = f"the models of {len(personal)} clients" if personal else "the global model"
+    else:
+        whose = abbreviated([entry.describe(names) for entry in failed])
+    return f"outputs are NaN or infinite: {whose}. Such a model has no score, and means that include it are NaN"
+
+
+def dated(found: Sequence[FailedOutputs], earlier: Sequence[FailedOutputs]) -> list[FailedOutputs]:
+    """Return the models found in an evaluation, with the round in which each was noticed first.
+
+    Args:
+        found: The models of this evaluation.
+        earlier: Those of the evaluation before.
+    """
+    since = {(entry.model, entry.client): entry.since for entry in earlier}
+    dated_entries = []
+    for entry in found:
+        first = since.get((entry.model, entry.client), entry.since)
+        dated_entries.append(FailedOutputs(entry.model, entry.client, entry.images, first))
+    return dated_entries

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sites at which outputs of a model are NaN or infinite: they are named, and no mean over the others is shown."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from perada.deploy.transport import LocalTransport
+from perada.server.sums import SecureSums
+from tests.deploy.parties import Parties
+
+BRIGHT = 100.0
+
+
+class FailsOnBrightImages(nn.Module):
+    """A network whose outputs are not finite for images with a bright first pixel."""
+
+    def __init__(self, network, value=math.nan):
+        super().__init__()
+        self.network = network
+        self.value = value
+
+    def forward(self, x):
+        is_bright = x[:, 0, 0, 0] == BRIGHT
+        logits = self.network(x.clamp(-5, 5))
+        return torch.where(is_bright.unsqueeze(1), self.value, logits)
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "secure"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "ditto"])
+def test_no_score_is_a_mean_over_the_other_sites(algorithm, secure, tiny, tmp_path, caplog):
+    loop = {"secure_sums": SecureSums()} if secure else {}
+    parties = Parties(tiny, tmp_path, algorithm, net=lambda: FailsOnBrightImages(tiny.net()), loop=loop)
+    parties.whole.test[1].tensors[0][:2, 0, 0, 0] = BRIGHT
+    coordinator, workers = parties.deployed()
+    row = coordinator.progress.history[-1]
+    for name in ("personal/local_test", "personal/local_test_std", "global/global_test"):
+        assert math.isnan(row[name]), name
+    for model in {"global"} | ({"personal"} if algorithm == "ditto" else set()):
+        assert f"the {model} model are NaN or infinite for 2 test images of site site1" in caplog.text or secure
+    # A secure sum shows that there is such a site, but not which one.
+    assert ("outputs of the global model are NaN or infinite at 1 of 3 sites" in caplog.text) == secure
+    assert not (secure and "test images of site" in caplog.text)
+    # Progress with NaN can be read again.
+    coordinator.close()
+    resumed = parties.coordinator(LocalTransport(workers), resume=True)
+    assert math.isnan(resumed.progress.history[-1]["personal/local_test"])
+
+
+def test_a_site_without_test_images_has_no_score_and_the_others_have(tiny, tmp_path, caplog):
+    parties = Parties(tiny, tmp_path, "fedavg", net=lambda: FailsOnBrightImages(tiny.net()))
+    parties.whole.test[1] = torch.utils.data.Subset(parties.whole.test[1], [])
+    coordinator, _ = parties.deployed()
+    assert 0 <= coordinator.progress.history[-1]["personal/local_test"] <= 1
+    assert "NaN" not in caplog.text
