@@ -258,10 +258,6 @@ class PeradaCLI(LightningCLI):
             print(f"Run folder: {folder}", file=sys.stderr if output_is_lost() else sys.stdout)
         self._check_outputs()
 
-    def after_validate(self) -> None:
-        """Reject models without scores."""
-        self._check_outputs()
-
     def after_test(self) -> None:
         """Print the scores."""
         self._print_scores()

@@ -215,6 +215,9 @@ class FederatedDataModule(pl.LightningDataModule):
         self.prepare = Preparation(
             None, image_size, crop_padding, flip, augment_public=augment_public, mixing=Mixing(mixup, cutmix)
         )
+        if task is not None:
+            # Before the data are read.
+            task.check_augmentation(self.prepare.augmentations)
         self._record: dict[str, Any] = {}
         self._clients_per_round: int | None = None
         self._phases: Sequence[Phase] = [Phase()]
@@ -320,6 +323,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self.prepare = replace(self.prepare, task=self.task, num_classes=self.num_classes, mask_size=checked.mask_size)
         if self.sampling == "balanced":
             self._check_balanced_sampling(checked)
+        self.task.check_augmentation(self.prepare.augmentations)
         if self.prepare.mixing.mixes:
             # Not in the first step: a task whose targets cannot be mixed is rejected here.
             blank = self.task.blank_targets((1, 1), self.num_classes, torch.device("cpu"))

@@ -79,8 +79,9 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
         if num_failed:
             # No file could be compared with the run.
             raise FailedOutputsError(
-                f"{str(folder / FILES[form])!r} was not written, because the model's outputs are NaN or infinite for "
-                f"{num_failed} of {len(samples)} samples; {REMEDY}"
+                f"{str(folder / FILES[form])!r} was not written, because outputs of "
+                f"{'the global model' if client is None else f'the model of client {client!r}'} are NaN or infinite "
+                f"for {num_failed} of {len(samples)} samples; {REMEDY}"
             )
         logits = _write_and_read(form, merged.model, samples, stage / FILES[form], metadata)
         difference = float((logits - expected).abs().max())

@@ -244,28 +244,35 @@ def read_batch(
     return torch.cat(prepared), readable_images
 
 
-def check_outputs(logits: Tensor, images: Sequence[PlacedImage], broken: dict[Any, str] | None) -> Tensor:
+def check_outputs(
+    logits: Tensor, images: Sequence[PlacedImage], broken: dict[Any, str] | None, model_name: str
+) -> Tensor:
     """Return a mask of the images for which all outputs of a model are finite, since others have no prediction.
 
     Args:
         logits: Logits (N, K), or (N, H, W, K) of pixels.
         images: The N images.
         broken: Receives an error for each of the other images; None to raise a single one.
+        model_name: Name of the model in messages.
 
     Raises:
-        FailedOutputsError: If some outputs are NaN or infinite, and ``broken`` is None.
+        FailedOutputsError: If some outputs are NaN or infinite and ``broken`` is None, or some of each image.
     """
     is_finite = finite_outputs(logits)
     failed = [placed for placed, finite in zip(images, is_finite.tolist(), strict=True) if not finite]
+    if len(failed) == len(images):
+        raise FailedOutputsError(
+            f"the outputs of {model_name} are NaN or infinite for all {len(images)} images; {REMEDY}"
+        )
     if failed and broken is None:
         names = abbreviated([placed.name for placed in failed])
         raise FailedOutputsError(
-            f"the model's outputs are NaN or infinite for {len(failed)} of {len(images)} images ({names}); pass "
-            f"broken={{}} to predict the others, or {REMEDY}"
+            f"the outputs of {model_name} are NaN or infinite for {len(failed)} of {len(images)} images ({names}); "
+            f"pass broken={{}} to predict the others, or {REMEDY}"
         )
     for placed in failed:
         assert broken is not None
-        broken[placed.key] = f"{placed.name}: the model's outputs are NaN or infinite"
+        broken[placed.key] = f"{placed.name}: the outputs of {model_name} are NaN or infinite"
     return is_finite
 
 

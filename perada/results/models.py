@@ -17,7 +17,6 @@ from perada.data.preprocessing import Preprocessing
 from perada.engine.engine import classes_last
 from perada.engine.fold import fold
 from perada.engine.fold_check import perturbed_states
-from perada.federation.failed_outputs import REMEDY, FailedOutputsError
 from perada.models.adapted import AdaptedModel
 from perada.models.backbones import IMAGE
 from perada.models.merging import check_merged, merge_adapter
@@ -271,11 +270,8 @@ class Models:
                 readable_images += batch_images
         if not readable_images:
             raise ValueError(f"none of the {len(all_images)} images can be read: {'; '.join((broken or {}).values())}")
-        is_finite = check_outputs(torch.cat(logits_of_batches), readable_images, broken)
-        if not is_finite.any():
-            raise FailedOutputsError(
-                f"the model's outputs are NaN or infinite for all {len(readable_images)} images; {REMEDY}"
-            )
+        model_name = "the global model" if client is None else f"the model of client {client!r}"
+        is_finite = check_outputs(torch.cat(logits_of_batches), readable_images, broken, model_name)
         predicted_images = [
             placed.image for placed, finite in zip(readable_images, is_finite.tolist(), strict=True) if finite
         ]

@@ -256,7 +256,8 @@ def scores_beside(means: Iterable[Mapping[str, float]], test_images: Iterable[in
     if tested and max(tested) > UNEVEN * min(tested):
         names.append(f"{score}_weighted")
     recent = f"{score}_recent"
-    rows_with_both = [row for row in means if score in row and recent in row]
+    # In a file of results a score that is NaN is None.
+    rows_with_both = [row for row in means if row.get(score) is not None and row.get(recent) is not None]
     # If all clients are recent, both are means of the same scores, up to rounding.
     if any(abs(row[recent] - row[score]) > 1e-9 for row in rows_with_both):
         names.append(recent)

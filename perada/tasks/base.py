@@ -244,6 +244,16 @@ class Task(ABC):
         """Return metrics of this task by name, in addition to those of torchmetrics."""
         return {}
 
+    def check_augmentation(self, options: Sequence[str]) -> None:
+        """Raise an OptionError if random changes of the training images would make their targets wrong.
+
+        Classes do not depend on them, and masks are changed like their images.
+
+        Args:
+            options: The data module's options that are set, of ``flip`` and ``crop_padding``.
+        """
+        return
+
     @property
     def border_target(self) -> int:
         """Target of the pixels that augmentation adds around an image, if there is a prediction for each pixel."""

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perada.core.checks import check_choice, check_number, invalid_option, use_plain_numbers, without_effect
+from perada.core.checks import (
+    OptionError,
+    check_choice,
+    check_number,
+    invalid_option,
+    use_plain_numbers,
+    without_effect,
+)
 from perada.core.states import to_device_async
 from perada.tasks.base import Average, SummedMetric, Task
 from perada.tasks.deviation import (
@@ -20,6 +27,8 @@ from perada.tasks.deviation import (
     RootMeanSquaredError,
 )
 
+Augmentation = Literal["flip", "crop_padding"]
+"""An option of the data module that moves the content of training images."""
 RegressionLoss = Literal["squared", "absolute", "huber"]
 """How the loss of an image follows from its deviations."""
 Numbers = float | Sequence[float]
@@ -48,6 +57,9 @@ class Regression(Task):
         std: Standard deviation σ of the targets, a number or D numbers; None for 1.
         standardize: ``all`` to compute ``mean`` and ``std`` from the training targets of all clients. They leave the
             clients for it, so ``all`` is not allowed with differential privacy or in a deployment; give numbers there.
+        invariant_to: Options of the data module, ``flip`` and ``crop_padding``, that do not change the targets: both
+            for an age, for example, and only ``crop_padding`` for an angle. The others are rejected, since they would
+            move the content of training images and not the targets, which is wrong for coordinates.
 
     Raises:
         OptionError: If an option is out of range.
@@ -64,6 +76,7 @@ class Regression(Task):
     mean: Numbers | None = None
     std: Numbers | None = None
     standardize: Literal["all"] | None = None
+    invariant_to: Augmentation | Sequence[Augmentation] = ()
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
@@ -75,6 +88,7 @@ class Regression(Task):
         # Tuples, since tasks with the same options must be equal.
         object.__setattr__(self, "mean", _checked_numbers("mean", self.mean))
         object.__setattr__(self, "std", _checked_numbers("std", self.std, gt=0))
+        object.__setattr__(self, "invariant_to", _checked_augmentations(self.invariant_to))
         if self.standardize is not None:
             check_choice("standardize", self.standardize, ("all",))
             if self.mean is not None or self.std is not None:
@@ -101,6 +115,19 @@ class Regression(Task):
                 "standardize", "all", "None", hint=f"target {constant[0]} is the same for all training images"
             )
         return replace(self, mean=tuple(rows.mean(0).tolist()), std=tuple(std.tolist()), standardize=None)
+
+    def check_augmentation(self, options: Sequence[str]) -> None:
+        """Raise an OptionError for augmentations that the targets may not be invariant to."""
+        changing = [option for option in options if option not in self.invariant_to]
+        if changing:
+            listed = ", ".join(repr(option) for option in dict.fromkeys((*self.invariant_to, *changing)))
+            raise OptionError(
+                f"{' and '.join(changing)} would move the content of training images, but not the numbers to predict, "
+                f"which is wrong for coordinates: leave {' and '.join(changing)} out or, if the numbers do not depend "
+                f"on it, as an age, set task=Regression(invariant_to=[{listed}])",
+                name=changing[0],
+                value=True,
+            )
 
     def check_classes(self, classes: int) -> None:
         """Raise an OptionError if there is neither one number nor one for each target."""
@@ -206,6 +233,16 @@ class Regression(Task):
             metrics[f"r2{suffix}"] = Determination(classes, center, per_target)
             metrics[f"pearson{suffix}"] = PearsonCorrelation(classes, center, per_target)
         return metrics
+
+
+def _checked_augmentations(options: object) -> tuple[str, ...]:
+    """Return the value of ``invariant_to`` as a tuple; raise an OptionError if it has other names."""
+    names = (options,) if isinstance(options, str) else options
+    if not isinstance(names, Sequence):
+        raise invalid_option("invariant_to", options, "a list of 'flip' and 'crop_padding'")
+    for name in names:
+        check_choice("invariant_to", name, get_args(Augmentation))
+    return tuple(names)
 
 
 def _checked_numbers(name: str, numbers: Numbers | None, gt: float | None = None) -> Numbers | None:

@@ -17,7 +17,7 @@ from perada.results.report import unit_of
 from perada.studies.compare.configured import MakeCLI
 from perada.studies.compare.grid import Observation, Point, Sampler, has_range, inside, points, propose
 from perada.studies.compare.plan import CHOSEN_BY, Job, Plan, Row, words
-from perada.studies.compare.results import NO_POINT, Results, Trial, choose, score, score_text
+from perada.studies.compare.results import NO_POINT, Record, Results, Trial, choose, score, score_text
 from perada.studies.compare.running import CarryOut, Result, Task, runner
 from perada.studies.compare.tables import curve_tables, grid_table, summary
 
@@ -114,6 +114,7 @@ class Comparison:
             else:
                 record |= vars(job)  # its label or options may differ from those of the earlier command
                 self.num_started += 1
+                self._count_failed_outputs(job, record)
         jobs_with_start = self._jobs_with_start(pending)
         if self.plan.options.jobs > 1:
             # Seed after seed, so that a comparison that is cut off has some of all rows. Within a seed the longest
@@ -142,8 +143,18 @@ class Comparison:
         if "start" in result:
             start = {"stage": "start", "label": self.plan.start_label(job.recipe), "point": {}}
             self.results.add(vars(job) | start | result["start"])
+        self._count_failed_outputs(job, result.get("run", {}))
         resources = {"seconds": result["seconds"], "threads": self.plan.options.threads}
         self.results.add(vars(job) | resources | result.get("run", result))
+
+    def _count_failed_outputs(self, job: Job, record: Record) -> None:
+        """Count a run of the table as failed if outputs of its models are NaN or infinite. It stays in the table.
+
+        In a grid such a run is an expected result: the point is not chosen.
+        """
+        if job.stage == "run" and "failed_outputs" in record:
+            self.num_failed += 1
+            print(f"{job}: {record['failed_outputs']}", file=sys.stderr, flush=True)
 
     def _progress(self, job: Job) -> str:
         """Count a starting run, and return its number, the number of runs, and the elapsed and remaining time."""

@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from perada.core.quiet import info_messages_disabled
+from perada.federation.failed_outputs import describe_failed
 from perada.federation.participation import STALE
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.round_warnings import NothingLearnedError
@@ -123,6 +124,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], scores_start: bool) -> Result:
     federation = loop.context.federation
     result["run"] = _json_numbers(cli.model.scores) | {
         "diverged": _has_diverged(cli),
+        **_failed_outputs(cli),
         "local_steps": loop.history[-1]["step"],
         "num_clients": loop.num_clients,
         "last_rounds": list(federation.last_rounds),
@@ -156,6 +158,15 @@ def _fit(cli: ConfiguredRun) -> float:
     if shifted is not None and cli.datamodule.shifts_when == "end":
         seconds -= shifted.seconds  # shifted images are scored after the last round, outside validation
     return seconds
+
+
+def _failed_outputs(cli: ConfiguredRun) -> Result:
+    """Return a message about models without scores in ``failed_outputs``; nothing if all have some."""
+    failed = cli.model.results.failed_outputs
+    if not failed:
+        return {}
+    private = cli.loop.context.settings.private
+    return {"failed_outputs": describe_failed(failed, cli.datamodule.client_names, anonymous=private)}
 
 
 def _has_diverged(cli: ConfiguredRun) -> bool:

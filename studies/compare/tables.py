@@ -362,6 +362,8 @@ def _failures(records: Sequence[Record]) -> list[str]:
         if "failed" in record:
             run = [record["label"], f"seed {record['seed']}", *record["point"].values()]
             lines.append(f"- {', '.join(run)}: {record['failed']}")
+        if "failed_outputs" in record:
+            lines.append(f"- {record['label']}, seed {record['seed']}: {record['failed_outputs']}")
     return ["\n".join(["Failed:", "", *lines])] if lines else []
 
 
@@ -380,6 +382,9 @@ def _over_seeds(runs: Sequence[Record], name: str, unit: ScoreUnit) -> str:
         text_of = "{:.4g}".format
     else:
         text_of = unit.number
+    if any(name in run and run[name] is None for run in runs):
+        # The score was NaN in some run. A mean over the other seeds would look like that of all.
+        return "–"
     return _mean([run[name] for run in runs if run.get(name) is not None], text_of)
 
 

@@ -298,3 +298,39 @@ def test_the_help_tells_both_ways_to_predict(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "--images PATH" in shown
     assert "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's test images" in shown
+
+
+DIVERGES = ["--model.adapter=full", "--trainer.max_epochs=1", "--training.local_steps=1", "--training.lr_local=1e20"]
+
+
+@pytest.mark.filterwarnings("ignore:outputs are NaN or infinite")
+def test_models_without_finite_outputs_end_every_command_with_an_error(fashion_root, monkeypatch, capsys):
+    """Whatever was computed is printed and kept before; no table has a class 0 for such an image."""
+    here = fashion_root.parent
+    monkeypatch.chdir(here)
+    (here / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"federated": {"algorithm": "FedAvg"}}))
+    whose = r"NaN or infinite: the global model on \d+ test images of client 0, since round 1"
+    with pytest.raises(ValueError, match=whose):
+        main(["fit", "--config", "recipe.yaml", *DIVERGES])
+    shown = capsys.readouterr().out
+    assert "– ± –" in shown
+    assert "Run folder: " in shown
+    recipe = ["--config", "recipe.yaml", *DIVERGES, "--ckpt_path", "last"]
+    for command in ("test", "predict"):
+        with pytest.raises(ValueError, match=whose):
+            main([command, *recipe])
+    table = rows_of(here / capsys.readouterr().out.split("Predictions: ")[1].strip())
+    assert {row["global"] for row in table} == {""}
+    images_in(here / "images", 3)
+    run = "lightning_logs/version_0"
+    for arguments in (["predict", run, "--images=images"], ["export", run, "--output=out", "--format=safetensors"]):
+        with pytest.raises(ValueError, match="the global model are NaN or infinite"):
+            main(arguments)
+    assert not (here / "predictions.csv").exists()
+    compared = ["compare", "recipe.yaml", "--algorithms=fedavg", "--output=compared.json", *DIVERGES]
+    for _ in range(2):  # from the file, too
+        with pytest.raises(SystemExit):
+            main(compared)
+        shown = capsys.readouterr()
+        assert "the global model on" in shown.err
+        assert "NaN or infinite" in shown.out

@@ -378,6 +378,34 @@ def test_mixed_images_are_rejected():
         FederatedDataModule(hospitals(), task=Regression(), mixup=0.2).setup()
 
 
+@pytest.mark.parametrize("options", [{"flip": True}, {"crop_padding": 2}, {"flip": True, "crop_padding": 2}])
+def test_numbers_that_may_move_with_the_image_are_not_trained_on_moved_images(options):
+    names = list(options)
+    task = Regression(mean=50)
+    with pytest.raises(OptionError, match=rf"{' and '.join(names)} would move .*invariant_to=") as rejected:
+        FederatedDataModule(hospitals(), task=task, **options)
+    assert rejected.value.name == names[0]
+    for name in names:
+        if len(names) > 1:
+            with pytest.raises(OptionError, match=r"leave .* out"):
+                FederatedDataModule(hospitals(), task=replace(task, invariant_to=name), **options)
+    # The remedy that the message names is accepted, also from a recipe's list.
+    stated = replace(task, invariant_to=names)
+    FederatedDataModule(hospitals(), task=stated, **options).setup()
+    assert make_task(json.loads(json.dumps(stated.record()))) == stated
+    assert replace(task, invariant_to="flip").invariant_to == ("flip",)
+    with pytest.raises(OptionError, match="invariant_to"):
+        Regression(invariant_to=["rotation"])
+
+
+def test_ages_are_trained_on_mirrored_images():
+    data = FederatedDataModule(
+        hospitals(), batch_size=4, flip=True, crop_padding=1, task=Regression(invariant_to=["flip", "crop_padding"])
+    )
+    run = fit(data)
+    assert run.info["task"]["init_args"]["invariant_to"] == ("flip", "crop_padding")
+
+
 def test_cards_name_the_task_and_the_scores_in_the_units_of_the_targets(tmp_path):
     run = fit(task=Regression(mean=50, std=10), model=network())
     run.save(tmp_path / "run")

@@ -541,6 +541,16 @@ class Preparation:
         """Whether training images are changed at random."""
         return self.flip or self.crop_padding > 0
 
+    @property
+    def augmentations(self) -> list[str]:
+        """Names of the options that change training images at random, of those that are set."""
+        names = []
+        if self.flip:
+            names.append("flip")
+        if self.crop_padding > 0:
+            names.append("crop_padding")
+        return names
+
     def without_mixing(self) -> "Preparation":
         """Return the preparation of images that are compared or scored, and not trained on."""
         return replace(self, mixing=Mixing())
