@@ -15,6 +15,7 @@ import numpy as np
 from jsonargparse import ArgumentParser
 from PIL import Image
 
+from perada.cli.sources import SOURCE_HELP, TABLES
 from perada.core.checks import check_choice
 from perada.core.files import check_output_file, writing
 from perada.core.text import abbreviated, printable, printable_json
@@ -29,8 +30,6 @@ from perada.studies.report.class_figures import partition_figure
 from perada.studies.report.plotting import report_style
 
 Source = Images | ImageMasks | ImageTable | HuggingFace
-SOURCE_HELP = "Folder of images, table (.csv, .tsv, .parquet), or hf:NAME, a Hugging Face dataset or its folder."
-TABLES = (".csv", ".tsv", ".parquet")
 MIN_IMAGES_OF_CLIENT = 10
 """Clients with fewer training images are listed."""
 MIN_IMAGES_OF_CLASS = 5

@@ -17,19 +17,24 @@ from jsonargparse import ArgumentParser
 from perada.api import OPTION_CLASSES
 from perada.cli.help_format import new_parser, option_names
 from perada.cli.main import COMMANDS, Tree
-from perada.cli.options import COMMANDS_FILE, RECIPE_COMMANDS, SECTIONS_OF_RECIPES, CommandFacts, Facts
+from perada.cli.options import (
+    COMMANDS_FILE,
+    RECIPE_COMMANDS,
+    SECTIONS_OF_RECIPES,
+    STORED_WIDTH,
+    CommandFacts,
+    Facts,
+)
 from perada.cli.parser import class_names
 from perada.cli.runs import PeradaCLI
 
 LINKED = {f"--federated.{name}.help" for name in OPTION_CLASSES}
 """Options of the parser that have no effect, since the loop's arguments are separate sections."""
-WIDTH = 80
-"""Width of help texts in characters, a terminal's default."""
 
 
 def describe() -> Facts:
     """Return the content of ``commands.json``."""
-    with patch.dict(os.environ, {"COLUMNS": str(WIDTH)}):
+    with patch.dict(os.environ, {"COLUMNS": str(STORED_WIDTH)}):
         commands = {}
         for path, (target, description) in leaves(COMMANDS):
             commands[" ".join(path)] = _command(path, target, description)

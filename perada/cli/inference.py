@@ -1,40 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands for a finished run: ``perada predict``, ``export``, ``push``, ``clients add``, ``clients remove``."""
+"""Commands for a finished run: ``perada predict``, ``export``, ``push``, ``clients add``, ``clients remove``.
+
+Their options are checked before anything large is imported: a wrong name of a client must not take seconds.
+"""
 
 import sys
 from argparse import SUPPRESS
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from jsonargparse import ArgumentParser
 
-from perada.algorithms import Algorithm
-from perada.cli.data import (
-    SOURCE_HELP,
-    Source,
-    add_options,
-    image_class,
-    infer_mask_values,
-    make_division,
-    recipe_division,
-)
 from perada.cli.foreign_classes import foreign_classes
-from perada.cli.parser import with_own_classes
+from perada.cli.sources import SOURCE_HELP, TABLES
 from perada.core.files import check_output_file, check_output_folder
+from perada.core.garbage import collection_paused
 from perada.core.text import quoted
 from perada.core.yaml_files import read_yaml
-from perada.data import FederatedData, HuggingFace, ImageMasks, Images, ImageTable
-from perada.lightning.joining import check_name, personalize
-from perada.results.cards import metric_title, privacy_lines, render_template
-from perada.results.clients import check_none_lost, forget, joined_clients
-from perada.results.formats import FILES, export_model
-from perada.results.inference import find_images
-from perada.results.report import unit_of
-from perada.results.restore import check_intact_file, checkpoint_of
-from perada.results.run import Run
-from perada.results.run_file import layout_of
+from perada.results.client_names import available_client
+from perada.results.run_file import RUN_FILE, layout_of, read_run
+
+if TYPE_CHECKING:
+    from perada.algorithms import Algorithm
+    from perada.cli.data import Source
+    from perada.data import FederatedData
+    from perada.results.run import Run
 
 RUN_HELP = "Folder written by `perada fit`, `perada export` or Run.save, or a checkpoint in one."
 TRUST_HELP = (
@@ -95,10 +86,20 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         raise ValueError(f"--config is not an option of `perada predict RUN --images ...`. {_RECIPE_USE}")
     options = parser.parse_args(words)
     output = options.output
-    names, paths = find_images(options.images, options.path, options.encoding)
     check_output_file("--output", output, "predictions.csv")
     if not output.parent.is_dir():
         raise FileNotFoundError(f"--output={output}: the folder {str(output.parent)!r} does not exist; create it")
+    if not options.images.exists():
+        raise FileNotFoundError(
+            f"{str(options.images)!r} does not exist; pass an image, a folder, or a table ({', '.join(TABLES)})"
+        )
+    check_client(options.run, options.client)
+    with collection_paused():
+        import torch
+
+        from perada.results.inference import find_images
+
+    names, paths = find_images(options.images, options.path, options.encoding)
     device = options.device
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -132,6 +133,9 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
 
 def push(parser: ArgumentParser, words: list[str]) -> None:
     """Upload one adapter of a run to the Hugging Face Hub."""
+    with collection_paused():
+        from perada.results.run import Run
+
     _add_run(parser)
     parser.add_argument("repo", type=str, help="Repository on the Hub, as user/name; created if it does not exist.")
     parser.add_argument(
@@ -144,6 +148,7 @@ def push(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_method_arguments(Run, "push_to_hub", skip={"repo", "client", "private", "token"}, as_group=False)
     options = vars(parser.parse_args(words))
     path = options.pop("run")
+    check_client(path, options["client"])
     repo = options.pop("repo")
     public = options.pop("public")
     trust = options.pop("trust")
@@ -164,6 +169,11 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--scores", type=bool, default=None, help=_SCORES_HELP)
     options = parser.parse_args(words)
     check_output_folder("--output", options.output)
+    check_client(options.run, options.client)
+    with collection_paused():
+        from perada.results.clients import check_none_lost
+        from perada.results.formats import FILES, export_model
+
     if options.format != "peft":
         note = export_model(open_run(options.run, trust=options.trust), options.client, options.format, options.output)
         print(f"Wrote {options.output / FILES[options.format]}. {note}")
@@ -178,8 +188,11 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     print_saved(run, run.export(options.output, client=options.client, scores=options.scores))
 
 
-def print_saved(run: Run, folder: Path) -> None:
+def print_saved(run: "Run", folder: Path) -> None:
     """Print which adapters of a run are in the folder that it was saved to, and the privacy cost of releasing them."""
+    from perada.results.cards import privacy_lines
+    from perada.results.clients import joined_clients
+
     names = sorted(path.name for path in folder.iterdir() if (path / "adapter_config.json").is_file())
     plural = "s" if len(names) > 1 else ""
     first_and_last = " … ".join(dict.fromkeys((names[0], names[-1])))
@@ -189,7 +202,7 @@ def print_saved(run: Run, folder: Path) -> None:
         print(lines)
 
 
-def open_run(path: Path, *, trust: bool = False) -> Run:
+def open_run(path: Path, *, trust: bool = False) -> "Run":
     """Load the run in a folder written by ``perada fit`` or ``Run.save``, or of a checkpoint in one.
 
     Args:
@@ -200,12 +213,30 @@ def open_run(path: Path, *, trust: bool = False) -> Run:
         FileNotFoundError: If there is no run, or a file of it is missing.
         ValueError: If it cannot be read, or names a class that is not perada's and is not trusted.
     """
+    with collection_paused():
+        from perada.results.run import Run
+
     algorithm = None
     if layout_of(path) == "checkpoints":
         config = _find_config(path)
         if config is not None:
             algorithm = _build_user_algorithm(config, path, trust=trust)
     return Run.load(path, algorithm=algorithm)
+
+
+def check_client(path: Path, client: str | None) -> None:
+    """Reject the name or number of a client that a run does not have, from the run's record.
+
+    Args:
+        path: Folder of the run, or a checkpoint in one.
+        client: The client; None for the global model.
+    """
+    folders = [path, *path.absolute().parents[:3]] if path.is_file() else [path]
+    record = next((folder for folder in folders if (folder / RUN_FILE).is_file()), None)
+    # Run.load reports a folder without a record.
+    if client is not None and record is not None:
+        run_file = read_run(record)
+        available_client(client, run_file.info, run_file.num_clients)
 
 
 def _find_config(path: Path) -> Path | None:
@@ -220,7 +251,7 @@ def _find_config(path: Path) -> Path | None:
     return None
 
 
-def _build_user_algorithm(config: Path, run: Path, *, trust: bool) -> Algorithm | None:
+def _build_user_algorithm(config: Path, run: Path, *, trust: bool) -> "Algorithm | None":
     """Build the algorithm of a run's ``config.yaml`` if its class, or one that it wraps, is not perada's.
 
     Args:
@@ -245,6 +276,11 @@ def _build_user_algorithm(config: Path, run: Path, *, trust: bool) -> Algorithm 
             f"{str(config)!r} names {quoted(classes)}, which is not part of perada and was not imported; if you trust "
             "this code and the run, add --trust"
         )
+    with collection_paused():
+        from perada.algorithms import Algorithm
+        from perada.cli.parser import with_own_classes
+        from perada.results.restore import check_intact_file, checkpoint_of
+
     check_intact_file(checkpoint_of(run))
     try:
         parser = ArgumentParser(exit_on_error=False)
@@ -259,6 +295,12 @@ def _build_user_algorithm(config: Path, run: Path, *, trust: bool) -> Algorithm 
 
 def add_client(parser: ArgumentParser, words: list[str]) -> None:
     """Train a model for a new client of a finished run, and write it next to the others or, with them, elsewhere."""
+    with collection_paused():
+        from perada.cli.data import add_options, image_class, recipe_division
+        from perada.data import Images
+        from perada.lightning.joining import check_name, personalize
+        from perada.results.clients import check_none_lost
+
     _add_run(parser)
     parser.add_argument("--data", required=True, help=_DATA_HELP)
     parser.add_argument(
@@ -301,8 +343,11 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
     print(_describe_joined(joined, folder))
 
 
-def _describe_joined(run: Run, folder: Path) -> str:
+def _describe_joined(run: "Run", folder: Path) -> str:
     """Describe the client that joined a run last, whose adapter is in a folder."""
+    from perada.results.cards import metric_title, render_template
+    from perada.results.report import unit_of
+
     return render_template(
         "joined",
         record=run.info["joined"][-1],
@@ -319,6 +364,10 @@ def remove_client(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("run", type=Path, help="Folder written by Run.save, `perada export` or `perada clients add`.")
     parser.add_argument("--client", type=str, required=True, help="Name or number of the client.")
     options = vars(parser.parse_args(words))
+    with collection_paused():
+        from perada.results.cards import render_template
+        from perada.results.clients import forget
+
     number = forget(options["run"], options["client"])
     print(render_template("forgotten", number=number, **options))
 
@@ -348,8 +397,10 @@ def _find_source(words: list[str]) -> tuple[list[str], str]:
     return renamed, source
 
 
-def _read_like_run(run: Run, images_class: type[Source], source: str, options: dict[str, Any]) -> FederatedData:
+def _read_like_run(run: "Run", images_class: "type[Source]", source: str, options: dict[str, Any]) -> "FederatedData":
     """Return the images of a source, read and labelled like the run's."""
+    from perada.cli.data import make_division
+
     preprocessing = run.preprocessing
     size = preprocessing.shape[-1]
     if preprocessing.resize:
@@ -373,12 +424,15 @@ def _read_like_run(run: Run, images_class: type[Source], source: str, options: d
     return data
 
 
-def _with_masks(run: Run, images_class: type[Source], source: str, options: dict[str, Any]) -> dict[str, Any]:
+def _with_masks(run: "Run", images_class: "type[Source]", source: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a source whose masks have the classes of the run.
 
     Raises:
         ValueError: If the source has no masks.
     """
+    from perada.cli.data import infer_mask_values
+    from perada.data import HuggingFace, ImageMasks, Images
+
     if images_class is Images:
         raise ValueError(
             f"--data={source}: the run predicts masks, but this folder has no folders images and masks; add them, or "
@@ -396,7 +450,7 @@ def _with_masks(run: Run, images_class: type[Source], source: str, options: dict
     return options | infer_mask_values(manifest.masks or [])
 
 
-def _column_of_masks(images_class: type[Source], source: str, options: dict[str, Any]) -> str:
+def _column_of_masks(images_class: "type[Source]", source: str, options: dict[str, Any]) -> str:
     """Return the column of the masks, if the user did not name it.
 
     Raises:
@@ -411,12 +465,14 @@ def _column_of_masks(images_class: type[Source], source: str, options: dict[str,
     return "mask"
 
 
-def _with_numbers(run: Run, images_class: type[Source], source: str, options: dict[str, Any]) -> dict[str, Any]:
+def _with_numbers(run: "Run", images_class: "type[Source]", source: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a source whose numbers are those of the run, by default in columns of the same names.
 
     Raises:
         ValueError: If the source is a folder of images, or its columns are unknown.
     """
+    from perada.data import HuggingFace, ImageTable
+
     num_targets = run.info["num_classes"]
     names: list[str] = run.info.get("classes") or []
     description = ", ".join(names) or f"{num_targets} number{'s' if num_targets > 1 else ''}"
@@ -441,8 +497,11 @@ def _with_numbers(run: Run, images_class: type[Source], source: str, options: di
     return options
 
 
-def _columns_of(images_class: type[Source], source: str, options: dict[str, Any]) -> list[str]:
+def _columns_of(images_class: "type[Source]", source: str, options: dict[str, Any]) -> list[str]:
     """Return the columns of a table, or of a set of Hugging Face."""
+    from perada.cli.data import make_division
+    from perada.data import HuggingFace, ImageTable
+
     images = make_division(source, images_class, options).dataset
     assert isinstance(images, ImageTable | HuggingFace)
     return list(images.listing.columns)

@@ -13,7 +13,8 @@ import yaml
 from jsonargparse import ArgumentParser
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from perada.cli.data import TABLES, TEMPLATES, infer_mask_values, source_class
+from perada.cli.data import TEMPLATES, infer_mask_values, source_class
+from perada.cli.sources import TABLES
 from perada.core.checks import check_choice, check_integer
 from perada.core.files import check_output_file, writing
 from perada.data import ImageMasks, ImageTable

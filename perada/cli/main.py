@@ -120,7 +120,9 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Words after ``perada``; by default those of the command line.
     """
     words = sys.argv[1:] if args is None else list(args)
-    if words[:1] == ["--version"]:
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    if words in (["--version"], ["version"]):
         from perada.cli.doctor import versions
 
         print(f"perada {version('perada')}\n{versions()}")
@@ -139,6 +141,8 @@ def _run(words: list[str], entry: str | Tree, description: str, prog: str) -> No
         prog: The words of the entry, with the program's name.
     """
     parser = new_parser(prog, description)
+    if words == ["help"] and not Path("help").exists():
+        words = ["--help"]
     if isinstance(entry, str):
         command = prog.removeprefix("perada ")
         stored_help = help_text(command, words)
@@ -161,7 +165,7 @@ def _run(words: list[str], entry: str | Tree, description: str, prog: str) -> No
         proposal = command_hint(words[0], entry, prog)
         raise ValueError(f"there is no command {words[0]!r}; {proposal}")
     else:
-        text = f"`{prog} COMMAND --help` shows the options of a command."
+        text = f"`{prog.replace('perada', 'perada help')} COMMAND` shows the options of a command."
         commands = parser.add_subcommands(required=False, title="commands", metavar="COMMAND", description=text)
         for name, (_, line) in entry.items():
             commands.add_subcommand(name, ArgumentParser(), help=line)

@@ -6,6 +6,7 @@
 """
 
 import json
+import shutil
 from argparse import ArgumentError
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
@@ -15,9 +16,12 @@ from typing import Any, TypedDict
 
 import yaml
 
+from perada.cli.wrapping import rewrapped
 from perada.core.text import near_names
 from perada.core.yaml_files import YamlFileError, read_yaml
 
+STORED_WIDTH = 80
+"""Width of the help texts in ``commands.json``, a terminal's default."""
 COMMANDS_FILE = Path(__file__).with_name("commands.json")
 TEXTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8"))
 SECTIONS_OF_RECIPES = ("trainer", "model", "data", "federated", "training", "evaluation")
@@ -72,7 +76,9 @@ def help_text(command: str, words: Sequence[str]) -> str | None:
         return None
     if any(word.partition("=")[0] in ("-h", "--help") for word in words[:-1]):
         return None
-    return "\n".join(facts()["commands"][command]["help"])
+    lines = facts()["commands"][command]["help"]
+    width = shutil.get_terminal_size().columns
+    return "\n".join(lines) if width == STORED_WIDTH else rewrapped(lines, width)
 
 
 def check_options(command: str, words: Sequence[str]) -> None:

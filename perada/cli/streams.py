@@ -12,9 +12,7 @@ import signal
 import subprocess
 import sys
 import unicodedata
-from typing import TextIO
-
-from typing_extensions import Buffer
+from typing import Any, TextIO
 
 ASCII_FORMS = {
     "±": "+-",
@@ -88,7 +86,7 @@ class _TolerantFile(io.FileIO):
         super().__init__(descriptor, "w", closefd=False)
         self.error: OSError | None = None
 
-    def write(self, data: Buffer) -> int:
+    def write(self, data: Any) -> int:  # noqa: ANN401  # any buffer of bytes
         """Write bytes."""
         try:
             return super().write(data) or 0

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Federated data: image sets, ways to divide them among clients, and the datamodule that serves rounds."""
 
+from typing import TYPE_CHECKING
+
 from perada.core.rounds import CohortBatch, EvalBatch, Phase, RoundPlan
-from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
 from perada.data.partitions import (
     IID,
@@ -32,6 +33,9 @@ from perada.data.sets.published import CheXpert, OfficeHome, OpenImage, Shakespe
 from perada.data.sets.scanners import Scanners
 from perada.data.sets.tables import HuggingFace, ImageTable
 from perada.data.shifts import Corruptions, LabelShift, Shift
+
+if TYPE_CHECKING:
+    from perada.data.datamodule import FederatedDataModule
 
 __all__ = [
     "CIFAR10",
@@ -74,3 +78,12 @@ __all__ = [
     "Shift",
     "UnlabelledFolder",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import the data module when it is first used: Lightning takes seconds, and a saved run predicts without it."""
+    if name == "FederatedDataModule":
+        from perada.data.datamodule import FederatedDataModule
+
+        return FederatedDataModule
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

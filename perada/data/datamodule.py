@@ -144,16 +144,7 @@ class FederatedDataModule(pl.LightningDataModule):
         on_broken: OnBroken = "raise",
     ) -> None:
         super().__init__()
-        types: dict[str, tuple[object, type, str]] = {
-            "data": (data, FederatedData, "FederatedData(train=[...])"),
-            "dataset": (dataset, ImageSet, "Digits()"),
-            "partition": (partition, Partition, "Dirichlet(20, 0.1)"),
-            "public": (public, ImageSet, "Photographs()"),
-            "task": (task, Task, "Classification()"),
-            "shifts": (shifts, Mapping, "{'noise': 'gaussian_noise'}"),
-        }
-        for name, (value, kind, example) in types.items():
-            check_type(name, value, kind, example)
+        _check_types(data, dataset, partition, public, task, shifts)
         check_integer("seed", seed, 0, le=None)
         check_number("client_validation", client_validation, ge=0, lt=1, hint="it is a share of the training images")
         check_choice("evaluate_on", evaluate_on, get_args(EvaluateOn))
@@ -624,6 +615,22 @@ class FederatedDataModule(pl.LightningDataModule):
         if self._features is None or is_augmented:
             return store
         return self._features(store)
+
+
+def _check_types(
+    data: object, dataset: object, partition: object, public: object, task: object, shifts: object
+) -> None:
+    """Raise an OptionError for an option of the data module that has a wrong type."""
+    types: dict[str, tuple[object, type, str]] = {
+        "data": (data, FederatedData, "FederatedData(train=[...])"),
+        "dataset": (dataset, ImageSet, "Digits()"),
+        "partition": (partition, Partition, "Dirichlet(20, 0.1)"),
+        "public": (public, ImageSet, "Photographs()"),
+        "task": (task, Task, "Classification()"),
+        "shifts": (shifts, Mapping, "{'noise': 'gaussian_noise'}"),
+    }
+    for name, (value, kind, example) in types.items():
+        check_type(name, value, kind, example)
 
 
 def _sizes(datasets: Sequence[Dataset[Any]], resolve: Resolve) -> list[int]:

@@ -8,18 +8,19 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torchmetrics
-import torchmetrics.classification
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
 from perada.core.checks import OptionError, invalid_option
 from perada.core.text import near_names
 from perada.tasks import Regression, Segmentation, Task
 from perada.tasks.base import SummedMetric
+
+if TYPE_CHECKING:
+    # Imported where it is used: it takes seconds, and a saved run predicts without it.
+    import torchmetrics
 
 MetricChoice = str | Sequence[str | Mapping[str, Any]]
 """The option ``metric``: ``auto``, a name, or a list of names and of ``{torchmetrics class: options}``."""
@@ -122,10 +123,24 @@ def balanced_accuracy(predictions: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([right[labels == k].mean() for k in labels.unique()]).mean()
 
 
+def _binary_auroc(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the area under the ROC curve of one class, given its scores (N,) and labels 0 or 1 (N,)."""
+    from torchmetrics.functional.classification import binary_auroc
+
+    return binary_auroc(scores, labels)
+
+
+def _binary_average_precision(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the average precision of one class, given its scores (N,) and labels 0 or 1 (N,)."""
+    from torchmetrics.functional.classification import binary_average_precision
+
+    return binary_average_precision(scores, labels)
+
+
 BUILT_IN: dict[str, Compute | None] = {
     "accuracy": None,
-    "auroc": partial(_mean_over_classes, binary_auroc, True),
-    "average_precision": partial(_mean_over_classes, binary_average_precision, False),
+    "auroc": partial(_mean_over_classes, _binary_auroc, True),
+    "average_precision": partial(_mean_over_classes, _binary_average_precision, False),
     "balanced_accuracy": balanced_accuracy,
 }
 
@@ -265,6 +280,8 @@ def _entry(entry: object) -> _Entry:
 
 def _hint(kind: object, short_names: Sequence[str]) -> str:
     """Return a suggestion of names for an unknown metric."""
+    import torchmetrics.classification
+
     classes = [name for name in dir(torchmetrics.classification) if _torchmetrics_class(name)]
     # The name may be that of a class without its task, such as F1Score.
     for_tasks = [name for name in classes if name in (f"Multiclass{kind}", f"Multilabel{kind}")]
@@ -276,10 +293,12 @@ def _hint(kind: object, short_names: Sequence[str]) -> str:
     return f"choose from {', '.join(short_names)}"
 
 
-def _torchmetrics_class(name: str) -> type[torchmetrics.Metric] | None:
+def _torchmetrics_class(name: str) -> "type[torchmetrics.Metric] | None":
     """Return the torchmetrics class for data with one class, or several labels, per image; None if there is none."""
     if not name.startswith(("Multiclass", "Multilabel")):
         return None
+    import torchmetrics.classification
+
     metric_class = getattr(torchmetrics.classification, name, None)
     if inspect.isclass(metric_class) and issubclass(metric_class, torchmetrics.Metric):
         return metric_class
@@ -347,7 +366,7 @@ UNKNOWN_LABEL = -1
 
 
 def _compute(
-    metric_class: Callable[..., torchmetrics.Metric],
+    metric_class: "Callable[..., torchmetrics.Metric]",
     options: dict[str, Any],
     task: Task,
     classes: int,

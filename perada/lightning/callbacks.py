@@ -41,67 +41,29 @@ def _round_title(trainer: pl.Trainer) -> str:
     return f"Round {number}"
 
 
-class RoundProgressBar(TQDMProgressBar):
-    """Lightning's bar over the local steps of a round, labelled with the round."""
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the round's bar.
-
-        This replaces Lightning's method, which would draw the bar once with the title of an epoch.
-        """
-        if self._leave:
-            self.train_progress_bar = self.init_train_tqdm()
-        self.train_progress_bar.reset(total=int(self.total_train_batches))
-        self.train_progress_bar.set_description(_round_title(trainer))
-
-    def get_metrics(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule
-    ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return the metrics at the end of the bar, with the titles and units that tables have."""
-        metrics: dict[str, int | str | float | dict[str, float]] = {}
-        for name, value in super().get_metrics(trainer, pl_module).items():
-            # Names without a group are Lightning's, such as the version number of the logger.
-            if "/" in name and isinstance(value, float):
-                metrics[_title_of(name, pl_module)] = _with_unit(name, value, pl_module)
-            else:
-                metrics[name] = value
-        return metrics
-
-
-class RoundLines(ProgressBar):
-    """Prints one line per round to standard error, for output that goes to a file or a pipe.
+class _RoundClock:
+    """Measures rounds, and describes each in a line.
 
     A line has the round, its seconds including evaluation, an estimate of the time left from the mean of the rounds
     before, and the scores if the round was scored: means over the clients, without their spread.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.enabled = True
         self._first_round: int | None = None
         self._fit_started_at = 0.0
         self._round_started_at = 0.0
 
-    def disable(self) -> None:
-        """Print nothing."""
-        self.enabled = False
-
-    def enable(self) -> None:
-        """Print lines."""
-        self.enabled = True
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock of the round."""
+    def start_round(self, trainer: pl.Trainer) -> None:
+        """Start the clock of a round."""
         self._round_started_at = time.monotonic()
         if self._first_round is None:
             # Not 0 in a run that is resumed.
             self._first_round = trainer.current_epoch
             self._fit_started_at = self._round_started_at
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the round. Lightning validates before this hook, so the scores are available."""
-        if not self.enabled or self._first_round is None:
-            return
+    def line(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
+        """Describe the round that has just ended."""
+        assert self._first_round is not None
         now = time.monotonic()
         fields = [f"{now - self._round_started_at:.1f} s"]
         rounds_left = (trainer.max_epochs or 0) - 1 - trainer.current_epoch
@@ -115,7 +77,69 @@ class RoundLines(ProgressBar):
         for name in PROGRESS_METRICS:
             if name in record:
                 fields.append(f"{title(name)} {_with_unit(name, record[name], pl_module)}")
-        print(f"{_round_title(trainer)}: {', '.join(fields)}", file=sys.stderr, flush=True)
+        return f"{_round_title(trainer)}: {', '.join(fields)}"
+
+
+class RoundProgressBar(TQDMProgressBar):
+    """Lightning's bar over the local steps of a round, under one line for each round that has ended.
+
+    The lines stay, and have room for scores that a bar would cut off in a narrow terminal.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._clock = _RoundClock()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the round's bar.
+
+        This replaces Lightning's method, which would draw the bar once with the title of an epoch.
+        """
+        self._clock.start_round(trainer)
+        if self._leave:
+            self.train_progress_bar = self.init_train_tqdm()
+        self.train_progress_bar.reset(total=int(self.total_train_batches))
+        self.train_progress_bar.set_description(_round_title(trainer))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the round above the bar. Lightning validates before this hook, so the scores are available."""
+        super().on_train_epoch_end(trainer, pl_module)
+        if self.is_enabled:
+            # The bar is erased, and drawn again below the line.
+            self.train_progress_bar.write(self._clock.line(trainer, pl_module), file=sys.stderr)
+
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Return what stands at the end of the bar: nothing of perada's, since the lines above have the scores."""
+        metrics = super().get_metrics(trainer, pl_module)
+        return {name: value for name, value in metrics.items() if "/" not in name}
+
+
+class RoundLines(ProgressBar):
+    """Prints one line per round to standard error, for output that goes to a file or a pipe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enabled = True
+        self._clock = _RoundClock()
+
+    def disable(self) -> None:
+        """Print nothing."""
+        self.enabled = False
+
+    def enable(self) -> None:
+        """Print lines."""
+        self.enabled = True
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock of the round."""
+        self._clock.start_round(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the round. Lightning validates before this hook, so the scores are available."""
+        if self.enabled:
+            print(self._clock.line(trainer, pl_module), file=sys.stderr, flush=True)
 
 
 def _title_of(name: str, pl_module: pl.LightningModule) -> str:

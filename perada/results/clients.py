@@ -9,7 +9,7 @@ from typing import Any
 
 from perada.core.files import sync
 from perada.results.cards import joined_record
-from perada.results.inference import client_index
+from perada.results.client_names import client_index
 from perada.results.models import Models
 from perada.results.overwriting import check_saved_run
 from perada.results.report import LAST_ROUND

@@ -14,9 +14,9 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from perada.core.checks import check_integer, checked_path
+from perada.core.checks import checked_path
 from perada.core.files import check_output_file, check_output_folder, writing
-from perada.core.text import FORMULA, abbreviated, cell_text, near_names, quoted
+from perada.core.text import FORMULA, abbreviated, cell_text, quoted
 from perada.data.batches.transforms import read_image, resize_masks
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.folders import list_images
@@ -302,29 +302,6 @@ def as_list(images: object) -> list[Any]:
     if isinstance(images, str | Path | Image.Image | Mapping) or not isinstance(images, Iterable):
         return [images]
     return list(images)
-
-
-def client_index(client: int | str | None, names: Sequence[str] | None, num_clients: int) -> int:
-    """Return the number of a client, given its number, also as text, or its name.
-
-    Raises:
-        ValueError: If there is no such client.
-    """
-    if names is not None and client in names:
-        return list(names).index(str(client))
-    if isinstance(client, str) and not client.isdecimal():
-        similar = near_names(client, names or ())
-        if similar:
-            hint = f"did you mean {similar[0]!r}?"
-        elif names:
-            hint = f"the clients are {abbreviated(names)}"
-        else:
-            hint = f"the clients have no names: pass a number from 0 to {num_clients - 1}"
-        raise ValueError(f"client={client!r} is unknown; {hint}")
-    number = int(client) if isinstance(client, str) else client
-    check_integer("client", number, 0, le=num_clients - 1)
-    assert number is not None
-    return number
 
 
 def find_images(source: Path, column: str = "path", encoding: str | None = None) -> tuple[list[str], list[Path]]:

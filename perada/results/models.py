@@ -20,15 +20,8 @@ from perada.engine.fold_check import perturbed_states
 from perada.models.adapted import AdaptedModel
 from perada.models.backbones import IMAGE
 from perada.models.merging import check_merged, merge_adapter
-from perada.results.inference import (
-    PlacedImage,
-    Predictions,
-    as_list,
-    check_device,
-    check_outputs,
-    client_index,
-    read_batch,
-)
+from perada.results.client_names import available_client
+from perada.results.inference import PlacedImage, Predictions, as_list, check_device, check_outputs, read_batch
 from perada.tasks import Task
 from perada.tasks.base import Average, make_task
 
@@ -150,17 +143,7 @@ class Models:
         Raises:
             ValueError: If there is no such client, it was forgotten, or its adapter is at its site.
         """
-        number = client_index(client, self.info.get("clients"), self.num_clients)
-        if number in self.info.get("forgotten", ()):
-            raise ValueError(
-                f"client={client!r} was forgotten: the run no longer has its adapter; choose a different client"
-            )
-        if number in self.info.get("elsewhere", ()):
-            raise ValueError(
-                f"client={client!r} keeps its adapter at its site, so the server does not have it; export it there "
-                "(perada deploy export site.yaml), or use the global model"
-            )
-        return number
+        return available_client(client, self.info, self.num_clients)
 
     @property
     def _remaining(self) -> list[int]:

@@ -9,6 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
+from PIL import Image
+
+from perada.results.run_file import _REQUIRED_INFO, RunFile, write_run
+from tests.cli.test_cli import TINY
 
 PACKAGE = Path(__file__).parents[2] / "perada"
 LARGE = {"huggingface_hub", "matplotlib", "numpy", "opacus", "peft", "PIL", "pytorch_lightning", "scipy", "sklearn"}
@@ -82,6 +87,36 @@ def test_what_computes_nothing_imports_nothing_large(tmp_path, words, code):
     assert len(modules) < 500  # torch alone makes 1200
 
 
+@pytest.fixture
+def record(tmp_path):
+    """A folder with the record of a run of three clients, and no models."""
+    info = dict.fromkeys(_REQUIRED_INFO, None) | {"num_classes": 2, "clients": ["Aachen", "Bonn", "Celle"]}
+    (tmp_path / "run").mkdir()
+    write_run(tmp_path / "run", RunFile(3, info, {"rounds": [], "clients": {}}))
+    (tmp_path / "images").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "predict run",
+        "predict nothing --images images",
+        "predict run --images nothing",
+        "predict run --images images --client Bon",
+        "predict run --images images --client 3",
+        "predict run --images images --batch_size many",
+        "predict run --images images --output nothing/p.csv",
+        "export run --output x --client Bon",
+        "export run --output x --format onx",
+        "export run",
+    ],
+)
+def test_a_mistake_is_found_before_anything_large_is_imported(record, words):
+    modules = imported(record, *words.split(), code=1)
+    assert modules & LARGE == set()
+
+
 @pytest.mark.parametrize("options", ["--output page", "--open", "--watch", "--watch --open"])
 def test_report_prints_the_path_of_its_page_before_anything_large_is_imported(tmp_path, options):
     (tmp_path / "metrics.csv").write_text("epoch,personal/local_test\n0,0.5\n")
@@ -138,3 +173,16 @@ def test_fit_imports_what_its_recipe_names(tmp_path):
     others = {"opacus", "sklearn", "transformers.models.vit.modeling_vit"}
     assert [name for name in others if find_spec(name) is None] == []
     assert modules & others == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["predict run --images image.png", "export run --output out --format safetensors"])
+def test_a_saved_run_is_used_without_lightning_and_torchmetrics(tmp_path, words):
+    """These two take as long to import as torch itself. PEFT imports transformers, and timm torchvision."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    subprocess.run([sys.executable, "-m", "perada", "fit", "--config", "tiny.yaml"], cwd=tmp_path, check=True)
+    (tmp_path / "lightning_logs" / "version_0").rename(tmp_path / "run")
+    Image.new("L", (16, 16)).save(tmp_path / "image.png")
+    modules = imported(tmp_path, *words.split())
+    assert "torch" in modules
+    assert modules & {"pytorch_lightning", "torchmetrics", "matplotlib", "opacus", "sklearn"} == set()

@@ -524,7 +524,7 @@ def test_progress_bar_counts_rounds(tiny, tmp_path, capsys):
     assert "Distil 1" in text
     assert "Epoch" not in text
     accuracy = 100 * run.metrics["rounds"][-1]["personal/local_test"]
-    assert f"own images={accuracy:.2f} %" in text
+    assert f"own images {accuracy:.2f} %" in text
     assert "personal/" not in text
 
 

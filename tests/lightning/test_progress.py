@@ -33,6 +33,21 @@ def test_a_file_gets_a_line_for_each_round(tiny, tmp_path, capsys):
     assert ["own images" in line for line in lines] == [False, True, False, True]
 
 
+def test_a_terminal_gets_the_same_lines_above_its_bar(tiny, tmp_path, capsys):
+    options = tiny.options | {"default_root_dir": tmp_path, "check_val_every_n_epoch": 2}
+    options |= {"enable_progress_bar": True, "callbacks": [RoundProgressBar()]}
+    run = perada.finetune(tiny.net(), tiny.data(), **sections(rounds=2, **options))
+    # Bars end with a carriage return, or move the cursor up.
+    shown = re.split(r"[\r\n]|\x1b\[A", capsys.readouterr().err)
+    lines = [line for line in shown if re.match(r"Round \d/2: \d+\.\d s", line)]
+    assert [line.split(":")[0] for line in lines] == ["Round 1/2", "Round 2/2"]
+    scores = dict(re.findall(r", ([^,]+) ([\d.]+) %", lines[1]))
+    record = run.metrics["rounds"][1]
+    assert scores == {words: f"{100 * record[name]:.2f}" for name, words in SHOWN.items()}
+    # The bar itself, which a narrow terminal cuts off, repeats none of them.
+    assert not any("own images" in line for line in shown if line not in lines)
+
+
 def test_a_terminal_and_a_notebook_get_bars(monkeypatch):
     assert isinstance(round_progress(), RoundLines)
     monkeypatch.setitem(sys.modules, "ipykernel", sys)

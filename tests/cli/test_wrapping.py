@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Help at the width of the terminal, and the words that ask for it."""
+
+import pytest
+
+from perada.cli import main
+from perada.cli.options import facts
+from perada.cli.wrapping import rewrapped
+
+
+@pytest.mark.parametrize("command", ["fit", "export", "data inspect", "compare"])
+@pytest.mark.parametrize("width", [60, 100, 200])
+@pytest.mark.every_value
+def test_a_help_has_the_same_words_at_any_width(command, width):
+    lines = facts()["commands"][command]["help"]
+    text = rewrapped(lines, width)
+    assert text.split() == " ".join(lines).split()
+    widest = max(text.splitlines(), key=len)
+    assert len(widest) <= min(width, 120) or " " not in widest.strip()
+    # Each option still begins a line.
+    options = [line.split()[0] for line in lines if line.startswith("  -")]
+    assert [line.split()[0] for line in text.splitlines() if line.startswith("  -")] == options
+
+
+def shown(capsys, *words):
+    """What the program prints before it ends with status 0."""
+    try:
+        main(words)
+    except SystemExit as end:
+        assert end.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        ("help", "--help"),
+        ("help export", "export --help"),
+        ("export help", "export --help"),
+        ("help deploy init", "deploy init --help"),
+        ("help deploy", "deploy"),
+        ("version", "--version"),
+    ],
+)
+def test_help_and_version_are_commands_too(capsys, words, same):
+    text = shown(capsys, *words.split())
+    assert len(text) > 50
+    assert text == shown(capsys, *same.split())
+
+
+def test_help_of_an_unknown_command_proposes_one():
+    with pytest.raises(ValueError, match="'fit'"):
+        main(["help", "fti"])
