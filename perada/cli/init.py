@@ -9,16 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import yaml
 from jsonargparse import ArgumentParser
+from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.cli.data import TEMPLATES, infer_mask_values, source_class
+from perada.cli.messages import one_line
 from perada.cli.sources import TABLES
 from perada.core.checks import check_choice, check_integer
 from perada.core.files import check_output_file, writing
-from perada.data import ImageMasks, ImageTable
-from perada.data.sets.folders import have_masks, list_images, propose_layout
+from perada.core.text import abbreviated, printable
+from perada.data import ImageMasks, Images, ImageTable
+from perada.data.sets.base import Manifest
+from perada.data.sets.folders import folder_below, have_masks, list_images, propose_layout
 from perada.data.sets.manifest import SPLITS
 from perada.data.sets.tables import BINARY, UNKNOWN_CELLS, guess_separator, holds_measurements, is_number, read_table
 from perada.privacy.accounting import check_target
@@ -84,6 +89,12 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
     for name, (question, default) in QUESTIONS.items():
         value = "PATH" if name == "images" else name.upper()
         parser.add_argument(f"--{name}", type=str, metavar=value, help=f"{question}. (default: {default or 'none'})")
+    parser.add_argument(
+        "--layout",
+        type=str,
+        help="Positions of client and class in the paths of a folder, such as {client}/{class}/*; by default inferred.",
+    )
+    parser.add_argument("--encoding", type=str, help="Encoding of a text table, such as cp1252; by default UTF-8.")
     parser.add_argument("--output", type=Path, default=Path("recipe.yaml"), help="File to write.")
     parser.add_argument(
         "--yes", action="store_true", help="Do not ask; use the default of everything that no option sets."
@@ -104,18 +115,39 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
         if options[name] is not None:
             check_answer(name, options[name])
     answers = {}
-    for name, (question, default) in QUESTIONS.items():
+    for name, (_, default) in QUESTIONS.items():
         answer = options[name]
-        if answer is None and not options.yes:
-            answer = input(f"{question} [{default}]: ").strip() or None
-            if answer is not None:
-                check_answer(name, answer)
-        answers[name] = default if answer is None else answer
-    text = write_recipe(**answers)
+        if answer is None:
+            answer = default if options.yes else _ask(name)
+        answers[name] = answer
+    source = None
+    if answers["images"]:
+        source = read_source(answers["images"], answers["task"], options.layout, options.encoding)
+        print(source.summary)
+    text = write_recipe(**answers, source=source)
     output.parent.mkdir(parents=True, exist_ok=True)
     with writing(output):
         output.write_text(text, encoding="utf-8")
     print(f"Wrote {output}; run it with: perada fit --config {output}")
+
+
+def _ask(name: str) -> str:
+    """Ask a question until the answer is valid, and return the answer, or the default if it is empty."""
+    question, default = QUESTIONS[name]
+    while True:
+        try:
+            answer = input(f"{question} [{default}]: ").strip()
+        except EOFError:
+            raise ValueError(f"the answers ended before the question for {name}; set --{name}, or add --yes") from None
+        if not answer:
+            return default
+        try:
+            check_answer(name, answer)
+        except (ValueError, OSError) as error:
+            # One typo must not cost the answers before it.
+            print(f"{one_line(error)}; try again")
+            continue
+        return answer
 
 
 def check_answer(name: str, answer: str) -> None:
@@ -139,8 +171,23 @@ def check_answer(name: str, answer: str) -> None:
         raise FileNotFoundError(f"images={answer!r} does not exist; pass a folder or a table ({', '.join(TABLES)})")
 
 
-def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str, task: str = "") -> str:
+def write_recipe(
+    images: str,
+    algorithm: str,
+    rounds: str,
+    epsilon: str,
+    task: str = "",
+    source: "InferredSource | None" = None,
+) -> str:
     """Return the text of a recipe for the answers to the questions, each as it was typed.
+
+    Args:
+        images: Folder or table of the images; empty for digits.
+        algorithm: Name of the algorithm.
+        rounds: Number of rounds.
+        epsilon: The ε that training may spend on each image; empty for no privacy.
+        task: What is learnt, one of ``TASKS``; empty to infer it.
+        source: How the images are read; None to infer it.
 
     Raises:
         ValueError: If an answer is invalid.
@@ -164,8 +211,8 @@ def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str, task: s
         if task not in ("", "classes"):
             raise ValueError(f"task={task!r} needs images with {task}, but the digits have classes; pass images")
         return template.render(values)
-    is_table = source_class(images) is ImageTable
-    source = _read_table(images, task) if is_table else _read_folder(images, task)
+    if source is None:
+        source = read_source(images, task)
     if source.task == "masks" and epsilon:
         raise ValueError(
             f"epsilon={epsilon!r} cannot be combined with masks: the decoders of segmentation_models_pytorch train "
@@ -194,6 +241,7 @@ class InferredSource:
         task: What is learnt from their labels.
         num_images: Number of images.
         has_clients: Whether the source names their clients.
+        summary: What was found and assumed, for people.
     """
 
     kind: str
@@ -201,15 +249,63 @@ class InferredSource:
     task: TaskName
     num_images: int
     has_clients: bool
+    summary: str = ""
 
 
-def _read_table(path: str, task: str) -> InferredSource:
+def read_source(images: str, task: str = "", layout: str | None = None, encoding: str | None = None) -> InferredSource:
+    """Infer how images are read, and read their list.
+
+    Args:
+        images: Folder or table of the images.
+        task: What is learnt, one of ``TASKS``; empty to infer it.
+        layout: Layout of a folder; None to infer it.
+        encoding: Encoding of a table; None for UTF-8.
+
+    Raises:
+        ValueError: If it cannot be inferred, or an option does not fit the kind of source.
+    """
+    is_table = source_class(images) is ImageTable
+    if is_table and layout is not None:
+        raise ValueError(f"--layout={layout} is for folders, but images={images!r} is a table; leave it out")
+    if not is_table and encoding is not None:
+        raise ValueError(f"--encoding={encoding} is for tables, but images={images!r} is a folder; leave it out")
+    return _read_table(images, task, encoding) if is_table else _read_folder(images, task, layout)
+
+
+def _summarize(manifest: Manifest, task: TaskName, assumed: str) -> str:
+    """Describe what was found: images, clients, classes, files that cannot be read, and what was assumed."""
+    clients = np.unique(manifest.columns.get("client", []))
+    broken = [path for path in manifest.paths if not _can_be_opened(path)]
+    client_text = f"{len(clients)} clients ({abbreviated(clients.tolist())})" if len(clients) else "no clients"
+    lines = [f"{len(manifest.paths)} images, {client_text}, learning {task}"]
+    if manifest.classes is not None:
+        lines[0] += f": {len(manifest.classes)} ({abbreviated([str(name) for name in manifest.classes])})"
+    if broken:
+        lines.append(f"{len(broken)} files cannot be read: {abbreviated(broken)}; `perada data inspect` explains them")
+    if len(clients) == 1:
+        lines.append(
+            "All images belong to one client; if there are several, name a folder above or below, or --layout."
+        )
+    lines.append(f"Assumed: {assumed}")
+    return "\n".join(printable(line) for line in lines)
+
+
+def _can_be_opened(path: str) -> bool:
+    """Return whether a file begins like an image; its pixels are not read."""
+    try:
+        with Image.open(path):
+            return True
+    except (OSError, SyntaxError, ValueError):
+        return False
+
+
+def _read_table(path: str, task: str, encoding: str | None = None) -> InferredSource:
     """Infer how a table is read, and check its files and labels.
 
     Raises:
         ValueError: If the columns cannot be inferred, or a row is wrong.
     """
-    options = table_options(path, task)
+    options = table_options(path, task, encoding)
     image_table = ImageTable(**options)
     manifest = image_table.read_manifest()
     inferred_task: TaskName = "classes"
@@ -221,10 +317,16 @@ def _read_table(path: str, task: str) -> InferredSource:
     elif "separator" in options or isinstance(options.get("label"), list):
         inferred_task = "labels"
     has_clients = image_table.client is not None or "client" in image_table.listing.columns
-    return InferredSource("ImageTable", options, inferred_task, len(manifest.paths), has_clients)
+    summary = _summarize(manifest, inferred_task, _assumptions(options))
+    return InferredSource("ImageTable", options, inferred_task, len(manifest.paths), has_clients, summary)
 
 
-def _read_folder(folder: str, task: str) -> InferredSource:
+def _assumptions(options: dict[str, Any]) -> str:
+    """Describe the options that were inferred."""
+    return ", ".join(f"{name}: {value}" for name, value in options.items())
+
+
+def _read_folder(folder: str, task: str, layout: str | None = None) -> InferredSource:
     """Infer how a folder is read: as images and masks, or as images in folders of classes.
 
     Raises:
@@ -236,17 +338,45 @@ def _read_folder(folder: str, task: str) -> InferredSource:
             "is a folder; pass the table"
         )
     files = list_images(Path(folder))
-    if task == "masks" or (not task and have_masks(files)):
+    if layout is None and (task == "masks" or (not task and have_masks(files))):
         # Reading the list also checks that each image has a mask.
         manifest = ImageMasks(folder).read_manifest()
         options = {"root": folder} | infer_mask_values(manifest.masks or [])
-        return InferredSource("ImageMasks", options, "masks", len(manifest.paths), "client" in manifest.columns)
-    layout = propose_layout(files)
-    if not layout:
-        raise ValueError(_no_layout_message(folder, files))
-    return InferredSource(
-        "Images", {"root": folder, "layout": layout}, "classes", len(files), has_clients="{client}" in layout
-    )
+        summary = _summarize(manifest, "masks", _assumptions(options))
+        has_clients = "client" in manifest.columns
+        return InferredSource("ImageMasks", options, "masks", len(manifest.paths), has_clients, summary)
+    if layout is None:
+        layout = propose_layout(files)
+        if not layout:
+            raise ValueError(_no_layout_message(folder, files))
+        _check_level(folder, files, layout)
+    # Reading the list also checks that the layout matches most images.
+    manifest = Images(folder, layout=layout).read_manifest()
+    layout_options = {"root": folder, "layout": layout}
+    summary = _summarize(manifest, "classes", _assumptions(layout_options))
+    has_clients = "{client}" in layout
+    return InferredSource("Images", layout_options, "classes", len(manifest.paths), has_clients, summary)
+
+
+def _check_level(folder: str, files: list[str], layout: str) -> None:
+    """Reject a folder above that of the clients, which would all become one client.
+
+    Args:
+        folder: The folder that was named.
+        files: Paths of the images below it.
+        layout: Their guessed layout.
+    """
+    deep_folders = {file.split("/")[0] for file in files if file.count("/") > 2}
+    if "**" not in layout or len(deep_folders) != 1:
+        return
+    top = deep_folders.pop()
+    files_below = [file.removeprefix(f"{top}/") for file in files if file.startswith(f"{top}/")]
+    layout_below = propose_layout(files_below)
+    if layout_below and folder_below(files, layout_below) == top:
+        raise ValueError(
+            f"images={folder!r} seems one folder too high: {len(files_below)} of {len(files)} images are in {top!r}, "
+            f"with the layout {layout_below}; use --images {Path(folder) / top}, or set --layout"
+        )
 
 
 def _no_layout_message(images: str, files: list[str]) -> str:
@@ -257,24 +387,27 @@ def _no_layout_message(images: str, files: list[str]) -> str:
             "one folder per class (or client/class), or pass a table (.csv) that lists them"
         )
     return (
-        f"images={images!r} has images such as {files[0]!r}, whose folder layout cannot be inferred; write a recipe "
-        "with layout (docs/own_images.md), or pass a table (.csv) that lists them"
+        f"images={images!r} has images such as {files[0]!r}, whose folder layout cannot be inferred; set "
+        "--layout (docs/own_images.md), or pass a table (.csv) that lists them"
     )
 
 
-def table_options(path: str, task: str = "") -> dict[str, Any]:
+def table_options(path: str, task: str = "", encoding: str | None = None) -> dict[str, Any]:
     """Infer the options with which :class:`.ImageTable` reads a table, from its header and rows.
 
     Args:
         path: File of the table.
         task: What is learnt from the labels, one of ``TASKS``; empty to infer it.
+        encoding: Encoding of a text table; None for UTF-8.
 
     Raises:
         ValueError: If no column holds the paths of images, or their labels.
     """
-    columns, _ = read_table(Path(path))
+    columns, _ = read_table(Path(path), encoding=encoding)
     values = {name: column.tolist() for name, column in columns.items()}
     options: dict[str, Any] = {"table": path}
+    if encoding is not None:
+        options["encoding"] = encoding
     path_column = _find_path_column(path, values)
     first_path = values[path_column][0]
     if not (Path(path).parent / first_path).is_file() and Path(first_path).is_file():

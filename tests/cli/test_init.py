@@ -238,9 +238,9 @@ def test_options_are_checked_before_the_first_question_and_answers_before_the_ne
     with pytest.raises(ValueError, match=r"rounds must be an integer >= 1, got 0"):
         main(["init", "--rounds=0"])
     assert questions == []
-    with pytest.raises(FileNotFoundError, match=r"images='nowhere' does not exist"):
+    with pytest.raises(StopIteration):  # of the answers
         main(["init"])
-    assert len(questions) == 1
+    assert questions == [questions[0]] * 2
     assert not Path("recipe.yaml").exists()
 
 
@@ -334,3 +334,80 @@ def test_a_private_recipe_gives_the_server_none_of_the_clients_images(algorithm,
             assert ("public" in written["data"]) == (not folder and name == "perada")
     Path("private.yaml").write_text(write_recipe(images, algorithm, "2", "3"))
     main(["check", "private.yaml", *words, "--data.image_size=32", "--model.backbone=test_resnet"])
+
+
+HOSPITALS = [f"{hospital}/{label}" for hospital in ("aachen", "bonn", "celle") for label in ("benign", "malignant")]
+
+
+@pytest.mark.parametrize("top", ["hospitals", "2024/hospitals"])
+def test_a_folder_above_the_clients_is_rejected_with_the_one_below(top):
+    write_images(*[f"archive/{top}/{name}" for name in HOSPITALS], "archive/figures")
+    below = f"archive/{top.split('/')[0]}"
+    if top == "hospitals":
+        with pytest.raises(ValueError, match=below):
+            main(["init", "--yes", "--images", "archive"])
+        with pytest.raises(FileNotFoundError, match=f"70 images .* {below}"):
+            main(["data", "inspect", "archive"])
+        write_images("archive/public/photographs")
+        with pytest.raises(FileNotFoundError, match=f"70 of 80 images .* {below}"):
+            main(["data", "inspect", "archive"])
+    main(["init", "--yes", "--images", f"archive/{top}", "--output", "below.yaml"])
+    assert read("below.yaml")["data"]["partition"]["class_path"] == "ByDomain"
+
+
+def test_folders_of_years_in_several_hospitals_are_not_too_high(capsys):
+    write_images("images/north/2023/a", "images/north/2024/b", "images/north/2025/a", "images/south/2023/b")
+    main(["init", "--yes", "--images", "images"])
+    assert "2 clients (north, south)" in capsys.readouterr().out
+
+
+def test_a_layout_that_selects_images_of_each_folder_is_used(capsys):
+    write_images(*[f"all/{name}" for name in HOSPITALS])
+    main(["data", "inspect", "all", "--layout", "{client}/{class}/3.*"])
+    assert "54 of 60 images" in capsys.readouterr().out
+
+
+def test_what_was_found_and_assumed_is_printed(capsys):
+    write_images(*[f"all/{name}" for name in HOSPITALS])
+    Path("all/bonn/benign/broken.png").write_text("no image")
+    main(["init", "--yes", "--images", "all"])
+    shown = capsys.readouterr().out
+    assert "61 images, 3 clients (aachen, bonn, celle), learning classes: 2 (benign, malignant)" in shown
+    assert "1 files cannot be read: all/bonn/benign/broken.png" in shown
+    assert "layout: {client}/{class}/*" in shown
+
+
+def test_options_for_layout_and_encoding_are_written():
+    write_images("all/benign/aachen", "all/malignant/bonn")
+    main(["init", "--yes", "--images", "all", "--layout", "{class}/{client}/*", "--output", "layout.yaml"])
+    assert read("layout.yaml")["data"]["dataset"]["init_args"]["layout"] == "{class}/{client}/*"
+    rows = ["path,label,client", *[f"all/benign/aachen/{n}.png,{'ja' if n % 2 else 'nein'},Köln" for n in range(10)]]
+    Path("table.csv").write_text("\n".join(rows), encoding="cp1252")
+    main(["init", "--yes", "--images", "table.csv", "--encoding", "cp1252", "--output", "table.yaml"])
+    assert read("table.yaml")["data"]["dataset"]["init_args"]["encoding"] == "cp1252"
+    for words in (["--images", "all", "--encoding", "cp1252"], ["--images", "table.csv", "--layout", "{class}/*"]):
+        with pytest.raises(ValueError, match=words[2]):
+            main(["init", "--yes", "--output", "other.yaml", *words])
+
+
+def test_a_wrong_answer_is_asked_again(monkeypatch, capsys):
+    answers = iter(["nothing", "", "", "perda", "ditto", "0", "3", ""])
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    main(["init"])
+    shown = capsys.readouterr().out
+    assert [line.split("=")[0].split()[0] for line in shown.splitlines() if "try again" in line] == [
+        "images",
+        "algorithm",
+        "rounds",
+    ]
+    recipe = read("recipe.yaml")
+    assert recipe["trainer"]["max_epochs"] == 3
+    assert recipe["federated"]["algorithm"] == "ditto"
+
+
+def test_answers_that_end_early_are_no_traceback(monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda question: (_ for _ in ()).throw(EOFError))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    with pytest.raises(ValueError, match="--images"):
+        main(["init"])

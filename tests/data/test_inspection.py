@@ -129,7 +129,7 @@ def test_every_fault_is_found(damaged):
     assert "Only one client has it (1):\n- class y: a" in text
     assert "- fewer than 5 training images of the class: y\n- fewer than 10 training images: a, b\n" in text
     assert "- no test images: b" in text
-    assert text.endswith("Fix these problems before training.")
+    assert text.endswith("The images cannot be used until these problems are fixed.")
 
 
 def test_the_exit_status_says_whether_it_can_be_used(damaged, capsys):

@@ -401,23 +401,68 @@ def match_layout(root: Path, files: list[str], layout: str) -> Manifest:
         else:
             matches.append(match)
     if not matches:
-        example = propose_layout(files)
-        hint = f", such as {example}" if example else ""
         raise FileNotFoundError(
-            f"the {len(files)} images in {root}, such as {others[0]}, do not match the layout {layout!r}: set a layout "
-            f"that matches{hint}"
+            f"the {len(files)} images in {root}, such as {others[0]}, do not match the layout {layout!r}: "
+            f"{_remedy_for_layout(root, files, layout)}"
         )
     if others:
-        warnings.warn(
-            f"{len(others)} of {len(files)} images in {root}, such as {others[0]}, do not match the layout {layout!r}; "
-            "they are skipped",
-            stacklevel=2,
+        problem = (
+            f"{len(others)} of {len(files)} images in {root}, such as {others[0]}, do not match the layout {layout!r}"
         )
+        # A layout such as {class}/*_rgb.png selects some images of each folder on purpose.
+        used_folders = {match[0].rpartition("/")[0] for match in matches}
+        elsewhere = [file for file in others if file.rpartition("/")[0] not in used_folders]
+        if 2 * len(elsewhere) > len(files):
+            raise FileNotFoundError(
+                f"{problem}, so the images cannot be used: {_remedy_for_layout(root, files, layout)}"
+            )
+        warnings.warn(f"{problem}; they are skipped", stacklevel=2)
     values = {name: [match[name] for match in matches] for name in matches[0].groupdict()}
     classes, labels = number_labels(values.pop("class"))
     split = np.array(values.pop("split")) if "split" in values else None
     columns = {name: np.array(column) for name, column in values.items()}
     return Manifest([f"{root}/{match[0]}" for match in matches], labels, classes, columns, split)
+
+
+def _remedy_for_layout(root: Path, files: Sequence[str], layout: str) -> str:
+    """Return what to do if most images are in folders that a layout does not match."""
+    below = folder_below(files, layout)
+    if below:
+        return f"did you mean the folder {root / below}, in which all images match?"
+    example = propose_layout(files)
+    if example not in ("", layout):
+        return f"set a layout that matches, such as {example}"
+    return "set a layout that matches"
+
+
+def folder_below(files: Iterable[str], layout: str) -> str:
+    """Return the folder that has most of the images, and in which all match a layout; empty if there is none.
+
+    Args:
+        files: Paths below the folder that was named, with ``/``.
+        layout: The layout.
+
+    >>> folder_below(["sites/a/x/1.png", "sites/b/x/1.png", "figures/1.png"], "{client}/{class}/*")
+    'sites'
+    """
+    files_by_folder: dict[str, list[str]] = {}
+    count = 0
+    for file in files:
+        count += 1
+        folder, slash, rest = file.partition("/")
+        if slash:
+            files_by_folder.setdefault(folder, []).append(rest)
+    pattern = layout_pattern(layout)
+    for folder, files_in_folder in files_by_folder.items():
+        if folder.lower() in SPLITS or 2 * len(files_in_folder) <= count:
+            continue
+        folders_in_folder = {file.split("/")[0] for file in files_in_folder}
+        # One folder may be a client or a year, and folders of splits are no clients.
+        if len(folders_in_folder) < 2 or any(name.lower() in SPLITS for name in folders_in_folder):
+            continue
+        if all(pattern.fullmatch(file) for file in files_in_folder):
+            return folder
+    return ""
 
 
 def layout_pattern(layout: str) -> re.Pattern[str]:
