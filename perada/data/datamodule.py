@@ -146,13 +146,7 @@ class FederatedDataModule(pl.LightningDataModule):
         super().__init__()
         _check_types(data, dataset, partition, public, task, shifts)
         check_integer("seed", seed, 0, le=None)
-        check_number("client_validation", client_validation, ge=0, lt=1, hint="it is a share of the training images")
-        check_choice("evaluate_on", evaluate_on, get_args(EvaluateOn))
-        if evaluate_on == "validation" and not client_validation:
-            raise ValueError(
-                "evaluate_on='validation' needs client_validation, the share of their training images that clients "
-                "hold out, got 0; set it, for example client_validation=0.2"
-            )
+        _check_held_out(client_validation, evaluate_on)
         self.data = data
         self.division: Division | None = None
         if data is None:
@@ -631,6 +625,17 @@ def _check_types(
     }
     for name, (value, kind, example) in types.items():
         check_type(name, value, kind, example)
+
+
+def _check_held_out(client_validation: float, evaluate_on: EvaluateOn) -> None:
+    """Raise an error for options of held-out images that are out of range or do not fit one another."""
+    check_number("client_validation", client_validation, ge=0, lt=1, hint="it is a share of the training images")
+    check_choice("evaluate_on", evaluate_on, get_args(EvaluateOn))
+    if evaluate_on == "validation" and not client_validation:
+        raise ValueError(
+            "evaluate_on='validation' needs client_validation, the share of their training images that clients hold "
+            "out, got 0; set it, for example client_validation=0.2"
+        )
 
 
 def _sizes(datasets: Sequence[Dataset[Any]], resolve: Resolve) -> list[int]:

@@ -17,6 +17,9 @@ from typing import Any
 import yaml
 
 from perada.core.digests import check_sealed
+from perada.deploy.server import SERVER_STATE
+from perada.deploy.server.progress import read_progress
+from perada.privacy.journal import JOURNAL
 from perada.results.report import (
     EPSILONS,
     MODES,
@@ -104,6 +107,7 @@ class RunRecord:
         group: For a run of a comparison: what its row has in common, whatever the seed.
         seed: Seed of the run, if it is known.
         without_scores: Whether scores were left out because the run is private.
+        has_journal: Whether the folder has the journal of a private run, or the state of a private deployed one.
     """
 
     name: str
@@ -127,6 +131,7 @@ class RunRecord:
     group: str = ""
     seed: int | None = None
     without_scores: bool = False
+    has_journal: bool = False
 
     @property
     def client_names(self) -> list[str]:
@@ -187,10 +192,11 @@ class RunRecord:
     def private(self) -> bool:
         """Whether the run was private, at the level of images or of clients.
 
-        Before the first evaluation only the configuration says so: `run.json` is missing, and no ε has been logged.
+        Before the first evaluation there is no `run.json`, and perhaps no ε among the metrics. Then the configuration
+        or the journal shows it.
         """
         has_ledgers = any(name.startswith(PRIVACY) for name in self.metric_names)
-        return bool(self.info.get("privacy")) or has_ledgers or _sets_privacy(self.config)
+        return bool(self.info.get("privacy")) or has_ledgers or self.has_journal or _sets_privacy(self.config)
 
     @property
     def metric_names(self) -> list[str]:
@@ -281,6 +287,7 @@ def _read_folder(folder: Path) -> RunRecord:
     else:
         raise FileNotFoundError(_no_run_message(folder))
 
+    record.has_journal = _has_journal(folder)
     config_file = folder / "config.yaml"
     if config_file.is_file():
         record.config = config_file.read_text(encoding="utf-8", errors="replace")
@@ -293,6 +300,16 @@ def _read_folder(folder: Path) -> RunRecord:
         num_evaluated = len(record.rounds)
         record.rounds += [row for row in rounds_of_csv(metrics_file) if row["round"] >= num_evaluated]
     return record
+
+
+def _has_journal(folder: Path) -> bool:
+    """Return whether a folder has the journal of a private run, or is that of a deployed run with client privacy."""
+    if (folder / JOURNAL).exists() or any(folder.glob(f"*/{JOURNAL}")):
+        return True
+    if not (folder / SERVER_STATE).is_file():
+        return False
+    progress, _ = read_progress(folder, tensors=False)
+    return progress.client_level is not None
 
 
 def _no_run_message(folder: Path) -> str:

@@ -14,6 +14,7 @@ import yaml
 
 from perada.core.files import write_atomic
 from perada.deploy.server import SERVER_STATE
+from perada.deploy.server.progress import is_over, read_progress
 from perada.results.report import SHIFTS_FILE
 from perada.results.run_file import RUN_FILE
 from perada.studies.report.page import MARK, write_page
@@ -131,10 +132,7 @@ def is_finished(record: RunRecord) -> bool:
     """Return whether a run, or a deployed run in the folder of its server, has finished."""
     if not (record.folder / SERVER_STATE).is_file():
         return has_all_rounds(record)
-    # Here, since it imports torch, which other runs do without.
-    from perada.deploy.server.progress import is_over, read_progress
-
-    progress, _ = read_progress(record.folder)
+    progress, _ = read_progress(record.folder, tensors=False)
     return is_over(progress)
 
 

@@ -105,6 +105,17 @@ def test_a_page_has_no_characters_that_a_terminal_or_browser_obeys(page):
     assert "?[31m??赤" in (page / "index.html").read_text(encoding="utf-8")
 
 
+def test_a_run_with_a_journal_is_private_although_it_has_no_configuration(tmp_path):
+    """As that of `perada.finetune`, whose journal is written before the first round."""
+    (tmp_path / "metrics.csv").write_text("epoch,step,personal/local_test\n0,0,0.9321\n")
+    (record,) = read_records(tmp_path)
+    assert not record.private
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "privacy_ledger.jsonl").write_text("")
+    (record,) = read_records(tmp_path)
+    assert record.private
+
+
 @pytest.mark.parametrize(
     ("config", "private"),
     [

@@ -182,7 +182,7 @@ class ImageMasks(OwnImages):
                 continue
             images.append(file)
             masks.append(file_of_mask[pair, stem])
-            facts.append(_facts_of(parts, place, pair.split, self.shared_groups))
+            facts.append(_facts_of(parts, place, pair.split, self.shared_groups is True))
         self._check_pairs(images, masks, without_mask, pair_of_images)
         self._warn_of_unused(files, [*images, *masks])
         columns = self._complete_columns(facts)
