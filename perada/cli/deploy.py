@@ -4,6 +4,7 @@
 import hashlib
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -182,6 +183,12 @@ def _run_of_site(site_file: SiteFile, recipe: str | None, run: str | None) -> Ru
     client = make_client(path, site_file)
     if client.recipe.digest != state.recipe:
         raise ValueError(f"{str(path)!r} is not the recipe of run {state.run}; pass that recipe with --recipe")
+    if state.scoring.round < client.recipe.rounds:
+        warnings.warn(
+            f"run {state.run} is not over: the global model is that of round {state.scoring.round} of "
+            f"{client.recipe.rounds}, after which it was scored last",
+            stacklevel=2,
+        )
     return export_site_run(client, state, site_file.name)
 
 

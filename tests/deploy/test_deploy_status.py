@@ -144,14 +144,14 @@ def site_file_of(digests):
     return SimpleNamespace(name="north", state=Path("/srv/state"), recipes=recipes)
 
 
-def exported_recipe(monkeypatch, digests, run_digest, recipe=None):
+def exported_recipe(monkeypatch, digests, run_digest, recipe=None, scored=3):
     """Name of the recipe with which a site's run is exported."""
     used = []
-    state = RunState("ab", recipe=run_digest, scoring=ScoringState(global_state={"w": None}))
+    state = RunState("ab", recipe=run_digest, scoring=ScoringState(round=scored, global_state={"w": None}))
 
     def make_client(path, site_file):
         used.append(path.stem)
-        return SimpleNamespace(recipe=SimpleNamespace(digest=digests[path.stem]))
+        return SimpleNamespace(recipe=SimpleNamespace(digest=digests[path.stem], rounds=3))
 
     monkeypatch.setattr(deploy, "read_runs", lambda folder: ([state], None))
     monkeypatch.setattr(deploy, "make_client", make_client)
@@ -170,6 +170,13 @@ def test_of_several_recipes_the_one_with_the_digest_of_the_run_is_exported(monke
         exported_recipe(monkeypatch, digests, "1" * 64, "/srv/third.yaml")
     with pytest.raises(ValueError, match=r"'/srv/fourth\.yaml' is not a recipe of the site's file"):
         exported_recipe(monkeypatch, digests, "1" * 64, "/srv/fourth.yaml")
+
+
+def test_an_export_of_a_run_that_is_not_over_names_its_round(monkeypatch):
+    digests = {"only": "1" * 64}
+    with pytest.warns(UserWarning, match="run ab is not over: the global model is that of round 2 of 3"):
+        exported_recipe(monkeypatch, digests, "1" * 64, scored=2)
+    exported_recipe(monkeypatch, digests, "1" * 64, scored=3)
 
 
 def test_a_site_has_a_global_state_to_export_from_the_first_evaluation_on(tiny, tmp_path):
