@@ -340,6 +340,52 @@ def test_a_server_that_cannot_start_unlocks_its_folder(resume, tiny, tmp_path):
         raise AssertionError
 
 
+def test_vectors_that_a_server_received_before_its_disk_failed_are_counted_after_a_restart(tiny, tmp_path):
+    """The site has lost its keys meanwhile, so that it cannot send its vector again."""
+    parties = Parties(tiny, tmp_path, rounds=1, loop={"secure_sums": SecureSums()})
+    workers = parties.workers()
+    disk = FailingDisk(tmp_path / SERVER, 0, 10**6, errno.ENOSPC)
+
+    class FullAfterMasks(LocalTransport):
+        def exchange(self, messages, enough, deadline):
+            replies = super().exchange(messages, enough, deadline)
+            if read_header(next(iter(messages.values())))["kind"] == "mask":
+                disk.__enter__()
+            return replies
+
+    coordinator = parties.coordinator(FullAfterMasks(workers))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            coordinator.run()
+    finally:
+        disk.__exit__()
+    coordinator.close()
+    workers["site0"].store.close()
+    workers["site0"] = parties.worker(0)
+    resumed = parties.coordinator(LocalTransport(workers), resume=True)
+    resumed.run()
+    (record,) = resumed.progress.records
+    assert record.masked == ["site0", "site1", "site2"] and record.void
+
+
+def test_a_site_whose_disk_failed_is_asked_at_once_for_something_new(tiny, tmp_path):
+    """Otherwise it would begin to train when the others have ended."""
+    asked = []
+
+    class Recording(LocalTransport):
+        def exchange(self, messages, enough, deadline):
+            asked.append((read_header(next(iter(messages.values())))["kind"], len(messages)))
+            return super().exchange(messages, enough, deadline)
+
+    parties = Parties(tiny, tmp_path, rounds=1)
+    coordinator = parties.coordinator(Recording(parties.workers(may_send=())))
+    coordinator._run_round()
+    for _ in range(5):
+        coordinator._waits.note_failure("site1", coordinator_module.time.monotonic())
+    coordinator._evaluate()
+    assert asked == [("join", 3), ("train", 3), ("evaluate", 3)]
+
+
 def test_waits_grow_twofold_up_to_a_limit_that_leaves_twenty_attempts():
     waits, wait = [], None
     for _ in range(9):

@@ -314,6 +314,20 @@ def test_a_line_that_was_cut_off_is_left_out_and_the_next_one_is_whole(tmp_path)
     assert len(path.read_text().splitlines()) == 3
 
 
+def test_the_name_of_a_new_journal_is_on_the_disk_with_its_first_line(tmp_path, monkeypatch):
+    """A power failure could else take the file with the rounds that were begun."""
+    synced = []
+    real = os.fsync
+
+    def fsync(file):
+        synced.append(os.fstat(file).st_ino)
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    Journal([tmp_path / "a" / JOURNAL]).write(entry("one"))
+    assert synced == [(tmp_path / "a" / JOURNAL).stat().st_ino, (tmp_path / "a").stat().st_ino]
+
+
 @pytest.mark.slow
 def test_entries_of_other_runs_in_the_same_file_are_left_out(tmp_path):
     path = tmp_path / JOURNAL
