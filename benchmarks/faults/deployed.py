@@ -2,8 +2,7 @@
 """A small deployment in one process, whose server or one of whose sites has a disk that fails and heals."""
 
 import logging
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +46,12 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "secure sums": {"secure_sums": SecureSums()},
 }
 """Options of the loop by the kind of run."""
-LENGTHS = {"1 operation": 1, "6 operations": 6, "until the run ends": 10**9}
+UNTIL_END = "until the run ends"
+LENGTHS = {"1 operation": 1, "6 operations": 6, UNTIL_END: 10**9}
 """Number of operations that fail, by name."""
+QUICK_FIRST = 20
+QUICK_STRIDE = 100
+"""First operation and distance of the operations that a quick campaign tries."""
 _RANDOM = ("private updates",)
 """Kinds of runs whose noise does not follow from the seed, so that only what was spent can be compared."""
 _UNREPEATABLE = ("comm/", "deploy/seconds")
@@ -343,26 +346,40 @@ def try_disks(campaign: Campaign, folder: Path, quick: bool) -> None:
     Args:
         campaign: Where the verdicts are recorded.
         folder: Folder for the runs.
-        quick: Whether to try every 25th operation only.
+        quick: Whether to try a few of the operations only.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    stride = 25 if quick else 1
     former_level = logging.root.manager.disable
     logging.disable()
     try:
         for kind in SECTIONS:
             deployment = Deployment(kind)
             for party in (NAMES[0], SERVER):
-                _try_disk(campaign, Undisturbed(deployment, party, folder), stride)
+                undisturbed = Undisturbed(deployment, party, folder)
+                operations = range(undisturbed.num_operations)
+                if quick:
+                    operations = operations[QUICK_FIRST::QUICK_STRIDE]
+                _try_disk(campaign, undisturbed, operations)
     finally:
         logging.disable(former_level)
 
 
-def _try_disk(campaign: Campaign, undisturbed: Undisturbed, stride: int) -> None:
-    """Have the disk of one party fail in all ways, at every ``stride``-th operation."""
+def lengths_of(kind: str, party: str) -> list[str]:
+    """Return for how long the disk of a party may fail in a run that must end as if it had not failed.
+
+    A secure sum continues without a site whose disk fails for a whole step, and is then another sum.
+    """
+    lengths = list(LENGTHS)
+    if kind == "secure sums" and party != SERVER:
+        lengths.remove(UNTIL_END)
+    return lengths
+
+
+def _try_disk(campaign: Campaign, undisturbed: Undisturbed, operations: Sequence[int]) -> None:
+    """Have the disk of one party fail in all ways, from each of some operations on."""
     kind = undisturbed.deployment.kind
     is_site = undisturbed.party != SERVER
-    faults = [DiskFault(error, length) for error in ERRORS for length in LENGTHS]
+    faults = [DiskFault(error, length) for error in ERRORS for length in lengths_of(kind, undisturbed.party)]
     if is_site and kind != "secure sums":
         # In a secure sum, a site that is restarted has lost its keys, so the sum is another one.
         faults += [DiskFault(error, length, restarts=True) for error in ERRORS for length in list(LENGTHS)[:-1]]
@@ -372,6 +389,6 @@ def _try_disk(campaign: Campaign, undisturbed: Undisturbed, stride: int) -> None
             title += ", site restarted"
 
         def judge(number: int, fault: DiskFault = fault) -> Verdict:
-            return undisturbed.judge(fault, number * stride)
+            return undisturbed.judge(fault, operations[number])
 
-        campaign.try_all(title, math.ceil(undisturbed.num_operations / stride), judge)
+        campaign.try_all(title, len(operations), judge)

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from benchmarks.faults.deployed import LENGTHS, SECTIONS, SERVER, Deployment, DiskFault, Undisturbed
+from benchmarks.faults.deployed import SECTIONS, SERVER, Deployment, DiskFault, Undisturbed, lengths_of
 from benchmarks.faults.failing_disk import ERRORS, FailingDisk
 from benchmarks.faults.outcomes import SURVIVED
 from perada.cli.main import main
@@ -460,10 +460,11 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("party", ["a", SERVER])
-@pytest.mark.parametrize("kind", SECTIONS)
+@pytest.mark.parametrize(
+    ("kind", "party", "length"),
+    [(kind, party, length) for kind in SECTIONS for party in ("a", SERVER) for length in lengths_of(kind, party)],
+)
 def test_a_run_ends_as_if_its_disks_had_not_failed(kind, party, error, length, undisturbed):
     """A sample of the operations; ``python -m benchmarks faults --rows disks`` tries all of them."""
     found = undisturbed(kind, party)
