@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from jsonargparse import ArgumentParser
 
 from perada.cli.deploy_check import (
+    format_mask_values,
     format_memory,
     format_privacy,
     format_sent,
@@ -103,6 +104,9 @@ def _describe_recipe(path: Path, site_file: SiteFile, ledger: Ledger) -> list[st
         f"digest: {digests.digest}",
         f"{client.size} training images, {client.test_size} test images; classes: {printable(classes)}",
     ]
+    mask_values = format_mask_values(data)
+    if mask_values:
+        lines.append(f"values in the masks: {mask_values}")
     split = image_split(data)
     if split is not None and split.changed:
         lines.append(f"the images have changed: {split.changed}")

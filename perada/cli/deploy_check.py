@@ -13,6 +13,9 @@ import torch
 
 from perada.cli.deploy_status import format_measure
 from perada.core.states import megabytes
+from perada.core.text import printable
+from perada.data import FederatedDataModule
+from perada.data.mask_checks import MaskCounter
 from perada.deploy.protocol import Request
 from perada.deploy.site.budget import explain_image_epsilon, explain_site_epsilon
 from perada.deploy.site.client import Client
@@ -152,3 +155,27 @@ def _format_infinity(reason: str, max_epsilon: float | None) -> str:
 def format_limit(max_epsilon: float | None) -> str:
     """Format the largest ε that a site allows; None for that of one complete run."""
     return "that is its limit over all runs" if max_epsilon is None else f"its limit over all runs is {max_epsilon:g}"
+
+
+def format_mask_values(data: FederatedDataModule) -> str:
+    """Format the classes in the training masks of a site, for its operator to compare with other sites.
+
+    Nothing of it is sent: a site's classes may reveal who its patients are.
+
+    Returns:
+        The classes with their share of the pixels; an empty string without masks, or if they are not all known.
+    """
+    masks = data.checked.train.labels_of(0)
+    if not data.task.per_pixel or masks is None:
+        return ""
+    counter = MaskCounter(data.task.border_target)
+    counter.add(masks)
+    num_pixels = sum(counter.pixels.values())
+    descriptions = []
+    for number, count in sorted(counter.pixels.items()):
+        name = "ignored" if number == counter.ignored else ""
+        if data.classes is not None and 0 <= number < len(data.classes):
+            name = data.classes[number]
+        description = f"{number} ({name})" if name else str(number)
+        descriptions.append(f"{description} {100 * count / num_pixels:.3g} %")
+    return printable(", ".join(descriptions))
