@@ -322,6 +322,24 @@ def double_dtype(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
+def loses_digits(values: Tensor) -> bool:
+    """Return whether numbers (N,) that differ can no longer be told apart well in float32.
+
+    That is the case if rounding changes them by more than a thousandth of their standard deviation.
+
+    >>> loses_digits(torch.tensor([1.7e12, 1.7e12 + 1], dtype=torch.float64))
+    True
+    >>> loses_digits(torch.tensor([36.6, 41.3], dtype=torch.float64))
+    False
+    """
+    exact = values.double()
+    if len(exact) < 2 or not exact.isfinite().all():
+        return False
+    std = float(exact.std(correction=0))
+    rounding = float((exact.float().double() - exact).abs().max())
+    return rounding > 1e-3 * std > 0
+
+
 def images_dtype(model: nn.Module) -> torch.dtype | None:
     """Return the dtype in which a model takes floating-point images: float64 if any of its weights are.
 

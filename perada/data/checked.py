@@ -37,6 +37,7 @@ from perada.data.batches.datasets import (
 )
 from perada.data.batches.samples import MapStore, Store, TensorStore, make_store
 from perada.data.federated import FederatedData, warn_of_look_alikes
+from perada.data.float_images import warn_of_raw_floats
 from perada.data.mask_checks import MaskCounter, MaskValues, check_masks_of_clients, find_suspects
 from perada.data.sets.base import ImageSet, class_names
 from perada.data.sets.label_names import check_label_names
@@ -272,6 +273,7 @@ def check(
     _warn_of_unknown_labels(task, labels_of_parts["training"], classes)
     for store in stores.values():
         _set_up_checks_on_use(store, task, num_classes)
+    warn_of_raw_floats({**stores, "public": public})
     return Checked(
         train=stores["training"],
         test=stores.get("test"),
@@ -461,7 +463,9 @@ def _fitted_task(
             raise _one_class_of_pixels(classes_of_pixels)
     elif not bool(task.known(training_labels).any()):
         raise ValueError("all training labels are unknown (NaN or -1), so nothing can be learned; add known labels")
-    return task.fitted_to(training_labels, num_classes)
+    fitted_task = task.fitted_to(training_labels, num_classes)
+    fitted_task.check_targets(training_labels)
+    return fitted_task
 
 
 def _warn_of_unknown_labels(task: Task, labels_of_clients: Sequence[Tensor], classes: Sequence[str] | None) -> None:

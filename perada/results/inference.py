@@ -38,7 +38,7 @@ class Predictions:
         probabilities: Floats (N, K): a softmax over the classes, or a sigmoid of each label if an image may have
             several; (N, H, W, K) of pixels. The numbers (N, D) themselves if numbers are predicted.
         labels: Classes int64 (N,), zeros and ones (N, K) if an image may have several labels, masks (N, H, W), or
-            numbers float32 (N, D).
+            numbers float64 (N, D).
         classes: Names of the K classes or D numbers, or their positions if the run has no names.
         paths: The N paths if all images were given as paths, else None.
         sources: The files, if ``paths`` are names relative to some folder.
@@ -98,7 +98,8 @@ class Predictions:
 
         If numbers are predicted, the columns after the first are these numbers, with their names.
 
-        Probabilities have six decimal places, numbers seven significant digits. No cell looks like a formula to a
+        Probabilities have six decimal places, numbers seven significant digits, or fifteen in a column of which seven
+        would make different numbers equal, such as time stamps. No cell looks like a formula to a
         spreadsheet: a path gets ``./`` in front, a name a quote.
         """
         path = checked_path("path", path)
@@ -116,13 +117,26 @@ class Predictions:
             table = csv.writer(file)
             if self.labels.is_floating_point():
                 table.writerow([first_header, *map(cell_text, self.classes)])
-                for first_cell, numbers in zip(first_cells, self.labels.tolist(), strict=True):
-                    table.writerow([first_cell, *(f"{number:.7g}" for number in numbers)])
+                cells_of_columns = [_number_cells(column) for column in self.labels.T.tolist()]
+                for first_cell, *cells in zip(first_cells, *cells_of_columns, strict=True):
+                    table.writerow([first_cell, *cells])
                 return path
             table.writerow([first_header, "predicted", *(f"p({name})" for name in self.classes)])
             for first_cell, name, row in zip(first_cells, self.names, self.probabilities.tolist(), strict=True):
                 table.writerow([first_cell, cell_text(name), *(f"{value:.6f}" for value in row)])
         return path
+
+
+def _number_cells(numbers: Sequence[float]) -> list[str]:
+    """Return the numbers of a column as cells, with as many digits as tell them apart.
+
+    >>> _number_cells([36.60000038, 41.3]), _number_cells([1700000000000.0, 1700000003600.0])
+    (['36.6', '41.3'], ['1700000000000', '1700000003600'])
+    """
+    cells = [f"{number:.7g}" for number in numbers]
+    if len({*cells}) < len({*numbers}):
+        return [f"{number:.15g}" for number in numbers]
+    return cells
 
 
 def _path_cell(path: str) -> str:

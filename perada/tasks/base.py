@@ -244,6 +244,10 @@ class Task(ABC):
         """Return metrics of this task by name, in addition to those of torchmetrics."""
         return {}
 
+    def check_targets(self, targets: Tensor) -> None:
+        """Raise an OptionError if the known training targets (N, ...) cannot be learned with the options."""
+        return
+
     def check_augmentation(self, options: Sequence[str]) -> None:
         """Raise an OptionError if random changes of the training images would make their targets wrong.
 

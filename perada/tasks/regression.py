@@ -17,7 +17,7 @@ from perada.core.checks import (
     use_plain_numbers,
     without_effect,
 )
-from perada.core.states import to_device_async
+from perada.core.states import double, loses_digits, to_device_async
 from perada.tasks.base import Average, SummedMetric, Task
 from perada.tasks.deviation import (
     Determination,
@@ -116,6 +116,21 @@ class Regression(Task):
             )
         return replace(self, mean=tuple(rows.mean(0).tolist()), std=tuple(std.tolist()), standardize=None)
 
+    def check_targets(self, targets: Tensor) -> None:
+        """Raise an OptionError if single precision, in which networks compute, cannot tell the targets apart."""
+        rows = targets.double().view(len(targets), -1)
+        standardized = self._standardized(rows, rows)
+        for number, column in enumerate(standardized.T):
+            if loses_digits(column):
+                numbers = rows[:, number]
+                raise OptionError(
+                    f"target {number} has numbers from {numbers.min():.15g} to {numbers.max():.15g}, which float32 "
+                    "cannot tell apart, the dtype of the network's outputs; set standardize='all', or mean and std to "
+                    "those of the targets",
+                    name="mean",
+                    value=self.mean,
+                )
+
     def check_augmentation(self, options: Sequence[str]) -> None:
         """Raise an OptionError for augmentations that the targets may not be invariant to."""
         changing = [option for option in options if option not in self.invariant_to]
@@ -153,10 +168,10 @@ class Regression(Task):
     def _standardized(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Return (y − μ) / σ in the dtype of the outputs, of targets with the outputs' shape.
 
-        The subtraction is done in single precision at least: a large mean would leave no digits in half precision.
+        The subtraction is done in double precision where the device supports it: a large mean would leave no digits in
+        less, for example of time stamps in milliseconds, which are integers.
         """
-        dtype = torch.promote_types(outputs.dtype, torch.float32)
-        values = targets.to(dtype)
+        values = double(targets)
         if self.mean is not None:
             values = values - _on(self.mean, values)
         if self.std is not None:
@@ -172,9 +187,8 @@ class Regression(Task):
         return logits
 
     def predicted(self, logits: Tensor) -> Tensor:
-        """Return the predictions (..., D), in single precision at least."""
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        return self.predictions(logits.to(dtype))
+        """Return the predictions (..., D), in double precision where the device supports it."""
+        return self.predictions(double(logits))
 
     def ensemble(self, logits: Tensor, average: Average) -> Tensor:
         """Return the mean of the outputs: their mean prediction is the prediction of their mean."""

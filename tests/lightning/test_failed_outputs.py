@@ -16,7 +16,7 @@ from perada.results.report import client_table
 from perada.tasks import Classification, MultiLabel, Regression, Segmentation
 from tests.options import sections
 
-BRIGHT = 100.0
+BRIGHT = 9.0
 CLASSES = 3
 
 

@@ -406,6 +406,37 @@ def test_ages_are_trained_on_mirrored_images():
     assert run.info["task"]["init_args"]["invariant_to"] == ("flip", "crop_padding")
 
 
+MILLISECONDS = 1_700_000_000_000 + 1000 * torch.arange(24)
+
+
+def test_time_stamps_are_integers_with_a_mean():
+    """They are standardised in double precision: float32 has every 131,072nd of them."""
+    task = Regression(standardize="all").fitted_to(MILLISECONDS, 1)
+    task.check_targets(MILLISECONDS)
+    expected = (np.arange(24) - 11.5) / np.std(np.arange(24))
+    outputs = torch.zeros(24, 1)
+    np.testing.assert_allclose(task.loss(outputs, MILLISECONDS), expected**2, rtol=1e-6)
+    z = torch.tensor(expected, dtype=torch.float32).unsqueeze(1)
+    np.testing.assert_allclose(task.predicted(z)[:, 0], MILLISECONDS, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Items])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_numbers_that_float32_cannot_tell_apart_are_rejected(kind, dtype):
+    images = hospital(0).tensors[0]
+    data = FederatedData([kind(images, MILLISECONDS[: len(images)].to(dtype))])
+    with pytest.raises((OptionError, ValueError), match=r"float32\s+cannot tell apart"):
+        FederatedDataModule(data, task=Regression()).setup()
+
+
+def test_the_remedies_for_numbers_that_float32_cannot_tell_apart_are_accepted():
+    images = hospital(0).tensors[0]
+    stamps = MILLISECONDS[: len(images)]
+    FederatedDataModule(FederatedData([TensorDataset(images, stamps)]), task=Regression(standardize="all")).setup()
+    differences = (stamps - stamps[0]).double()
+    FederatedDataModule(FederatedData([TensorDataset(images, differences)]), task=Regression()).setup()
+
+
 def test_cards_name_the_task_and_the_scores_in_the_units_of_the_targets(tmp_path):
     run = fit(task=Regression(mean=50, std=10), model=network())
     run.save(tmp_path / "run")
@@ -524,7 +555,8 @@ def test_an_exported_model_returns_standardised_outputs(tmp_path):
     images = hospitals().test[0].tensors[0]
     session = onnxruntime.InferenceSession(str(tmp_path / "model" / "model.onnx"))
     (outputs,) = session.run(None, {"images": prepare_images(images).numpy()})
-    torch.testing.assert_close(50 + 20 * torch.from_numpy(outputs), run.predict(images).labels, rtol=1e-4, atol=1e-3)
+    expected = 50 + 20 * torch.from_numpy(outputs).double()
+    torch.testing.assert_close(expected, run.predict(images).labels, rtol=1e-4, atol=1e-3)
     recorded = json.loads(session.get_modelmeta().custom_metadata_map["task"])
     assert recorded["init_args"]["std"] == 20
     assert "the predictions are 50 + 20 · outputs" in (tmp_path / "model" / "README.md").read_text()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from perada.core.seeding import derive_seed, seed_global
+from perada.core.states import loses_digits
 from perada.core.text import dtype_name, value_text
 from perada.data.batches.transforms import MissingImageError, UnreadableImageError
 from perada.data.sets.base import ImageSet
@@ -168,6 +169,27 @@ def stored_images(base: Dataset[Any]) -> Tensor | None:
     return None
 
 
+_LARGEST_INTEGER = 2**24
+"""Largest integer up to which float32 has all of them."""
+
+
+def _check_float32(labels: Tensor, of_one_image: bool) -> None:
+    """Raise a ValueError if labels are numbers in double precision that would be equal, or others, in float32."""
+    if labels.dtype != torch.float64 or labels.numel() == 0:
+        return
+    if of_one_image:
+        is_lossy = bool(((labels.abs() > _LARGEST_INTEGER) & (labels.float().double() != labels)).any())
+    else:
+        columns = labels.reshape(len(labels), -1)
+        # More columns are no numbers to predict, but pixels.
+        is_lossy = labels.ndim <= 2 and any(loses_digits(column) for column in columns.T)
+    if is_lossy:
+        raise ValueError(
+            f"labels are numbers from {labels.min():.15g} to {labels.max():.15g}, which float32 cannot tell apart: "
+            "subtract a reference from them, such as their mean, or pass integers (int64) with mean and std of the task"
+        )
+
+
 def as_labels(values: object, of_one_image: bool = False) -> Tensor:
     """Convert labels to int64 classes (N,), float32 numbers (N,) or vectors (N, K), or masks (N, H, W).
 
@@ -189,6 +211,7 @@ def as_labels(values: object, of_one_image: bool = False) -> Tensor:
     """
     labels = _tensor_of_labels(values)
     if labels.is_floating_point():
+        _check_float32(labels, of_one_image)
         return labels.float()
     expected_ndim = 0 if of_one_image else 1
     if labels.dtype == torch.bool and labels.ndim >= expected_ndim + 2:

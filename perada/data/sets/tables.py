@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from perada.core.checks import (
@@ -30,6 +31,7 @@ from perada.core.checks import (
     invalid_option,
     without_effect,
 )
+from perada.core.states import loses_digits
 from perada.core.text import abbreviated
 from perada.data.batches.transforms import MissingImageError, read_image, resize_uint8
 from perada.data.partitions.shares import Array
@@ -663,7 +665,13 @@ def _read_numbers(images: ListedImages, columns: Sequence[str]) -> Array:
         if not_numbers:
             problem = f"{name} is {cells[not_numbers[0]]!r}, which is not a number"
             images.reject_rows(not_numbers, problem, "correct it, with a point for decimals, or take the row out")
-        numbers_of_columns.append(np.array(cells, dtype=np.float32))
+        exact = np.array(cells, dtype=np.float64)
+        if loses_digits(torch.from_numpy(exact)):
+            raise ValueError(
+                f"numbers: the column {name!r} has numbers from {exact.min():.15g} to {exact.max():.15g}, which "
+                "float32 cannot tell apart; subtract a reference from them in the table, such as the smallest"
+            )
+        numbers_of_columns.append(exact.astype(np.float32))
     return np.stack(numbers_of_columns, 1)
 
 
