@@ -17,6 +17,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from typing import Literal, NamedTuple
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from jsonargparse import ArgumentParser
 from packaging.requirements import Requirement
@@ -44,6 +46,8 @@ DEVELOPER_EXTRAS = ("dev", "docs")
 NARROW_UNITS = {"avx512_bf16", "avx512_fp16", "avx_vnni", "amx_bf16", "amx_int8", "amx_tile", "bf16"}
 """Instruction sets for narrow numbers, by the names that Linux gives them."""
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+HUB_TIMEOUT = 3
+"""Seconds to wait for the Hub."""
 GB = 2**30
 """Bytes in a gigabyte."""
 MIN_SHARED_MEMORY = 0.5
@@ -275,7 +279,26 @@ def _check_folder() -> Iterator[Check]:
     if offline:
         yield Check("pass", f"{' and '.join(offline)} is set: only weights on this machine are used")
     else:
-        yield Check("pass", "weights missing on this machine are downloaded from the Hub")
+        yield _check_hub()
+
+
+def _check_hub() -> Check:
+    """Ask the Hub for an answer, through the proxy of the environment if there is one."""
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        request = Request(endpoint, method="HEAD")
+        with urlopen(request, timeout=HUB_TIMEOUT):
+            pass
+    except HTTPError:  # an answer
+        pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return Check(
+            "warn",
+            f"the Hub does not answer within {HUB_TIMEOUT} s ({reason}): weights missing on this machine cannot be "
+            "downloaded; connect, or set HF_HUB_OFFLINE=1",
+        )
+    return Check("pass", "the Hub answers: weights missing on this machine are downloaded from it")
 
 
 def _check_machine() -> Iterator[Check]:

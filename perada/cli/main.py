@@ -17,7 +17,7 @@ from jsonargparse import ArgumentParser
 
 from perada.cli.help_format import new_parser
 from perada.cli.messages import one_line, quiet_libraries, short_warnings
-from perada.cli.options import check_options, check_recipe, command_hint, help_text
+from perada.cli.options import check_options, check_recipe, check_sections, command_hint, help_text
 from perada.cli.parser_errors import of_options
 from perada.cli.recipes import (
     descriptions,
@@ -32,7 +32,6 @@ from perada.cli.streams import guard_streams, restart_in_utf8_mode
 from perada.core.files import check_output_folder, writing
 from perada.core.garbage import collection_paused, objects_frozen
 from perada.core.interruption import Terminated, received_signal, watch_signals
-from perada.core.yaml_files import read_yaml
 
 Tree = dict[str, tuple["str | Tree", str]]
 """For each name, a command as ``module:function`` of perada, or a tree of commands, and one line of help."""
@@ -185,7 +184,7 @@ def _check_before_import(command: str, words: list[str]) -> None:
     if command in ("compare", "check"):
         for word in first_words:
             for path in find_recipe(word):
-                read_yaml(path)
+                check_sections(path)
 
 
 def run(parser: ArgumentParser, words: list[str]) -> None:

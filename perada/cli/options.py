@@ -122,10 +122,9 @@ def check_recipe(path: Path) -> None:
         YamlFileError: If there is one; the message names the file, and what may have been meant.
     """
     options = _recipe_options()
+    check_sections(path)
     for key, value in read_yaml(path).items():
         names = [key]
-        if key in SECTIONS_OF_RECIPES and not isinstance(value, dict | str | None):
-            raise YamlFileError(f"{path}: {key!r} must be a section with options, got {value!r}; write {key}: {{...}}")
         if key in SECTIONS_OF_RECIPES and isinstance(value, dict):
             names = [f"{key}.{name}" for name in value]
         for name in names:
@@ -138,6 +137,41 @@ def check_recipe(path: Path) -> None:
             proposals = nearest(wrong_name, options)
             remedy = f"did you mean {' or '.join(proposals)}?" if proposals else "`perada fit --help` lists the options"
             raise YamlFileError(f"{path}: there is no option {name!r}; {remedy}")
+
+
+def check_sections(path: Path) -> None:
+    """Reject a recipe with a section that has no options, or a class without a name.
+
+    Raises:
+        YamlFileError: If there is one; the message names the file, and what to write.
+    """
+    recipe = read_yaml(path)
+    for name in SECTIONS_OF_RECIPES:
+        value = recipe.get(name)
+        if value is None or isinstance(value, dict):
+            continue
+        # A section may be a file of its options.
+        is_file = isinstance(value, str) and ((path.parent / value).is_file() or Path(value).is_file())
+        if not is_file:
+            raise YamlFileError(
+                f"{path}: {name!r} must be a section with options, got {value!r}; write NAME: VALUE in each line"
+            )
+    _check_class_paths(recipe, path, "")
+
+
+def _check_class_paths(section: object, path: Path, option: str) -> None:
+    """Raise a YamlFileError if a ``class_path`` within a section of a recipe is not a text."""
+    if isinstance(section, list):
+        for entry in section:
+            _check_class_paths(entry, path, option)
+    if not isinstance(section, dict):
+        return
+    for key, value in section.items():
+        if key == "class_path" and not isinstance(value, str):
+            raise YamlFileError(f"{path}: class_path of {option!r} must be the name of a class, got {value!r}; set it")
+        # init_args is no part of an option's name.
+        below = option if key == "init_args" else f"{option}.{key}".lstrip(".")
+        _check_class_paths(value, path, below)
 
 
 def _recipe_options() -> set[str]:

@@ -459,7 +459,12 @@ def find_problems(recipes: list[dict[str, Any]], words: Sequence[str]) -> Proble
         if attempt.error is None:
             return Problems(errors, attempt.warnings, attempt.cli)
         option = _option_of(attempt.error, recipes, words)
-        if changed is not None and (option is None or option.name == changed.name):
+        is_same = (
+            changed is not None
+            and option is not None
+            and (_is_named(option.name, changed.name) or _is_named(changed.name, option.name))
+        )
+        if changed is not None and (option is None or is_same):
             # The error follows from the removal or the replacement, not from the recipe.
             if not replacements:
                 return Problems(errors, attempt.warnings, None)

@@ -17,7 +17,7 @@ class YamlFileError(ValueError):
     """Raised for a file that is not valid YAML or has no options; the message has file, line and remedy."""
 
 
-def read_yaml(path: Path, example: str = "rounds: 3") -> dict[str, Any]:
+def read_yaml(path: Path, example: str = "trainer: {max_epochs: 3}") -> dict[str, Any]:
     """Read a YAML file of options, NAME: VALUE.
 
     Args:
@@ -31,7 +31,7 @@ def read_yaml(path: Path, example: str = "rounds: 3") -> dict[str, Any]:
     return parse_yaml(path.read_bytes(), str(path), example)
 
 
-def parse_yaml(content: bytes | str, source: str, example: str = "rounds: 3") -> dict[str, Any]:
+def parse_yaml(content: bytes | str, source: str, example: str = "trainer: {max_epochs: 3}") -> dict[str, Any]:
     """Parse the content of a YAML file of options; ``source`` is its name in messages.
 
     Raises:
@@ -129,13 +129,14 @@ def _explained(error: yaml.MarkedYAMLError, text: str, source: str) -> YamlFileE
     if isinstance(error, yaml.constructor.ConstructorError):
         return _at(source, number, f"{error.problem}; use a plain value")
     if isinstance(error, yaml.composer.ComposerError):
-        is_alias = mark is not None and _character(lines, number, mark.column) in ("*", "&")
-        remedy = "quote a text that begins with * or &" if is_alias else "keep only one document"
-        return _at(source, number, f"{error.problem}; {remedy}")
+        return _at(source, number, _explain_composition(error, lines))
     # An unclosed bracket or quote is reported where it was opened, since the parser stops far below.
     begins = _character(lines, opened.line, opened.column) if opened else ""
     if begins in ("[", "{", "'", '"') and opened:
         return _at(source, opened.line, f"the {begins} is not closed, or a comma is missing after it; correct it")
+    without_colon = _line_without_colon(lines, number)
+    if without_colon is not None:
+        return _at(source, without_colon, f"a colon is missing; write {lines[without_colon].strip()}:")
     if _is_misplaced(lines, number):
         return _at(
             source, number, "the indentation fits none of the lines above; align it with its neighbouring options"
@@ -152,6 +153,20 @@ def _explained(error: yaml.MarkedYAMLError, text: str, source: str) -> YamlFileE
     if stopped_at and stopped_at in "%@`!&*|>":
         return _at(source, number, f"{error.problem}; quote a value that begins with a special character")
     return _at(source, number, f"{error.problem}; write NAME: VALUE")
+
+
+def _explain_composition(error: yaml.composer.ComposerError, lines: list[str]) -> str:
+    """Explain an unknown alias, or a second document."""
+    mark = error.problem_mark
+    if mark is not None and mark.line < len(lines) and _character(lines, mark.line, mark.column) in ("*", "&"):
+        return f"{error.problem}; quote a text that begins with * or &"
+    return "a second document begins; keep only one document, and remove the line ---"
+
+
+def _line_without_colon(lines: list[str], number: int) -> int | None:
+    """Return the line before one at which the parser stopped if it is a bare name, as of a section; else None."""
+    before = max((index for index in range(number) if lines[index].strip()), default=number)
+    return before if re.fullmatch(r"\s*[A-Za-z_][\w.-]*\s*", lines[before]) else None
 
 
 def _at(source: str, number: int, problem: str) -> YamlFileError:

@@ -47,6 +47,13 @@ def check_devices(accelerator: object, devices: object) -> None:
     if count is None or count < 1 or (has_indices and on_cpu):
         requirement = "an integer >= 1, 'auto' for all or, on GPUs, a list of indices such as [0, 1]"
         raise invalid_option("devices", devices, requirement)
+    if on_cpu and count > available_cores():
+        raise OptionError(
+            f"devices={devices!r} exceeds the {available_cores()} cores that this process may use, and each device is "
+            "a process; request fewer",
+            name="devices",
+            value=devices,
+        )
     on_cuda = accelerator == "cuda" or (accelerator in ("auto", "gpu") and torch.cuda.is_available())
     if on_cuda and count > torch.cuda.device_count():
         raise OptionError(
@@ -54,6 +61,13 @@ def check_devices(accelerator: object, devices: object) -> None:
             name="devices",
             value=devices,
         )
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _check_accelerator(accelerator: str) -> None:

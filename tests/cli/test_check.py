@@ -223,3 +223,18 @@ def test_an_error_of_the_program_is_none_of_the_recipe(monkeypatch):
     monkeypatch.setattr("perada.lightning.setup.check_images", broken)
     with pytest.raises(KeyError, match="mistake"):
         main(["check", "tiny.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("trainer:\n  max_epochs 3\n", "max_epochs 3"),
+        ("data:\n  dataset: {class_path: null, init_args: {root: x}}\n", "data.dataset"),
+        ("federated:\n  algorithm: {class_path: [fedavg]}\n", "federated.algorithm"),
+    ],
+)
+def test_a_section_without_options_and_a_class_without_name_are_named(tmp_path, text, value):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=value):
+        main(["check", str(path)])

@@ -7,13 +7,16 @@ import os
 import platform
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 
 from perada.cli import doctor
+from perada.cli.doctor import _check_hub
 from perada.cli.main import main
 
 HEAVY = {"pytorch_lightning", "peft", "timm", "transformers", "torchmetrics", "torchvision", "opacus"}
@@ -147,3 +150,27 @@ def test_imports_of_a_run_are_tried_when_asked_for(capsys, monkeypatch):
     main(["doctor", "--imports"])
     assert "perada.api" in tried
     assert "pass  perada can be imported\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "nothing"])
+def test_a_hub_that_does_not_answer_is_a_warning(monkeypatch, endpoint):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    check = _check_hub()
+    assert check.state == "warn"
+    assert "HF_HUB_OFFLINE=1" in check.text
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_any_answer_of_the_hub_passes(monkeypatch, status):
+    class Answer(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert _check_hub().state == "pass"

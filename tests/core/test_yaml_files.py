@@ -77,3 +77,18 @@ def test_the_file_of_a_site_is_judged_likewise(tmp_path, content):
     (tmp_path / "site.yaml").write_bytes(content)
     with pytest.raises(YamlFileError, match=r"site\.yaml"):
         read_site(tmp_path / "site.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "remedy"),
+    [
+        ("trainer:\n  max_epochs: 3\nmodel\n  backbone: x\n", 3, "write model:"),
+        ("trainer\n  max_epochs: 3\n", 1, "write trainer:"),
+        ("trainer: {max_epochs: 3}\n---\ntrainer: {max_epochs: 4}\n", 2, "second document"),
+    ],
+)
+def test_a_missing_colon_and_a_second_document_are_named(tmp_path, text, line, remedy):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(YamlFileError, match=f"line {line}: .*{remedy}"):
+        read_yaml(path)

@@ -12,6 +12,7 @@ from pytorch_lightning.loggers import CSVLogger
 import perada
 from perada.core.text import value_text
 from perada.data import ByDomain, Digits, Dirichlet, FederatedData, FederatedDataModule, FromFile
+from perada.lightning.trainer_setup import available_cores, check_devices
 from perada.models.adapted import METHODS
 from tests.options import sections
 
@@ -104,3 +105,10 @@ def test_data_and_partitions_say_what_is_wrong(make, name, value):
 def test_a_dropout_that_is_no_number(adapter):
     with pytest.raises(ValueError, match="dropout must be a number >= 0 and < 1, got 'x'"):
         METHODS[adapter](dropout="x")
+
+
+def test_more_processes_than_cores_are_rejected():
+    cores = available_cores()
+    check_devices("cpu", cores)
+    with pytest.raises(ValueError, match=f"devices={cores + 1} exceeds the {cores} cores"):
+        check_devices("cpu", cores + 1)
