@@ -74,7 +74,7 @@ class Simulation:
         cohort = self.begin_round(round)
         for batch in self.load(cohort.plan):
             cohort.step(batch)
-        return self.federation.end_round(self.served)
+        return self.federation.end_round(self.served, self.load)
 
     def score(self) -> None:
         """Score all models on all test images."""

@@ -137,7 +137,7 @@ def run_round(federated, served, round):
     cohort = federated.begin_round(served.shares(round))
     for batch in served.cohort_loader(cohort.plan):
         cohort.step(batch)
-    return federated.end_round(served)
+    return federated.end_round(served, served.cohort_loader)
 
 
 def tune(federated, served, round):

@@ -233,7 +233,7 @@ def run_rounds(simulation, rounds=1):
                 cohort.step(batch)
         watched.closing.waits.clear()
         with watched.closing:
-            federation.end_round(simulation.served)
+            federation.end_round(simulation.served, simulation.load)
     with watched.scoring:
         simulation.score()
     with watched.tuning:
