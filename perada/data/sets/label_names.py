@@ -9,7 +9,6 @@ from decimal import Decimal
 import numpy as np
 
 from perada.core.text import abbreviated, visible_form
-from perada.data.partitions.shares import Array
 
 _NUMBER = re.compile(r"[+-]?(\d+[.,]?\d*|[.,]\d+)(e[+-]?\d{1,3})?", re.IGNORECASE)
 """A number with a point or a comma for decimals."""
@@ -59,13 +58,13 @@ def check_label_names(source: str, names_of_images: Sequence[str], clients: Sequ
         ValueError: If a name marks a missing label, two names are the same number, or most labels are different numbers
             with a fraction.
     """
-    column = np.asarray(names_of_images, dtype=object).astype(str)
-    names: list[str] = np.unique(column).tolist()
+    # There may be millions of images, so their labels are sorted only for an error.
+    names = sorted({*names_of_images})
     _check_missing(source, names)
     numbers = {name: number_of(name) for name in names}
-    _check_same_numbers(source, numbers, column, clients)
+    _check_same_numbers(source, numbers, names_of_images, clients)
     if names and all(number is not None for number in numbers.values()):
-        _check_measurements(source, numbers, len(column))
+        _check_measurements(source, numbers, len(names_of_images))
 
 
 def _check_missing(source: str, names: Sequence[str]) -> None:
@@ -97,7 +96,7 @@ def _declaration(names: Sequence[str]) -> str:
 
 
 def _check_same_numbers(
-    source: str, numbers: Mapping[str, Decimal | None], column: Array, clients: Sequence[str] | None
+    source: str, numbers: Mapping[str, Decimal | None], names_of_images: Sequence[str], clients: Sequence[str] | None
 ) -> None:
     """Raise a ValueError if names are the same number, such as ``1``, ``1.0`` and ``01``; see check_label_names."""
     names_of_number: dict[Decimal, list[str]] = {}
@@ -109,6 +108,7 @@ def _check_same_numbers(
             continue
         owners = ""
         if clients is not None:
+            column = np.asarray(names_of_images, dtype=object)
             descriptions = []
             for name in variants:
                 clients_with_name = np.unique(np.asarray(clients)[column == name]).tolist()
