@@ -364,13 +364,13 @@ def try_disks(campaign: Campaign, folder: Path, quick: bool) -> None:
         logging.disable(former_level)
 
 
-def lengths_of(kind: str, party: str) -> list[str]:
+def lengths_of(party: str) -> list[str]:
     """Return for how long the disk of a party may fail in a run that must end as if it had not failed.
 
-    A secure sum continues without a site whose disk fails for a whole step, and is then another sum.
+    Scores and secure sums are computed without a site whose disk fails until their deadline.
     """
     lengths = list(LENGTHS)
-    if kind == "secure sums" and party != SERVER:
+    if party != SERVER:
         lengths.remove(UNTIL_END)
     return lengths
 
@@ -379,7 +379,7 @@ def _try_disk(campaign: Campaign, undisturbed: Undisturbed, operations: Sequence
     """Have the disk of one party fail in all ways, from each of some operations on."""
     kind = undisturbed.deployment.kind
     is_site = undisturbed.party != SERVER
-    faults = [DiskFault(error, length) for error in ERRORS for length in lengths_of(kind, undisturbed.party)]
+    faults = [DiskFault(error, length) for error in ERRORS for length in lengths_of(undisturbed.party)]
     if is_site and kind != "secure sums":
         # In a secure sum, a site that is restarted has lost its keys, so the sum is another one.
         faults += [DiskFault(error, length, restarts=True) for error in ERRORS for length in list(LENGTHS)[:-1]]
