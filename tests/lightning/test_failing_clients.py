@@ -199,6 +199,7 @@ def test_a_private_run_ends_alike_whether_or_not_clients_fail(tiny, section):
 
 
 @pytest.mark.filterwarnings("ignore:round .*became NaN:UserWarning")
+@pytest.mark.filterwarnings("ignore:the floating-point images of")
 def test_a_run_in_which_every_client_fails_does_not_end_well(tiny):
     data = tiny.data(sizes=(9, 5, 7), public=False)
     for part in data.train:
