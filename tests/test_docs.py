@@ -82,6 +82,9 @@ class Reader:
             program = self.programs / name
             program.write_text(f"#!/bin/sh\nprintf '%s\\037' {name} \"$@\" >> $WORDS; echo >> $WORDS\n")
             program.chmod(0o755)
+        which = self.programs / "which"
+        which.write_text('#!/bin/sh\ncommand -v "$1"\n')
+        which.chmod(0o755)
         finetune = perada.finetune
 
         def short(backbone, data, **options):

@@ -105,10 +105,10 @@ def test_networks_without_finite_weights_are_rejected_before_training():
         (IMAGES.movedim(1, -1), r"shape \(4, 4, 3\) .* takes 3 channels instead of 4; .* image.permute\(2, 0, 1\)"),
         (IMAGES[:, :1], r"takes 3 channels instead of 1; convert grey images with image.convert\('RGB'\)"),
         (
-            IMAGES.flatten(1).float(),
+            IMAGES.flatten(1) / 255,
             r"images of shape \(48,\) .*do not fit .*; pass images of shape \(channels, height",
         ),
-        (IMAGES[:, :2].float(), r"takes 3 channels instead of 2; convert them to 3 channels, or pass a network for 2"),
+        (IMAGES[:, :2] / 255, r"takes 3 channels instead of 2; convert them to 3 channels, or pass a network for 2"),
     ],
 )
 def test_images_of_other_channels_name_the_remedy(images, message):
@@ -186,7 +186,7 @@ def test_wrong_options_of_image_sets(tmp_path):
         (lambda: ImageFolder("x", domains="no"), r"^domains must be one of True, False, got 'no'"),
         (lambda: ImageFolder("x", seed=0.5), r"^seed must be an integer >= 0, got 0.5"),
         (lambda: ImageFolder("x", gray="no"), r"^gray must be one of True, False, got 'no'"),
-        (lambda: ImageMasks("x", masks=["y"]), r"^masks must be a non-empty string, got \['y'\]"),
+        (lambda: ImageMasks("x", masks=["y"]), r"^masks must be a non-empty string or None, got \['y'\]"),
         (lambda: CIFAR10(download="no"), r"^download must be one of True, False, got 'no'"),
         (lambda: CIFAR10(train="no"), r"^train must be one of True, False, got 'no'"),
         (lambda: CIFAR10(["data"]), r"^root must be a path, got \['data'\]"),

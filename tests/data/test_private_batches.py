@@ -15,6 +15,9 @@ from perada.core.rounds import PrivateSampling, sampling_rate
 from perada.data import CohortBatch, FederatedData, FederatedDataModule, Phase
 from perada.privacy import passes, poisson_batches
 
+# The numbers of samples stand for images, and are larger than pixels.
+pytestmark = pytest.mark.filterwarnings("ignore:the floating-point images of the training set:UserWarning")
+
 SIZES = (7, 20, 3, 11, 20)
 B = 4
 PERADA = PrivateSampling((("personal", "local"),))

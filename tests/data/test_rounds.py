@@ -10,6 +10,9 @@ from perada.core.rounds import batch_indices, make_plan, sample_cohort
 from perada.core.seeding import generator
 from perada.data import FederatedData, FederatedDataModule, Phase
 
+# The numbers of samples stand for images, and are larger than pixels.
+pytestmark = pytest.mark.filterwarnings("ignore:the floating-point images of the training set:UserWarning")
+
 SIZES = (7, 20, 3, 11, 20)
 B = 4
 

