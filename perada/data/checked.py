@@ -548,7 +548,7 @@ def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]], task: T
             f"have no image (those used are {present_labels}): number the classes from 0 without gaps, remove images "
             f"whose label marks them as unlabelled (often 255), or set num_classes={num_classes} if this is intended"
         )
-    # Of masks, check_masks_of_clients names them, with the values of each client.
+    # Gaps in the numbers of masks are warned of with the clients' values side by side.
     if labels_in_use[0] >= 0 and num_unused and not task.per_pixel:
         _warn_of_unused_numbers(labels_in_use, num_classes)
 

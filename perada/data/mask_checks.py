@@ -198,9 +198,10 @@ def _warn_of_mixed_masks(values_of_clients: Sequence[MaskValues]) -> None:
     with_both = sum(count.with_both for count in counts)
     if with_ignored and with_foreground and not with_both:
         ignored = counts[0].ignored
+        training = [values for values in values_of_clients if values.part == "training"]
         warnings.warn(
             f"{with_ignored} masks have pixels of {ignored}, which is ignored, and {with_foreground} others have a "
-            f"class other than 0, but none has both ({side_by_side(values_of_clients)}): write each class with the "
+            f"class other than 0, but none has both ({side_by_side(training)}): write each class with the "
             f"same number in all masks, unless {ignored} marks pixels without a class",
             stacklevel=5,
         )

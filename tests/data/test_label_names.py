@@ -93,6 +93,10 @@ def test_missing_labels_are_no_class_unless_declared(tmp_path, source, name):
         "<NA>",
         "n.a.",
         " NA ",
+        "#NV",
+        "#DIV/0!",
+        "<null>",
+        r"\N",
     ],
 )
 def test_every_spelling_of_a_missing_label_is_found(name):
@@ -100,10 +104,24 @@ def test_every_spelling_of_a_missing_label_is_found(name):
         check_label_names("t.csv", [*WORDS, name])
 
 
-@pytest.mark.parametrize("name", ["none", "NONE", "nil", "Missing"])
+@pytest.mark.parametrize("name", ["none", "NONE", "nil", "Missing", "undefined"])
 def test_words_that_may_be_classes_are_warned_of(name):
     with pytest.warns(UserWarning, match=f"has the class '{name}'"):
         check_label_names("t.csv", [*WORDS, name])
+
+
+@pytest.mark.parametrize(
+    ("north", "south"), [(("0", "1"), ("no", "yes")), (("benign", "malignant"), ("gutartig", "bösartig"))]
+)
+def test_a_client_whose_classes_have_other_names_is_warned_of(recwarn, north, south):
+    clients = ["north"] * 4 + ["south"] * 4
+    with pytest.warns(UserWarning, match=f"client 'north' has the classes {north[0]}.*{south[0]}"):
+        check_label_names("t.csv", [*north, *north, *south, *south], clients)
+    recwarn.clear()
+    check_label_names("t.csv", [*north, *north, *north[:1] * 2, *south], clients[:6] + ["north"] * 2)
+    check_label_names("t.csv", [*north, *north, north[0], *south, south[0]], clients)
+    check_label_names("t.csv", ["x"] * 4 + ["y"] * 4, clients)
+    assert not recwarn
 
 
 def test_minus_one_beside_numbers_from_zero_is_warned_of():

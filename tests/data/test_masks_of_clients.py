@@ -65,8 +65,10 @@ def test_the_remedy_for_pixels_without_a_class_helps():
 @pytest.mark.parametrize("num_masks", [19, 30])
 def test_masks_that_are_read_one_by_one_are_all_read_before_a_client_is_rejected(num_masks):
     late = torch.cat([masks_of(0, 255, count=num_masks), masks_of(0, 1)])
-    with pytest.warns(UserWarning, match="none has both"):
+    with pytest.warns(UserWarning, match="none has both") as recorded:
         set_up(masks_of(0, 1), late, kind=Items, num_classes=2)
+    message = next(str(each.message) for each in recorded if "none has both" in str(each.message))
+    assert message.count("client 0") == message.count("client 1") == 1
 
 
 def test_pixels_without_a_class_at_several_clients_are_warned_of():

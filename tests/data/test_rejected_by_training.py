@@ -49,7 +49,7 @@ def test_masks_that_training_rejects_are_rejected(tmp_path, capsys, north, south
     assert status == 1
     assert "Rejected by training (1):" in printed
     assert message in printed
-    assert printed.rstrip().endswith("cannot be used until these problems are fixed.")
+    assert printed.rstrip().endswith("The images cannot be used until these problems are fixed.")
 
 
 def test_negative_values_are_rejected_with_the_file(tmp_path, capsys):

@@ -13,11 +13,12 @@ from perada.core.text import abbreviated, visible_form
 _NUMBER = re.compile(r"[+-]?(\d+[.,]?\d*|[.,]\d+)(e[+-]?\d{1,3})?", re.IGNORECASE)
 """A number with a point or a comma for decimals."""
 _MISSING = frozenset(
-    {"", "-", "--", "---", "?", "??", ".", "na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "-nan", "null"}
+    {"", "-", "--", "---", "?", "??", ".", "na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "-nan", "null", "<null>"}
+    | {"(null)", r"\n", "#n/d", "#nv", "#n/b", "#div/0!", "#name?", "#null!", "#num!", "#ref!", "#value!"}
 )
-"""How programs and people write that there is no label, in lower case."""
+"""How programs and people write that there is no label, in lower case; Excel writes ``#N/A`` in its user's language."""
 _SODIUM = "Na"
-_MISSING_OR_NONE = frozenset({"none", "nil", "missing"})
+_MISSING_OR_NONE = frozenset({"none", "nil", "missing", "undefined", "unknown", "unlabelled", "unlabeled"})
 """Words that may also be a class, such as the finding "none", in lower case."""
 _WRITTEN_BY_PYTHON = "None"
 _MAX_CLASSES = 10
@@ -65,6 +66,8 @@ def check_label_names(source: str, names_of_images: Sequence[str], clients: Sequ
     _check_same_numbers(source, numbers, names_of_images, clients)
     if names and all(number is not None for number in numbers.values()):
         _check_measurements(source, numbers, len(names_of_images))
+    if clients is not None:
+        _warn_of_other_names(names_of_images, clients)
 
 
 def _check_missing(source: str, names: Sequence[str]) -> None:
@@ -86,6 +89,31 @@ def _check_missing(source: str, names: Sequence[str]) -> None:
             f"class, declare {_declaration(names)} to confirm it",
             stacklevel=4,
         )
+
+
+def _warn_of_other_names(names_of_images: Sequence[str], clients: Sequence[str]) -> None:
+    """Warn of a client that seems to write the classes of the others in another way, such as ``yes`` and ``no``.
+
+    Args:
+        names_of_images: Name of each label.
+        clients: Client of each label.
+    """
+    names_of_clients: dict[str, set[str]] = {}
+    clients_of_names: dict[str, set[str]] = {}
+    for name, client in {*zip(names_of_images, clients, strict=True)}:
+        names_of_clients.setdefault(client, set()).add(name)
+        clients_of_names.setdefault(name, set()).add(client)
+    for client, own_names in sorted(names_of_clients.items()):
+        is_alone = all(len(clients_of_names[name]) == 1 for name in own_names)
+        other_names = {name for names in names_of_clients.values() for name in names} - own_names
+        # Clients of one class each may be on purpose, such as one for each kind of scanner.
+        if is_alone and len(own_names) > 1 and other_names:
+            warnings.warn(
+                f"client {client!r} has the classes {abbreviated(sorted(own_names))}, but no class of any other "
+                f"client ({abbreviated(sorted(other_names))}): write each class in the same way at all clients",
+                stacklevel=4,
+            )
+            return
 
 
 def _declaration(names: Sequence[str]) -> str:

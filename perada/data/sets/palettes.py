@@ -80,7 +80,7 @@ def _reject_moved_colour(
         return
     raise ValueError(
         f"{problem}: write each class with the same number in all masks; if the numbers are right whatever their "
-        "colours, list them in mask_values, such as [0, 1]"
+        "colours, list those of all classes in mask_values"
     )
 
 
