@@ -32,6 +32,7 @@ from perada.cli.parser import (
 )
 from perada.cli.parser_errors import option_error, rejected_option
 from perada.cli.recipes import comparison_file, recipe_files
+from perada.cli.setup_errors import SKIP_BROKEN, Part, errors_without_data, failed_part, way_around
 from perada.cli.streams import output_is_lost
 from perada.core.checks import OptionError, check_integer
 from perada.core.quiet import info_messages_disabled
@@ -39,6 +40,7 @@ from perada.core.text import printable
 from perada.core.yaml_files import read_yaml
 from perada.data import FederatedDataModule
 from perada.data.batches.workers import explain_worker_deaths
+from perada.data.inspection import SKIPPED
 from perada.federation.failed_outputs import REMEDY, FailedOutputs, FailedOutputsError, dated, describe_failed
 from perada.lightning import FederatedLoop, PredictionFile
 from perada.lightning.checkpoint import find_checkpoint
@@ -58,6 +60,8 @@ USER_ERRORS = (ValueError, TypeError, OSError, ImportError, ArgumentError, Misco
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false")
 REPLACEMENTS = (1, 0.5, 10, 1e-5)
 """Values that `perada check` substitutes for a rejected one that cannot be left out."""
+STAND_INS = {"data.dataset": "Digits", "data.partition": "IID"}
+"""Classes that `perada check` substitutes for a rejected one without which nothing else could be set up."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -443,7 +447,9 @@ def find_problems(recipes: list[dict[str, Any]], words: Sequence[str]) -> Proble
     """Find all errors and warnings of a run.
 
     A rejected option is removed, and the rest is set up again, so that all errors are found and not only the first. If
-    the option is required, other values replace it. An error that only this removal causes is not reported.
+    the option is required, other values replace it. Broken images are skipped, and missing weights are replaced by
+    random ones. If the data cannot be used, each image set and the model are examined on their own. An error that only
+    such a change causes is not reported.
 
     Args:
         recipes: Contents of recipes; later ones take precedence.
@@ -454,36 +460,94 @@ def find_problems(recipes: list[dict[str, Any]], words: Sequence[str]) -> Proble
     errors: list[str] = []
     changed: _Option | None = None  # the option that was rejected last
     replacements: list[object] = []  # values not yet tried in its place
+    has_stand_in = False  # whether the data are not those of the recipe
+    ways_around: list[str] = []
     while True:
         attempt = _set_up(recipes, words)
+        if SKIP_BROKEN in ways_around:
+            # This warning is about the change, and names the images of the error.
+            attempt.warnings[:] = [text for text in attempt.warnings if not text.endswith(SKIPPED)]
         if attempt.error is None:
             return Problems(errors, attempt.warnings, attempt.cli)
+        if has_stand_in and attempt.part != "options":
+            # Only missing files and libraries do not depend on the data, which are others than the recipe's.
+            if attempt.part == "model" and isinstance(attempt.error, OSError | ImportError):
+                errors.append(one_line(attempt.error))
+            return Problems(errors, attempt.warnings, None)
         option = _option_of(attempt.error, recipes, words)
         is_same = (
             changed is not None
             and option is not None
             and (_is_named(option.name, changed.name) or _is_named(changed.name, option.name))
         )
-        if changed is not None and (option is None or is_same):
+        is_unrelated = option is None and changed is not None and _concerns_files(attempt, changed.name)
+        if changed is not None and (is_same or (option is None and not is_unrelated)):
             # The error follows from the removal or the replacement, not from the recipe.
             if not replacements:
                 return Problems(errors, attempt.warnings, None)
             changed.set(replacements.pop(0))
             continue
-        errors.append(one_line(attempt.error))
+        message = one_line(attempt.error)
+        is_new = message not in errors and not (ways_around and attempt.part == "data" and option is None)
+        if is_new:
+            errors.append(message)
         if option is None:
-            return Problems(errors, attempt.warnings, None)
+            flag = way_around(attempt.error, attempt.cli)
+            if flag is None or flag in ways_around:
+                errors += _further_errors(attempt, errors)
+                return Problems(errors, attempt.warnings, None)
+            ways_around.append(flag)
+            words.append(flag)
+            changed = None
+            continue
         option.remove()
+        if option.name in STAND_INS and option.position is None:
+            _drop_suboptions(words, option.name)
+            option.set(STAND_INS[option.name])
+            has_stand_in = True
         changed = option
         replacements = list(REPLACEMENTS)
 
 
+def _further_errors(attempt: "_SetUpAttempt", errors: Sequence[str]) -> list[str]:
+    """Return the errors of image sets and model that are not among these, if the data could not be set up."""
+    if attempt.part != "data" or attempt.cli is None:
+        return []
+    found = [one_line(error) for error in errors_without_data(attempt.cli)]
+    return [error for error in dict.fromkeys(found) if error not in errors]
+
+
+def _drop_suboptions(words: list[str], name: str) -> None:
+    """Remove the options of a class from a command line, when another class takes its place."""
+    position = 0
+    while position < len(words):
+        if not words[position].startswith(f"--{name}."):
+            position += 1
+            continue
+        if "=" not in words[position] and not "".join(words[position + 1 : position + 2]).startswith("-"):
+            del words[position + 1 : position + 2]
+        del words[position]
+
+
+def _concerns_files(attempt: "_SetUpAttempt", changed: str) -> bool:
+    """Return whether an error is about images or weights, which an option of another section does not cause.
+
+    Args:
+        attempt: The set-up that failed.
+        changed: Name of the option that was removed or replaced before.
+    """
+    if attempt.part == "data":
+        return not changed.startswith("data")
+    return attempt.part == "model" and isinstance(attempt.error, OSError | ImportError)
+
+
 class _SetUpAttempt(NamedTuple):
-    """The run, if the parser accepted it; the error that rejected it, if any; and its warnings."""
+    """The run, if the parser accepted it; the error that rejected it, if any; its warnings; and what failed."""
 
     cli: PeradaCLI | None
     error: Exception | None
     warnings: list[str]
+    part: Part
 
 
 def _set_up(recipes: list[dict[str, Any]], words: Sequence[str]) -> _SetUpAttempt:
@@ -513,7 +577,7 @@ def _set_up(recipes: list[dict[str, Any]], words: Sequence[str]) -> _SetUpAttemp
     for warning in caught:
         if warning.category is UserWarning:
             messages.append(printable(" ".join(str(warning.message).split())))
-    return _SetUpAttempt(cli, error, list(dict.fromkeys(messages)))
+    return _SetUpAttempt(cli, error, list(dict.fromkeys(messages)), failed_part(cli))
 
 
 @dataclass

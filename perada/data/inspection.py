@@ -62,11 +62,17 @@ from perada.data.training_checks import RunOptions, check_as_training_does, shar
 from perada.tasks import Task, task_of_labels
 
 OnBroken = Literal["raise", "skip"]
+SKIPPED = "skipped because on_broken is skip"
+"""End of the warning of images that cannot be read."""
 _FEW_NUMBERS = 2**16
 """Size of tensors that are checked together with others, because the call would take longer than the check."""
 _TENSORS_OF_GROUP = 1024
 """Number of tensors that are checked together, so that their copy is at most 256 MB in single precision."""
 T = TypeVar("T")
+
+
+class BrokenImagesError(ValueError):
+    """Raised for images that cannot be read, unless they are to be skipped."""
 
 
 @dataclass
@@ -386,8 +392,8 @@ def without_broken(
         image_size: Height and width that uint8 images are resized to; None keeps them.
 
     Raises:
-        ValueError: If images cannot be read and ``on_broken`` is "raise". The message lists all of them. Or if images
-            of a dataset cannot be batched together.
+        BrokenImagesError: If images cannot be read and ``on_broken`` is "raise". The message lists all of them.
+        ValueError: If images of a dataset cannot be batched together.
         TypeError: If something is not a map-style dataset.
     """
     check_datasets(data)
@@ -420,8 +426,8 @@ def without_broken(
     noun = "image" if len(messages) == 1 else "images"
     summary = f"{len(messages)} {noun} cannot be read ({'; '.join(messages)})"
     if on_broken == "raise":
-        raise ValueError(f"{summary}: fix or remove them, or skip them with on_broken: skip (--data.on_broken)")
-    warnings.warn(f"{summary}: skipped because on_broken is skip", stacklevel=2)
+        raise BrokenImagesError(f"{summary}: fix or remove them, or skip them with on_broken: skip (--data.on_broken)")
+    warnings.warn(f"{summary}: {SKIPPED}", stacklevel=2)
     return data.with_datasets(datasets)
 
 

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import yaml
+from PIL import Image
 
 from perada.cli import main
 
@@ -238,3 +239,61 @@ def test_a_section_without_options_and_a_class_without_name_are_named(tmp_path, 
     path.write_text(text)
     with pytest.raises(ValueError, match=value):
         main(["check", str(path)])
+
+
+def write_hospitals(folder):
+    """Write six images of two classes for each of two hospitals, one of which is no image."""
+    for hospital in ("north", "south"):
+        for name in ("cat", "dog"):
+            (folder / hospital / name).mkdir(parents=True)
+            for number in range(3):
+                Image.new("RGB", (20, 16), (number, 10 * len(hospital), 30)).save(
+                    folder / hospital / name / f"{number}.png"
+                )
+    (folder / "north" / "cat" / "0.png").write_bytes(b"no image")
+
+
+HOSPITALS = {
+    "dataset": {"class_path": "Images", "init_args": {"root": "images", "size": 16}},
+    "partition": {"class_path": "ByDomain", "init_args": {"column": "client"}},
+    "train_limit": None,
+    "test_limit": None,
+    "image_size": None,
+}
+
+
+def write_recipe(path, data, **parts):
+    path.write_text(yaml.safe_dump(recipe(data=HOSPITALS | data, **parts)))
+
+
+def test_broken_images_missing_weights_and_the_algorithm_are_named_at_once(capsys, tmp_path):
+    write_hospitals(tmp_path / "images")
+    parts = {"model": {"pretrained": "none.pt"}, "federated": {"algorithm": {"class_path": "PerAda"}}}
+    write_recipe(tmp_path / "hospitals.yaml", {}, **parts)
+    words = ["hospitals.yaml", "--federated.algorithm.init_args.prox_strength=-3"]
+    lines = checked(capsys, *words, code=1)
+    # The number of errors shows that none was added by skipping the image and by random weights.
+    assert lines[0] == "Errors (4):" and not any("Warnings" in line for line in lines)
+    expected = ["prox_strength must be .* got -3", r"1 image .*north/cat/0\.png", r"none\.pt", "no public set"]
+    for text, line in zip(expected, lines[1:5], strict=True):
+        assert re.search(text, line), (text, line)
+
+
+def test_every_set_and_the_model_are_examined_if_the_data_cannot_be_read(capsys, tmp_path):
+    public = {"class_path": "UnlabelledFolder", "init_args": {"root": "nowhere", "size": 16}}
+    parts = {"model": {"pretrained": "none.pt", "adapter": "lroa"}}
+    write_recipe(tmp_path / "hospitals.yaml", {"public": public}, **parts)
+    lines = checked(capsys, "hospitals.yaml", code=1)
+    assert lines[0] == "Errors (4):"
+    for text, line in zip(["images", "nowhere", "none.pt", "'lroa'"], lines[1:5], strict=True):
+        assert text in line
+
+
+@pytest.mark.parametrize("words", [[], ["--data.dataset.init_args.root", "images"]], ids=["recipe", "words"])
+def test_classes_of_data_that_do_not_exist_cause_no_further_errors(capsys, tmp_path, words):
+    data = {"dataset": {"class_path": "Imgaes"}, "partition": {"class_path": "ByDomian"}}
+    write_recipe(tmp_path / "hospitals.yaml", data, model={"pretrained": "none.pt"})
+    lines = checked(capsys, "hospitals.yaml", *words, code=1)
+    assert lines[0] == "Errors (3):"
+    for text in ("'Imgaes'", "'ByDomian'", "none.pt"):
+        assert sum(text in line for line in lines) == 1
