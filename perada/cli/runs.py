@@ -492,7 +492,7 @@ def find_problems(recipes: list[dict[str, Any]], words: Sequence[str]) -> Proble
         if is_new:
             errors.append(message)
         if option is None:
-            flag = way_around(attempt.error, attempt.cli)
+            flag = way_around(attempt.error, attempt.part)
             if flag is None or flag in ways_around:
                 errors += _further_errors(attempt, errors)
                 return Problems(errors, attempt.warnings, None)
@@ -513,7 +513,7 @@ def _further_errors(attempt: "_SetUpAttempt", errors: Sequence[str]) -> list[str
     """Return the errors of image sets and model that are not among these, if the data could not be set up."""
     if attempt.part != "data" or attempt.cli is None:
         return []
-    found = [one_line(error) for error in errors_without_data(attempt.cli)]
+    found = [one_line(error) for error in errors_without_data(attempt.cli.datamodule, attempt.cli.model)]
     return [error for error in dict.fromkeys(found) if error not in errors]
 
 
@@ -577,7 +577,8 @@ def _set_up(recipes: list[dict[str, Any]], words: Sequence[str]) -> _SetUpAttemp
     for warning in caught:
         if warning.category is UserWarning:
             messages.append(printable(" ".join(str(warning.message).split())))
-    return _SetUpAttempt(cli, error, list(dict.fromkeys(messages)), failed_part(cli))
+    part: Part = "options" if cli is None else failed_part(cli.datamodule, cli.model)
+    return _SetUpAttempt(cli, error, list(dict.fromkeys(messages)), part)
 
 
 @dataclass

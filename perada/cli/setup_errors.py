@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of a run's set-up that do not depend on one another: those of its image sets, model and algorithm."""
+"""Errors of a run's set-up that do not depend on one another: those of its image sets and its model."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from perada.data import FederatedDataModule, ImageMasks
 from perada.data.inspection import BrokenImagesError
 from perada.data.sets.base import ImageSet
+from perada.lightning.module import FederatedClassifier
 from perada.models.adapted import AdaptedModel
 from perada.tasks import Segmentation
-
-if TYPE_CHECKING:
-    from perada.cli.runs import PeradaCLI
 
 Part = Literal["options", "data", "model", "run"]
 """What is set up one after the other: the objects of the options, the data, the model, and their combination."""
@@ -23,20 +21,17 @@ MANY_CLASSES = 10
 """Number of classes of a model that is built to find its own errors, if the recipe does not set it."""
 
 
-def failed_part(cli: "PeradaCLI | None") -> Part:
-    """Return the part of a run whose set-up failed; ``run`` if all parts exist."""
-    if cli is None:
-        return "options"
-    if "checked" not in vars(cli.datamodule):
+def failed_part(data: FederatedDataModule, module: FederatedClassifier) -> Part:
+    """Return the part of a run whose set-up failed, after its objects were built; ``run`` if all parts exist."""
+    if "checked" not in vars(data):
         return "data"
-    if not hasattr(cli.model, "tensor_names"):
+    if not hasattr(module, "tensor_names"):
         return "model"
     return "run"
 
 
-def way_around(error: Exception, cli: "PeradaCLI | None") -> str | None:
+def way_around(error: Exception, part: Part) -> str | None:
     """Return an option with which the set-up goes on after an error, to find further ones; None if there is none."""
-    part = failed_part(cli)
     if part == "data" and isinstance(error, BrokenImagesError):
         return SKIP_BROKEN
     if part == "model":
@@ -44,18 +39,19 @@ def way_around(error: Exception, cli: "PeradaCLI | None") -> str | None:
     return None
 
 
-def errors_without_data(cli: "PeradaCLI") -> list[Exception]:
-    """Return the errors of each image set, of the model and of the algorithm, if the data cannot be divided.
+def errors_without_data(data: FederatedDataModule, module: FederatedClassifier) -> list[Exception]:
+    """Return the errors of each image set and of the model, if the data cannot be divided.
 
     Args:
-        cli: The run, whose data were rejected.
+        data: The data, which were rejected.
+        module: The module, whose network is not built.
     """
     errors = []
-    for images in _image_sets(cli.datamodule):
+    for images in _image_sets(data):
         error = _error_of(partial(_read, images))
         if error is not None:
             errors.append(error)
-    return [*errors, *_errors_of_model(cli)]
+    return [*errors, *_errors_of_model(data, module)]
 
 
 def _image_sets(data: FederatedDataModule) -> Iterable[ImageSet]:
@@ -75,10 +71,8 @@ def _read(images: ImageSet) -> None:
     len(images)
 
 
-def _errors_of_model(cli: "PeradaCLI") -> list[Exception]:
-    """Return the errors of the model that do not depend on the data, and those of the algorithm with it."""
-    module = cli.model
-    data = cli.datamodule
+def _errors_of_model(data: FederatedDataModule, module: FederatedClassifier) -> list[Exception]:
+    """Return the errors of the model that do not depend on the data."""
     task = data.chosen_task
     per_pixel = isinstance(task, Segmentation)
     if task is None and data.division is not None:

@@ -35,6 +35,7 @@ from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Sam
 from perada.data.batches.transforms import BatchT, Preparation
 from perada.data.checked import Checked, check, first_image_format
 from perada.data.federated import FederatedData
+from perada.data.final_size import read_at_size, read_clients_at_size, read_shifts_at_size
 from perada.data.fingerprints import Fingerprint, fingerprint_of
 from perada.data.inspection import OnBroken, without_broken
 from perada.data.partitions import Partition
@@ -76,7 +77,8 @@ class FederatedDataModule(pl.LightningDataModule):
         batch_size: Images in a client's batch, or full for all images of the client.
         eval_batch_size: Images in a batch of test data.
         num_workers: Processes that read images from files. The batches are the same for any number.
-        image_size: Height and width to resize uint8 images to; null keeps them.
+        image_size: Height and width to resize uint8 images to; null keeps them. Files are resized to it once, whatever
+            the ``size`` of their set.
         crop_padding: Shift training images at random by up to this many pixels; 0 disables it.
         flip: Mirror training images at random, with probability 0.5.
         mixup: Mix each training image with another one of the client: α of λ ~ Beta(α, α), such as 0.2; 0 for none
@@ -144,7 +146,8 @@ class FederatedDataModule(pl.LightningDataModule):
         on_broken: OnBroken = "raise",
     ) -> None:
         super().__init__()
-        _check_types(data, dataset, partition, public, task, shifts)
+        _check_types(data, dataset, partition, public, task, shifts, image_size)
+        data = read_clients_at_size(data, image_size)
         check_integer("seed", seed, 0, le=None)
         _check_held_out(client_validation, evaluate_on)
         self.data = data
@@ -159,9 +162,9 @@ class FederatedDataModule(pl.LightningDataModule):
                     value=dataset,
                 )
             self.division = Division(
-                dataset,
+                read_at_size(dataset, image_size),
                 partition,
-                public=public,
+                public=read_at_size(public, image_size),
                 public_fraction=public_fraction,
                 validation_fraction=validation_fraction,
                 train_limit=train_limit,
@@ -195,7 +198,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self.chosen_task = task
         """The option ``task``; None where the task is chosen from the labels."""
         self._check_options(crop_padding, flip, augment_public)
-        self.shifts = as_shifts(shifts or {})
+        self.shifts = as_shifts(read_shifts_at_size(shifts or {}, image_size))
         self.conditions: list[Condition] = []
         self.prepare = Preparation(
             None, image_size, crop_padding, flip, augment_public=augment_public, mixing=Mixing(mixup, cutmix)
@@ -222,7 +225,6 @@ class FederatedDataModule(pl.LightningDataModule):
         """Raise an OptionError for an option that is out of range."""
         check_integer("batch_size", self.batch_size, also=["full"])
         check_integer("eval_batch_size", self.eval_batch_size)
-        check_integer("image_size", self.image_size, le=2**16, optional=True)
         check_integer("num_classes", self._num_classes, optional=True)
         check_integer("num_workers", self.num_workers, 0)
         check_integer("crop_padding", crop_padding, 0, le=2**10)
@@ -612,9 +614,10 @@ class FederatedDataModule(pl.LightningDataModule):
 
 
 def _check_types(
-    data: object, dataset: object, partition: object, public: object, task: object, shifts: object
+    data: object, dataset: object, partition: object, public: object, task: object, shifts: object, image_size: object
 ) -> None:
     """Raise an OptionError for an option of the data module that has a wrong type."""
+    check_integer("image_size", image_size, le=2**16, optional=True)
     types: dict[str, tuple[object, type, str]] = {
         "data": (data, FederatedData, "FederatedData(train=[...])"),
         "dataset": (dataset, ImageSet, "Digits()"),

@@ -108,18 +108,22 @@ class ImageSet(Dataset[Any], ABC):
         """Return the training or the test split of the same set, made from the same arguments."""
         if train == self.train:
             return self
-        bound = self._bound_arguments()
-        parameters = bound.signature.parameters
-        if "train" in parameters:
-            bound.arguments["train"] = train
-        else:
-            # It may be one of the options that the class hands on to its base class.
-            for name, parameter in parameters.items():
-                if parameter.kind is parameter.VAR_KEYWORD:
-                    bound.arguments.setdefault(name, {})["train"] = train
-        other = type(self)(*bound.args, **bound.kwargs)
+        other = self._rebuilt("train", train)
         other.train = train  # for a class without this argument
         return other
+
+    def _rebuilt(self, name: str, value: object) -> Self:
+        """Return a set made from the same arguments but for one, which is left unchanged if the class lacks it."""
+        bound = self._bound_arguments()
+        parameters = bound.signature.parameters
+        if name in parameters:
+            bound.arguments[name] = value
+        else:
+            # It may be one of the options that the class hands on to its base class.
+            for keyword, parameter in parameters.items():
+                if parameter.kind is parameter.VAR_KEYWORD:
+                    bound.arguments.setdefault(keyword, {})[name] = value
+        return type(self)(*bound.args, **bound.kwargs)
 
     def _bound_arguments(self) -> inspect.BoundArguments:
         return inspect.signature(type(self)).bind(*self._init_args, **self._init_kwargs)

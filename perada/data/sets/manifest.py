@@ -32,6 +32,8 @@ SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "tes
     ("val", "valid", "validation", "dev"), "val"
 )
 """Split by its names in sources, which may be in any case."""
+DEFAULT_SIZE = 224
+"""Height and width of the images of most networks."""
 _NUM_READERS = 8
 """Threads that hash files."""
 
@@ -41,7 +43,8 @@ class ImageFiles(ImageSet):
 
     Args:
         root: Folder of the images.
-        size: Height and width to resize images to (bilinear, antialiased, regardless of their proportions).
+        size: Height and width to resize images to (bilinear, antialiased, regardless of their proportions). The
+            ``image_size`` of a data module takes its place.
         in_memory: Keep all images as one tensor instead of rereading files.
         train: Whether to load the training split or the test split.
     """
@@ -55,7 +58,7 @@ class ImageFiles(ImageSet):
     _source = ""
     """Address from which the files can be downloaded, for messages."""
 
-    def __init__(self, root: str, *, size: int = 224, in_memory: bool = False, train: bool = True) -> None:
+    def __init__(self, root: str, *, size: int = DEFAULT_SIZE, in_memory: bool = False, train: bool = True) -> None:
         super().__init__(train)
         check_integer("size", size)
         checked_path("root", root)
@@ -63,6 +66,26 @@ class ImageFiles(ImageSet):
         self.root = root
         self.size = int(size)  # resizing does not take NumPy's integers
         self.in_memory = in_memory
+
+    def with_size(self, size: int) -> Self:
+        """Return the same split of the same set, with images of another size. A class without this option is unchanged.
+
+        Args:
+            size: Height and width of the images.
+        """
+        if size == self.size:
+            return self
+        try:
+            other = self._rebuilt("size", size)
+        except (TypeError, ValueError):
+            # It hands its keyword arguments on to a class that has no such option.
+            return self
+        other.train = self.train
+        for name in ("manifest", "listing"):
+            # What was listed already does not depend on the size.
+            if name in vars(self):
+                vars(other)[name] = vars(self)[name]
+        return other
 
     @abstractmethod
     def read_manifest(self) -> Manifest:
