@@ -35,7 +35,7 @@ from perada.data.batches.datasets import (
     resolve_subset,
     tensor_format,
 )
-from perada.data.batches.samples import MapStore, Store, TensorStore, make_store
+from perada.data.batches.samples import PUBLIC_SET, MapStore, Store, TensorStore, make_store
 from perada.data.federated import FederatedData, warn_of_look_alikes
 from perada.data.float_images import warn_of_raw_floats
 from perada.data.mask_checks import MaskCounter, MaskValues, check_masks_of_clients, find_suspects
@@ -49,6 +49,8 @@ MASKS_COMPARED = 20
 """Masks of a client that are compared with those of others, if they are read one by one."""
 COUNT_LIMIT = 200_000
 """Numbers of samples by client and class that a run keeps, at most."""
+VALIDATION_SET = "the server's validation set"
+"""Owner of the labelled images of the server in messages."""
 _CHUNK = 4096  # images of a tensor that are gathered at once
 
 
@@ -149,11 +151,11 @@ class Checked:
             OptionError: If the public or the validation set of the server has an image of a client.
         """
         server_images: dict[bytes, str] = {}
-        for name, store in (("public", self.public), ("server_validation", self.server_validation)):
+        for name, store in ((PUBLIC_SET, self.public), (VALIDATION_SET, self.server_validation)):
             if store is None:
                 continue
             for index, image_hash in enumerate(_image_hashes(store)):
-                server_images.setdefault(image_hash, f"image {index} of the {name} set")
+                server_images.setdefault(image_hash, f"image {index} of {name}")
         if not server_images:
             return
         _check_no_copies(self.train, "", server_images, options)
@@ -234,10 +236,10 @@ def check(
     sets = _labelled_sets(data, resolve)
     stores: dict[str, Store] = {}
     for part, datasets in sets.items():
-        stores[part] = make_store(datasets, size=image_size, resolve=resolve)
+        stores[part] = make_store(datasets, size=image_size, resolve=resolve, owner=_owner(part, "{client}"))
     public = None
     if data.public is not None:
-        public = make_store([data.public], labelled=False, size=image_size, resolve=resolve)
+        public = make_store([data.public], labelled=False, size=image_size, resolve=resolve, owner=PUBLIC_SET)
 
     declared_count = num_classes
     if not num_classes and data.classes is not None:
@@ -664,7 +666,7 @@ def _common_format(stores: Mapping[str, Store], size: int | None) -> TensorForma
             clients = np.flatnonzero(store.sizes).tolist()
         for client in clients:
             image_format = first_image_format(store, client, size)
-            check_same_format(f"{part} data: client {client}", image_format, common or image_format)
+            check_same_format(_owner(part, client), image_format, common or image_format)
             common = image_format
     assert common is not None
     return common
@@ -688,9 +690,9 @@ def _check_counts(data: FederatedData, resolve: Resolve) -> None:
             f"client_names has {len(names)} names, {len(set(names))} of them distinct, for {len(data.train)} clients: "
             "pass a unique name for each client, or leave client_names out"
         )
-    for name, server_set in (("public", data.public), ("server_validation", data.server_validation)):
+    for name, server_set in ((PUBLIC_SET, data.public), (VALIDATION_SET, data.server_validation)):
         if server_set is not None and len(resolve(server_set).rows) == 0:
-            raise ValueError(f"the {name} set has no samples: add some, or pass None")
+            raise ValueError(f"{name} has no samples: add some, or pass None")
 
 
 def first_image_format(store: Store, client: int = 0, size: int | None = None) -> TensorFormat:
@@ -769,10 +771,10 @@ def _require_num_classes(client: int, num_classes: int | None) -> None:
         )
 
 
-def _owner(part: str, client: int) -> str:
-    """Name the owner of samples for a message."""
+def _owner(part: str, client: int | str) -> str:
+    """Name the owner of samples for a message; ``client`` is its number, or ``{client}`` in a template of names."""
     if part == "validation":
-        return "the server's validation set"
+        return VALIDATION_SET
     return f"client {client}: the test set" if part == "test" else f"client {client}"
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -443,16 +443,18 @@ def _find_problems(
         image_size: Height and width that uint8 images are resized to; None keeps them.
     """
     rows_of_base: dict[int, list[np.ndarray[Any, Any]]] = defaultdict(list)
-    for base, rows in bases:
+    owners_of_base: dict[int, dict[str, np.ndarray[Any, Any]]] = defaultdict(dict)
+    for name, (base, rows) in zip(names, bases, strict=True):
         rows_of_base[id(base)].append(rows)
+        owners_of_base[id(base)][name] = rows
     problems_of_base = _finite_bases({id(base): base for base, _ in bases}.values())
     unread: dict[int, _Unread] = {}
-    for name, (base, _) in zip(names, bases, strict=True):
+    for base, _ in bases:
         if id(base) in problems_of_base or id(base) in unread:
             continue
         problems = _find_broken(base, rows_of_base[id(base)])
         if problems is None:
-            unread[id(base)] = _Unread(base, _unique_rows(rows_of_base[id(base)]), name)
+            unread[id(base)] = _Unread(base, _unique_rows(rows_of_base[id(base)]), owners_of_base[id(base)])
         else:
             problems_of_base[id(base)] = problems
     problems_of_unread = _find_broken_items(list(unread.values()), workers, image_size)
@@ -554,11 +556,30 @@ def _find_broken(base: Dataset[Any], rows_of_datasets: list[np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class _Unread:
-    """A dataset whose items must be read, its ``rows`` that are used, and the ``name`` of the first owner."""
+    """A dataset whose items must be read.
+
+    Attributes:
+        base: The dataset.
+        rows: Its rows that are used.
+        rows_of_owner: The rows of each owner, by its name. Clients may share a dataset.
+    """
 
     base: Dataset[Any]
     rows: list[int]
-    name: str
+    rows_of_owner: dict[str, np.ndarray[Any, Any]]
+
+    @cached_property
+    def _owners(self) -> dict[int, str]:
+        """The name of the first owner of each row."""
+        owners: dict[int, str] = {}
+        for name, rows in self.rows_of_owner.items():
+            for row in rows.tolist():
+                owners.setdefault(row, name)
+        return owners
+
+    def owner_of(self, row: int) -> str:
+        """Return the name of the first owner of a row."""
+        return self._owners[row]
 
 
 def _find_broken_items(datasets: Sequence[_Unread], workers: int, image_size: int | None) -> list[dict[int, str]]:
@@ -591,7 +612,9 @@ def _find_broken_items(datasets: Sequence[_Unread], workers: int, image_size: in
             image_format = resized_format(reading.format, image_size)
             expected = expected_formats.setdefault(number, image_format)
             dataset = datasets[number]
-            check_same_format(f"{dataset.name}, sample {row}{location_of(dataset.base, row)}", image_format, expected)
+            if image_format != expected:
+                sample = f"{dataset.owner_of(row)}, sample {row}{location_of(dataset.base, row)}"
+                check_same_format(sample, image_format, expected)
     return problems
 
 
@@ -658,7 +681,7 @@ def _show_progress(results: Iterable[T], total: int) -> Iterable[T]:
 def _describe_sample(datasets: Sequence[_Unread], number: int, row: int) -> str:
     """Name a sample of one of the datasets."""
     dataset = datasets[number]
-    return f"sample {row}{location_of(dataset.base, row)} of {dataset.name}"
+    return f"sample {row}{location_of(dataset.base, row)} of {dataset.owner_of(row)}"
 
 
 class _Reading(NamedTuple):
@@ -678,9 +701,9 @@ def _read_row(datasets: Sequence[_Unread], progress: WorkerProgress | None, plac
     number, row = place
     dataset = datasets[number]
     if progress is None:
-        return _read_once(dataset.base, dataset.name, row)
+        return _read_once(dataset.base, dataset.owner_of(row), row)
     progress.begin(number, row)
-    reading = _read_once(dataset.base, dataset.name, row)
+    reading = _read_once(dataset.base, dataset.owner_of(row), row)
     progress.end()
     return reading
 

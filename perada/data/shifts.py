@@ -19,7 +19,7 @@ from perada.core.checks import OptionError, check_choice, check_integer
 from perada.core.seeding import derive_seed
 from perada.core.text import SPREADS, dtype_name, value_text
 from perada.data.batches.datasets import isolated_randomness, seed_all
-from perada.data.batches.samples import Rows, Samples, Store, TensorStore
+from perada.data.batches.samples import MapStore, Rows, Samples, Store, TensorStore
 from perada.data.batches.transforms import resize_uint8
 from perada.data.checked import Checked, check
 from perada.data.federated import FederatedData
@@ -226,11 +226,13 @@ def _labelled_test_set(name: str, images: ImageSet, checked: Checked, size: int 
         checked_set = check(FederatedData([test]), checked.num_classes, size, task=shifted_task)
     except ValueError as error:
         # The message calls the set a client, since it is the only one of these data.
-        message = str(error).replace("client 0 has the training", "it has the")
+        message = str(error).replace("client 0 has the training", "it has the").replace("client 0", "its images")
         raise ValueError(f"{title}: {message}") from None
     task = checked_set.task
     if (task.exclusive, task.per_pixel) != (checked.task.exclusive, checked.task.per_pixel):
         raise ValueError(f"{title} has {task.labels_per_image}, unlike the data; use a set of the same kind")
+    if isinstance(checked_set.train, MapStore):
+        checked_set.train.owner = f"the shifted test set {name!r}"
     return checked_set.train
 
 

@@ -21,7 +21,7 @@ from perada.core.checks import check_integer
 from perada.core.states import State, device_of, to_device_async
 from perada.data import FederatedDataModule
 from perada.data.batches.public import augment_public_images, public_indices
-from perada.data.batches.samples import make_store
+from perada.data.batches.samples import PUBLIC_SET, make_store
 from perada.data.batches.transforms import Preparation
 from perada.deploy.scores import count_summands, summand_names
 from perada.deploy.sums.vector import Contents
@@ -318,7 +318,7 @@ class PublicImages:
     def __init__(self, public: Dataset[object] | None, preparation: Preparation) -> None:
         self._preparation = preparation
         datasets = [] if public is None else [public]
-        self._public = make_store(datasets, labelled=False, size=preparation.image_size)
+        self._public = make_store(datasets, labelled=False, size=preparation.image_size, owner=PUBLIC_SET)
         self.public_size = sum(self._public.sizes)
 
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:

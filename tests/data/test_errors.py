@@ -82,7 +82,7 @@ def test_images_of_another_shape(kind):
     rejected(FederatedData([kind(client()), kind(client(side=6))]), wrong)
     rejected(FederatedData([kind(client()), kind(client(channels=3))]), "client 1: an image is .*3, 5, 5")
     rejected(FederatedData([kind(client()), kind(client(dtype=torch.float32))]), "float32.* others are .*uint8")
-    rejected(FederatedData([kind(client())], [kind(client(side=6))]), "test data: client 0: an image is .*6, 6")
+    rejected(FederatedData([kind(client())], [kind(client(side=6))]), "client 0: the test set: an image is .*6, 6")
 
 
 def test_image_size_makes_one_shape_of_many_where_images_are_read_one_by_one():
@@ -129,7 +129,7 @@ def test_missing_and_empty_clients():
     rejected(FederatedData([client(), empty]), "client 1 has no training samples")
     rejected(FederatedData([client()] * 2, [client()]), "2 training sets and 1 test sets")
     rejected(FederatedData([client()], public=empty), "the public set has no samples")
-    rejected(FederatedData([client()], server_validation=empty), "the server_validation set has no samples")
+    rejected(FederatedData([client()], server_validation=empty), "the server's validation set has no samples")
 
 
 def test_padding_that_no_image_could_have():

@@ -63,6 +63,10 @@ from perada.privacy.sampling import poisson_batches, shuffled_batches
 Rows = tuple[Tensor, Tensor | None, dict[int, Exception]]
 """Images, labels, and the errors of those that cannot be read, by their position in the images."""
 T = TypeVar("T")
+CLIENT = "client {client}"
+"""Owner of samples in messages, if each client has some."""
+PUBLIC_SET = "the public set"
+"""Owner of the images of the server's distillation in messages."""
 
 
 class Samples(ABC):
@@ -216,6 +220,7 @@ class MapStore(Samples):
         labelled: Whether to read labels. If False, only the image of an item is used.
         size: Height and width to resize uint8 images to as they are read, so that they can be stacked; None keeps them.
         resolve: Finds the dataset behind a Subset, and so the number of items.
+        owner: Name of the samples' owner in messages, in which ``{client}`` stands for the number of the client.
 
     Attributes:
         classes: Number of each label, if an image has a single label. Set by the checks of the data.
@@ -235,9 +240,11 @@ class MapStore(Samples):
         labelled: bool,
         size: int | None = None,
         resolve: Resolve = resolve_subset,
+        owner: str = CLIENT,
     ) -> None:
         self.datasets = datasets
         self.labelled = labelled
+        self.owner = owner
         self.size = size
         self.sizes = tuple(len(resolve(dataset).rows) for dataset in datasets)
         self.classes: Mapping[str, int] | range | None = None
@@ -251,12 +258,12 @@ class MapStore(Samples):
     def describe(self, owner: int, index: int) -> str:
         """Name a sample for a message."""
         name = self._owner_name(owner)
-        if self.labelled and self.client_names is not None:
+        if "{client}" in self.owner and self.client_names is not None:
             name += f" ({self.client_names[owner]!r})"
         return f"sample {index}{location_of(self.datasets[owner], index)} of {name}"
 
     def _owner_name(self, owner: int) -> str:
-        return f"client {owner}" if self.labelled else "the public set"
+        return _named_owner(self.owner, owner)
 
     def item(self, owner: int, index: int, resize: bool = True) -> tuple[Tensor, Tensor | str | None]:
         """Read one sample.
@@ -336,7 +343,7 @@ class MapStore(Samples):
                 allowed = abbreviated([repr(name) for name in self.classes])
                 option = "classes"
             raise ValueError(
-                f"client {owner} has the label {value!r}, outside {allowed}: correct the label or {option}"
+                f"{self._owner_name(owner)} has the label {value!r}, outside {allowed}: correct the label or {option}"
             )
         return torch.tensor(self.classes[value])
 
@@ -358,7 +365,7 @@ class MapStore(Samples):
                     assert not isinstance(label, str)
                     image_format = tensor_format(image, 0)
                     expected = expected or image_format
-                    check_same_format(f"client {owner}", image_format, expected)
+                    check_same_format(self._owner_name(owner), image_format, expected)
                 except Exception as error:  # whatever a dataset raises concerns one client only
                     failed[position] = error
                     rows.append(self._blank)
@@ -398,6 +405,7 @@ def make_store(
     labelled: bool = True,
     size: int | None = None,
     resolve: Resolve = resolve_subset,
+    owner: str = CLIENT,
 ) -> Store:
     """Make a TensorStore if all datasets are tensors of one format, else a MapStore, which rejects mixed formats later.
 
@@ -406,6 +414,7 @@ def make_store(
         labelled: Whether labels are needed.
         size: Height and width that a MapStore resizes uint8 images to; None keeps them.
         resolve: Finds the dataset behind a Subset.
+        owner: Name of the samples' owner in messages, in which ``{client}`` stands for the number of the client.
 
     Raises:
         ValueError: If labels are needed and a dataset of tensors has none.
@@ -417,7 +426,7 @@ def make_store(
     for client, dataset in enumerate(datasets):
         source = tensor_source(dataset, labelled, resolve)
         if source is None:
-            return MapStore(datasets, labelled, size, resolve)
+            return MapStore(datasets, labelled, size, resolve, owner)
         sources.append(source)
         # Clients often have Subsets of the same tensors, which are checked once.
         tensors = (id(source.images), id(source.labels))
@@ -426,18 +435,23 @@ def make_store(
         checked_tensors.add(tensors)
         if labelled and source.labels is None:
             raise ValueError(
-                f"client {client}: its images have no labels; use labelled images, or leave the client out"
+                f"{_named_owner(owner, client)}: its images have no labels; use labelled images, or leave it out"
             )
         check_dtype(source.images)
-        _check_pixels(f"client {client}" if labelled else "the public set", source.images.shape[1:])
+        _check_pixels(_named_owner(owner, client), source.images.shape[1:])
         labels = None if source.labels is None else as_labels(source.labels)
         label_format = None if labels is None else tensor_format(labels)
         formats.add((tensor_format(source.images), label_format))
         if len(formats) > 1:
-            return MapStore(datasets, labelled, size, resolve)
+            return MapStore(datasets, labelled, size, resolve, owner)
     if not sources:
-        return MapStore(datasets, labelled, size, resolve)
+        return MapStore(datasets, labelled, size, resolve, owner)
     return TensorStore(sources)
+
+
+def _named_owner(owner: str, client: int) -> str:
+    """Return the name of the owner of samples, with the number of the client if there is one of each client."""
+    return owner.replace("{client}", str(client))
 
 
 def _check_pixels(owner: str, shape: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 from perada.algorithms import Algorithm, Broadcast, Stacks
 from perada.core.rounds import AnyBatch, Phase, PrivateSampling, RoundPlan, make_plan, one_of
 from perada.core.states import State, cut_ranks, double, expand, to_device
-from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, loader, make_store
+from perada.data.batches.samples import PUBLIC_SET, EvalBatches, MapStore, RoundBatches, Samples, loader, make_store
 from perada.data.federated import FederatedData
 from perada.data.fingerprints import Fingerprint, fingerprint_of
 from perada.deploy.protocol import RejectionError, Request
@@ -170,7 +170,7 @@ class Client:
         options = privacy_options(self.recipe.loop.privacy, self.recipe.loop.client_privacy)
         public = self.recipe.public
         if options and public is not None:
-            store = make_store([public], labelled=False)
+            store = make_store([public], labelled=False, owner=PUBLIC_SET)
             replace(self.data.checked, public=store).check_overlap(options)
 
     def _plan_steps(self) -> Counter[tuple[float, float]]:
