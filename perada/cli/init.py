@@ -25,7 +25,15 @@ from perada.data import ImageMasks, Images, ImageTable
 from perada.data.sets.base import Manifest
 from perada.data.sets.folders import folder_below, have_masks, list_images, propose_layout
 from perada.data.sets.manifest import SPLITS
-from perada.data.sets.tables import BINARY, UNKNOWN_CELLS, guess_separator, holds_measurements, is_number, read_table
+from perada.data.sets.tables import (
+    BINARY,
+    UNKNOWN_CELLS,
+    Decimal,
+    guess_separator,
+    holds_measurements,
+    is_number,
+    read_table,
+)
 from perada.privacy.accounting import check_target
 
 TaskName = Literal["classes", "labels", "numbers", "masks"]
@@ -95,6 +103,11 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
         help="Positions of client and class in the paths of a folder, such as {client}/{class}/*; by default inferred.",
     )
     parser.add_argument("--encoding", type=str, help="Encoding of a text table, such as cp1252; by default UTF-8.")
+    parser.add_argument(
+        "--decimal",
+        type=str,
+        help="What separates the fraction of numbers in a table, a point or a comma (--decimal ,); by default a point.",
+    )
     parser.add_argument("--output", type=Path, default=Path("recipe.yaml"), help="File to write.")
     parser.add_argument(
         "--yes", action="store_true", help="Do not ask; use the default of everything that no option sets."
@@ -110,6 +123,8 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
             "there is no terminal for questions; add --yes, and options for everything that should "
             "differ from the default"
         )
+    if options.decimal is not None:
+        check_choice("decimal", options.decimal, get_args(Decimal))
     # Options are checked before the first question, and each answer before the next question.
     for name in QUESTIONS:
         if options[name] is not None:
@@ -122,7 +137,7 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
         answers[name] = answer
     source = None
     if answers["images"]:
-        source = read_source(answers["images"], answers["task"], options.layout, options.encoding)
+        source = read_source(answers["images"], answers["task"], options.layout, options.encoding, options.decimal)
         print(source.summary)
     text = write_recipe(**answers, source=source)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -252,7 +267,13 @@ class InferredSource:
     summary: str = ""
 
 
-def read_source(images: str, task: str = "", layout: str | None = None, encoding: str | None = None) -> InferredSource:
+def read_source(
+    images: str,
+    task: str = "",
+    layout: str | None = None,
+    encoding: str | None = None,
+    decimal: Decimal | None = None,
+) -> InferredSource:
     """Infer how images are read, and read their list.
 
     Args:
@@ -260,6 +281,7 @@ def read_source(images: str, task: str = "", layout: str | None = None, encoding
         task: What is learnt, one of ``TASKS``; empty to infer it.
         layout: Layout of a folder; None to infer it.
         encoding: Encoding of a table; None for UTF-8.
+        decimal: What separates the fraction of a table's numbers; None for a point.
 
     Raises:
         ValueError: If it cannot be inferred, or an option does not fit the kind of source.
@@ -269,7 +291,9 @@ def read_source(images: str, task: str = "", layout: str | None = None, encoding
         raise ValueError(f"--layout={layout} is for folders, but images={images!r} is a table; leave it out")
     if not is_table and encoding is not None:
         raise ValueError(f"--encoding={encoding} is for tables, but images={images!r} is a folder; leave it out")
-    return _read_table(images, task, encoding) if is_table else _read_folder(images, task, layout)
+    if not is_table and decimal is not None:
+        raise ValueError(f"--decimal={decimal} is for tables, but images={images!r} is a folder; leave it out")
+    return _read_table(images, task, encoding, decimal) if is_table else _read_folder(images, task, layout)
 
 
 def _summarize(manifest: Manifest, task: TaskName, assumed: str) -> str:
@@ -299,13 +323,13 @@ def _can_be_opened(path: str) -> bool:
         return False
 
 
-def _read_table(path: str, task: str, encoding: str | None = None) -> InferredSource:
+def _read_table(path: str, task: str, encoding: str | None = None, decimal: Decimal | None = None) -> InferredSource:
     """Infer how a table is read, and check its files and labels.
 
     Raises:
         ValueError: If the columns cannot be inferred, or a row is wrong.
     """
-    options = table_options(path, task, encoding)
+    options = table_options(path, task, encoding, decimal)
     image_table = ImageTable(**options)
     manifest = image_table.read_manifest()
     inferred_task: TaskName = "classes"
@@ -392,13 +416,16 @@ def _no_layout_message(images: str, files: list[str]) -> str:
     )
 
 
-def table_options(path: str, task: str = "", encoding: str | None = None) -> dict[str, Any]:
+def table_options(
+    path: str, task: str = "", encoding: str | None = None, decimal: Decimal | None = None
+) -> dict[str, Any]:
     """Infer the options with which :class:`.ImageTable` reads a table, from its header and rows.
 
     Args:
         path: File of the table.
         task: What is learnt from the labels, one of ``TASKS``; empty to infer it.
         encoding: Encoding of a text table; None for UTF-8.
+        decimal: What separates the fraction of numbers; None for a point.
 
     Raises:
         ValueError: If no column holds the paths of images, or their labels.
@@ -408,6 +435,8 @@ def table_options(path: str, task: str = "", encoding: str | None = None) -> dic
     options: dict[str, Any] = {"table": path}
     if encoding is not None:
         options["encoding"] = encoding
+    if decimal is not None:
+        options["decimal"] = decimal
     path_column = _find_path_column(path, values)
     first_path = values[path_column][0]
     if not (Path(path).parent / first_path).is_file() and Path(first_path).is_file():
@@ -424,29 +453,45 @@ def table_options(path: str, task: str = "", encoding: str | None = None) -> dic
         columns_by_role[role] = name
     options |= {role: name for role, name in columns_by_role.items() if name != role}
     free_columns = [name for name in values if name not in columns_by_role.values()]
-    label_options = _label_options({name: values[name] for name in free_columns}, task)
+    free_values = {name: values[name] for name in free_columns}
+    label_options = _label_options(free_values, task, decimal or ".")
     if label_options is None:
         wanted = {"masks": "mask", "numbers": "number"}.get(task, "label")
         column_name = "mask" if task == "masks" else "label"
+        comma_remedy = ""
+        if decimal is None and _find_number_column(free_values, task, ","):
+            comma_remedy = "add --decimal , if its numbers have decimal commas, or "
         raise ValueError(
             f"images={path!r}: the column of the {wanted}s cannot be inferred from {', '.join(map(repr, values))}; "
-            f"rename it to {column_name!r}"
+            f"{comma_remedy}rename it to {column_name!r}"
+        )
+    label = label_options.get("label", "label")
+    if decimal is None and isinstance(label, str) and _has_comma_measurements(free_values.get(label, [])):
+        raise ValueError(
+            f"images={path!r}: {label} has numbers with decimal commas, such as {free_values[label][0]!r}; add "
+            "--decimal , to predict them"
         )
     return options | label_options
 
 
-def _label_options(values: dict[str, list[Any]], task: str) -> dict[str, Any] | None:
+def _has_comma_measurements(column: Sequence[Any]) -> bool:
+    """Return whether a column holds measurements with decimal commas."""
+    return holds_measurements([str(cell).strip() for cell in column], ",")
+
+
+def _label_options(values: dict[str, list[Any]], task: str, decimal: Decimal = ".") -> dict[str, Any] | None:
     """Infer the options that name the labels; None if they cannot be inferred.
 
     Args:
         values: Cells of the columns that have no other role.
         task: What is learnt from the labels, one of ``TASKS``; empty to infer it.
+        decimal: What separates the fraction of numbers.
     """
     if task in ("", "masks"):
         mask = _find_mask_column(values)
         if mask is not None:
             return {"mask": mask}
-    numbers = _find_number_column(values, task)
+    numbers = _find_number_column(values, task, decimal)
     if numbers is not None:
         return {"numbers": numbers}
     label: str | list[str] | None = None
@@ -518,21 +563,21 @@ def _find_mask_column(values: dict[str, list[Any]]) -> str | None:
     return name
 
 
-def _find_number_column(values: dict[str, list[Any]], task: str) -> str | None:
+def _find_number_column(values: dict[str, list[Any]], task: str, decimal: Decimal) -> str | None:
     """Return the column of numbers to predict; None if there is none, or there are classes and no task is set."""
     if task not in ("", "numbers"):
         return None
     cells = {name: [str(cell).strip() for cell in column] for name, column in values.items()}
     common = _find_common_column("label", list(values))
     if common is not None:
-        is_target = holds_measurements(cells[common])
+        is_target = holds_measurements(cells[common], decimal)
         if task == "numbers":
-            is_target = all(map(is_number, cells[common]))
+            is_target = all(is_number(cell, decimal) for cell in cells[common])
         return common if is_target else None
     if not task and _find_label_columns(values, task) is not None:
         return None
-    numeric = [name for name, column in cells.items() if all(map(is_number, column))]
-    measured = [name for name in numeric if holds_measurements(cells[name])]
+    numeric = [name for name, column in cells.items() if all(is_number(cell, decimal) for cell in column)]
+    measured = [name for name in numeric if holds_measurements(cells[name], decimal)]
     # Whole numbers may be identities of images, so numbers with a fraction come first.
     candidates = measured or (numeric if task else [])
     return candidates[0] if len(candidates) == 1 else None

@@ -156,10 +156,9 @@ def _check_measurements(source: str, numbers: Mapping[str, Decimal | None], num_
     problem = (
         f"{source} has {len(numbers)} different numbers as classes of {num_labels} images, such as {fractions[0]!r}"
     )
-    remedy = (
-        "to predict them, write them in a column of a table with a point for decimals, and name it as numbers, with "
-        "the task Regression"
-    )
+    remedy = "to predict them, write them in a column of a table, and name it as numbers, with the task Regression"
+    if any("," in name for name in fractions):
+        remedy += " and decimal: ','"
     if 2 * len(numbers) > num_labels:
         raise ValueError(f"{problem}: {remedy}; if they are classes, declare {_declaration([*numbers])}")
     # A few numbers may be grades, but those of a measuring program have a comma in half of Europe.

@@ -45,7 +45,13 @@ from perada.tasks.multi_label import UNKNOWN
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+Decimal = Literal[".", ","]
+"""What separates the whole from the fraction of a number."""
+_NUMBERS: Mapping[Decimal, re.Pattern[str]] = {
+    ".": re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE),
+    ",": re.compile(r"[+-]?(\d+,?\d*|,\d+)(e[+-]?\d+)?", re.IGNORECASE),
+}
+"""Numbers by what separates their fraction."""
 _LABEL_COLUMNS = ("label", "labels", "fine_label")
 _DECLARED_DELIMITER = re.compile(r'"?sep=(?P<delimiter>[^"\r\n])"?(?=[\r\n]|$)', re.IGNORECASE)
 """The first line that Excel reads, and some programs write, to declare the delimiter."""
@@ -64,25 +70,32 @@ Blank = Literal["unknown", "absent"]
 """What a blank cell means."""
 
 
-def is_number(cell: str) -> bool:
+def is_number(cell: str, decimal: Decimal = ".") -> bool:
     """Return whether a cell is a number.
 
     >>> is_number("-1.5e3"), is_number("1,5"), is_number("nan")
     (True, False, False)
+    >>> is_number("1,5", decimal=","), is_number("1.5", decimal=","), is_number("1.234,5", decimal=",")
+    (True, False, False)
     """
-    return _NUMBER.fullmatch(cell) is not None
+    return _NUMBERS[decimal].fullmatch(cell) is not None
 
 
-def holds_measurements(column: Sequence[str]) -> bool:
+def with_point(cell: str) -> str:
+    """Return a number with a point before its fraction, as Python reads it."""
+    return cell.replace(",", ".")
+
+
+def holds_measurements(column: Sequence[str], decimal: Decimal = ".") -> bool:
     """Return whether a column holds measurements: mostly different numbers, some of which have a fraction.
 
     >>> holds_measurements(["1.5", "2", "3"]), holds_measurements(["1", "2", "3"])
     (True, False)
     """
     values = {*column}
-    if 2 * len(values) <= len(column) or not all(map(is_number, values)):
+    if 2 * len(values) <= len(column) or not all(is_number(value, decimal) for value in values):
         return False
-    return any(float(value) % 1 for value in values)
+    return any(float(with_point(value)) % 1 for value in values)
 
 
 class ImageTable(ListedImages):
@@ -110,6 +123,7 @@ class ImageTable(ListedImages):
             :class:`.Regression`; null for labels that are names.
         encoding: Encoding of a text file, such as ``cp1252`` as Excel writes it on Windows; null for UTF-8, or for
             UTF-16 or UTF-32 with a byte-order mark.
+        decimal: What separates the fraction of ``numbers``: a point, or a comma as Excel writes it in much of Europe.
         **options: Options of :class:`.ListedImages`.
     """
 
@@ -127,9 +141,11 @@ class ImageTable(ListedImages):
         mask_values: list[int] | None = None,
         numbers: str | list[str] | None = None,
         encoding: str | None = None,
+        decimal: Decimal = ".",
         **options: Any,
     ) -> None:
         check_encoding(encoding)
+        check_choice("decimal", decimal, get_args(Decimal))
         _check_unknown(unknown, blank, label)
         _check_one_kind_of_label(
             mask=mask, numbers=numbers, separator=separator, label=None if isinstance(label, str) else label
@@ -152,6 +168,7 @@ class ImageTable(ListedImages):
         self.mask_values = _checked_mask_values(mask_values, mask)
         self.numbers = numbers
         self.encoding = encoding
+        self.decimal: Decimal = decimal
         self.source_name = table
 
     @property
@@ -192,7 +209,7 @@ class ImageTable(ListedImages):
         numbers: Array | None = None
         if self.numbers is not None:
             classes = _names_of_numbers(self.numbers)
-            numbers = _read_numbers(self, classes)
+            numbers = _read_numbers(self, classes, self.decimal, "decimal: ','")
         elif self.mask is None:
             classes, labels = self._number_labels()
         else:
@@ -324,9 +341,9 @@ class ImageTable(ListedImages):
 
     def _check_not_measurements(self, name: str, column: Sequence[str]) -> None:
         """Raise a ValueError if a column holds measurements: mostly different numbers, some with a fraction."""
-        if not holds_measurements(column):
+        if not holds_measurements(column, self.decimal):
             return
-        cell = next(cell for cell in column if float(cell) % 1)
+        cell = next(cell for cell in column if float(with_point(cell)) % 1)
         raise ValueError(
             f"{self.table}: {name} holds {len({*column})} different numbers in {len(column)} rows, such as "
             f"{cell}, instead of classes; choose a different column, divide the numbers "
@@ -644,12 +661,16 @@ def _names_of_numbers(numbers: str | list[str]) -> tuple[str, ...]:
     return (numbers,) if isinstance(numbers, str) else tuple(numbers)
 
 
-def _read_numbers(images: ListedImages, columns: Sequence[str]) -> Array:
+def _read_numbers(
+    images: ListedImages, columns: Sequence[str], decimal: Decimal = ".", comma_option: str = ""
+) -> Array:
     """Read columns of numbers.
 
     Args:
         images: The image set with the columns.
         columns: Names of the D columns.
+        decimal: What separates their fraction.
+        comma_option: Option of the image set with which commas separate it; empty if there is none.
 
     Returns:
         The numbers, float32 (N, D).
@@ -661,11 +682,20 @@ def _read_numbers(images: ListedImages, columns: Sequence[str]) -> Array:
     for name in columns:
         column = images.column("numbers", name, "fill it in, or take the row out")
         cells = [str(cell).strip() for cell in column]
-        not_numbers = [row for row, cell in enumerate(cells) if not is_number(cell)]
+        not_numbers = [row for row, cell in enumerate(cells) if not is_number(cell, decimal)]
         if not_numbers:
-            problem = f"{name} is {cells[not_numbers[0]]!r}, which is not a number"
-            images.reject_rows(not_numbers, problem, "correct it, with a point for decimals, or take the row out")
-        exact = np.array(cells, dtype=np.float64)
+            example = cells[not_numbers[0]]
+            problem = f"{name} is {example!r}, which is not a number"
+            remedy = "correct it, with a point for decimals, or take the row out"
+            if decimal == ",":
+                problem += " with a decimal comma"
+                remedy = "correct it, or take the row out"
+                if is_number(example):
+                    remedy += "; if all numbers have points, leave decimal out"
+            elif comma_option and is_number(example, ","):
+                remedy = f"set {comma_option} if the table has decimal commas, or correct it"
+            images.reject_rows(not_numbers, problem, remedy)
+        exact = np.array([with_point(cell) for cell in cells], dtype=np.float64)
         if loses_digits(torch.from_numpy(exact)):
             raise ValueError(
                 f"numbers: the column {name!r} has numbers from {exact.min():.15g} to {exact.max():.15g}, which "
