@@ -7,7 +7,7 @@ one stack with a leading client axis, and must treat each client independently o
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
@@ -275,18 +275,29 @@ class ServerStep:
             self.state[RULE + name] = state
         return result
 
-    def distill(self, student: State, teachers: Updates | State, average_from: float | None = None) -> State:
+    def distill(
+        self,
+        student: State,
+        teachers: Updates | State,
+        average_from: float | None = None,
+        clients_of_teachers: Sequence[int | None] | None = None,
+    ) -> State:
         """Distil an ensemble of teachers into a student, as :class:`perada.server.Distiller` does.
 
         Args:
             student: State from which the student starts. Its distance from :attr:`previous` limits how far it may move.
             teachers: States (K, ...) of the teachers.
             average_from: As in :class:`perada.server.Distiller`.
+            clients_of_teachers: For warnings, the client whose model each teacher is, or None for the model of no
+                single client. By default :attr:`clients`, if the teachers are the updates of all of them.
 
         Returns:
             The student's state.
         """
-        return self.distiller(student, teachers, average_from, self.previous)
+        if clients_of_teachers is None:
+            are_all_updates = isinstance(teachers, Updates) and teachers.clients == len(self.clients)
+            clients_of_teachers = self.clients if are_all_updates else ()
+        return self.distiller(student, teachers, average_from, self.previous, clients_of_teachers)
 
 
 class Algorithm(Options):

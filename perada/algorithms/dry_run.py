@@ -323,6 +323,7 @@ def _add_mean_of_teachers(
     teachers: Updates | State,
     average_from: float | None = None,
     previous: State | None = None,
+    clients_of_teachers: Sequence[int | None] = (),
 ) -> State:
     """Add the mean of the teachers to the student, in place of a distiller, which also uses only their mean."""
     if isinstance(teachers, Updates):

@@ -104,21 +104,24 @@ class FedBE(Algorithm):
     def server_step(self, server: ServerStep) -> State:
         """Average the updates and draw models; then distil the ensemble into the average, or store it."""
         random = generator(server.seed, "fedbe", server.round)
+        clients_of_models: list[int | None]
         if self.moments:
             squares = [name for name in server.updates.names if name.startswith(SQUARE)]
             models = server.updates.part(range(len(server.clients)), without=squares)
             drawn = self._draw_by_moments(server, squares, random)
             average = server.mean(models, server.weights)
             stacks = [drawn, expand(average, 1)]
+            clients_of_models = [None] * (self.samples + 1)
         else:
             models = server.updates
             client_models = models.gathered_all()
             drawn = sample_models(client_models, server.weights, self.sampler, self.samples, random)
             average = server.mean(models, server.weights)
             stacks = [drawn, client_models, expand(average, 1)]
+            clients_of_models = [*[None] * self.samples, *server.clients, None]
         teachers = {name: torch.cat([stacked[name] for stacked in stacks]) for name in models.names}
         if self.uses_distillation:
-            return server.distill(server.previous | average, teachers, self.average_from)
+            return server.distill(server.previous | average, teachers, self.average_from, clients_of_models)
         server.state["members"] = teachers
         return average
 

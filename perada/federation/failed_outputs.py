@@ -46,9 +46,7 @@ class FailedOutputs:
         >>> FailedOutputs("personal", 0, 12, 3).describe()
         'the model of client 0 on 12 test images, since round 3'
         """
-        client = f"client {self.client}"
-        if names is not None:
-            client += f" ({names[self.client]!r})"
+        client = _label_client(self.client, names)
         plural = "" if self.images == 1 else "s"
         images = f"{self.images} test image{plural}"
         round = f"since round {self.since}" if self.since else "since before round 1"
@@ -59,6 +57,13 @@ class FailedOutputs:
     def record(self) -> dict[str, Any]:
         """Return the attributes as JSON."""
         return asdict(self)
+
+
+def _label_client(client: int, names: Sequence[str] | None) -> str:
+    """Return the number of a client, with its name if there are names."""
+    if names is None:
+        return f"client {client}"
+    return f"client {client} ({names[client]!r})"
 
 
 def failed_of_records(records: Sequence[Mapping[str, Any]]) -> list[FailedOutputs]:
@@ -80,6 +85,36 @@ def describe_failed(failed: Sequence[FailedOutputs], names: Sequence[str] | None
     else:
         whose = abbreviated([entry.describe(names) for entry in failed])
     return f"outputs are NaN or infinite: {whose}. Such a model has no score, and means that include it are NaN"
+
+
+def describe_failed_teachers(teachers: Sequence[int | None], names: Sequence[str] | None, anonymous: bool) -> str:
+    """Describe the teachers of a distillation whose outputs are NaN or infinite.
+
+    Args:
+        teachers: The client whose model each of them is; None for the model of no single client. At least one.
+        names: Names of the clients.
+        anonymous: Whether to say only how many there are: in a private run no log may name clients.
+
+    >>> describe_failed_teachers([1, None, None], ["A", "B"], anonymous=False)
+    "client 1 ('B') and 2 teachers that are no client's model"
+    >>> describe_failed_teachers([0, 1], None, anonymous=True)
+    '2 teachers'
+    """
+    if anonymous:
+        return "a teacher" if len(teachers) == 1 else f"{len(teachers)} teachers"
+    described = []
+    for client in teachers:
+        if client is not None:
+            described.append(_label_client(client, names))
+    num_others = teachers.count(None)
+    parts = []
+    if described:
+        parts.append(abbreviated(described))
+    if num_others == 1:
+        parts.append("a teacher that is no client's model")
+    elif num_others:
+        parts.append(f"{num_others} teachers that are no client's model")
+    return " and ".join(parts)
 
 
 def dated(found: Sequence[FailedOutputs], earlier: Sequence[FailedOutputs]) -> list[FailedOutputs]:

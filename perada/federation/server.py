@@ -90,6 +90,7 @@ class ServerResult:
         student: The state before the distillation; None if nothing was distilled.
         outliers: For each outlier, by client, its change's norm divided by the median norm.
         diverged: Whether the distillation became NaN or infinite, so that its starting point was kept.
+        failed_teachers: As in :class:`perada.server.distill.DistillationReport`.
         discarded: Whether the new state was NaN or infinite, so that the global state was kept.
         metrics: Metrics of the round.
     """
@@ -98,6 +99,7 @@ class ServerResult:
     student: State | None = None
     outliers: dict[int, float] = field(default_factory=dict)
     diverged: bool = False
+    failed_teachers: list[int | None] = field(default_factory=list)
     discarded: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -261,6 +263,7 @@ class Server:
             student=distiller.report.student,
             outliers=accepted.outliers,
             diverged=distiller.report.diverged,
+            failed_teachers=distiller.report.failed_teachers,
             discarded=not finite,
             metrics=metrics,
         )

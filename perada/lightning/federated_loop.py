@@ -458,7 +458,7 @@ class FederatedLoop(pl.Callback):
                 context.local_steps,
                 lambda steps: context.progress_bar(steps, f"Distil {plan.round + 1}"),
             )
-        warn_of_round(plan.round, report, context.settings)
+        warn_of_round(plan.round, report, context.settings, context.data.client_names)
         for name, value in {"round": float(plan.round), **report.metrics}.items():
             # All processes log the same values, those of all clients.
             log_exactly(context.module, name, value, prog_bar=name in PROGRESS_METRICS)

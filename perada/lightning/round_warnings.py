@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.core.checks import OptionError
-from perada.federation.failed_outputs import REMEDY, describe_failed
+from perada.federation.failed_outputs import REMEDY, describe_failed, describe_failed_teachers
 from perada.federation.server import RoundReport
 from perada.federation.settings import Settings
 from perada.lightning.run_context import RunContext
@@ -33,12 +33,18 @@ def warn_of_failed_clients(when: str, clients: list[int], consequence: str, unre
         )
 
 
-def warn_of_round(round: int, report: RoundReport, settings: Settings) -> None:
+def warn_of_round(round: int, report: RoundReport, settings: Settings, names: Sequence[str] | None = None) -> None:
     """Warn of what went wrong in a round.
 
     In a private run clients whose training failed or whose images cannot be read are not named: others than the clients
     read the logs, and no ledger accounts for it. Outliers and a server step that diverged follow from what clients
     sent, which the ledgers account for.
+
+    Args:
+        round: Number of the round, counted from 0.
+        report: What happened in it.
+        settings: Settings of the run.
+        names: Names of the clients.
     """
     when = f"round {round + 1}"
     if not settings.private:
@@ -52,7 +58,13 @@ def warn_of_round(round: int, report: RoundReport, settings: Settings) -> None:
         rank_zero_warn(
             f"{when}: client {client} sent a change whose norm is {ratio:,.0f} times the round's median. {outlier_note}"
         )
-    if report.server.diverged:
+    if report.server.failed_teachers:
+        teachers = describe_failed_teachers(report.server.failed_teachers, names, anonymous=settings.private)
+        rank_zero_warn(
+            f"{when}: the distillation became NaN or infinite, since the outputs of {teachers} on public images are; "
+            f"the round continues with the clients' average. Remedy: {REMEDY}."
+        )
+    elif report.server.diverged:
         rank_zero_warn(
             f"{when}: the distillation became NaN or infinite; the round continues with the clients' average. Lower "
             "its learning rate (distillation.lr)."

@@ -12,7 +12,7 @@ from torch import Tensor
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, use_plain_numbers
 from perada.core.ranks import Ranks
 from perada.core.seeding import Streams
-from perada.core.states import State, device_of, double, expand, is_finite, to_device_async
+from perada.core.states import State, device_of, double, expand, is_finite, per_client, to_device_async
 from perada.engine.engine import Engine
 from perada.engine.loss_scaling import KeptScales, LossScales, MaskedAdam, MaskedOptimizer, MaskedSGD
 from perada.server.aggregate import Updates
@@ -376,11 +376,14 @@ class DistillationReport:
     Attributes:
         student: State from which the last distillation started.
         diverged: Whether a result was not finite, so that the student was returned instead.
+        failed_teachers: For each teacher whose outputs are NaN, infinite or too large for a secure sum, the client
+            whose model it is; None for the model of no single client.
         metrics: Metrics of the round.
     """
 
     student: State | None = None
     diverged: bool = False
+    failed_teachers: list[int | None] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
     def add(self, metric: str, value: float) -> None:
@@ -423,6 +426,7 @@ class Distiller:
         teachers: Updates | State,
         average_from: float | None = None,
         previous: State | None = None,
+        clients_of_teachers: Sequence[int | None] = (),
     ) -> State:
         """Return the distilled student. A collective: all ranks must call this.
 
@@ -433,6 +437,8 @@ class Distiller:
             average_from: Return the mean of the student's states after this share of the steps, instead of the last
                 state (stochastic weight averaging); ``None`` for the last state.
             previous: Global state before the round, which determines the trust region; ``None`` for no limit.
+            clients_of_teachers: For the report, the client whose model each of the C teachers is, or None for the model
+                of no single client. By default no teacher is a client's model.
 
         Returns:
             The distilled state, or the student itself if nothing was distilled or the result was not finite.
@@ -443,7 +449,14 @@ class Distiller:
         scales = self.scales.open("student", 1, device)
         refined = student
         if self.options.active(self.round.index) and not self._is_only_teacher(student, clients):
-            refined = self._refine(student, clients, average_from=average_from, previous=previous, scales=scales)
+            refined = self._refine(
+                student,
+                clients,
+                clients_of_teachers=clients_of_teachers or [None] * clients.clients,
+                average_from=average_from,
+                previous=previous,
+                scales=scales,
+            )
         if scales is not None:
             self.scales.close("student", scales, torch.ones_like(scales.stepped), self.ranks)
             self.report.add("server/skipped_steps", float(scales.skipped))
@@ -480,15 +493,19 @@ class Distiller:
         student: State,
         clients: Updates,
         *,
+        clients_of_teachers: Sequence[int | None],
         average_from: float | None,
         previous: State | None,
         scales: LossScales | None,
     ) -> State:
-        """Return the student after the steps of a round, or the student itself if the guard rejects the result.
+        """Return the student after the steps of a round.
+
+        It is the student itself if the outputs of a teacher are not finite, or if the guard rejects the result.
 
         Args:
             student: State from which the student starts.
             clients: The teachers.
+            clients_of_teachers: As in :meth:`__call__`.
             average_from: As in :meth:`__call__`.
             previous: As in :meth:`__call__`.
             scales: Loss scales in float16; ``None`` in other precisions.
@@ -496,7 +513,12 @@ class Distiller:
         options = self.options
         indices = self.data.public_indices(self.round.index, options.steps, options.batch_size)
         batches = TeacherBatches.of_steps(indices, options, self.engine)
-        targets = self._targets(clients, student, batches)
+        total = self._total_logits(clients, student, batches)
+        if total.failed_teachers:
+            self.report.diverged = True
+            self.report.failed_teachers += [clients_of_teachers[place] for place in total.failed_teachers]
+            return student
+        targets = self._mean_logits(total, clients, student)
         average_logits = None
         if options.guard is not None:
             average_logits = self._public_logits(student, batches)
@@ -528,25 +550,29 @@ class Distiller:
                 return student
         return refined
 
-    def _targets(self, clients: Updates, student: State, batches: TeacherBatches) -> Tensor:
-        """Compute the mean logits (N, K) of the teachers on the N rows of all batches. A collective."""
+    def _total_logits(self, clients: Updates, student: State, batches: TeacherBatches) -> "_LogitSum":
+        """Return the sum of the teachers' logits on the rows of all batches. A collective."""
+        secure = self.round.secure
+        if secure is None or secure.logit_sum is None:
+            return self._sum_of_logits(clients, student, batches)
+        # Each site has checked its own logits.
+        return _LogitSum(secure.logit_sum, logit_dtype=secure.logit_sum.dtype, failed_teachers=[])
+
+    def _mean_logits(self, total: "_LogitSum", clients: Updates, student: State) -> Tensor:
+        """Compute the mean logits (N, K) of the teachers from their sum."""
         example = next(iter(student.values()))
         secure = self.round.secure
         if secure is None:
-            total = self._sum_of_logits(clients, student, batches)
             mean = total.values / clients.clients
             return mean.to(example.device, total.logit_dtype)
-        integers = secure.logit_sum
-        if integers is None:
-            integers = self._sum_of_logits(clients, student, batches).values
-        mean = secure.sums.real(integers) / clients.clients
+        mean = secure.sums.real(total.values) / clients.clients
         return mean.to(example.device, example.dtype)
 
     def _sum_of_logits(self, clients: Updates, student: State, batches: TeacherBatches) -> "_LogitSum":
         """Sum the logits over the teachers of all ranks. A collective.
 
         Sums are in double precision, so that the order of ranks matters only in bits that are rounded away; secure sums
-        are in integers.
+        are in integers. Teachers with logits that cannot be summed are left out, and reported by their places.
         """
         count = len(clients.places)
         states = expand(student, max(1, count))
@@ -554,6 +580,9 @@ class Distiller:
             states |= clients.local_rows
         device = device_of(student)
         sums = []
+        # By place among the teachers of all ranks; counted on the device, so that the host waits for it only once.
+        num_failed_batches = torch.zeros(clients.clients, dtype=torch.int64, device=device)
+        local_places = to_device_async(torch.tensor(clients.places, dtype=torch.int64), device)
 
         def read_images(rows: Tensor) -> Tensor:
             return self.data.public_images(rows, device)
@@ -563,13 +592,25 @@ class Distiller:
                 # A rank without clients contributes zeros, in the shape of the student's logits.
                 logits = torch.zeros_like(logits)
             values = double(logits)
+            can_be_summed = self._can_be_summed(values, clients.clients)
+            num_failed_batches[local_places] += (~can_be_summed[:count]).long()
+            values = torch.where(per_client(can_be_summed, values), values, 0.0)
             if self.round.secure is not None:
                 values = self.round.secure.sums.to_integers(values, clients.clients)
             sums.append(values.sum(0))
             logit_dtype = logits.dtype
         total = torch.cat(sums)
-        self.ranks.sum_([total])
-        return _LogitSum(total, logit_dtype)
+        self.ranks.sum_([total, num_failed_batches])
+        failed_teachers = num_failed_batches.nonzero().flatten().tolist()
+        return _LogitSum(total, logit_dtype, failed_teachers)
+
+    def _can_be_summed(self, values: Tensor, clients: int) -> Tensor:
+        """Return a mask (C,) of the teachers whose logits (C, ...) are finite and, in a secure sum, small enough."""
+        limit = math.inf
+        if self.round.secure is not None:
+            limit = self.round.secure.sums.limit(clients)
+        # False for NaN.
+        return (values.abs() < limit).flatten(1).all(1)
 
     def _pairs(
         self,
@@ -736,10 +777,13 @@ class _LogitSum(NamedTuple):
     Attributes:
         values: The sum (N, K), in double precision or integers.
         logit_dtype: Dtype of the logits that were summed.
+        failed_teachers: Places of the teachers that are not in the sum, since some of their logits are NaN, infinite or
+            too large for a secure sum.
     """
 
     values: Tensor
     logit_dtype: torch.dtype
+    failed_teachers: list[int]
 
 
 class _RunningMean:

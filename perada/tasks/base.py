@@ -153,13 +153,15 @@ class Task(ABC):
             average: Which outputs are averaged: ``logits`` or ``probabilities``.
 
         Returns:
-            Logits (..., K) of the ensemble.
+            Logits (..., K) of the ensemble. They are not finite where some logits of a model are not.
         """
         if len(logits) == 1:
             return logits[0]
         if average == "logits":
             return logits.mean(0)
-        return self.logits_of_mean_predictions(logits)
+        # Infinite logits are probabilities of 0 and 1, whose mean with others may have finite logits.
+        is_finite = logits.isfinite().all(0).all(-1, keepdim=True)
+        return torch.where(is_finite, self.logits_of_mean_predictions(logits), torch.nan)
 
     def logits_of_mean_predictions(self, logits: Tensor) -> Tensor:
         """Return logits (..., K) that predict the mean of what M models predict, from their logits (M, ..., K).

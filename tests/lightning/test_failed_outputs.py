@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 import perada
+from perada.algorithms import FedAvg, FedBE, FedEnsemble
 from perada.data import FederatedData, FederatedDataModule
 from perada.results.report import client_table
+from perada.server import SecureSums
 from perada.tasks import Classification, MultiLabel, Regression, Segmentation
 from tests.options import sections
 
@@ -149,3 +151,103 @@ def test_an_image_without_a_prediction_is_none_of_the_predictions(kind, tmp_path
         run.predict(images[:2], broken={})
     loaded = perada.Run.load(run.save(tmp_path / "run"), backbone=FailsOnBrightImages(kind == "masks"))
     assert loaded.metrics["failed_outputs"] == run.metrics["failed_outputs"]
+
+
+class FailsWithALargeLogit(nn.Module):
+    """A linear network whose outputs for a bright image fail if the logit of class 2 exceeds a limit.
+
+    By default the limit is the first logit for the bright public image.
+    """
+
+    def __init__(self, value=math.nan, limit=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(48, CLASSES)
+        if limit is None:
+            limit = self.head(public_images()[:1].flatten(1))[0, 2].item()
+        self.limit = limit
+        self.value = value
+
+    def forward(self, x):
+        logits = self.head(x.flatten(1))
+        is_bright = (x.amax((1, 2, 3)) == BRIGHT).unsqueeze(1)
+        fails = is_bright & (logits[:, 2:] > self.limit + 1e-4)
+        return torch.cat([torch.where(fails, self.value, logits[:, :1]), logits[:, 1:]], 1)
+
+
+def public_images():
+    """Grey images, of which two have a bright pixel."""
+    images = torch.full((6, 3, 4, 4), 0.5)
+    images[:2, :, 0, 0] = BRIGHT
+    return images
+
+
+def distil(network, algorithm="feddf", **options):
+    """Distil on bright public images. Only client 1 has class 2, so that only its bias grows."""
+    images = torch.zeros(6, 3, 4, 4)
+    train = []
+    for client in range(3):
+        classes = torch.full((6,), 2) if client == 1 else torch.arange(6) % 2
+        train.append(TensorDataset(images, classes))
+    names = ["north", "south", "west"]
+    data = FederatedData(train, train, TensorDataset(public_images()), num_classes=CLASSES, client_names=names)
+    common = {"algorithm": algorithm, "rounds": 1, "local_steps": 1, "lr_local": 0.01, "distill_steps": 2}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    module = FederatedDataModule(data, batch_size=6, task=Classification())
+    return perada.finetune(network, module, **sections(adapter="full", **common | quiet | options))
+
+
+@pytest.mark.parametrize(
+    ("value", "options"),
+    [
+        (math.nan, {}),
+        (-math.inf, {"distill_guard": "predictions"}),
+        (math.inf, {"secure_sums": SecureSums()}),
+        (1e20, {"secure_sums": SecureSums()}),
+    ],
+)
+def test_a_teacher_is_named_and_the_average_stays(value, options):
+    with pytest.warns(UserWarning, match=r"round 1: the distillation.* of client 1 \('south'\) on public"):
+        run = distil(FailsWithALargeLogit(value), **options)
+    undistilled = distil(FailsWithALargeLogit(value), distill_steps=0)
+    for name, average in undistilled.state("global").items():
+        torch.testing.assert_close(run.state("global")[name], average, rtol=0, atol=1e-6)
+
+
+def test_a_teacher_that_is_no_clients_model_is_counted():
+    with pytest.warns(UserWarning, match=r"of client 1 \('south'\) and \d teachers that are no client's"):
+        distil(FailsWithALargeLogit(), FedBE(samples=9))
+
+
+def test_a_private_run_does_not_name_the_teacher():
+    privacy = {"noise_multiplier": 0.001, "delta": 1e-3}
+    with pytest.warns(UserWarning, match="the outputs of a teacher on public") as caught:
+        distil(FailsWithALargeLogit(), privacy=privacy)
+    assert not any("south" in str(warning.message) for warning in caught)
+
+
+class SpoilSecondMember(Callback):
+    """Lets the outputs of one of the global models fail."""
+
+    def on_validation_start(self, trainer, module):
+        bias = module.federation.server.global_state["head.bias"]
+        bias[1, 2] = 100.0
+
+
+@pytest.mark.parametrize("average", ["logits", "probabilities"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_an_ensemble_has_no_score_if_a_member_has_none(average, value):
+    algorithm = FedEnsemble(FedAvg(), modes=3, average=average)
+    data = FederatedDataModule(federation("classes"), batch_size=6, task=Classification())
+    options = {"algorithm": algorithm, "rounds": 1, "local_steps": 1, "callbacks": [SpoilSecondMember()]}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    with pytest.warns(UserWarning, match=r"the global model on 2 test images of client 1 \('south'\), since round 1"):
+        run = perada.finetune(
+            FailsWithALargeLogit(value, limit=50.0), data, **sections(adapter="full", **options | quiet)
+        )
+    last = run.metrics["rounds"][-1]
+    for name in ("global/global_test", "personal/local_test", "global/best_mode", "global/worst_mode"):
+        assert math.isnan(last[name]), name
+    # Only one client has a bright image.
+    own = run.metrics["clients"]["personal/local_test"]
+    assert [math.isnan(score) for score in own] == [False, True, False]

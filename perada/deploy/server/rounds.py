@@ -20,6 +20,7 @@ from perada.deploy.protocol import MAX_STEPS, RejectionError, Request, Response,
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.progress import Member, RoundRecord, RunProgress
 from perada.deploy.transport import Failure, Terms, Transport
+from perada.federation.failed_outputs import REMEDY, describe_failed_teachers
 from perada.federation.server import RoundContext, Server, ServerResult, parameter_counts
 from perada.federation.settings import lora_ranks
 from perada.privacy.accounting import check_delta_covers
@@ -307,7 +308,7 @@ def close_round(
     result = ServerResult()
     if counted:
         result = _aggregate(recipe, server, roster, images, counted, updates, summed_logits)
-    _note_result(roster, record, counted, result)
+    _note_result(roster, record, counted, result, private=server.settings.private)
 
     responses = {client: response for client, (response, _) in updates.items()}
     roster.note_round(record, responses)
@@ -343,7 +344,9 @@ def _counted_sites(recipe: Recipe, roster: Roster, record: RoundRecord, updates:
     return counted
 
 
-def _note_result(roster: Roster, record: RoundRecord, counted: Sequence[int], result: ServerResult) -> None:
+def _note_result(
+    roster: Roster, record: RoundRecord, counted: Sequence[int], result: ServerResult, private: bool
+) -> None:
     """Record the outliers of a round and why it is void, and log what went wrong."""
     members = roster.progress.roster
     if not counted:
@@ -354,7 +357,16 @@ def _note_result(roster: Roster, record: RoundRecord, counted: Sequence[int], re
         record.void = "the new state was not finite" if result.discarded else ""
     if record.void:
         log.warning("round %d: %s", record.round + 1, record.void)
-    if result.diverged:
+    if result.failed_teachers:
+        names = [member.name for member in members]
+        teachers = describe_failed_teachers(result.failed_teachers, names, anonymous=private)
+        log.warning(
+            "round %d: the distillation diverged, since the outputs of %s on public images are NaN or infinite; %s",
+            record.round + 1,
+            teachers,
+            REMEDY,
+        )
+    elif result.diverged:
         log.warning("round %d: the distillation diverged", record.round + 1)
 
 
