@@ -146,7 +146,11 @@ def paired_difference(scores: Sequence[float], baseline: Sequence[float]) -> Pai
 
 
 def mean_of_scores(values: Sequence[float]) -> float:
-    """Return the mean of the values that are not NaN; NaN if there are none."""
+    """Return the mean over the clients that have test images; NaN if there are none.
+
+    Args:
+        values: Scores of clients, none of which is NaN because outputs of its model are NaN or infinite.
+    """
     scores = [value for value in values if not math.isnan(value)]
     return fmean(scores) if scores else math.nan
 

@@ -95,6 +95,11 @@ def _client_band(record: RunRecord) -> tuple[Curve, Curve]:
     for evaluation in record.by_round:
         evaluations.append((evaluation.round + 1, evaluation.scores))
     for rounds_done, scores in evaluations:
+        if rounds_done and not record.has_mean_after(rounds_done - 1):
+            # A band over the other clients would look like that of all.
+            first_decile.add(rounds_done, math.nan)
+            ninth_decile.add(rounds_done, math.nan)
+            continue
         spread = deciles([record.unit.factor * score for score in scores])
         first_decile.add(rounds_done, spread.first)
         ninth_decile.add(rounds_done, spread.ninth)
@@ -167,7 +172,15 @@ def before_and_after(record: RunRecord, name: str) -> RenderedFigure | None:
         if before:
             num_better = sum(_is_better(record, after[client], before[client]) for client in clients)
             alt += f" Better than before: {num_better} of {len(clients)}."
+        alt += _sentence_on_missing(len(after) - len(clients))
         return render(figure, name, alt)
+
+
+def _sentence_on_missing(num_clients: int) -> str:
+    """Return a sentence on clients that a figure lacks, with a space before it; empty if there are none."""
+    if not num_clients:
+        return ""
+    return f" Clients without a score: {num_clients}."
 
 
 def _is_better(record: RunRecord, score: float, other: float) -> bool:
@@ -209,7 +222,7 @@ def personal_and_global(record: RunRecord, name: str) -> RenderedFigure | None:
             figure,
             name,
             f"Clients' models that beat the global one on the clients' own images: {num_better} of {num_clients}; "
-            f"beaten by it: {num_worse}.",
+            f"beaten by it: {num_worse}." + _sentence_on_missing(len(record.global_local) - num_clients),
         )
 
 

@@ -170,16 +170,23 @@ def _html(records: Sequence[RunRecord], parts: Sequence[Section | RunPart], refr
     template = files("perada.studies.report").joinpath("page.html").read_text(encoding="utf-8")
     # Names come from anyone's files, so everything is escaped but the figures' own markup.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    notes = []
     if len(records) == 1:
         title = _run_title(records[0])
         subtitle = _subtitle(records[0])
         facts = _facts(records[0])
+        if records[0].undefined_note:
+            notes.append(records[0].undefined_note)
     else:
+        for record in records:
+            if record.undefined_note:
+                seed = "" if record.seed is None else f", seed {record.seed}"
+                notes.append(f"{record.name}{seed}: {record.undefined_note}")
         title = f"{len(records)} runs"
         subtitle = "Side by side, then each of them."
         facts = []
     page = environment.from_string(template).render(
-        title=title, subtitle=subtitle, facts=facts, parts=parts, max_rows=MAX_ROWS, refresh=refresh
+        title=title, subtitle=subtitle, facts=facts, notes=notes, parts=parts, max_rows=MAX_ROWS, refresh=refresh
     )
     return printable_lines(page)
 
@@ -257,7 +264,7 @@ def _facts(record: RunRecord) -> list[Fact]:
     own_score, *other_scores = SCORES
     for name in (own_score, *scores_beside(record.rounds[-1:], record.test_images), *other_scores):
         score = record.last(name)
-        if not math.isnan(score):
+        if name in record.undefined_scores or not math.isnan(score):
             facts.append(Fact(title_with_metric(name, record.first_metric), record.unit.text(score)))
     return facts
 

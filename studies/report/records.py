@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from perada.core.digests import check_sealed
+from perada.core.text import abbreviated
 from perada.deploy.server import SERVER_STATE
 from perada.deploy.server.progress import read_progress
 from perada.privacy.journal import JOURNAL
@@ -35,6 +36,7 @@ from perada.results.report import (
     shift_names,
     shift_tables,
     table,
+    title,
     title_with_metric,
     unit_of,
 )
@@ -96,6 +98,7 @@ class RunRecord:
         info, rounds, clients, initial, partition, shifts: As in :class:`perada.Run`.
         by_round: Each client's score on its own images in each evaluation.
         global_local: The global model's score on the images of each client.
+        failed_outputs: Models whose outputs are NaN or infinite for some test images, in a sentence; empty if none.
         confusion: Rows of client, class, predicted class and number of images, by model.
         calibration: ``count``, number of ``right`` predictions and mean ``confidence`` of each bin, by model.
         numbers: Counts of each predicted number, by model.
@@ -118,6 +121,7 @@ class RunRecord:
     initial: dict[str, list[float]] = field(default_factory=dict)
     by_round: list[RoundScores] = field(default_factory=list)
     global_local: list[float] = field(default_factory=list)
+    failed_outputs: str = ""
     partition: dict[str, Counts] = field(default_factory=dict)
     confusion: dict[str, Counts] = field(default_factory=dict)
     calibration: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -217,6 +221,7 @@ class RunRecord:
             initial={},
             by_round=[],
             global_local=[],
+            failed_outputs="",
             partition={},
             confusion={},
             calibration={},
@@ -225,6 +230,33 @@ class RunRecord:
             test_images=[],
             without_scores=True,
         )
+
+    @property
+    def undefined_scores(self) -> list[str]:
+        """The mean scores that were measured last as NaN, because a model has no score or no client has one."""
+        measured = self.metric_names
+        means = [*(name for name in SCORES if name in measured), *shift_names(measured)]
+        return [name for name in means if math.isnan(self.last(name))]
+
+    @property
+    def undefined_note(self) -> str:
+        """A sentence on scores that are not shown because outputs are NaN or infinite; empty if there are none."""
+        if self.failed_outputs:
+            return f"{self.failed_outputs}. No mean over the other clients is shown."
+        if self.undefined_scores and not self.without_scores:
+            titles = abbreviated([title(name) for name in self.undefined_scores])
+            return (
+                f"There is no mean after the last round of: {titles}. Outputs of a model are NaN or infinite, or no "
+                "client has a score."
+            )
+        return ""
+
+    def has_mean_after(self, round: int) -> bool:
+        """Return whether the mean of the clients' scores on their own images after a round is not NaN."""
+        for row in self.rounds:
+            if row["round"] == round:
+                return not math.isnan(row.get(SCORES[0], 0.0))
+        return True
 
     def last(self, name: str) -> float:
         """Return the last value of a metric; NaN if there is none."""
@@ -370,6 +402,14 @@ def _record_of_run(folder: Path, run_file: RunFile) -> RunRecord:
     for bins in calibration.values():
         check_list([bins["count"], bins["right"], bins["confidence"]], 3, len(bins["count"]))
 
+    failed_outputs = ""
+    if metrics.get("failed_outputs"):
+        # Only here, since its package imports torch, which takes longer than drawing the page.
+        from perada.federation.failed_outputs import describe_failed, failed_of_records
+
+        message = describe_failed(failed_of_records(metrics["failed_outputs"]), run_file.info.get("clients"))
+        failed_outputs = message[:1].upper() + message[1:]
+
     by_round = []
     for row in metrics.get("by_round", []):
         by_round.append(RoundScores(row["round"], row["personal/local_test"]))
@@ -382,6 +422,7 @@ def _record_of_run(folder: Path, run_file: RunFile) -> RunRecord:
         initial=metrics.get("initial", {}),
         by_round=by_round,
         global_local=metrics.get("global/local_test", []),
+        failed_outputs=failed_outputs,
         partition=partition,
         confusion=confusion,
         calibration=calibration,
@@ -441,6 +482,7 @@ def _record_of_comparison(path: Path, entry: dict[str, Any]) -> RunRecord:
         folder=path,
         rounds=rounds,
         test_images=test_images,
+        failed_outputs=str(entry.get("failed_outputs", "")),
         group=" ".join([label, *variant]),
         seed=int(entry["seed"]),
     )
@@ -471,6 +513,8 @@ def run_report(folder: Path) -> str:
         rows.append(cells)
     header = ["round", *(title_with_metric(name, record.first_metric) for name in columns)]
     parts = [table(header, rows)]
+    if record.undefined_note:
+        parts.append(record.undefined_note)
     if "privacy/test_mode" in record.metric_names:
         parts.append(TEST_MODE)
     return "\n\n".join([*parts, *shift_tables(record.shifts, record.unit)])

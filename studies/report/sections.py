@@ -268,6 +268,8 @@ def _clients(record: RunRecord, prefix: str) -> Section:
         "second figure compares it with the global model on the same images: above the line, the personal model is "
         "better."
     )
+    if record.undefined_note:
+        intro += f" {record.undefined_note}"
     if LAST_ROUND in columns:
         intro += " A personal model dates from the last round in which its client took part."
     return Section(
@@ -471,11 +473,8 @@ def _shifts(record: RunRecord, prefix: str) -> Section:
 
 def _shifted_scores(record: RunRecord) -> list[str]:
     """Return the names of the scores on shifted test sets that some round has."""
-    measured: set[str] = set()
-    for metrics in record.rounds:
-        measured.update(name for name, value in metrics.items() if not math.isnan(value))
     names = []
-    for name in shift_names(measured):
+    for name in shift_names(record.metric_names):
         _, _, test_set = name.partition("/")
         if not test_set.startswith(("local_test", "global_test")):
             names.append(name)

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -59,9 +59,16 @@ class Group:
         return self.unit.label(title_with_metric(score, self.runs[0].first_metric))
 
     def last_scores(self, score: str) -> list[float]:
-        """Return the last value of a score in each run that has it."""
-        values = [run.last(score) for run in self.runs]
-        return [value for value in values if not math.isnan(value)]
+        """Return the last value of a score in each run that has it; empty if it is NaN in all of them.
+
+        It is NaN in a run in which a model has no score: the mean over the other runs would look like that of all.
+        """
+        values = [run.last(score) for run in self.runs if score in run.metric_names]
+        return [] if all(map(math.isnan, values)) else values
+
+    def has_mean(self, score: str) -> bool:
+        """Return whether the score is a number in each run that has it."""
+        return not any(score in run.undefined_scores for run in self.runs)
 
     def client_scores(self, score: str) -> list[float]:
         """Return each client's score (M,), the mean over the runs; empty if a run does not have the scores."""
@@ -185,7 +192,7 @@ def _score_table(groups: Sequence[Group]) -> Table:
         for score in scores:
             values = group.last_scores(score)
             row.append(fmean(values) if values else math.nan)
-            row.append(stdev(values) if len(values) > 1 else math.nan)
+            row.append(_deviation(values))
         rows.append(row)
     return Table(
         name="comparison",
@@ -195,6 +202,14 @@ def _score_table(groups: Sequence[Group]) -> Table:
         metrics="columns",
         unit=groups[0].unit,
     )
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Return the sample standard deviation; NaN for a single value, or if a value is NaN."""
+    # stdev() raises an error for NaN.
+    if len(values) < 2 or any(map(math.isnan, values)):
+        return math.nan
+    return stdev(values)
 
 
 def _all_scores(groups: Sequence[Group]) -> list[str]:
@@ -217,7 +232,7 @@ def _score_figure(groups: Sequence[Group], score: str) -> RenderedFigure | None:
     for group in groups:
         for run in group.runs:
             scored_rounds.update(row["round"] for row in run.rounds if score in row)
-    if not scored_rounds:
+    if not any(group.last_scores(score) for group in groups):
         return None
     if len(scored_rounds) == 1:
         return _draw_points(groups, score)
@@ -236,8 +251,8 @@ def _draw_curves(groups: Sequence[Group], score: str) -> RenderedFigure:
             means = [fmean(scores_by_round[number]) for number in rounds_done]
             errors = []
             for number in rounds_done:
-                values = scores_by_round[number]
-                errors.append(stdev(values) if len(values) > 1 else 0.0)
+                deviation = _deviation(scores_by_round[number])
+                errors.append(0.0 if math.isnan(deviation) else deviation)
             draw_line(axes, index, rounds_done, means, short_label(group.name, 34))
             if any(errors):
                 lowest = [mean - error for mean, error in zip(means, errors, strict=True)]
@@ -250,13 +265,15 @@ def _draw_curves(groups: Sequence[Group], score: str) -> RenderedFigure:
 
 
 def _scores_by_round(group: Group, score: str) -> dict[float, list[float]]:
-    """Return a score in its unit by the number of rounds done, a value for each run that has it."""
+    """Return a score in its unit by the number of rounds done, a value for each run that has it.
+
+    A value is NaN where a model of the run has no score.
+    """
     scores_by_round: dict[float, list[float]] = {}
     for run in group.runs:
         for row in run.rounds:
-            value = row.get(score, math.nan)
-            if not math.isnan(value):
-                scores_by_round.setdefault(row["round"] + 1, []).append(group.unit.factor * value)
+            if score in row:
+                scores_by_round.setdefault(row["round"] + 1, []).append(group.unit.factor * row[score])
     return scores_by_round
 
 
@@ -267,7 +284,8 @@ def _draw_points(groups: Sequence[Group], score: str) -> RenderedFigure:
         figure, axes = new_axes(4.5, min(1.2 + 0.3 * len(scored_groups), 12))
         for index, group in enumerate(scored_groups):
             values = [group.unit.factor * value for value in group.last_scores(score)]
-            error = stdev(values) if len(values) > 1 else 0
+            deviation = _deviation(values)
+            error = 0 if math.isnan(deviation) else deviation
             axes.errorbar(fmean(values), index, xerr=error, fmt=marker_of(index), color=colour_of(index), capsize=3)
         axes.set_yticks(range(len(scored_groups)), [short_label(group.name, 30) for group in scored_groups])
         axes.set(xlabel=groups[0].axis_label(score), ylim=(len(scored_groups) - 0.5, -0.5))
@@ -303,7 +321,11 @@ def _paired_differences(groups: Sequence[Group]) -> list[Section]:
         scores = group.client_scores(OWN_SCORE)
         if base_scores and scores and _have_same_clients(baseline, group):
             by_client = [score - base for score, base in zip(scores, base_scores, strict=True)]
-            contrasts.append(Contrast(group.name, by_client, paired_difference(scores, base_scores)))
+            difference = paired_difference(scores, base_scores)
+            if not baseline.has_mean(OWN_SCORE) or not group.has_mean(OWN_SCORE):
+                # A mean over the other clients would look like that of all.
+                difference = replace(difference, mean=math.nan, standard_error=math.nan)
+            contrasts.append(Contrast(group.name, by_client, difference))
     if not contrasts:
         return []
 

@@ -2,13 +2,19 @@
 """Sites at which outputs of a model are NaN or infinite: they are named, and no mean over the others is shown."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 
+from perada.deploy.server.metrics import CountingTransport, RunMetrics
+from perada.deploy.server.progress import RunProgress
+from perada.deploy.server.rounds import log_round
 from perada.deploy.transport import LocalTransport
 from perada.server.sums import SecureSums
+from perada.studies.report.records import read_records
 from tests.deploy.parties import Parties
 
 BRIGHT = 4.0
@@ -43,6 +49,9 @@ def test_no_score_is_a_mean_over_the_other_sites(algorithm, secure, tiny, tmp_pa
     # A secure sum shows that there is such a site, but not which one.
     assert ("outputs of the global model are NaN or infinite at 1 of 3 sites" in caplog.text) == secure
     assert not (secure and "test images of site" in caplog.text)
+    # A report does not show an earlier score as the last one.
+    (record,) = read_records(tmp_path / "server")
+    assert record.undefined_scores[:1] == ["personal/local_test"]
     # Progress with NaN can be read again.
     coordinator.close()
     resumed = parties.coordinator(LocalTransport(workers), resume=True)
@@ -55,3 +64,24 @@ def test_a_site_without_test_images_has_no_score_and_the_others_have(tiny, tmp_p
     coordinator, _ = parties.deployed()
     assert 0 <= coordinator.progress.history[-1]["personal/local_test"] <= 1
     assert "NaN" not in caplog.text
+
+
+def test_monitoring_and_loggers_have_no_earlier_score(tmp_path):
+    history = [
+        {"round": 0.0, "personal/local_test": 0.5, "privacy/client_epsilon_max": 1.0},
+        {"round": 1.0, "personal/local_test": math.nan, "privacy/client_epsilon_max": math.nan},
+    ]
+    progress = RunProgress("run", "recipe", rounds=2, done=2, history=history)
+    metrics = RunMetrics(progress, CountingTransport(LocalTransport({})), lambda: None)
+    value_of = {}
+    for metric in metrics.collect():
+        for sample in metric.samples:
+            value_of[sample.name, sample.labels.get("name")] = sample.value
+    assert math.isnan(value_of["perada_score", "personal/local_test"])
+    assert value_of["perada_run_epsilon", "privacy/client_epsilon_max"] == 1
+
+    logger = CSVLogger(tmp_path)
+    for row in history:
+        log_round([logger], row)
+    last_line = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[-1]
+    assert "nan" in last_line.split(",")

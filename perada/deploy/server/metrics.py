@@ -16,11 +16,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from perada.deploy.protocol import RejectionError, ResponseCode, read_header
-from perada.deploy.server.progress import RoundRecord, RunProgress
+from perada.deploy.server.progress import SCORE_PREFIXES, RoundRecord, RunProgress
 from perada.deploy.transport import Failure, Transport
-
-SCORE_PREFIXES = ("personal/", "global/")
-"""How the names of scores begin among the metrics of a round."""
 
 
 class CountingTransport:
@@ -157,7 +154,8 @@ class RunMetrics(Collector):
         latest: dict[str, float] = {}
         for row in list(self._progress.history):
             for name, value in row.copy().items():
-                if not math.isnan(value):
+                # A score that has become NaN has no latest number.
+                if name.startswith(SCORE_PREFIXES) or not math.isnan(value):
                     latest[name] = value
         scores = GaugeMetricFamily("perada_score", "Latest scores, named as in the table of rounds", labels=["name"])
         epsilon = GaugeMetricFamily("perada_run_epsilon", "ε of the run, named as in metrics.csv", labels=["name"])

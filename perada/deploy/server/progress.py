@@ -21,6 +21,8 @@ METRICS = "metrics.csv"
 SUM_STATE = "sum.safetensors"
 """Name of the file with the state of the secure sum under way."""
 SUM_FORMAT = 3
+SCORE_PREFIXES = ("personal/", "global/")
+"""How the names of scores begin among the metrics of a round."""
 
 
 @dataclass
@@ -235,7 +237,7 @@ def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:
 
 
 def _format_csv(history: list[dict[str, float]]) -> str:
-    """Format the metrics of rounds like the ``metrics.csv`` of a simulation, with empty cells for NaN."""
+    """Format the metrics of rounds like the ``metrics.csv`` of a simulation; cells that a round lacks are empty."""
     names: set[str] = set()
     for row in history:
         names.update(row)
@@ -244,6 +246,6 @@ def _format_csv(history: list[dict[str, float]]) -> str:
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     for row in history:
-        finite = {name: value for name, value in row.items() if not math.isnan(value)}
-        writer.writerow({"epoch": int(row["round"]), **finite})
+        # NaN is written as `nan`: an empty cell would stand for a round without an evaluation.
+        writer.writerow({"epoch": int(row["round"]), **row})
     return text.getvalue()

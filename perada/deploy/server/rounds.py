@@ -18,7 +18,7 @@ from perada.core.rounds import RoundPlan, make_plan
 from perada.core.states import State, laid_out, stack, strides_of, to_device
 from perada.deploy.protocol import MAX_STEPS, RejectionError, Request, Response, Spec, digest, read_header, unpack
 from perada.deploy.recipe import Recipe
-from perada.deploy.server.progress import Member, RoundRecord, RunProgress
+from perada.deploy.server.progress import SCORE_PREFIXES, Member, RoundRecord, RunProgress
 from perada.deploy.transport import Failure, Terms, Transport
 from perada.federation.failed_outputs import REMEDY, describe_failed_teachers
 from perada.federation.server import RoundContext, Server, ServerResult, parameter_counts
@@ -508,8 +508,14 @@ def log_each(loggers: list[Logger], method: str, *args: object, **kwargs: object
 
 
 def log_round(loggers: list[Logger], row: Mapping[str, float]) -> None:
-    """Log the metrics of a round, except NaN, under the names of a simulation; ``row["round"]`` is the step."""
-    metrics = {name: value for name, value in row.items() if not math.isnan(value)}
+    """Log the metrics of a round under the names of a simulation; ``row["round"]`` is the step.
+
+    NaN is left out, except for scores: the last number would look like the score of this round.
+    """
+    metrics = {}
+    for name, value in row.items():
+        if name.startswith(SCORE_PREFIXES) or not math.isnan(value):
+            metrics[name] = value
     metrics["epoch"] = row["round"]
     log_each(loggers, "log_metrics", metrics, step=int(row["round"]))
     log_each(loggers, "save")
