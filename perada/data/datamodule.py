@@ -42,7 +42,7 @@ from perada.data.partitions import Partition
 from perada.data.partitions.division import Division, hold_out
 from perada.data.preprocessing import Preprocessing, preprocessing_of
 from perada.data.sets.base import ImageSet
-from perada.data.shifts import Condition, CorruptedStore, Shift, ShiftsWhen, as_shifts, conditions
+from perada.data.shifts import Condition, CorruptedStore, Shift, ShiftsWhen, as_shifts, check_movements, conditions
 from perada.data.training_checks import RunOptions
 from perada.tasks import Task
 
@@ -205,7 +205,7 @@ class FederatedDataModule(pl.LightningDataModule):
         )
         if task is not None:
             # Before the data are read.
-            task.check_augmentation(self.prepare.augmentations)
+            self._check_movements(task)
         self._record: dict[str, Any] = {}
         self._clients_per_round: int | None = None
         self._phases: Sequence[Phase] = [Phase()]
@@ -310,7 +310,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self.prepare = replace(self.prepare, task=self.task, num_classes=self.num_classes, mask_size=checked.mask_size)
         if self.sampling == "balanced":
             self._check_balanced_sampling(checked)
-        self.task.check_augmentation(self.prepare.augmentations)
+        self._check_movements(self.task)
         if self.prepare.mixing.mixes:
             # Not in the first step: a task whose targets cannot be mixed is rejected here.
             blank = self.task.blank_targets((1, 1), self.num_classes, torch.device("cpu"))
@@ -321,6 +321,13 @@ class FederatedDataModule(pl.LightningDataModule):
             if isinstance(store, MapStore):
                 store.client_names = self.client_names
         return checked
+
+    def _check_movements(self, task: Task) -> None:
+        """Raise an OptionError if images are changed in ways that make their targets wrong."""
+        task.check_augmentation(self.prepare.augmentations)
+        if self.division is not None:
+            task.check_moved_images(self.division.dataset.movements, "the clients' images")
+        check_movements(self.shifts, task)
 
     def _check_balanced_sampling(self, checked: Checked) -> None:
         """Raise an OptionError if the images of a client cannot be drawn by class."""

@@ -25,6 +25,7 @@ from perada.data.checked import Checked, check
 from perada.data.federated import FederatedData
 from perada.data.sets.arrays import CORRUPTIONS
 from perada.data.sets.base import ImageSet, split_of
+from perada.tasks import Task
 
 ShiftsWhen = Literal["end", "evaluation", "test"]
 MAIN: tuple[str, ...] = CORRUPTIONS[:15]
@@ -33,6 +34,8 @@ EXTRA: tuple[str, ...] = CORRUPTIONS[15:]
 """The four kinds that the benchmark reserves for validation."""
 GROUPS = {"main": MAIN, "extra": EXTRA, "all": MAIN + EXTRA}
 """Names of groups of kinds."""
+MOVING = ("elastic_transform", "zoom_blur")
+"""The kinds that move the content of images."""
 LABEL_SHIFT = "label_shift"
 RESERVED_PREFIXES = ("local_test", "global_test", "best_mode", "worst_mode", "entropy")
 """Beginnings of the names of other scores."""
@@ -142,6 +145,17 @@ def as_shifts(options: Mapping[str, ShiftOption]) -> dict[str, Shift | ImageSet]
                 value=value,
             )
     return shifts
+
+
+def check_movements(shifts: Mapping[str, Shift | ImageSet], task: Task) -> None:
+    """Raise an OptionError if a shift moves the content of images whose targets depend on it."""
+    for name, shift in shifts.items():
+        movements: Sequence[str] = ()
+        if isinstance(shift, Corruptions):
+            movements = [kind for kind in shift.names if kind in MOVING]
+        elif isinstance(shift, ImageSet):
+            movements = shift.movements
+        task.check_moved_images(movements, f"test images (shifts: {name!r})")
 
 
 def conditions(shifts: Mapping[str, Shift | ImageSet], checked: Checked, size: int | None) -> list[Condition]:

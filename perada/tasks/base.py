@@ -260,6 +260,17 @@ class Task(ABC):
         """
         return
 
+    def check_moved_images(self, changes: Sequence[str], images: str) -> None:
+        """Raise an OptionError if changes of images that move their content would make the targets wrong.
+
+        Classes do not depend on them.
+
+        Args:
+            changes: Corruptions or scanners that move the content of images, without their targets.
+            images: What these images are, for the message.
+        """
+        return
+
     @property
     def border_target(self) -> int:
         """Target of the pixels that augmentation adds around an image, if there is a prediction for each pixel."""

@@ -27,8 +27,18 @@ from perada.tasks.deviation import (
     RootMeanSquaredError,
 )
 
-Augmentation = Literal["flip", "crop_padding"]
-"""An option of the data module that moves the content of training images."""
+Movement = Literal[
+    "flip",
+    "crop_padding",
+    "elastic_transform",
+    "zoom_blur",
+    "turned",
+    "mirrored",
+    "upside_down_negative",
+    "sheared",
+    "small",
+]
+"""What moves the content of images: options of the data module, corruptions of test images, and scanners."""
 RegressionLoss = Literal["squared", "absolute", "huber"]
 """How the loss of an image follows from its deviations."""
 Numbers = float | Sequence[float]
@@ -57,9 +67,11 @@ class Regression(Task):
         std: Standard deviation σ of the targets, a number or D numbers; None for 1.
         standardize: ``all`` to compute ``mean`` and ``std`` from the training targets of all clients. They leave the
             clients for it, so ``all`` is not allowed with differential privacy or in a deployment; give numbers there.
-        invariant_to: Options of the data module, ``flip`` and ``crop_padding``, that do not change the targets: both
-            for an age, for example, and only ``crop_padding`` for an angle. The others are rejected, since they would
-            move the content of training images and not the targets, which is wrong for coordinates.
+        invariant_to: What does not change the targets although it moves the content of images: ``flip`` and
+            ``crop_padding`` of the data module, the corruptions ``elastic_transform`` and ``zoom_blur``, and the
+            scanners ``turned``, ``mirrored``, ``upside_down_negative``, ``sheared`` and ``small``. For an age that is
+            all of them, for an angle only ``crop_padding``. The others are rejected, since the targets, such as
+            coordinates, would stay behind.
 
     Raises:
         OptionError: If an option is out of range.
@@ -76,7 +88,7 @@ class Regression(Task):
     mean: Numbers | None = None
     std: Numbers | None = None
     standardize: Literal["all"] | None = None
-    invariant_to: Augmentation | Sequence[Augmentation] = ()
+    invariant_to: Movement | Sequence[Movement] = ()
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
@@ -88,7 +100,7 @@ class Regression(Task):
         # Tuples, since tasks with the same options must be equal.
         object.__setattr__(self, "mean", _checked_numbers("mean", self.mean))
         object.__setattr__(self, "std", _checked_numbers("std", self.std, gt=0))
-        object.__setattr__(self, "invariant_to", _checked_augmentations(self.invariant_to))
+        object.__setattr__(self, "invariant_to", _checked_movements(self.invariant_to))
         if self.standardize is not None:
             check_choice("standardize", self.standardize, ("all",))
             if self.mean is not None or self.std is not None:
@@ -133,11 +145,15 @@ class Regression(Task):
 
     def check_augmentation(self, options: Sequence[str]) -> None:
         """Raise an OptionError for augmentations that the targets may not be invariant to."""
-        changing = [option for option in options if option not in self.invariant_to]
+        self.check_moved_images(options, "training images")
+
+    def check_moved_images(self, changes: Sequence[str], images: str) -> None:
+        """Raise an OptionError for changes that the targets may not be invariant to."""
+        changing = [change for change in changes if change not in self.invariant_to]
         if changing:
-            listed = ", ".join(repr(option) for option in dict.fromkeys((*self.invariant_to, *changing)))
+            listed = ", ".join(repr(change) for change in dict.fromkeys((*self.invariant_to, *changing)))
             raise OptionError(
-                f"{' and '.join(changing)} would move the content of training images, but not the numbers to predict, "
+                f"{' and '.join(changing)} would move the content of {images}, but not the numbers to predict, "
                 f"which is wrong for coordinates: leave {' and '.join(changing)} out or, if the numbers do not depend "
                 f"on it, as an age, set task=Regression(invariant_to=[{listed}])",
                 name=changing[0],
@@ -249,13 +265,13 @@ class Regression(Task):
         return metrics
 
 
-def _checked_augmentations(options: object) -> tuple[str, ...]:
+def _checked_movements(options: object) -> tuple[str, ...]:
     """Return the value of ``invariant_to`` as a tuple; raise an OptionError if it has other names."""
     names = (options,) if isinstance(options, str) else options
     if not isinstance(names, Sequence):
-        raise invalid_option("invariant_to", options, "a list of 'flip' and 'crop_padding'")
+        raise invalid_option("invariant_to", options, f"a list of {', '.join(get_args(Movement))}")
     for name in names:
-        check_choice("invariant_to", name, get_args(Augmentation))
+        check_choice("invariant_to", name, get_args(Movement))
     return tuple(names)
 
 

@@ -119,6 +119,16 @@ class Segmentation(ClassTask):
                 value=self.ignore_index,
             )
 
+    def check_moved_images(self, changes: Sequence[str], images: str) -> None:
+        """Raise an OptionError: masks are not moved with their images."""
+        if changes:
+            raise OptionError(
+                f"{' and '.join(changes)} would move the content of {images}, but not the masks: leave "
+                f"{' and '.join(changes)} out",
+                name=changes[0],
+                value=True,
+            )
+
     def known(self, targets: Tensor) -> Tensor:
         """Return a mask (N, H, W) that is false for pixels that do not count."""
         return targets != self.ignore_index

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.core.checks import OptionError
-from perada.data import FederatedData, FederatedDataModule
+from perada.data import ByDomain, Corruptions, FederatedData, FederatedDataModule, ImageSet, Scanners
 from perada.data.batches.transforms import prepare_images
+from perada.data.sets.scanners import DEVICES, MOVING, scan
 from perada.federation.metrics import make_metrics, score_names
 from perada.federation.scores import Scores
 from perada.results.cards import render_template
@@ -29,8 +31,9 @@ from perada.results.formats import export_model
 from perada.results.report import unit_of
 from perada.studies.report.page import write_page
 from perada.studies.report.records import read_records
-from perada.tasks import Regression, task_of_labels
+from perada.tasks import Classification, Regression, Segmentation, task_of_labels
 from perada.tasks.base import make_task
+from perada.tasks.regression import Movement
 
 OUTPUTS = torch.tensor([[0.5, -3.0], [2.0, 0.25], [-1.0, 0.0]])
 TARGETS = torch.tensor([[12.0, 4.0], [8.0, 5.0], [10.0, 3.5]])
@@ -560,3 +563,51 @@ def test_an_exported_model_returns_standardised_outputs(tmp_path):
     recorded = json.loads(session.get_modelmeta().custom_metadata_map["task"])
     assert recorded["init_args"]["std"] == 20
     assert "the predictions are 50 + 20 · outputs" in (tmp_path / "model" / "README.md").read_text()
+
+
+class AgesAtRandom(ImageSet):
+    """Grey images with a number each."""
+
+    def _load(self):
+        random = torch.Generator().manual_seed(int(self.train))
+        images = torch.randint(256, (12, 1, 32, 32), dtype=torch.uint8, generator=random)
+        return images, torch.rand(12, generator=random)
+
+
+@pytest.mark.parametrize("kinds", ["elastic_transform", ["fog", "zoom_blur"], "main", "all"])
+def test_numbers_that_may_move_with_the_image_are_not_scored_on_moved_images(kinds):
+    moving = [name for name in ("elastic_transform", "zoom_blur") if kinds in ("main", "all", name) or name in kinds]
+    shifts = {"hazy": Corruptions(kinds, [1])}
+    with pytest.raises(OptionError, match=rf"{moving[0]} .*shifts: 'hazy'.*invariant_to="):
+        FederatedDataModule(hospitals(), task=Regression(), shifts=shifts)
+    # The remedies that the message names are accepted.
+    FederatedDataModule(hospitals(), task=Regression(invariant_to=moving), shifts=shifts)
+    FederatedDataModule(hospitals(), task=Regression(), shifts={"hazy": Corruptions(["fog", "glass_blur"], [1])})
+    with pytest.raises(OptionError, match="but not the masks"):
+        FederatedDataModule(hospitals(), task=Segmentation(), shifts=shifts)
+    FederatedDataModule(hospitals(), task=Classification(), shifts=shifts)
+
+
+@pytest.mark.parametrize("kinds", [["plain", "turned"], ["negative+mirrored"], 12])
+def test_numbers_that_may_move_with_the_image_are_not_read_by_scanners_that_move_it(kinds):
+    scanners = Scanners(AgesAtRandom(), kinds=kinds)
+    with pytest.raises(OptionError, match=r"(turned|mirrored).*invariant_to="):
+        FederatedDataModule(dataset=scanners, partition=ByDomain("scanner"), task=Regression())
+    with pytest.raises(OptionError, match=r"(turned|mirrored).*shifts: 'site'.*invariant_to="):
+        FederatedDataModule(hospitals(), task=Regression(), shifts={"site": scanners})
+    invariant = Regression(invariant_to=scanners.movements)
+    FederatedDataModule(dataset=scanners, partition=ByDomain("scanner"), task=invariant)
+
+
+@pytest.mark.parametrize("name", [name for name in DEVICES if name != "lit"])
+def test_moving_scanners_are_those_after_which_a_spot_is_elsewhere(name):
+    image = torch.full((1, 1, 32, 32), 16, dtype=torch.uint8)
+    image[:, :, 0:8, 8:16] = 240
+
+    def block_of_spot(pixels):
+        means = F.avg_pool2d(pixels.float(), 8)
+        return int((means - means.median()).abs().argmax())
+
+    moves = block_of_spot(scan(image, name, [0])) != block_of_spot(image)
+    assert moves == (name in MOVING)
+    assert not moves or name in get_args(Movement)

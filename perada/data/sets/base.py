@@ -47,8 +47,10 @@ class ImageSet(Dataset[Any], ABC):
         classes: Names of the classes in the order of their numbers, or None.
         identities: A string (N,) for each image, or for its group, that decides whether it is held out; None to decide
             by position.
+        movements: Names of the changes of the set's images that move their content, but not their labels.
     """
 
+    movements: Sequence[str] = ()
     num_classes: int | None = None
     classes: tuple[str, ...] | None = None
     group_column: str | None = None

@@ -166,6 +166,8 @@ DEVICES: dict[str, Device] = {
     "lit": _lit,
 }
 """The scanners by name, in the order in which ``kinds`` takes them."""
+MOVING = ("turned", "mirrored", "upside_down_negative", "sheared", "small")
+"""The scanners that move the content of images."""
 
 
 def scan(images: Tensor, kind: str, seeds: Sequence[int]) -> Tensor:
@@ -275,6 +277,13 @@ class Scanners(ImageSet):
                 return None
             identities.append(source.identities)
         return self._gathered(identities)
+
+    @property
+    def movements(self) -> Sequence[str]:  # type: ignore[override]  # they follow from the scanners
+        """Names of the scanners that move the content of images, but not their labels."""
+        names = [name for kind in self.names for name in kind.split("+")]
+        moving = dict.fromkeys(name for name in names if name in MOVING)
+        return [*self.dataset.movements, *moving]
 
     @property
     def full_scale(self) -> float | None:
