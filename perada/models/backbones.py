@@ -252,14 +252,27 @@ def _classifiers_error(name: str, classifiers: object) -> OptionError:
 
 
 def _outputs_of_layers(model: nn.Module, per_pixel: bool) -> dict[str, int]:
-    """Return the number of outputs of each layer that may be the head, by its name, in the order of the network."""
+    """Return the number of outputs of each layer that may be the head, by its name, in the order of the network.
+
+    Auxiliary heads, such as ``aux_classifier`` of torchvision's networks, are left out unless there are no others.
+    """
     num_outputs: dict[str, int] = {}
     for path, layer in model.named_modules():
         if per_pixel and isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
             num_outputs[path] = layer.out_channels
         elif not per_pixel and isinstance(layer, nn.Linear):
             num_outputs[path] = layer.out_features
-    return num_outputs
+    main_outputs = {path: count for path, count in num_outputs.items() if not _is_auxiliary(path)}
+    return main_outputs or num_outputs
+
+
+def _is_auxiliary(path: str) -> bool:
+    """Return whether a layer belongs to an auxiliary head, which is used in training only, by its name.
+
+    >>> _is_auxiliary("aux_classifier.4"), _is_auxiliary("AuxLogits.fc"), _is_auxiliary("flux.head")
+    (True, True, False)
+    """
+    return any(name.lower().startswith("aux") for name in path.split("."))
 
 
 def _check_names(model: nn.Module, name: str) -> None:

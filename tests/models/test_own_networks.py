@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks of one's own as people have them: heads of any name, several GPUs, other number formats."""
 
+from collections import OrderedDict
+
 import peft
 import pytest
 import timm
@@ -89,6 +91,21 @@ def test_peft_reads_an_adapter_beside_a_head_whose_name_ends_alike(tmp_path, hea
     assert torch.allclose(loaded.eval()(IMAGES), run.merged(1).eval()(IMAGES), atol=1e-6)
     again = perada.Run.load(tmp_path / "exported", backbone=TwoHeads(head, second))
     assert torch.equal(again.merged(1).eval()(IMAGES), run.merged(1).eval()(IMAGES))
+
+
+class UnusedSecondHead(Network):
+    """A second head with as many outputs, which is defined after the first one and not called."""
+
+    def __init__(self, second):
+        super().__init__("head")
+        self.add_module(second, nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize("second", ["aux_head", "AuxLogits", "auxiliary"])
+def test_an_auxiliary_head_is_not_the_head(second):
+    assert build_backbone(UnusedSecondHead(second), 3).head == "head"
+    # The only linear layer is the head, whatever its name.
+    assert build_backbone(nn.Sequential(OrderedDict(flat=nn.Flatten(), aux=nn.Linear(16, 3))), 3).head == "aux"
 
 
 def test_a_head_that_peft_cannot_find_is_named(tmp_path):
