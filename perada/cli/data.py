@@ -180,7 +180,15 @@ def _parse_source(parser: ArgumentParser, words: list[str]) -> Division:
     if images_class is ImageMasks and options["mask_values"] is None:
         # As in a recipe of `perada init`.
         manifest = ImageMasks(source, images=options["images"], masks=options["masks"]).read_manifest()
-        options |= infer_mask_values(manifest.masks or [])
+        inferred_values = infer_mask_values(manifest.masks or [])
+        if inferred_values:
+            values = inferred_values["mask_values"]
+            print(
+                f"The masks are black and white, so mask_values={values} is assumed; `perada init` writes it, other "
+                f"recipes need it.",
+                file=sys.stderr,
+            )
+        options |= inferred_values
     # Images are read small, since only their headers and classes are of interest.
     return make_division(source, images_class, {"size": 32} | options)
 

@@ -300,12 +300,16 @@ def _summarize(manifest: Manifest, task: TaskName, assumed: str) -> str:
     """Describe what was found: images, clients, classes, files that cannot be read, and what was assumed."""
     clients = np.unique(manifest.columns.get("client", []))
     broken = [path for path in manifest.paths if not _can_be_opened(path)]
-    client_text = f"{len(clients)} clients ({abbreviated(clients.tolist())})" if len(clients) else "no clients"
+    client_text = "no clients"
+    if len(clients):
+        noun = "client" if len(clients) == 1 else "clients"
+        client_text = f"{len(clients)} {noun} ({abbreviated(clients.tolist())})"
     lines = [f"{len(manifest.paths)} images, {client_text}, learning {task}"]
     if manifest.classes is not None:
         lines[0] += f": {len(manifest.classes)} ({abbreviated([str(name) for name in manifest.classes])})"
     if broken:
-        lines.append(f"{len(broken)} files cannot be read: {abbreviated(broken)}; `perada data inspect` explains them")
+        noun = "file" if len(broken) == 1 else "files"
+        lines.append(f"{len(broken)} {noun} cannot be read: {abbreviated(broken)}; `perada data inspect` explains them")
     if len(clients) == 1:
         lines.append(
             "All images belong to one client; if there are several, name a folder above or below, or --layout."
@@ -390,17 +394,26 @@ def _check_level(folder: str, files: list[str], layout: str) -> None:
         files: Paths of the images below it.
         layout: Their guessed layout.
     """
-    deep_folders = {file.split("/")[0] for file in files if file.count("/") > 2}
-    if "**" not in layout or len(deep_folders) != 1:
+    if "**" not in layout:
         return
-    top = deep_folders.pop()
-    files_below = [file.removeprefix(f"{top}/") for file in files if file.startswith(f"{top}/")]
-    layout_below = propose_layout(files_below)
-    if layout_below and folder_below(files, layout_below) == top:
-        raise ValueError(
-            f"images={folder!r} seems one folder too high: {len(files_below)} of {len(files)} images are in {top!r}, "
-            f"with the layout {layout_below}; use --images {Path(folder) / top}, or set --layout"
-        )
+    path = Path(folder)
+    files_in_path = files
+    while True:
+        deep_folders = {file.split("/")[0] for file in files_in_path if file.count("/") > 2}
+        if len(deep_folders) != 1:
+            return
+        top = deep_folders.pop()
+        files_below = [file.removeprefix(f"{top}/") for file in files_in_path if file.startswith(f"{top}/")]
+        layout_below = propose_layout(files_below)
+        is_folder_of_clients = layout_below and folder_below(files_in_path, layout_below) == top
+        path /= top
+        if is_folder_of_clients:
+            name = path.relative_to(folder).as_posix()
+            raise ValueError(
+                f"images={folder!r} seems too high: {len(files_below)} of {len(files)} images are in {name!r}, with "
+                f"the layout {layout_below}; use --images {path}, or set --layout"
+            )
+        files_in_path = files_below
 
 
 def _no_layout_message(images: str, files: list[str]) -> str:

@@ -355,6 +355,12 @@ def test_a_folder_above_the_clients_is_rejected_with_the_one_below(top):
     assert read("below.yaml")["data"]["partition"]["class_path"] == "ByDomain"
 
 
+def test_a_folder_two_levels_above_the_clients_is_rejected_with_that_of_the_clients():
+    write_images(*[f"archive/2024/hospitals/{name}" for name in HOSPITALS])
+    with pytest.raises(ValueError, match=r"60 of 60 images are in '2024/hospitals'.*--images archive/2024/hospitals,"):
+        main(["init", "--yes", "--images", "archive"])
+
+
 def test_folders_of_years_in_several_hospitals_are_not_too_high(capsys):
     write_images("images/north/2023/a", "images/north/2024/b", "images/north/2025/a", "images/south/2023/b")
     main(["init", "--yes", "--images", "images"])
@@ -373,7 +379,7 @@ def test_what_was_found_and_assumed_is_printed(capsys):
     main(["init", "--yes", "--images", "all"])
     shown = capsys.readouterr().out
     assert "61 images, 3 clients (aachen, bonn, celle), learning classes: 2 (benign, malignant)" in shown
-    assert "1 files cannot be read: all/bonn/benign/broken.png" in shown
+    assert "1 file cannot be read: all/bonn/benign/broken.png" in shown
     assert "layout: {client}/{class}/*" in shown
 
 

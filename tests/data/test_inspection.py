@@ -74,6 +74,8 @@ def test_a_folder_with_masks_is_read_as_init_and_recipes_read_it(tmp_path, monke
     assert record["clients"] == list(with_foreground)
     assert counts.tolist() == [[8, with_foreground[name]] for name in record["clients"]]
     assert record["usable"] and record["several_labels"]
+    main(["data", "inspect", "mine", *words])
+    assert ("mask_values=[0, 255] is assumed" in capsys.readouterr().err) == (foreground == 255)
     if not words:
         main(["init", "--yes", "--images=mine", "--algorithm=fedavg"])
         capsys.readouterr()
