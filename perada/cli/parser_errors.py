@@ -526,6 +526,7 @@ def _unquoted(match: re.Match[str]) -> str:
 
 _PLAIN: dict[str, str | Callable[[re.Match[str]], str]] = {
     r'Parser key "([^"]+)"( element \d+)?:': r"\1:",
+    r"Key must be a string, got: (.*?)\.?$": r"\1 is no name of an option; write decimals with a point, as in 0.01",
     r"(?s)Expected a path but (\S+\.(?:ya?ml|json)) .*": r"\1 cannot be read; use an existing file, or a class",
     rf"{_PATH}Import path does not correspond to (.*)": r"\1 is not \2; use one",
     rf"(?s){_PATH}Expected an instantiatable class, but (?:(\S+) )?is abstract.*": _abstract,

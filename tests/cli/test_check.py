@@ -297,3 +297,10 @@ def test_classes_of_data_that_do_not_exist_cause_no_further_errors(capsys, tmp_p
     assert lines[0] == "Errors (3):"
     for text in ("'Imgaes'", "'ByDomian'", "none.pt"):
         assert sum(text in line for line in lines) == 1
+
+
+def test_a_decimal_comma_is_named(capsys, tmp_path):
+    (tmp_path / "mine.yaml").write_text("training: {lr_local: 0,01}")
+    with pytest.raises(SystemExit):
+        main(["check", "mine.yaml"])
+    assert "write decimals with a point" in capsys.readouterr().out
