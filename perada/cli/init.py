@@ -7,18 +7,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
-import yaml
 from jsonargparse import ArgumentParser
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from perada.cli.answers import TaskName, check_answer
 from perada.cli.data import TEMPLATES, infer_mask_values, source_class
 from perada.cli.messages import one_line
 from perada.cli.sources import TABLES
-from perada.core.checks import check_choice, check_integer
+from perada.core.checks import check_choice
 from perada.core.files import check_output_file, writing
 from perada.core.text import abbreviated, printable
 from perada.data import ImageMasks, Images, ImageTable
@@ -34,11 +34,7 @@ from perada.data.sets.tables import (
     is_number,
     read_table,
 )
-from perada.privacy.accounting import check_target
 
-TaskName = Literal["classes", "labels", "numbers", "masks"]
-"""What is learnt from the labels: one class or several labels per image, numbers, or a class for each pixel."""
-TASKS = get_args(TaskName)
 IMAGES_PER_CLIENT = 20
 """Images of a client in a first recipe that divides the images at random."""
 COMMON_COLUMNS = {  # names with underscores between words, the commonest first
@@ -163,27 +159,6 @@ def _ask(name: str) -> str:
             print(f"{one_line(error)}; try again")
             continue
         return answer
-
-
-def check_answer(name: str, answer: str) -> None:
-    """Check one answer, as it was typed; an empty one for images, task or epsilon is valid.
-
-    Raises:
-        ValueError: If it is invalid.
-        FileNotFoundError: If the images are not there.
-    """
-    if name == "algorithm":
-        from perada.algorithms import make_algorithm
-
-        make_algorithm(answer)
-    elif name == "rounds":
-        check_integer("rounds", yaml.safe_load(answer))
-    elif name == "epsilon" and answer:
-        check_target("epsilon", yaml.safe_load(answer))
-    elif name == "task" and answer:
-        check_choice("task", answer, TASKS)
-    elif name == "images" and answer and (not Path(answer).exists() or source_class(answer) is None):
-        raise FileNotFoundError(f"images={answer!r} does not exist; pass a folder or a table ({', '.join(TABLES)})")
 
 
 def write_recipe(

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from jsonargparse import ArgumentParser
 
+from perada.cli.early_checks import check_early
 from perada.cli.help_format import new_parser
 from perada.cli.messages import one_line, quiet_libraries, short_warnings
 from perada.cli.options import check_options, check_recipe, check_sections, command_hint, help_text
@@ -181,6 +182,7 @@ def _check_before_import(command: str, words: list[str]) -> None:
     first_words = list(takewhile(lambda word: not word.startswith("-"), words))
     if command in EXISTING and first_words and not Path(first_words[0]).exists():
         raise FileNotFoundError(f"{first_words[0]!r} does not exist; pass {EXISTING[command]}")
+    check_early(command, words)
     if command in ("compare", "check"):
         for word in first_words:
             for path in find_recipe(word):

@@ -22,6 +22,7 @@ from perada.lightning.privacy_setup import check_pretraining
 from perada.lightning.run_record import LOCAL_SCORE, RECORDED_OPTIONS
 from perada.lightning.trainers import make_trainer
 from perada.privacy import Privacy
+from perada.results.client_names import check_new_name
 from perada.results.report import unit_of
 from perada.results.run import Run
 from perada.tasks.base import make_task
@@ -183,14 +184,8 @@ def _check_arguments(
 
 def check_name(run: Run, name: str | None) -> None:
     """Raise a ValueError if a name is empty, or is the name or the number of a client of the run."""
-    names: Sequence[str] = run.info.get("clients") or [str(client) for client in range(run.num_clients)]
-    if name is None:
-        return
-    is_number_of_client = name.isdecimal() and int(name) < run.num_clients
-    if name == "" or name in names or is_number_of_client:
-        raise ValueError(
-            f"name={name!r} is empty or already the name or number of a client of the run; choose a different name"
-        )
+    if name is not None:
+        check_new_name("name", name, run.info.get("clients"), run.num_clients)
 
 
 def _mean_participation(training: Mapping[str, Any]) -> int:

@@ -29,6 +29,10 @@ ALL_DEVICES = ("auto", "-1", -1, None)
 """Values of ``devices`` for all devices of the machine."""
 
 
+MIN_PROCESSES = 2
+"""Number of processes that a CPU of any number of cores may run, so that a run on several can be tried anywhere."""
+
+
 def check_devices(accelerator: object, devices: object) -> None:
     """Reject an accelerator that this machine lacks, and a number of devices that is impossible.
 
@@ -47,10 +51,11 @@ def check_devices(accelerator: object, devices: object) -> None:
     if count is None or count < 1 or (has_indices and on_cpu):
         requirement = "an integer >= 1, 'auto' for all or, on GPUs, a list of indices such as [0, 1]"
         raise invalid_option("devices", devices, requirement)
-    if on_cpu and count > available_cores():
+    most = max(MIN_PROCESSES, available_cores())
+    if on_cpu and count > most:
         raise OptionError(
             f"devices={devices!r} exceeds the {available_cores()} cores that this process may use, and each device is "
-            "a process; request fewer",
+            f"a process; request at most {most}",
             name="devices",
             value=devices,
         )

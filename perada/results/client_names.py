@@ -53,3 +53,19 @@ def available_client(client: int | str | None, info: Mapping[str, Any], num_clie
             "(perada deploy export site.yaml), or use the global model"
         )
     return number
+
+
+def check_new_name(option: str, name: str, names: Sequence[str] | None, num_clients: int) -> None:
+    """Raise a ValueError if a name is empty, or is the name or the number of a client of a run.
+
+    Args:
+        option: Name of the option for the message.
+        name: Name of a new client.
+        names: Names of the run's clients; None if they have none.
+        num_clients: Number of clients of the run.
+    """
+    is_number_of_client = name.isdecimal() and int(name) < num_clients
+    if name == "" or name in (names or ()) or is_number_of_client:
+        raise ValueError(
+            f"{option}={name!r} is empty or already the name or number of a client of the run; choose a different name"
+        )

@@ -131,7 +131,7 @@ def test_a_table_joins_and_the_run_is_written_elsewhere(saved, pictures, tmp_pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--client=2"], "name='2' is empty or already the name or number of a client of the run"),
+        (["--client=2"], "client='2' is empty or already the name or number of a client of the run"),
         (["--client=late", "--images.layout={class}"], "do not match the layout"),
         ([], "the client has no name; pass one"),
         (["--images=pictures"], "--images and --data are the same option; use only one"),

@@ -108,7 +108,14 @@ def test_a_dropout_that_is_no_number(adapter):
 
 
 def test_more_processes_than_cores_are_rejected():
-    cores = available_cores()
+    cores = max(2, available_cores())
     check_devices("cpu", cores)
     with pytest.raises(ValueError, match=f"devices={cores + 1} exceeds the {cores} cores"):
         check_devices("cpu", cores + 1)
+
+
+def test_two_processes_may_share_one_core(monkeypatch):
+    monkeypatch.setattr("perada.lightning.trainer_setup.available_cores", lambda: 1)
+    check_devices("cpu", 2)
+    with pytest.raises(ValueError, match=r"devices=3 .* at most 2"):
+        check_devices("cpu", 3)
