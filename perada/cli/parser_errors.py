@@ -133,9 +133,10 @@ def _unknown_class_option(class_path: str, argument: str, keys: Sequence[str], t
     arguments = inspect.signature(getattr(sys.modules[module], class_name)).parameters
     option = argument
     if keys:
-        option = f"{keys[0]}.{argument}"
         # An option that takes one of several types repeats the message for each of them.
-        text = f"{keys[0]}: {class_path}: Option {argument!r} is not accepted"
+        place = ".".join(dict.fromkeys(keys))
+        option = f"{place}.{argument}"
+        text = f"{place}: {class_path}: Option {argument!r} is not accepted"
     prefix = option.rpartition(".")[0]
     proposals = nearest(option, [f"{prefix}.{name}" for name in arguments])
     if proposals:

@@ -473,6 +473,7 @@ def find_problems(recipes: list[dict[str, Any]], words: Sequence[str]) -> Proble
             # Only missing files and libraries do not depend on the data, which are others than the recipe's.
             if attempt.part == "model" and isinstance(attempt.error, OSError | ImportError):
                 errors.append(one_line(attempt.error))
+            errors += _further_errors(attempt, errors)
             return Problems(errors, attempt.warnings, None)
         option = _option_of(attempt.error, recipes, words)
         is_same = (
@@ -501,9 +502,11 @@ def find_problems(recipes: list[dict[str, Any]], words: Sequence[str]) -> Proble
             changed = None
             continue
         option.remove()
-        if option.name in STAND_INS and option.position is None:
-            _drop_suboptions(words, option.name)
-            option.set(STAND_INS[option.name])
+        # The data module itself calls its option by the second of its names.
+        full_name = option.name if option.name in STAND_INS else f"data.{option.name}"
+        if full_name in STAND_INS and option.position is None:
+            _drop_suboptions(words, full_name)
+            option.set(STAND_INS[full_name])
             has_stand_in = True
         changed = option
         replacements = list(REPLACEMENTS)

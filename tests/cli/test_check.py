@@ -304,3 +304,10 @@ def test_a_decimal_comma_is_named(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main(["check", "mine.yaml"])
     assert "write decimals with a point" in capsys.readouterr().out
+
+
+def test_data_that_are_null_are_one_error(capsys, tmp_path):
+    write_recipe(tmp_path / "null.yaml", {"dataset": None}, model={"pretrained": "none.pt"})
+    lines = checked(capsys, "null.yaml", code=1)
+    assert lines[0] == "Errors (2):"
+    assert lines[1].startswith("- dataset must be set") and "none.pt" in lines[2]

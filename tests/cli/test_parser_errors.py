@@ -145,3 +145,24 @@ def test_an_error_of_a_section_has_the_section_in_its_option():
         check_number("privacy: max_norm", -2, gt=0)
     assert (caught.value.option, caught.value.value) == ("privacy.max_norm", -2)
     assert str(caught.value) == f"privacy: max_norm {caught.value.remedy}, got -2"
+
+
+@pytest.mark.parametrize(
+    ("base", "option", "remedy"),
+    [
+        ("fedvag", "federated.algorithm.base", "did you mean 'fedavg'?"),
+        ({"class_path": "Dito"}, "federated.algorithm.base", "did you mean 'ditto'?"),
+        (
+            {"class_path": "Ditto", "init_args": {"prox_strenth": 1.0}},
+            "federated.algorithm.base",
+            "did you mean federated.algorithm.base.prox_strength?",
+        ),
+    ],
+    ids=["word", "class", "option"],
+)
+def test_a_misspelt_nested_class_or_option_is_named_with_its_place(tmp_path, base, option, remedy):
+    algorithm = {"class_path": "FFALoRA", "init_args": {"base": base}}
+    path = tmp_path / "nested.yaml"
+    path.write_text(yaml.safe_dump({"federated": {"algorithm": algorithm}}))
+    message = str(rejected(tmp_path, "--config", str(path)))
+    assert message.startswith(f"{option}: ") and message.endswith(remedy)
