@@ -109,3 +109,8 @@ def test_rows_are_numbered_as_in_the_file(tmp_path):
     path.write_text("sep=;\n\npath;label\na.png;x\n;\nb.png;y\n")
     _, row_numbers = read_table(path)
     assert row_numbers.tolist() == [4, 6]
+
+
+def test_a_table_without_names_of_columns_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"'a\.png'; add a line with names"):
+        read(tmp_path, "a.png,cat\nb.png,dog\n")

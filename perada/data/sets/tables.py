@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.checks import (
     OptionError,
@@ -817,6 +818,9 @@ def read_table(
         duplicates = [name for name, count in Counter(header).items() if count > 1]
         if duplicates:
             raise ValueError(f"several columns are called {duplicates[0]!r}")
+        files = [name for name in header if name.lower().endswith(IMG_EXTENSIONS)]
+        if files:
+            raise ValueError(f"its first line has the image {files[0]!r}; add a line with names, such as path,label")
         if not row_numbers:
             raise ValueError("there are no rows")
     return dict(zip(header, columns, strict=True)), np.array(row_numbers)
