@@ -166,6 +166,24 @@ def abbreviated(names: Sequence[str], limit: int = 5) -> str:
     return f"{first} and {hidden} more"
 
 
+def number_cells(numbers: Sequence[float]) -> list[str]:
+    """Return the numbers of a column of a table as cells, with as many digits as needed.
+
+    These are seven significant digits, or fifteen where seven would make different numbers equal, or round integers,
+    such as time stamps.
+
+    >>> number_cells([36.60000038, 41.3]), number_cells([1700000000000.0, 1700000003600.0])
+    (['36.6', '41.3'], ['1700000000000', '1700000003600'])
+    >>> number_cells([1700000003601.0])
+    ['1700000003601']
+    """
+    cells = [f"{number:.7g}" for number in numbers]
+    has_long_integers = any(abs(number) >= 1e7 for number in numbers)
+    if has_long_integers or len({*cells}) < len({*numbers}):
+        return [f"{number:.15g}" for number in numbers]
+    return cells
+
+
 def plain_number(value: object) -> object:
     """Return the number, flag or text in a NumPy scalar as Python's own; return everything else unchanged.
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from perada.core.files import writing
 from perada.core.rounds import EvalBatch
-from perada.core.text import is_spread
+from perada.core.text import is_spread, number_cells
 from perada.data import FederatedDataModule
 from perada.federation.scores import finite_outputs
 from perada.lightning.federated_loop import PROGRESS_METRICS, FederatedLoop
@@ -194,7 +194,8 @@ class PredictionFile(pl.Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start an empty table."""
         self._header: list[str] = []
-        self._rows: list[list[str]] = []
+        # Without a prediction, an entry is None.
+        self._rows: list[list[Any]] = []
         self.failed = Counter()
 
     def on_predict_batch_end(
@@ -226,14 +227,14 @@ class PredictionFile(pl.Callback):
             self._header.insert(2, "picture")
             self._add_masks(trainer, columns, has_prediction, _pictures_of(batch, trainer))
             return
-        cells_of_columns = []
+        entries_of_columns = []
         for column, is_predicted in zip(columns, has_prediction, strict=True):
-            cells = [_csv_cell(value) for value in column.tolist()]
-            cells_of_columns.append(
-                [cell if predicted else "" for cell, predicted in zip(cells, is_predicted.tolist(), strict=True)]
-            )
-        for cells_of_row in zip(*cells_of_columns, strict=True):
-            self._rows.append([str(len(self._rows)), *cells_of_row])
+            entries: list[Any] = []
+            for value, predicted in zip(column.tolist(), is_predicted.tolist(), strict=True):
+                entries.append(value if predicted else None)
+            entries_of_columns.append(entries)
+        for entries_of_row in zip(*entries_of_columns, strict=True):
+            self._rows.append([len(self._rows), *entries_of_row])
 
     def _add_masks(
         self, trainer: pl.Trainer, columns: Sequence[Tensor], has_prediction: Sequence[Tensor], pictures: Tensor
@@ -275,7 +276,9 @@ class PredictionFile(pl.Callback):
         self.path = Path(folder) / "predictions.csv"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with writing(self.path), self.path.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([self._header, *self._rows])
+            # How many digits numbers need depends on the whole column.
+            cells_of_columns = [_csv_cells(entries) for entries in zip(*self._rows, strict=True)]
+            csv.writer(file).writerows([self._header, *zip(*cells_of_columns, strict=True)])
 
 
 def _pictures_of(batch: object, trainer: pl.Trainer) -> Tensor:
@@ -299,9 +302,21 @@ def _pictures_of(batch: object, trainer: pl.Trainer) -> Tensor:
     return scaled.round().to(torch.uint8)
 
 
-def _csv_cell(value: object) -> str:
-    """Format the label of an image, its 0/1 labels, or its numbers, with seven significant digits."""
-    if isinstance(value, list):
-        return " ".join(map(_csv_cell, value))
-    # 0/1 labels are floats too.
-    return f"{value:.7g}" if isinstance(value, float) else str(value)
+def _csv_cells(entries: Sequence[Any]) -> list[str]:
+    """Return the cells of a column: labels, paths, 0/1 labels, or numbers; empty for None.
+
+    Several labels or numbers (K,) of an image are separated by spaces.
+
+    >>> _csv_cells([3, None]), _csv_cells([[0.0, 1.5], None, [1.0, 2.0]])
+    (['3', ''], ['0 1.5', '', '1 2'])
+    """
+    present = [entry for entry in entries if entry is not None]
+    if present and isinstance(present[0], list):
+        columns = [_csv_cells(column) for column in zip(*present, strict=True)]
+        texts = iter([" ".join(cells) for cells in zip(*columns, strict=True)])
+    elif present and isinstance(present[0], float):
+        # 0/1 labels are floats too.
+        texts = iter(number_cells(present))
+    else:
+        texts = iter([str(entry) for entry in present])
+    return ["" if entry is None else next(texts) for entry in entries]

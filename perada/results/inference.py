@@ -16,7 +16,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.checks import checked_path
 from perada.core.files import check_output_file, check_output_folder, writing
-from perada.core.text import FORMULA, abbreviated, cell_text, quoted
+from perada.core.text import FORMULA, abbreviated, cell_text, number_cells, quoted
 from perada.data.batches.transforms import read_image, resize_masks
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.folders import list_images
@@ -98,9 +98,8 @@ class Predictions:
 
         If numbers are predicted, the columns after the first are these numbers, with their names.
 
-        Probabilities have six decimal places, numbers seven significant digits, or fifteen in a column of which seven
-        would make different numbers equal, such as time stamps. No cell looks like a formula to a
-        spreadsheet: a path gets ``./`` in front, a name a quote.
+        Probabilities have six decimal places, numbers as many digits as :func:`.number_cells` writes. No cell looks
+        like a formula to a spreadsheet: a path gets ``./`` in front, a name a quote.
         """
         path = checked_path("path", path)
         if self.labels.ndim == 3:
@@ -117,7 +116,7 @@ class Predictions:
             table = csv.writer(file)
             if self.labels.is_floating_point():
                 table.writerow([first_header, *map(cell_text, self.classes)])
-                cells_of_columns = [_number_cells(column) for column in self.labels.T.tolist()]
+                cells_of_columns = [number_cells(column) for column in self.labels.T.tolist()]
                 for first_cell, *cells in zip(first_cells, *cells_of_columns, strict=True):
                     table.writerow([first_cell, *cells])
                 return path
@@ -125,18 +124,6 @@ class Predictions:
             for first_cell, name, row in zip(first_cells, self.names, self.probabilities.tolist(), strict=True):
                 table.writerow([first_cell, cell_text(name), *(f"{value:.6f}" for value in row)])
         return path
-
-
-def _number_cells(numbers: Sequence[float]) -> list[str]:
-    """Return the numbers of a column as cells, with as many digits as tell them apart.
-
-    >>> _number_cells([36.60000038, 41.3]), _number_cells([1700000000000.0, 1700000003600.0])
-    (['36.6', '41.3'], ['1700000000000', '1700000003600'])
-    """
-    cells = [f"{number:.7g}" for number in numbers]
-    if len({*cells}) < len({*numbers}):
-        return [f"{number:.15g}" for number in numbers]
-    return cells
 
 
 def _path_cell(path: str) -> str:

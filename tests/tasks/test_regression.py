@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from typing import get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from perada.data.batches.transforms import prepare_images
 from perada.data.sets.scanners import DEVICES, MOVING, scan
 from perada.federation.metrics import make_metrics, score_names
 from perada.federation.scores import Scores
+from perada.lightning import FederatedClassifier, PredictionFile
 from perada.results.cards import render_template
 from perada.results.formats import export_model
 from perada.results.report import unit_of
@@ -611,3 +613,25 @@ def test_moving_scanners_are_those_after_which_a_spot_is_elsewhere(name):
     moves = block_of_spot(scan(image, name, [0])) != block_of_spot(image)
     assert moves == (name in MOVING)
     assert not moves or name in get_args(Movement)
+
+
+@pytest.mark.parametrize("count", [24, 1])
+@pytest.mark.parametrize("targets", [1, 2])
+def test_predictions_of_a_recipe_have_the_digits_of_time_stamps(count, targets, tmp_path):
+    stamps = MILLISECONDS[:count].double().unsqueeze(1)
+    lengths = torch.linspace(36, 37, count).double().unsqueeze(1)
+    numbers = torch.cat([stamps, lengths], 1)[:, :targets]
+    task = Regression(mean=(2.0**41, 0.0)[:targets], std=(1000.0, 1.0)[:targets])
+    outputs = (numbers - torch.tensor(task.mean).double()) / torch.tensor(task.std)
+    module = Mock(spec=FederatedClassifier, task=task)
+    trainer = Mock(loggers=[None], log_dir=tmp_path, is_global_zero=True)
+    file = PredictionFile()
+    file.on_predict_start(trainer, module)
+    for rows in torch.arange(count).split(5):
+        batch = {"owner": torch.zeros(len(rows), dtype=torch.int64), "y": numbers[rows], "global": outputs[rows]}
+        file.on_predict_batch_end(trainer, module, batch, None, 0)
+    file.on_predict_epoch_end(trainer, module)
+    with (tmp_path / "predictions.csv").open() as table:
+        for row, expected in zip(csv.DictReader(table), numbers.tolist(), strict=True):
+            for column in ("label", "global"):
+                assert [float(cell) for cell in row[column].split()] == pytest.approx(expected, rel=1e-12, abs=1e-5)
