@@ -68,6 +68,8 @@ class FrozenTrunk:
         self._cut_outputs: dict[str, Tensor] | None = None
         # Outputs that were computed so far, by path; None unless the current pass computes features.
         self._recorded_outputs: dict[str, Tensor] | None = None
+        # The dtype of images, which features need not have: with autocast they are of lower precision.
+        self._image_dtype: torch.dtype | None = None
         # The dtypes and memory formats of the outputs, by path, which concatenated features do not have any more.
         self._formats: dict[str, tuple[torch.dtype, torch.memory_format]] = {}
 
@@ -107,7 +109,7 @@ class FrozenTrunk:
             self._cut_outputs[path] = output.to(dtype, copy=True, memory_format=layout)
         blank = torch.nan if self.spoil else 0.0
         # A view of a single number, which takes no memory.
-        return x_R.new_full((), blank).expand(self.rows, *self.image)
+        return x_R.new_full((), blank, dtype=self._image_dtype).expand(self.rows, *self.image)
 
     def features(self, model: nn.Module, x_R: Tensor) -> Tensor:
         """Compute the features of images.
@@ -121,6 +123,8 @@ class FrozenTrunk:
         """
         self._cut_outputs = None
         self._recorded_outputs = {}
+        if x_R.is_floating_point():
+            self._image_dtype = x_R.dtype
         model.eval()
         # The pass ends as soon as the last needed output is known.
         with suppress(_FeaturesComplete), torch.no_grad():

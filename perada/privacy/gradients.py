@@ -469,9 +469,29 @@ def with_grad_sample_hooks(model: nn.Module) -> nn.Module:
     stacked_classes = {type(module) for module in model.modules() if isinstance(module, StackedLayer)}
     samplers = _samplers() | dict.fromkeys(stacked_classes, _sample_stacked_layer)
     train_mode(model)
-    # Opacus's registry of samplers is an attribute of the class, shared by the whole process. A subclass has its own.
-    hooked_class = type("Hooked", (GradSampleModule,), {"GRAD_SAMPLERS": samplers})
-    hooked: nn.Module = hooked_class(model, loss_reduction="sum", strict=False)
+
+    class Hooked(GradSampleModule):  # type: ignore[misc]  # Opacus has no types
+        """A GradSampleModule with its own registry of samplers; that of its base is shared by the whole process."""
+
+        GRAD_SAMPLERS = samplers
+
+        def capture_backprops_hook(
+            self, module: nn.Module, inputs: object, output_grads: tuple[Tensor, ...], **options: Any
+        ) -> None:
+            """Compute the per-sample gradients of a module.
+
+            Modules without a sampler are run again for each row, in the precision of their parameters. Opacus would do
+            so in that of the outputs' gradients, which is lower under autocast, and in which timm's norms fail.
+            """
+            if not hasattr(module, "ft_compute_sample_grad"):
+                super().capture_backprops_hook(module, inputs, output_grads, **options)
+                return
+            dtype = next(module.parameters()).dtype
+            first_grad, *other_grads = output_grads
+            with torch.autocast(first_grad.device.type, enabled=False):
+                super().capture_backprops_hook(module, inputs, (first_grad.to(dtype), *other_grads), **options)
+
+    hooked: nn.Module = Hooked(model, loss_reduction="sum", strict=False)
     return hooked
 
 

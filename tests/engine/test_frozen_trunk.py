@@ -212,6 +212,33 @@ def test_what_comes_after_dropout_is_not_constant():
     assert prefix is not None and prefix.needed == ("0",)
 
 
+class TakesSingle(nn.Module):
+    """A network that rejects images of any dtype other than float32, as some do that convert them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise TypeError(f"images of {x.dtype}")
+        return self.fc(self.stem(x).mean((2, 3)))
+
+
+def test_features_of_lower_precision_stand_for_images_of_their_own_dtype():
+    model = TakesSingle().requires_grad_(False)
+    model.fc.requires_grad_(True)
+    engine = Engine(model)
+    images = torch.randn(2, 3, SIDE, SIDE)
+    states = expand(get_state(model), 1)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert engine.find_trunk(images[0]) is not None
+        features = engine.features(images)
+        assert features.dtype == torch.bfloat16
+        logits = engine.logits(states, features.unsqueeze(0))
+        assert torch.equal(logits, engine.logits(states, images.unsqueeze(0)))
+
+
 def test_a_store_computes_whole_blocks_once():
     sizes = (BLOCK - 6, 40, 30)
     sets = [TensorDataset(torch.randn(n, 2, 2), torch.arange(n)) for n in sizes]

@@ -7,6 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+from timm.models.convnext import ConvNeXt
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -318,6 +319,19 @@ def test_a_use_that_the_hooks_miss_is_noticed_in_half_precision(dtype):
     engine, states, x, y = problem(InBoth())
     with autocast(dtype), pytest.raises(ValueError, match=r"gradients of 'inner\.weight' do not add up"):
         check_gradients(Privacy(1.0), engine, states, x, y, Classification())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_blocks_with_weights_of_their_own_have_per_image_gradients_in_half_precision(dtype):
+    """Opacus has no sampler for a block of ConvNeXt, which scales its branch by a weight."""
+    torch.manual_seed(0)
+    net = ConvNeXt(num_classes=CLASSES, depths=(1, 1, 1, 1), dims=(4, 4, 4, 4), ls_init_value=0.5, in_chans=1)
+    engine = Engine(net, "loop")
+    states = {key: value.requires_grad_() for key, value in expand(get_state(net), 2).items()}
+    x = torch.randn(2, 2, 1, 32, 32)
+    y = torch.tensor([[0, 1], [2, 0]])
+    with autocast(dtype):
+        check_gradients(Privacy(1.0, engine="opacus"), engine, states, x, y, Classification())
 
 
 class RoundedByBatch(OfOneFormat):
