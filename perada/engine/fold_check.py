@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from perada.core.seeding import Streams, generator, seeded
 from perada.core.states import State, batch_norms, clone, get_state, parameter_keys, stack
 from perada.engine.engine import Engine
+from perada.engine.precision import tolerance_of
 
 NORM_ROWS = 2
 """Number of images per client where a norm uses the statistics of a batch, which one image may not have."""
@@ -47,8 +48,22 @@ def check_fold(model: nn.Module, x: Tensor, channels_last: bool = False) -> str 
     device = torch.device("cpu") if x.device.type == "mps" else x.device
     exact = x.to(device, torch.float64 if x.is_floating_point() else x.dtype)
     exact_model = copy.deepcopy(model).to(device, torch.float64)
-    obstacle = _find_obstacle(exact_model, exact, channels_last, TOLERANCE_DOUBLE)
+    if _runs(exact_model, exact, channels_last):
+        obstacle = _find_obstacle(exact_model, exact, channels_last, TOLERANCE_DOUBLE)
+    else:
+        # A network with a fixed dtype. The rounding of this dtype must not be taken for a difference.
+        obstacle = _find_obstacle(model, x, channels_last, tolerance_of(model, TOLERANCE))
     return None if obstacle is None else obstacle.reason
+
+
+def _runs(model: nn.Module, x: Tensor, channels_last: bool) -> bool:
+    """Return whether a model computes the logits of one client's images (C, B, ...)."""
+    engine = Engine(model, "loop", channels_last=channels_last)
+    try:
+        _logits(engine, stack([get_state(model)]), x[:1, :1], training=False)
+    except Exception:  # networks raise errors of any kind for inputs of another dtype
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -108,19 +123,23 @@ def _find_obstacle(model: nn.Module, x: Tensor, channels_last: bool, tolerance: 
             # Training mode was conclusive: the images are not mixed. For evaluation mode, one image per client is
             # enough to show whether the weights are used in another way.
             batches = [two_clients[:, :1]]
-    return _backward_failure(folded, states, two_clients[:, :1])
+    error = _backward_error(folded, states, two_clients[:, :1])
+    if error is None or _backward_error(loop, states, two_clients[:, :1]) is not None:
+        # What fails for one client after another, too, is no reason against folding.
+        return None
+    return _failure(error)
 
 
-def _backward_failure(folded: Engine, states: State, x: Tensor) -> _Obstacle | None:
-    """Return why gradients of a folded pass cannot be computed; None if they can."""
-    trained = parameter_keys(folded.model)
+def _backward_error(engine: Engine, states: State, x: Tensor) -> Exception | None:
+    """Return the error with which gradients cannot be computed; None if they can."""
+    trained = parameter_keys(engine.model)
     leaves = {key: value.requires_grad_(key in trained) for key, value in clone(states).items()}
     try:
         with torch.enable_grad(), seeded(0, "fold check"):
-            logits = folded.logits(leaves, x)
+            logits = engine.logits(leaves, x)
             torch.autograd.grad(logits.sum(), [leaves[key] for key in trained], allow_unused=True)
     except Exception as error:  # networks raise errors of any kind in the backward pass
-        return _failure(error)
+        return error
     return None
 
 

@@ -6,6 +6,9 @@ from torch import nn
 
 from perada.engine.frozen_layers import autocast_dtype
 
+ROUNDOFFS = 16
+"""Number of unit roundoffs by which logits of two passes may differ: rounding errors of some layers add up."""
+
 
 def coarsest_dtype(model: nn.Module) -> torch.dtype:
     """Return the least precise dtype that a pass of a model computes in: that of a weight, or of autocast.
@@ -30,6 +33,16 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     (0.00390625, True)
     """
     return torch.finfo(dtype).eps / 2
+
+
+def tolerance_of(model: nn.Module, least: float) -> float:
+    """Return the largest difference of two passes of a model that rounding explains, relative to the largest logit.
+
+    Args:
+        model: The model.
+        least: Tolerance in single precision, which half precision exceeds.
+    """
+    return max(least, ROUNDOFFS * unit_roundoff(coarsest_dtype(model)))
 
 
 def is_half(dtype: torch.dtype) -> bool:

@@ -13,9 +13,16 @@ from torch import Tensor, nn
 
 from perada.core.seeding import seeded
 from perada.core.states import Merged, State, set_state
+from perada.engine.precision import tolerance_of
 
 TrainBackbone = bool | Literal["merged"]
 """Which tensors of the backbone are in states: all (trained), none, or with ``"merged"`` the weights LoRA adapts."""
+
+
+TOLERANCE = 1e-3
+"""Largest difference of logits of a merged network in single precision, relative to the largest logit."""
+TOLERANCE_DOUBLE = 1e-6
+"""The same in double precision."""
 
 
 def make_mergeable(model: nn.Module) -> None:
@@ -83,7 +90,7 @@ def check_merged(peft_model: PeftModel, merged: nn.Module, model: nn.Module, x: 
         x: Images (B, ...) or texts.
     """
     try:
-        difference = describe_difference(model, merged, x, 1e-3)
+        difference = describe_difference(model, merged, x, tolerance_of(model, TOLERANCE))
     except Exception:  # networks raise errors of any kind for images of an unsupported size
         return
     # Double precision distinguishes rounding from real differences; mps lacks it.
@@ -93,7 +100,7 @@ def check_merged(peft_model: PeftModel, merged: nn.Module, model: nn.Module, x: 
         # A network with a fixed dtype may fail, and the difference in single precision then decides.
         with suppress(Exception):
             exact_x = x.double() if x.is_floating_point() else x
-            difference = describe_difference(exact_model, exact_merged, exact_x, 1e-6)
+            difference = describe_difference(exact_model, exact_merged, exact_x, TOLERANCE_DOUBLE)
     if difference is not None:
         reason = (
             f"the merged network computes different outputs ({difference}), since PEFT merges this kind of layer "

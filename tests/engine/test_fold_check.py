@@ -125,3 +125,33 @@ def test_a_network_that_draws_from_the_global_stream_is_compared_where_it_does_n
     assert (
         check_fold(insert_adapter(build_backbone(Noisy(*layers), 3), "full").model, torch.randn(2, 6, 1, 8, 8)) is None
     )
+
+
+class OnlyHalf(Net):
+    """A network that computes in bfloat16 only, so that no pass in double precision can decide."""
+
+    def forward(self, x):
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"images of {x.dtype}")
+        return super().forward(x)
+
+
+def rounded_by_kernel(h):
+    """Differs by a roundoff of bfloat16 for more than one image, as where another kernel is chosen."""
+    return h * (1 + 2**-7) if len(h) > 1 else h
+
+
+@pytest.mark.parametrize(("between", "folds"), [(nn.Identity(), True), (rounded_by_kernel, True), (centred, False)])
+def test_rounding_of_a_network_with_a_fixed_half_precision_is_no_mixing(between, folds):
+    torch.manual_seed(0)
+    model = OnlyHalf(between).bfloat16()
+    model.norm = nn.Identity()
+    reason = check_fold(model, torch.randn(2, 2, 1, 8, 8, dtype=torch.bfloat16))
+    assert reason is None if folds else reason.startswith("it mixes the images of a batch")
+
+
+def test_a_network_that_fails_for_single_clients_too_does_not_fail_because_of_two():
+    def fail(h):
+        raise ValueError("an image of this size")
+
+    assert check_fold(Net(fail), torch.randn(2, 2, 1, 8, 8)) is None

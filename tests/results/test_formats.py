@@ -94,7 +94,8 @@ def test_a_file_with_other_logits_is_not_kept(lora, tmp_path, monkeypatch):
 
     def wrong(model, x, path, metadata):
         read = write(model, x, path, metadata)
-        return lambda images: read(images) + 2e-4
+        # By more than 1e-4 of the largest logit.
+        return lambda images: read(images) * (1 + 2e-4)
 
     def failing(*given):
         write(*given)
@@ -108,7 +109,7 @@ def test_a_file_with_other_logits_is_not_kept(lora, tmp_path, monkeypatch):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert before.keys() == {"model.safetensors", "README.md"}
     for own, kind, message in (
-        (wrong, ValueError, r"its logits would differ from the run's by 2\.0e-04, more than 0.0001"),
+        (wrong, ValueError, r"its logits would differ from the run's by .*, more than"),
         (failing, ValueError, r"cannot be exported as safetensors \(KeyError: 'aten::odd'\)"),
         (full, OSError, rf"{tmp_path.name}' could not be written and is unchanged \(File too large"),
     ):
@@ -116,6 +117,34 @@ def test_a_file_with_other_logits_is_not_kept(lora, tmp_path, monkeypatch):
         with pytest.raises(kind, match=message):
             export_model(lora[0], 1, "safetensors", tmp_path)
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("scale", [1e-5, 1e5])
+def test_the_tolerance_follows_the_scale_of_the_outputs(lora, tmp_path, monkeypatch, scale):
+    run, _ = lora
+    personal = type(run).personal
+
+    def scaled(self, client):
+        model = personal(self, client)
+        with torch.no_grad():
+            for parameter in model.get_submodule("fc").parameters():
+                parameter.mul_(scale)
+        return model
+
+    monkeypatch.setattr(type(run), "personal", scaled)
+    write = formats._write_torch_export
+
+    def rounded(model, x, path, metadata):
+        read = write(model, x, path, metadata)
+        return lambda images: read(images) * (1 + factor)
+
+    monkeypatch.setattr(formats, "_write_torch_export", rounded)
+    monkeypatch.setattr(formats, "_merge", lambda run, model, client: formats._Merged(model, ""))
+    factor = 1e-5
+    export_model(run, 1, "torch-export", tmp_path / "good")
+    factor = 1e-3
+    with pytest.raises(ValueError, match="would differ from the run's"):
+        export_model(run, 1, "torch-export", tmp_path / "wrong")
 
 
 def test_what_cannot_be_exported_is_said(lora, tmp_path, monkeypatch):
