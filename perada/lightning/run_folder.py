@@ -75,6 +75,8 @@ def check_run_folder(trainer: pl.Trainer) -> None:
     if run_file.is_file() and not is_run_file(run_file):
         raise foreign_file(run_file)
     config_file = folder / CONFIG_FILE
+    if config_file.is_symlink():
+        raise foreign_file(config_file)
     if config_file.is_file() and not config_file.read_bytes().startswith(_CONFIG_HEADERS):
         raise foreign_file(config_file)
 

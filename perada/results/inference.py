@@ -157,6 +157,8 @@ def _check_replaceable_mask(path: Path) -> None:
     """Raise a FileExistsError if a file exists, and is not a mask of :func:`save_mask`."""
     if not path.exists():
         return
+    if path.is_symlink():
+        raise foreign_file(path)
     keyword, software = _MARK
     try:
         with Image.open(path) as image:

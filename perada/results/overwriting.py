@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that saved runs and exported models replace only files that perada wrote."""
+"""Checks that saved runs and exported models replace only files that perada wrote.
+
+perada writes no links, so the target of a link is not read, which may be a file of somebody else.
+"""
 
 import json
 import re
@@ -54,11 +57,15 @@ def _files_of_run(folder: Path) -> Iterator[Path]:
 def _has_sums(folder: Path) -> bool:
     """Return whether a folder is an adapter's, with the list of digests that perada writes."""
     sums = folder / SUMS_FILE
+    if folder.is_symlink() or sums.is_symlink():
+        return False
     return sums.is_file() and "  adapter_model.safetensors\n" in sums.read_text(encoding="utf-8", errors="replace")
 
 
 def is_run_file(path: Path) -> bool:
     """Return whether a ``run.json`` is one of perada, which may be damaged or of another release."""
+    if path.is_symlink():
+        return False
     content = path.read_bytes()
     try:
         entries = json.loads(content)
@@ -78,6 +85,8 @@ def check_exported_model(folder: Path, file_name: str) -> None:
     """
     readme = folder / "README.md"
     if readme.exists():
+        if readme.is_symlink():
+            raise foreign_file(readme)
         if MODEL_README.match(readme.read_text(encoding="utf-8", errors="replace")) is None:
             raise FileExistsError(
                 f"{str(readme)!r} is not the README of an exported model, so it is not replaced; choose a different "
@@ -89,6 +98,5 @@ def check_exported_model(folder: Path, file_name: str) -> None:
 
 def foreign_file(path: Path) -> FileExistsError:
     """Return the error for a file that would be replaced, and that perada did not write."""
-    return FileExistsError(
-        f"{str(path)!r} was not written by perada, so it is not replaced; choose a different folder, or move it away"
-    )
+    reason = "is a link" if path.is_symlink() else "was not written by perada"
+    return FileExistsError(f"{str(path)!r} {reason}, so it is not replaced; choose a different folder, or move it away")

@@ -12,6 +12,7 @@ import perada
 from benchmarks.faults.job import Job
 from perada.results.clients import forget
 from perada.results.inference import Predictions
+from perada.results.overwriting import check_exported_model
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,42 @@ def test_what_is_elsewhere_is_not_read(saved, outside, name):
         ValueError, match=rf"{name}' is a link to '.*moved', outside the folder; if you trust it, replace"
     ):
         perada.Run.load(folder, backbone=own)
+
+
+@pytest.mark.parametrize("writer", ["save", "export"])
+def test_a_run_file_that_is_a_link_is_neither_read_nor_replaced(saved, outside, writer):
+    """Even if the target is the file of a run: nothing outside the folder is read to find that out."""
+    folder, own = saved
+    run = perada.Run.load(folder, backbone=own)
+    shutil.move(folder / "run.json", outside / "run.json")
+    content = (outside / "run.json").read_bytes()
+    (folder / "run.json").symlink_to(outside / "run.json")
+    with pytest.raises(FileExistsError, match=r"run\.json' is a link"):
+        getattr(run, writer)(folder)
+    assert (folder / "run.json").is_symlink()
+    assert (outside / "run.json").read_bytes() == content
+
+
+def test_digests_that_are_a_link_do_not_make_a_folder_an_adapters(saved, outside):
+    folder, own = saved
+    run = perada.Run.load(folder, backbone=own)
+    (folder / "run.json").unlink()
+    for sums in sorted(folder.rglob("SHA256SUMS")):
+        shutil.move(sums, outside / sums.parent.name)
+        sums.symlink_to(outside / sums.parent.name)
+    with pytest.raises(FileExistsError, match=r"so it is not replaced"):
+        run.export(folder)
+
+
+def test_a_readme_that_is_a_link_is_not_read_before_a_model_is_exported(tmp_path, outside):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    readme = "# ONNX model of a run of perada\n"
+    (outside / "README.md").write_text(readme)
+    (folder / "README.md").symlink_to(outside / "README.md")
+    with pytest.raises(FileExistsError, match=r"README\.md' is a link"):
+        check_exported_model(folder, "model.onnx")
+    assert (outside / "README.md").read_text() == readme
 
 
 def test_a_snapshot_of_the_hub_links_to_its_blobs(saved, tmp_path):

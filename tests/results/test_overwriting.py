@@ -40,6 +40,12 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def replace_by_link(path, target):
+    """Move a file, and put a link to it in its place."""
+    path.rename(target)
+    path.symlink_to(target)
+
+
 def check_rejected(write, file, content):
     """Writing is rejected because of a file, and changes nothing in its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -130,6 +136,9 @@ def test_a_predicted_mask_does_not_replace_its_image(tmp_path):
     masks.save_masks(tmp_path / "masks")
     masks.save_masks(tmp_path / "masks")
     assert Image.open(tmp_path / "masks" / "b.png").getpixel((0, 0)) == 1
+    replace_by_link(tmp_path / "masks" / "b.png", tmp_path / "elsewhere.png")
+    with pytest.raises(FileExistsError, match=r"b.png' is a link"):
+        masks.save_masks(tmp_path / "masks")
 
 
 def test_other_pages_and_their_files_are_left(run, tmp_path):
@@ -139,6 +148,9 @@ def test_other_pages_and_their_files_are_left(run, tmp_path):
     write_page(tmp_path / "page", records)
     check_rejected(lambda: write_page(tmp_path / "a", records), tmp_path / "a" / "index.html", "<html></html>")
     check_rejected(lambda: write_page(tmp_path / "b", records), tmp_path / "b" / table.name, "mine")
+    replace_by_link(page, tmp_path / "elsewhere.html")
+    with pytest.raises(FileExistsError, match=r"index.html' is a link"):
+        write_page(tmp_path / "page", records)
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty")
