@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.naive import Naive
 from benchmarks.round import LITE0, RESNET, SMALL, VIT
-from benchmarks.timing import alone, growth, ratio, take_turns
+from benchmarks.timing import growth, in_new_process, ratio, take_turns
 from benchmarks.workload import Workload
 from perada.core.rounds import batch_indices
 from perada.core.states import State, clone, double, expand, get_state, parameter_keys, unstack
@@ -148,8 +148,8 @@ def groups(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str
             "group": group,
             "all images / groups": ratio(seconds["all images"], seconds["groups"]),
             "two models / groups": ratio(seconds["two models"], seconds["groups"]),
-            "fp32: groups, MB": round(alone(_memory, work, device, num_images, group)),
-            "all images, MB": round(alone(_memory, work, device, num_images, num_images)),
+            "fp32: groups, MB": round(in_new_process(_memory, work, device, num_images, group)),
+            "all images, MB": round(in_new_process(_memory, work, device, num_images, num_images)),
         }
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmarks compare perada with computes the same, and every benchmark runs."""
 
+import importlib
 import json
 import math
 import random
@@ -282,6 +283,16 @@ def test_an_error_that_is_no_rejection_is_not_taken_for_one(tmp_path):
     plain_job = replace(job, labels="classes")
     references.results[plain_job] = Reference(Content([], {}, []), 1.0, 1, 1)
     assert references.possible(job) == plain_job
+
+
+@pytest.mark.parametrize("module", sorted(set(BENCHMARKS.values())))
+def test_each_benchmark_can_be_imported(module):
+    """With the names that it imports from other benchmarks, which otherwise only minutes of a slow test would check."""
+    if module == "deploy":
+        pytest.importorskip("flwr")
+    functions = importlib.import_module(f"benchmarks.{module}")
+    for name in (name for name, place in BENCHMARKS.items() if place == module):
+        assert callable(getattr(functions, name))
 
 
 def test_help_lists_each_benchmark_once(capsys, monkeypatch):
