@@ -71,6 +71,15 @@ def test_rdp_epsilon_is_the_least_of_all_of_opacus_orders(monkeypatch):
     assert ours < 0.2 * 25 * len(RDPAccountant.DEFAULT_ALPHAS)
 
 
+@pytest.mark.parametrize(("sigma", "steps", "is_low"), [(0.6, 200, True), (2.0, 20, False)])
+def test_rdp_epsilon_has_opacus_order_whether_that_is_low_or_high(sigma, steps, is_low):
+    opacus = RDPAccountant()
+    opacus.history = [(sigma, 0.1, steps)]
+    expected, order = opacus.get_privacy_spent(delta=DELTA)
+    assert (order < 8) == is_low
+    assert history_epsilon({(sigma, 0.1): steps}, DELTA) == expected
+
+
 def test_prv_epsilon_equals_opacus():
     ledger, opacus = Ledger(), PRVAccountant()
     for sigma, rate, steps in ALTERNATING[:2]:
