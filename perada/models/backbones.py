@@ -207,6 +207,8 @@ def _find_head(model: nn.Module, name: str, num_classes: int | None, per_pixel: 
             )
         if isinstance(timm_classifier, tuple | list):
             raise _classifiers_error(name, timm_classifier)
+    if timm_config is None:
+        _check_single_classifier(model, name)
     head = list(outputs_of_layers)[-1]
     if isinstance(timm_classifier, str) and timm_classifier in outputs_of_layers:
         head = timm_classifier
@@ -229,6 +231,20 @@ def _find_head(model: nn.Module, name: str, num_classes: int | None, per_pixel: 
             value=num_classes,
         )
     return head
+
+
+def _check_single_classifier(model: nn.Module, name: str) -> None:
+    """Raise an OptionError if a network of timm has several classifiers.
+
+    A network that was made from its class has no configuration, which would name them.
+    """
+    get_classifier: Any = getattr(model, "get_classifier", None)
+    if get_classifier is None or not type(model).__module__.startswith("timm."):
+        return
+    classifiers = get_classifier()
+    if isinstance(classifiers, tuple | list):
+        paths = [path for path, module in model.named_modules() if any(module is one for one in classifiers)]
+        raise _classifiers_error(name, tuple(paths))
 
 
 def count_outputs(network: nn.Module) -> int | None:

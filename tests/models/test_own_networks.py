@@ -7,6 +7,8 @@ import peft
 import pytest
 import timm
 import torch
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -370,6 +372,14 @@ def test_the_classifier_that_timm_names_is_the_head():
     two_heads = small_vit(3, "deit_tiny_distilled_patch16_224")
     with pytest.raises(ValueError, match=r"has the classifiers \('head', 'head_dist'\)"):
         build_backbone(two_heads, 3)
+
+
+def test_a_network_made_from_its_class_has_one_classifier_too():
+    """Its configuration, which names the classifiers, is missing."""
+    sizes = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    with pytest.raises(ValueError, match=r"has the classifiers \('head', 'head_dist'\)"):
+        build_backbone(VisionTransformerDistilled(num_classes=3, **sizes), 3)
+    assert build_backbone(VisionTransformer(num_classes=3, **sizes), 3).head == "head"
 
 
 SMALL_TRANSFORMERS = {
