@@ -162,7 +162,7 @@ def _run(words: list[str], entry: str | Tree, description: str, prog: str) -> No
         below, line = entry[words[0]]
         _run(words[1:], below, line, f"{prog} {words[0]}")
     elif words and not words[0].startswith("-"):
-        proposal = command_hint(words[0], entry, prog)
+        proposal = command_hint(words[0], [*entry, "help", "version"] if entry is COMMANDS else entry, prog)
         raise ValueError(f"there is no command {words[0]!r}; {proposal}")
     else:
         text = f"`{prog.replace('perada', 'perada help')} COMMAND` shows the options of a command."
@@ -184,7 +184,7 @@ def _check_before_import(command: str, words: list[str]) -> None:
         raise FileNotFoundError(f"{first_words[0]!r} does not exist; pass {EXISTING[command]}")
     check_early(command, words)
     if command in ("compare", "check"):
-        for word in first_words:
+        for word in (*first_words, *recipe_names(words)):
             for path in find_recipe(word):
                 check_sections(path)
 

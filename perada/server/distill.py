@@ -601,7 +601,8 @@ class Distiller:
             logit_dtype = logits.dtype
         total = torch.cat(sums)
         self.ranks.sum_([total, num_failed_batches])
-        failed_teachers = num_failed_batches.nonzero().flatten().tolist()
+        are_summed = (num_failed_batches == 0).cpu().tolist()
+        failed_teachers = [place for place, is_summed in enumerate(are_summed) if not is_summed]
         return _LogitSum(total, logit_dtype, failed_teachers)
 
     def _can_be_summed(self, values: Tensor, clients: int) -> Tensor:

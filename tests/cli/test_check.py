@@ -311,3 +311,12 @@ def test_data_that_are_null_are_one_error(capsys, tmp_path):
     lines = checked(capsys, "null.yaml", code=1)
     assert lines[0] == "Errors (2):"
     assert lines[1].startswith("- dataset must be set") and "none.pt" in lines[2]
+
+
+@pytest.mark.parametrize(
+    "section", ["federated: {algorithm: {class_path: null}}", "trainer: {logger: {class_path: null}}"]
+)
+def test_a_class_without_a_name_is_named_also_in_a_recipe_over_another(tmp_path, section):
+    (tmp_path / "over.yaml").write_text(section)
+    with pytest.raises(ValueError, match=r"over\.yaml: class_path of .* must be the name of a class, got None"):
+        main(["check", "digits", "--config", "over.yaml"])

@@ -543,6 +543,7 @@ FIT = ("fit", "--config", "tiny.yaml")
     [
         (("fti",), "there is no command 'fti'; did you mean 'fit'?"),
         (("xyzzy",), "there is no command 'xyzzy'; `perada --help` lists the commands"),
+        (("verison",), "there is no command 'verison'; did you mean 'version'?"),
         (("validate", "--config", "tiny.yaml"), "there is no command 'validate'; did you mean 'test'?"),
         (("forget", "run"), "there is no command 'forget'; did you mean 'clients remove'?"),
         (("personalize", "run"), "there is no command 'personalize'; did you mean 'clients add'?"),

@@ -236,7 +236,7 @@ def test_a_table_is_read_as_the_recipes_is(tmp_path):
     for name, own in (("a", {}), ("b", {"path": "picture"})):
         site = written(tmp_path / f"site-{name}", recipe, {"table": str(tmp_path / f"{name}.csv")} | own).data
         site.setup()
-        assert site.task == MultiLabel() and site.checked.train.datasets[0].dataset.size == 16
+        assert site.task == MultiLabel() and site.checked.train.datasets[0].dataset.size == site.image_size
         sides.append(site.data.train[0].indices)
     assert sides[0] == sides[1]
     assert server_recipe(str(tmp_path / "site-a" / "recipe.yaml")).task == MultiLabel()  # without reading the table

@@ -246,6 +246,7 @@ NECESSARY_WAITS = {
     ("aggregate.py", "change_norms"): (1, "how long the updates are, if only their sums are kept"),
     ("server.py", "_norms_and_cosines"): (2, "how long and how alike the updates are, in two tables"),
     ("states.py", "is_finite"): (2, "whether the global state is finite, and the distilled one"),
+    ("distill.py", "_sum_of_logits"): (1, "whose logits are finite"),
     ("distill.py", "_distance"): (2, "the trust region: from the former state to the average, and on to the student"),
     ("ensembles.py", "server_step"): (1, "which client had which of the ensemble's modes"),
     ("lora.py", "end_round"): (1, "which of LoRA's factors RoLoRA trains, by a flag that was received"),

@@ -427,7 +427,7 @@ TENSOR_NAMES = TensorNames(
 def server_step(algorithm, rule, updates, distils):
     """The next global state, the server's tensors and the global models from ``updates`` of six clients."""
 
-    def distill(student, teachers, average_from=None, previous=None):
+    def distill(student, teachers, average_from=None, previous=None, clients_of_teachers=None):
         rows = teachers.gathered_all() if isinstance(teachers, Updates) else teachers
         bent = {key: value + rows[key].tanh().mean(0) for key, value in student.items()}
         return bent if distils else student

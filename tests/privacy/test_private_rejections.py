@@ -199,7 +199,7 @@ def test_a_labelled_server_set_that_holds_a_private_image(level):
     private = task()
     data = perada.FederatedData(private.train, server_validation=private.train[1], num_classes=3)
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
-    message = f"^{level}: image 0 of client 1 is also image 0 of the server_validation set"
+    message = f"^{level}: image 0 of client 1 is also image 0 of the server's validation set"
     rejected(message, **chosen, data=data)
     if level == "privacy":
         rejected(message, server_rule=FLTrust(labels=True), **chosen, data=data)
@@ -553,5 +553,5 @@ def test_a_validation_set_of_the_server_with_a_private_image():
     data.public, data.server_validation = TensorDataset(torch.zeros(5, 3, 32, 32)), data.train[0]
     options = {"adapter": "lora", "pretrained": False, "image_size": 32, "clients_per_round": 2}
     distilling = {"distill_steps": 2, "distill_validate_every": 1}
-    message = "image 0 of client 0 is also image 0 of the server_validation set"
+    message = "image 0 of client 0 is also image 0 of the server's validation set"
     rejected(message, PerAda(), net="test_vit", data=data, **options, **distilling)
