@@ -281,7 +281,7 @@ def _check_config_of_run(path: Path) -> None:
 
 def recipe_names(words: Sequence[str]) -> Iterator[str]:
     """Yield the recipes on a command line."""
-    for word, next_word in zip(words, [*words[1:], ""], strict=True):
+    for word, next_word in zip(words, [*words, ""][1:], strict=True):
         option, equals, value = word.partition("=")
         if option not in ("--config", "-c"):
             continue
