@@ -186,6 +186,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     run = open_run(options.run, trust=options.trust)
     check_none_lost(options.output, run.info)
     print_saved(run, run.export(options.output, client=options.client, scores=options.scores))
+    _check_exported_models(run, options.client)
 
 
 def print_saved(run: "Run", folder: Path) -> None:
@@ -200,6 +201,24 @@ def print_saved(run: "Run", folder: Path) -> None:
     lines = privacy_lines(run.info.get("privacy"), joined_clients(run.info))
     if lines:
         print(lines)
+
+
+def _check_exported_models(run: "Run", client: str | None) -> None:
+    """Raise a FailedOutputsError if models that were written have outputs that are NaN or infinite.
+
+    Args:
+        run: The run.
+        client: The client whose model was written; None for all models.
+    """
+    from perada.federation.failed_outputs import REMEDY, FailedOutputsError, describe_failed, failed_of_records
+
+    failed = failed_of_records(run.metrics.get("failed_outputs", []))
+    if client is not None:
+        number = run.number(client)
+        failed = [entry for entry in failed if entry.model == "personal" and entry.client == number]
+    if failed:
+        message = describe_failed(failed, run.info.get("clients"), anonymous=bool(run.info.get("privacy")))
+        raise FailedOutputsError(f"the adapters were written, but {message}; {REMEDY}")
 
 
 def open_run(path: Path, *, trust: bool = False) -> "Run":

@@ -327,6 +327,9 @@ def test_models_without_finite_outputs_end_every_command_with_an_error(fashion_r
         with pytest.raises(ValueError, match="the global model are NaN or infinite"):
             main(arguments)
     assert not (here / "predictions.csv").exists()
+    with pytest.raises(ValueError, match=f"the adapters were written, but .*{whose}"):
+        main(["export", run, "--output=adapters"])
+    assert (here / "adapters" / "global" / "adapter_model.safetensors").is_file()
     compared = ["compare", "recipe.yaml", "--algorithms=fedavg", "--output=compared.json", *DIVERGES]
     for _ in range(2):  # from the file, too
         with pytest.raises(SystemExit):
