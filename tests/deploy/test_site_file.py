@@ -120,7 +120,7 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     main(run)
     main(["deploy", "status", "srv"])
     said = capsys.readouterr().out
-    assert "1 of 1 rounds" in said and "2/2" in said
+    assert "1 of 1 rounds" in said and "2 of 2" in said
     main(["deploy", "status", str(paths[1])])
     (row,) = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if digest[:8] in line]
     assert [cell.strip() for cell in row[1:]] == ["local", digest[:8], "1", "1"]  # rounds are counted from 1

@@ -22,8 +22,18 @@ class Own(Dataset):
     """A client's samples, read one by one, of which one goes wrong once it is told to."""
 
     def __init__(self, base, bad=None, what=None):
-        self.base, self.bad, self.what, self.after = base, bad, what, 0
+        self.base, self.bad, self.what = base, bad, what
         self.targets = base.tensors[1]
+        # In shared memory, since processes that read samples live through all rounds.
+        self._after = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    @property
+    def after(self):
+        return int(self._after)
+
+    @after.setter
+    def after(self, rounds):
+        self._after.fill_(rounds)
 
     def __len__(self):
         return len(self.base)
