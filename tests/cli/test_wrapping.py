@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Help at the width of the terminal, and the words that ask for it."""
 
+import re
+
 import pytest
 
 from perada.cli import main
