@@ -65,7 +65,8 @@ def test_each_domain_of_office_home_is_a_client_and_no_image_is_read_for_its_lab
     record = made.partition_dict()
     assert made.train_sizes == (260,) * 4
     assert len(set(reads)) == 1300  # each once, to see that all can be
-    assert len(reads[1300:]) == 8  # the first image of every client, in training and in testing
+    # The first image of every client, in training and in testing, and one of each part to see that it is uint8.
+    assert len(reads[1300:]) == 8 + 2
     of = [{dataset.columns["domain"][row] for row in own} for own in record["train"]]
     assert of == [{domain} for domain in DOMAINS]
 
