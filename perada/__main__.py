@@ -11,7 +11,8 @@ _PACKAGE_PARENT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if sys.path[:1] == [_HERE] and os.path.realpath(_HERE) != os.path.realpath(_PACKAGE_PARENT):
     del sys.path[0]
 
-from perada.cli import entry_point  # noqa: E402  # after the search path is safe
+# The rule that imports come first would have this one look into the unsafe path.
+from perada.cli import entry_point  # noqa: E402
 
 if __name__ == "__main__":
     entry_point()

@@ -169,10 +169,10 @@ class _FailingFile:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the file has
+    def __getattr__(self, name: str) -> object:
         return getattr(self._file, name)
 
-    def write(self, content: Any) -> int:  # noqa: ANN401  # text or bytes
+    def write(self, content: str | bytes) -> int:
         """Write text or bytes."""
         if not self._disk.fails():
             return self._file.write(content)
@@ -184,6 +184,6 @@ class _FailingFile:
         raise self._disk.make_error()
 
 
-def _is_possible(name: str, path: Any) -> bool:  # noqa: ANN401  # a path
+def _is_possible(name: str, path: str | bytes | os.PathLike[str]) -> bool:
     """Return whether a function that changes names would succeed, as far as its first path decides."""
     return name == "mkdir" or os.path.lexists(path)

@@ -19,7 +19,7 @@ from perada.cli.sources import SOURCE_HELP, TABLES
 from perada.core.checks import check_choice
 from perada.core.files import check_output_file, writing
 from perada.core.text import abbreviated, printable, printable_json
-from perada.data import IID, ByDomain, HuggingFace, ImageMasks, Images, ImageTable
+from perada.data import IID, ByDomain, FederatedDataModule, HuggingFace, ImageMasks, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
 from perada.data.partitions.shares import Array
@@ -113,15 +113,20 @@ def make_division(source: str, images_class: type[Source], options: dict[str, An
 
 def recipe_division(words: Sequence[str]) -> Division:
     """Return the data of a recipe named by options of ``perada fit``."""
-    division: Division = _recipe_data(words).division
-    return division
+    return _division_of(_recipe_data(words))
 
 
-def _recipe_data(words: Sequence[str]) -> Any:  # noqa: ANN401  # a data module, whose class is imported only here
+def _division_of(data: FederatedDataModule) -> Division:
+    """Return the division of a recipe's dataset, which every recipe has."""
+    assert data.division is not None
+    return data.division
+
+
+def _recipe_data(words: Sequence[str]) -> FederatedDataModule:
     """Return the data module of a recipe, with its files."""
     from perada.cli.runs import PeradaCLI
 
-    data = PeradaCLI(words, run=False).datamodule
+    data: FederatedDataModule = PeradaCLI(words, run=False).datamodule
     data.prepare_data()
     return data
 
@@ -143,7 +148,7 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
     run_options = None
     if any(word.startswith("--config") for word in words):
         data = _recipe_data(words)
-        division = data.division
+        division = _division_of(data)
         run_options = data.run_options
     else:
         division = _parse_source(parser, words)

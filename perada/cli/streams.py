@@ -12,7 +12,10 @@ import signal
 import subprocess
 import sys
 import unicodedata
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 ASCII_FORMS = {
     "±": "+-",
@@ -86,7 +89,7 @@ class _TolerantFile(io.FileIO):
         super().__init__(descriptor, "w", closefd=False)
         self.error: OSError | None = None
 
-    def write(self, data: Any) -> int:  # noqa: ANN401  # any buffer of bytes
+    def write(self, data: "ReadableBuffer") -> int:
         """Write bytes."""
         try:
             return super().write(data) or 0

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, check_type, use_plain_numbers
 from perada.core.garbage import collection_paused
@@ -31,7 +31,7 @@ from perada.data.batches.datasets import Resolve, SubsetResolver
 from perada.data.batches.features import FeatureCache
 from perada.data.batches.mixing import Mixing
 from perada.data.batches.public import augment_public_images, public_indices
-from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, Store, WorkerPools
+from perada.data.batches.samples import BatchLoader, EvalBatches, MapStore, RoundBatches, Samples, Store, WorkerPools
 from perada.data.batches.transforms import BatchT, Preparation
 from perada.data.checked import Checked, check, first_image_format
 from perada.data.federated import FederatedData
@@ -441,7 +441,7 @@ class FederatedDataModule(pl.LightningDataModule):
             self.chunks_at_a_time,
         )
 
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self) -> BatchLoader:
         """Serve this rank's clients of the trainer's current round; ``len()`` is the round's number of steps."""
         round = 0 if self.trainer is None else self.trainer.current_epoch
         return self.cohort_loader(self.shares(round).local_plan)
@@ -460,7 +460,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def cohort_loader(
         self, plan: RoundPlan, private: PrivateSampling | None = None, *, each_image_once: bool = False
-    ) -> DataLoader[Any]:
+    ) -> BatchLoader:
         """Serve the cohort batches of a plan. Outside the Trainer, pass each batch to :meth:`prepare`.
 
         Args:
@@ -472,10 +472,9 @@ class FederatedDataModule(pl.LightningDataModule):
         store = self.samples_of(self.checked.train)
         sampling = "uniform" if each_image_once else self.sampling
         batches = RoundBatches(store, plan, self.batch_size, self.prepare.seed, private or self._private, sampling)
-        pooled: DataLoader[Any] = self._pools.loader(batches, store, self.num_workers)
-        return pooled
+        return self._pools.loader(batches, store, self.num_workers)
 
-    def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
+    def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
         """Serve the images that clients are evaluated on, each once; an empty list if there are none."""
         if self.checked.test is None:
             return []
@@ -483,7 +482,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     test_dataloader = predict_dataloader = val_dataloader
 
-    def shift_loader(self, condition: Condition) -> DataLoader[EvalBatch]:
+    def shift_loader(self, condition: Condition) -> BatchLoader:
         """Serve the images of one of the ``conditions``, each once, corrupted if it has a corruption.
 
         A batch has the client that each image belongs to, which is 0 for images of another set.
@@ -599,10 +598,9 @@ class FederatedDataModule(pl.LightningDataModule):
                 targets = self.prepare.prepare_targets(to_device_async(y, device))
                 yield self.prepare(to_device_async(x, device)), targets
 
-    def _evaluation_loader(self, store: Samples) -> DataLoader[EvalBatch]:
+    def _evaluation_loader(self, store: Samples) -> BatchLoader:
         batches = EvalBatches(store, self.eval_batch_size, self.prepare.seed)
-        pooled: DataLoader[EvalBatch] = self._pools.loader(batches, store, self.num_workers)
-        return pooled
+        return self._pools.loader(batches, store, self.num_workers)
 
     def samples_of(self, store: Store) -> Samples:
         """Return a store's samples: on the trainer's accelerator if they are small, and as features if these are used.

@@ -2,11 +2,11 @@
 """Have files read at the size of the model's images, so that they are resized only once."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 
 from perada.data.federated import FederatedData
 from perada.data.sets.manifest import DEFAULT_SIZE, ImageFiles
@@ -44,30 +44,35 @@ def read_clients_at_size(data: FederatedData | None, size: int | None) -> Federa
     """
     if data is None or size is None:
         return data
-    parts = [data.train, data.test, [data.public, data.server_validation]]
-    datasets = [dataset for part in parts if isinstance(part, Sequence) for dataset in part]
+    datasets = [*data.train, *data.test]
+    for server_set in (data.public, data.server_validation):
+        if server_set is not None:
+            datasets.append(server_set)
     if not any(isinstance(_set_behind(dataset), ImageFiles) for dataset in datasets):
         return data
     # Clients often have Subsets of one set, which stays one set.
-    set_of_id: dict[int, Any] = {}
+    set_of_id: dict[int, Dataset[Any]] = {}
 
-    def resized(dataset: Any) -> Any:  # noqa: ANN401  # any dataset
+    def resized(dataset: Dataset[Any]) -> Dataset[Any]:
         images = _set_behind(dataset)
         if id(images) not in set_of_id:
             set_of_id[id(images)] = read_at_size(images, size)
         resized_images = set_of_id[id(images)]
-        return resized_images if images is dataset else Subset(resized_images, dataset.indices)
+        if images is dataset:
+            return resized_images
+        assert isinstance(dataset, Subset)
+        return Subset(resized_images, dataset.indices)
 
     # Not dataclasses.replace, which would warn of the names of clients and classes once more.
     at_size = copy.copy(data)
     at_size.train = [resized(dataset) for dataset in data.train]
     at_size.test = [resized(dataset) for dataset in data.test]
-    at_size.public = resized(data.public)
-    at_size.server_validation = resized(data.server_validation)
+    at_size.public = None if data.public is None else resized(data.public)
+    at_size.server_validation = None if data.server_validation is None else resized(data.server_validation)
     return at_size
 
 
-def _set_behind(dataset: Any) -> Any:  # noqa: ANN401  # any dataset
+def _set_behind(dataset: Dataset[Any]) -> Dataset[Any]:
     """Return the set of files that a dataset is a Subset of, and any other dataset itself."""
     if type(dataset) is Subset and isinstance(dataset.dataset, ImageFiles):
         return dataset.dataset

@@ -709,11 +709,11 @@ class _Reader(Dataset[Any]):
     def __init__(self, store: Samples) -> None:
         self.store = store
 
-    def __getitem__(self, request: Batches) -> Any:  # noqa: ANN401  # a batch of either kind
+    def __getitem__(self, request: Batches) -> AnyBatch | EvalBatch:
         return request.answer(self.store)
 
 
-class _RequestsOf(Sequence[Any]):
+class _RequestsOf:
     """The requests of batches, which are made one by one as workers need them."""
 
     def __init__(self, batches: Batches) -> None:
@@ -722,10 +722,8 @@ class _RequestsOf(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __getitem__(self, step: Any) -> Any:  # noqa: ANN401  # as of a sequence
-        if not 0 <= step < len(self):
-            raise IndexError(step)
-        return self.batches.request(step)
+    def __iter__(self) -> Iterator[Batches]:
+        return map(self.batches.request, range(len(self)))
 
 
 class PooledLoader:
@@ -747,6 +745,10 @@ class PooledLoader:
         return self.pool.answers(_RequestsOf(self.batches))
 
 
+BatchLoader = DataLoader[Any] | PooledLoader
+"""What serves the batches of a round or of an evaluation."""
+
+
 class WorkerPools:
     """The workers of each store that is read item by item, from the first time that they are needed."""
 
@@ -757,7 +759,7 @@ class WorkerPools:
         # Copies and other processes start their own.
         return {"_pools": {}}
 
-    def loader(self, batches: Batches, store: Samples, num_workers: int) -> Any:  # noqa: ANN401  # of either kind
+    def loader(self, batches: Batches, store: Samples, num_workers: int) -> BatchLoader:
         """Serve batches in order; see :func:`loader`."""
         if not num_workers or not isinstance(store, MapStore):
             return loader(batches, store, num_workers)

@@ -6,11 +6,11 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from perada.core.interruption import Terminated, begin_worker, received_signal, workers_start
 
@@ -71,24 +71,34 @@ class WorkerLoader(DataLoader[T]):
 
 
 def worker_loader(
-    dataset: Any,  # noqa: ANN401  # whatever has items
+    dataset: Dataset[Any] | Sequence[Any],
     num_workers: int,
     progress: WorkerProgress | None,
     **options: Any,
 ) -> WorkerLoader[Any]:
     """Make a loader that yields single items in order, read by workers if there are any."""
-    loader = WorkerLoader[Any](
-        dataset, batch_size=None, num_workers=num_workers, worker_init_fn=begin_worker, **options
-    )
+    # torch reads anything that has items, whatever its annotation says.
+    items = cast(Dataset[Any], dataset)
+    loader = WorkerLoader[Any](items, batch_size=None, num_workers=num_workers, worker_init_fn=begin_worker, **options)
     loader.progress = progress
     return loader
 
 
-class _Requests(Sampler[Any]):
+class Requests(Protocol):
+    """Requests to workers, of a number that is known before they are made."""
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Make the requests one by one, in order."""
+
+
+class _CurrentRequests(Sampler[Any]):
     """The requests that workers serve; they are exchanged between two passes."""
 
     def __init__(self) -> None:
-        self.requests: Sequence[Any] = ()
+        self.requests: Requests = ()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.requests)
@@ -111,20 +121,20 @@ class WorkerPool:
 
     def __init__(
         self,
-        dataset: Any,  # noqa: ANN401  # whatever has items
+        dataset: Dataset[Any],
         num_workers: int,
         progress: WorkerProgress | None,
         **options: Any,
     ) -> None:
         self._make_loader = partial(worker_loader, dataset, num_workers, progress, **options)
-        self._sampler = _Requests()
+        self._sampler = _CurrentRequests()
         self._loader: WorkerLoader[Any] | None = None
         self._current_pass: object = None
 
-    def answers(self, requests: Sequence[Any]) -> Iterator[Any]:
+    def answers(self, requests: Requests) -> Iterator[Any]:
         """Yield the answer to each request, in order. A pass within another pass has workers of its own."""
         if self._current_pass is not None:
-            sampler = _Requests()
+            sampler = _CurrentRequests()
             sampler.requests = requests
             yield from self._make_loader(sampler=sampler)
             return
