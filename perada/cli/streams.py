@@ -12,10 +12,7 @@ import signal
 import subprocess
 import sys
 import unicodedata
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+from typing import Any, TextIO
 
 ASCII_FORMS = {
     "±": "+-",
@@ -89,7 +86,7 @@ class _TolerantFile(io.FileIO):
         super().__init__(descriptor, "w", closefd=False)
         self.error: OSError | None = None
 
-    def write(self, data: "ReadableBuffer") -> int:
+    def write(self, data: Any) -> int:  # noqa: ANN401  # any buffer of bytes, a type that Python names from 3.12 on
         """Write bytes."""
         try:
             return super().write(data) or 0
