@@ -23,14 +23,14 @@ def foreign_classes(content: object) -> list[str]:
     >>> foreign_classes({"algorithm": {"class_path": "mine.Own"}, "table": "scans.csv", "rule": "torch.nn.Linear"})
     ['mine.Own']
     """
-    found = []
+    class_paths = []
     for is_class_path, text in _strings(content):
         package, dot, _ = text.partition(".")
         if not dot or package in OWN_PACKAGES:
             continue
         if is_class_path or (_PATH.fullmatch(text) and _is_importable(package)):
-            found.append(text)
-    return sorted(set(found))
+            class_paths.append(text)
+    return sorted(set(class_paths))
 
 
 def _is_importable(package: str) -> bool:

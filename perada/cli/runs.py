@@ -516,8 +516,8 @@ def _further_errors(attempt: "_SetUpAttempt", errors: Sequence[str]) -> list[str
     """Return the errors of image sets and model that are not among these, if the data could not be set up."""
     if attempt.part != "data" or attempt.cli is None:
         return []
-    found = [one_line(error) for error in errors_without_data(attempt.cli.datamodule, attempt.cli.model)]
-    return [error for error in dict.fromkeys(found) if error not in errors]
+    messages = [one_line(error) for error in errors_without_data(attempt.cli.datamodule, attempt.cli.model)]
+    return [message for message in dict.fromkeys(messages) if message not in errors]
 
 
 def _drop_suboptions(words: list[str], name: str) -> None:

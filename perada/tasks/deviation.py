@@ -28,13 +28,14 @@ class _Deviation(SummedMetric):
 
     def summands(self, predicted: Tensor, targets: Tensor) -> Tensor:
         """Return the summands (p, N, S D) of each image from predictions (p, N, D) and targets (N,) or (N, D)."""
-        x, y = self._numbers(predicted, targets)
+        x = double(predicted)
+        y = self._targets_like(x, targets)
         center = torch.tensor(self.center, dtype=x.dtype, device=x.device)
         return torch.cat(self._terms(x - center, y - center), -1)
 
     def score(self, statistics: Tensor) -> Tensor:
         """Return scores (..., D) of the targets or their means (...), from statistics (..., S D)."""
-        scores = self._scores(*statistics.split(self.targets, -1))
+        scores = self._scores(statistics)
         if self.per_target:
             return scores
         return scores.nanmean(-1)
@@ -44,19 +45,22 @@ class _Deviation(SummedMetric):
         images = statistics[-self.targets :]
         return bool(statistics.isfinite().all() and (0 <= images).all() and (images <= max_images).all())
 
-    def _numbers(self, predicted: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return predictions and targets, both (p, N, D), in double precision where the device supports it."""
-        x = double(predicted)
-        y = double(targets).view(len(targets), self.targets)
-        return x, y.expand_as(x)
+    def _targets_like(self, predicted: Tensor, targets: Tensor) -> Tensor:
+        """Return targets in the shape of predictions (p, N, D), in double precision where the device supports it."""
+        return double(targets).view(len(targets), self.targets).expand_as(predicted)
+
+    def _statistic(self, statistics: Tensor, index: int) -> Tensor:
+        """Return the statistic (..., D) of each target that is in this place of statistics (..., S D)."""
+        start = index * self.targets
+        return statistics[..., start : start + self.targets]
 
     @abstractmethod
     def _terms(self, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return what is summed, each (p, N, D), of predictions x and targets y (p, N, D) relative to the center."""
 
     @abstractmethod
-    def _scores(self, *statistics: Tensor) -> Tensor:
-        """Return the scores (..., D) from statistics (..., D)."""
+    def _scores(self, statistics: Tensor) -> Tensor:
+        """Return the scores (..., D) of the targets from statistics (..., S D)."""
 
 
 class MeanAbsoluteError(_Deviation):
@@ -67,10 +71,11 @@ class MeanAbsoluteError(_Deviation):
     def _terms(self, x: Tensor, y: Tensor) -> list[Tensor]:
         return [(x - y).abs(), torch.ones_like(x)]
 
-    def _scores(self, *statistics: Tensor) -> Tensor:
-        deviations, images = statistics
+    def _scores(self, statistics: Tensor) -> Tensor:
+        sum_of_deviations = self._statistic(statistics, 0)
+        images = self._statistic(statistics, 1)
         # 0 / 0 is NaN.
-        return deviations / images
+        return sum_of_deviations / images
 
 
 class MeanSquaredError(_Deviation):
@@ -81,32 +86,70 @@ class MeanSquaredError(_Deviation):
     def _terms(self, x: Tensor, y: Tensor) -> list[Tensor]:
         return [(x - y).square(), torch.ones_like(x)]
 
-    def _scores(self, *statistics: Tensor) -> Tensor:
-        squares, images = statistics
-        return squares / images
+    def _scores(self, statistics: Tensor) -> Tensor:
+        sum_of_squares = self._statistic(statistics, 0)
+        images = self._statistic(statistics, 1)
+        return sum_of_squares / images
 
 
 class RootMeanSquaredError(MeanSquaredError):
     """Root of the mean squared error of each target."""
 
-    def _scores(self, *statistics: Tensor) -> Tensor:
-        return super()._scores(*statistics).sqrt()
+    def _scores(self, statistics: Tensor) -> Tensor:
+        return super()._scores(statistics).sqrt()
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Means and centred sums of predictions x and targets y, each (..., D).
+
+    Attributes:
+        mean_x: Mean of x.
+        mean_y: Mean of y.
+        variation_x: Σ (x − mean x)².
+        variation_y: Σ (y − mean y)².
+        covariation: Σ (x − mean x)(y − mean y).
+        images: Number of images.
+    """
+
+    mean_x: Tensor
+    mean_y: Tensor
+    variation_x: Tensor
+    variation_y: Tensor
+    covariation: Tensor
+    images: Tensor
+
+    def packed(self) -> Tensor:
+        """Return all of them side by side (..., 6 D), in the order of the attributes."""
+        parts = [self.mean_x, self.mean_y, self.variation_x, self.variation_y, self.covariation, self.images]
+        return torch.cat(parts, -1)
 
 
 class _Variation(_Deviation):
     """Base of metrics that compare variations: how far predictions x and targets y are from their own means.
 
-    The statistics of each target are mean x, mean y, Σ (x − mean x)², Σ (y − mean y)², Σ (x − mean x)(y − mean y), and
-    the number of images. Sums of squares around any fixed number would be small differences of large numbers where a
-    mean is large compared to the standard deviation. Batches, processes and sites are combined by the update of Chan,
-    Golub and LeVeque (1979).
+    The statistics are those of :class:`_Moments`. Sums of squares around any fixed number would be small differences of
+    large numbers where a mean is large compared to the standard deviation. Batches, processes and sites are combined by
+    the update of Chan, Golub and LeVeque (1979).
     """
+
+    def _moments(self, statistics: Tensor) -> _Moments:
+        """Return the moments that statistics (..., 6 D) consist of."""
+        return _Moments(
+            mean_x=self._statistic(statistics, 0),
+            mean_y=self._statistic(statistics, 1),
+            variation_x=self._statistic(statistics, 2),
+            variation_y=self._statistic(statistics, 3),
+            covariation=self._statistic(statistics, 4),
+            images=self._statistic(statistics, 5),
+        )
 
     def statistics(
         self, predicted: Tensor, targets: Tensor, groups: Tensor, num_groups: int, counted: Tensor | None = None
     ) -> Tensor:
         """Return means and centred sums (p, G, 6 D) of a batch."""
-        x, y = self._numbers(predicted, targets)
+        x = double(predicted)
+        y = self._targets_like(x, targets)
         weights = torch.ones_like(x)
         if counted is not None:
             # Not only a weight of 0, since what does not count may be NaN.
@@ -120,75 +163,79 @@ class _Variation(_Deviation):
         # Relative to the mean of the image's group.
         deviation_x = (x - mean_x[:, groups]) * weights
         deviation_y = (y - mean_y[:, groups]) * weights
-        products = [deviation_x.square(), deviation_y.square(), deviation_x * deviation_y]
-        variations = [sum_by_group(product, groups, num_groups) for product in products]
-        return torch.cat([mean_x, mean_y, *variations, images], -1)
+        moments = _Moments(
+            mean_x=mean_x,
+            mean_y=mean_y,
+            variation_x=sum_by_group(deviation_x.square(), groups, num_groups),
+            variation_y=sum_by_group(deviation_y.square(), groups, num_groups),
+            covariation=sum_by_group(deviation_x * deviation_y, groups, num_groups),
+            images=images,
+        )
+        return moments.packed()
 
     def combine(self, first: Tensor, second: Tensor) -> Tensor:
         """Return means and centred sums (..., 6 D) of the images of both arguments together."""
-        mean_x, mean_y, variation_x, variation_y, covariation, images = first.split(self.targets, -1)
-        other_mean_x, other_mean_y, other_variation_x, other_variation_y, other_covariation, other_images = (
-            second.split(self.targets, -1)
-        )
-        total = images + other_images
-        share = other_images / total.clamp(min=1)
-        step_x = other_mean_x - mean_x
-        step_y = other_mean_y - mean_y
+        one = self._moments(first)
+        other = self._moments(second)
+        images = one.images + other.images
+        share = other.images / images.clamp(min=1)
+        step_x = other.mean_x - one.mean_x
+        step_y = other.mean_y - one.mean_y
         # n₁ n₂ / (n₁ + n₂)
-        weight = images * share
-        return torch.cat(
-            [
-                mean_x + share * step_x,
-                mean_y + share * step_y,
-                variation_x + other_variation_x + weight * step_x.square(),
-                variation_y + other_variation_y + weight * step_y.square(),
-                covariation + other_covariation + weight * step_x * step_y,
-                total,
-            ],
-            -1,
+        weight = one.images * share
+        combined = _Moments(
+            mean_x=one.mean_x + share * step_x,
+            mean_y=one.mean_y + share * step_y,
+            variation_x=one.variation_x + other.variation_x + weight * step_x.square(),
+            variation_y=one.variation_y + other.variation_y + weight * step_y.square(),
+            covariation=one.covariation + other.covariation + weight * step_x * step_y,
+            images=images,
         )
+        return combined.packed()
 
     def to_sums(self, statistics: Tensor) -> Tensor:
         """Return sums (..., 6 D) of x, y, x², y², x y and 1, relative to the center."""
-        mean_x, mean_y, variation_x, variation_y, covariation, images = statistics.split(self.targets, -1)
+        moments = self._moments(statistics)
         center = torch.tensor(self.center, dtype=statistics.dtype, device=statistics.device)
-        distance_x = mean_x - center
-        distance_y = mean_y - center
-        return torch.cat(
-            [
-                images * distance_x,
-                images * distance_y,
-                variation_x + images * distance_x.square(),
-                variation_y + images * distance_y.square(),
-                covariation + images * distance_x * distance_y,
-                images,
-            ],
-            -1,
-        )
+        distance_x = moments.mean_x - center
+        distance_y = moments.mean_y - center
+        images = moments.images
+        sums = [
+            images * distance_x,
+            images * distance_y,
+            moments.variation_x + images * distance_x.square(),
+            moments.variation_y + images * distance_y.square(),
+            moments.covariation + images * distance_x * distance_y,
+            images,
+        ]
+        return torch.cat(sums, -1)
 
     def from_sums(self, sums: Tensor) -> Tensor:
         """Return means and centred sums (..., 6 D); a centred sum is NaN where rounding has left no digit of it."""
-        sum_x, sum_y, sum_xx, sum_yy, sum_xy, images = sums.split(self.targets, -1)
+        sum_x = self._statistic(sums, 0)
+        sum_y = self._statistic(sums, 1)
+        sum_xx = self._statistic(sums, 2)
+        sum_yy = self._statistic(sums, 3)
+        sum_xy = self._statistic(sums, 4)
+        images = self._statistic(sums, 5)
         center = torch.tensor(self.center, dtype=sums.dtype, device=sums.device)
         at_least_one = images.clamp(min=1)
         distance_x = sum_x / at_least_one
         distance_y = sum_y / at_least_one
-        return torch.cat(
-            [
-                center + distance_x,
-                center + distance_y,
-                _resolved(sum_xx - sum_x * distance_x, sum_xx),
-                _resolved(sum_yy - sum_y * distance_y, sum_yy),
-                sum_xy - sum_x * distance_y,
-                images,
-            ],
-            -1,
+        moments = _Moments(
+            mean_x=center + distance_x,
+            mean_y=center + distance_y,
+            variation_x=_resolved(sum_xx - sum_x * distance_x, sum_xx),
+            variation_y=_resolved(sum_yy - sum_y * distance_y, sum_yy),
+            covariation=sum_xy - sum_x * distance_y,
+            images=images,
         )
+        return moments.packed()
 
     def is_possible(self, statistics: Tensor, max_images: float, max_pixels: float) -> bool:
         """Return whether the numbers are finite, and centred sums of squares are not negative."""
-        _, _, variation_x, variation_y, _, _ = statistics.split(self.targets, -1)
-        are_sums_of_squares = bool((variation_x >= 0).all() and (variation_y >= 0).all())
+        moments = self._moments(statistics)
+        are_sums_of_squares = bool((moments.variation_x >= 0).all() and (moments.variation_y >= 0).all())
         return are_sums_of_squares and super().is_possible(statistics, max_images, max_pixels)
 
     def _terms(self, x: Tensor, y: Tensor) -> list[Tensor]:
@@ -198,25 +245,27 @@ class _Variation(_Deviation):
 class Determination(_Variation):
     """Coefficient of determination R² = 1 − Σ (x − y)² / Σ (y − mean y)², NaN if all targets are equal."""
 
-    def _scores(self, *statistics: Tensor) -> Tensor:
-        mean_x, mean_y, variation_x, variation_y, covariation, images = statistics
+    def _scores(self, statistics: Tensor) -> Tensor:
+        moments = self._moments(statistics)
         # Σ (x − y)² is the sum of the squares of the deviations' differences, and of the difference of the means.
-        squared_errors = variation_x + variation_y - 2 * covariation + images * (mean_x - mean_y).square()
+        squared_differences = moments.variation_x + moments.variation_y - 2 * moments.covariation
+        squared_errors = squared_differences + moments.images * (moments.mean_x - moments.mean_y).square()
         squared_errors = squared_errors.clamp(min=0)
-        varies = _varies(variation_y, mean_y, images)
-        return (1 - squared_errors / variation_y).where(varies, torch.nan)
+        varies = _varies(moments.variation_y, moments.mean_y, moments.images)
+        return (1 - squared_errors / moments.variation_y).where(varies, torch.nan)
 
 
 class PearsonCorrelation(_Variation):
     """Pearson's correlation of predictions and targets, NaN if all of one of them are equal."""
 
-    def _scores(self, *statistics: Tensor) -> Tensor:
-        mean_x, mean_y, variation_x, variation_y, covariation, images = statistics
+    def _scores(self, statistics: Tensor) -> Tensor:
+        moments = self._moments(statistics)
         # Two roots: the product of two variations may be too large for a number.
-        correlations = covariation / variation_x.sqrt() / variation_y.sqrt()
-        varies = _varies(variation_x, mean_x, images) & _varies(variation_y, mean_y, images)
+        correlations = moments.covariation / moments.variation_x.sqrt() / moments.variation_y.sqrt()
+        predictions_vary = _varies(moments.variation_x, moments.mean_x, moments.images)
+        targets_vary = _varies(moments.variation_y, moments.mean_y, moments.images)
         # Rounding may lead beyond a perfect correlation.
-        return correlations.clamp(-1, 1).where(varies, torch.nan)
+        return correlations.clamp(-1, 1).where(predictions_vary & targets_vary, torch.nan)
 
 
 def _varies(variations: Tensor, means: Tensor, images: Tensor) -> Tensor:

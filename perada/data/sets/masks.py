@@ -183,11 +183,11 @@ def _number_values(pixels: Pixels, values: Sequence[int], name: str) -> Pixels:
         values: The value of each class.
         name: Name of the mask in messages.
     """
-    known = {*values}
+    listed_values = {*values}
     # With more classes, 255 is the number of one of them.
     if len(values) <= UNLISTED:
-        known.add(UNLISTED)
-    unknown = sorted({*np.unique(pixels).tolist()} - known)
+        listed_values.add(UNLISTED)
+    unknown = sorted({*np.unique(pixels).tolist()} - listed_values)
     if unknown:
         raise UnreadableImageError(
             f"{name} has the values {abbreviated([str(value) for value in unknown])}, which mask_values does not list",
