@@ -11,7 +11,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from perada.core.text import printable_lines
-from perada.deploy.server.progress import RunProgress, read_progress
+from perada.deploy.server.progress import RunProgress, read_run_progress
 from perada.deploy.site.budget import explain_site_epsilon, steps_without_noise
 from perada.deploy.site.file import Limits, SiteFile, read_site
 from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, read_runs
@@ -29,8 +29,7 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
     if where.is_file():
         print(printable_lines(site_status(read_site(where))))
     else:
-        progress, _ = read_progress(where, tensors=False)
-        print(printable_lines(run_status(progress)))
+        print(printable_lines(run_status(read_run_progress(where))))
 
 
 def site_status(site: SiteFile) -> str:

@@ -222,29 +222,40 @@ def inspect_division(division: Division, options: RunOptions | None = None) -> I
     for client, dataset in enumerate(data.train):
         owners.update(dict.fromkeys(positions(dataset), client))
     _find_duplicates(inspection, train_facts, test_facts, owners)
-    facts_and_labels = []
+    labelled_images: list[_LabelledImage] = []
     for images, facts in ((train_set, train_facts), (test_set, test_facts)):
         if images.labels is not None:
-            facts_and_labels += list(zip(facts, images.labels, strict=True))
-    inspection.contradictions = _find_contradictions(facts_and_labels, task)
+            labelled_images += map(_LabelledImage, facts, images.labels)
+    inspection.contradictions = _find_contradictions(labelled_images, task)
     return inspection
 
 
-def _find_contradictions(
-    facts_and_labels: Sequence[tuple[_ImageFacts, torch.Tensor]], task: Task
-) -> list[tuple[str, str]]:
+@dataclass(frozen=True)
+class _LabelledImage:
+    """An image that was read, with its label.
+
+    Attributes:
+        facts: What the file showed.
+        label: The label, a vector of labels, or a mask.
+    """
+
+    facts: _ImageFacts
+    label: torch.Tensor
+
+
+def _find_contradictions(images: Sequence[_LabelledImage], task: Task) -> list[tuple[str, str]]:
     """Return pairs of names of images whose pixels are equal, but whose known labels are not."""
-    first_of_digest: dict[bytes, tuple[str, torch.Tensor]] = {}
+    first_of_digest: dict[bytes, _LabelledImage] = {}
     pairs = []
-    for facts, label in facts_and_labels:
-        if facts.error:
+    for image in images:
+        if image.facts.error:
             continue
-        first_name, first_label = first_of_digest.setdefault(facts.digest, (facts.name, label))
-        if torch.equal(first_label, label):
+        first = first_of_digest.setdefault(image.facts.digest, image)
+        if torch.equal(first.label, image.label):
             continue
-        both_known = task.known(first_label.unsqueeze(0)) & task.known(label.unsqueeze(0))
-        if bool(((first_label != label) & both_known[0]).any()):
-            pairs.append((facts.name, first_name))
+        both_known = task.known(first.label.unsqueeze(0)) & task.known(image.label.unsqueeze(0))
+        if bool(((first.label != image.label) & both_known[0]).any()):
+            pairs.append((image.facts.name, first.facts.name))
     return pairs
 
 

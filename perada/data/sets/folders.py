@@ -165,7 +165,7 @@ class ImageMasks(OwnImages):
                 f"{root} has several folders that may hold the masks of the same images: {abbreviated(names)}; set "
                 "images and masks to the names of the folders"
             )
-        stems_of_masks, file_of_mask = _list_masks(files, pairs)
+        masks_of_pairs = _list_masks(files, pairs)
         images: list[str] = []
         masks: list[str] = []
         without_mask: list[str] = []
@@ -176,12 +176,13 @@ class ImageMasks(OwnImages):
             if pair is None:
                 continue
             place = len(pair.parent)
-            stem = stem_of_mask("/".join(parts[place + 1 :]), stems_of_masks[pair])
+            file_of_stem = masks_of_pairs[pair]
+            stem = stem_of_mask("/".join(parts[place + 1 :]), file_of_stem.keys())
             if stem is None:
                 without_mask.append(file)
                 continue
             images.append(file)
-            masks.append(file_of_mask[pair, stem])
+            masks.append(file_of_stem[stem])
             facts.append(_facts_of(parts, place, pair.split, self.shared_groups is True))
         self._check_pairs(images, masks, without_mask, pair_of_images)
         self._warn_of_unused(files, [*images, *masks])
@@ -273,21 +274,17 @@ class ImageMasks(OwnImages):
         return {name: np.array(values) for name, values in columns.items()}
 
 
-def _list_masks(
-    files: Iterable[str], pairs: Sequence[MaskFolders]
-) -> tuple[dict[MaskFolders, set[str]], dict[tuple[MaskFolders, str], str]]:
-    """Return the names of the masks of each pair of folders, without extension, and the file of each."""
+def _list_masks(files: Iterable[str], pairs: Sequence[MaskFolders]) -> dict[MaskFolders, dict[str, str]]:
+    """Return the files of the masks of each pair of folders, by their names without extension."""
     pair_of_masks = {(*pair.parent, pair.masks): pair for pair in pairs}
-    stems: dict[MaskFolders, set[str]] = {pair: set() for pair in pairs}
-    file_of_mask: dict[tuple[MaskFolders, str], str] = {}
+    masks_of_pairs: dict[MaskFolders, dict[str, str]] = {pair: {} for pair in pairs}
     for file in files:
         parts = PurePosixPath(file).with_suffix("").parts
         pair = _pair_of(parts[:-1], pair_of_masks)
         if pair is not None:
             stem = "/".join(parts[len(pair.parent) + 1 :])
-            stems[pair].add(stem)
-            file_of_mask[pair, stem] = file
-    return stems, file_of_mask
+            masks_of_pairs[pair][stem] = file
+    return masks_of_pairs
 
 
 def _pair_of(folders: tuple[str, ...], pairs: Mapping[tuple[str, ...], MaskFolders]) -> MaskFolders | None:

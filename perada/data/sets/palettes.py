@@ -3,11 +3,27 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO
 
 from PIL import Image
 
 Colour = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PaletteEntry:
+    """The colour that a file gives to a number.
+
+    Attributes:
+        file: Name of the file.
+        value: The number.
+        colour: Its colour.
+    """
+
+    file: str
+    value: int
+    colour: Colour
 
 
 def palette_of(mask: str | IO[bytes]) -> list[Colour] | None:
@@ -44,18 +60,20 @@ def check_palettes(colours_of_files: Mapping[str, Mapping[int, Colour]], values_
     Raises:
         ValueError: If a colour has different numbers in two files, unless the values are declared.
     """
-    first_with_colour: dict[Colour, tuple[int, str]] = {}
-    first_with_value: dict[int, tuple[Colour, str]] = {}
+    first_with_colour: dict[Colour, PaletteEntry] = {}
+    first_with_value: dict[int, PaletteEntry] = {}
     other_colour = ""
-    for name, colours in colours_of_files.items():
+    for file, colours in colours_of_files.items():
         for value, colour in colours.items():
-            first_value, first_name = first_with_colour.setdefault(colour, (value, name))
-            if value != first_value:
-                _reject_moved_colour(colour, (first_value, first_name), (value, name), values_are_declared)
+            entry = PaletteEntry(file, value, colour)
+            same_colour = first_with_colour.setdefault(colour, entry)
+            if value != same_colour.value:
+                _reject_moved_colour(same_colour, entry, values_are_declared)
                 return
-            first_colour, first_name = first_with_value.setdefault(value, (colour, name))
-            if colour != first_colour and not other_colour:
-                other_colour = f"{value} is {_hex(first_colour)} in {first_name}, but {_hex(colour)} in {name}"
+            same_value = first_with_value.setdefault(value, entry)
+            if colour != same_value.colour and not other_colour:
+                first_colour = _hex(same_value.colour)
+                other_colour = f"{value} is {first_colour} in {same_value.file}, but {_hex(colour)} in {file}"
     if other_colour and not values_are_declared:
         warnings.warn(
             f"masks have palettes of different colours: {other_colour}. The numbers are the classes, whatever their "
@@ -65,15 +83,11 @@ def check_palettes(colours_of_files: Mapping[str, Mapping[int, Colour]], values_
         )
 
 
-def _reject_moved_colour(
-    colour: Colour, first: tuple[int, str], second: tuple[int, str], values_are_declared: bool
-) -> None:
-    """Raise a ValueError for a colour with two numbers, each with its file, or warn of it if values are declared."""
-    first_value, first_name = first
-    second_value, second_name = second
+def _reject_moved_colour(first: PaletteEntry, second: PaletteEntry, values_are_declared: bool) -> None:
+    """Raise a ValueError for a colour that has two numbers, or warn of it if values are declared."""
     problem = (
-        f"masks have swapped palettes: the colour {_hex(colour)} is {first_value} in {first_name}, but {second_value} "
-        f"in {second_name}"
+        f"masks have swapped palettes: the colour {_hex(first.colour)} is {first.value} in {first.file}, but "
+        f"{second.value} in {second.file}"
     )
     if values_are_declared:
         warnings.warn(f"{problem}; the numbers are the classes, whatever their colours", stacklevel=5)

@@ -11,7 +11,7 @@ import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -852,13 +852,14 @@ def _read_text_table(path: Path, encoding: str | None = None) -> tuple[list[str]
             row_numbers.append(number)
     except csv.Error as error:
         raise ValueError(f"line {reader.line_num}: {error}, so a quote is missing or superfluous") from None
-    names, rows = _without_edges(names, rows)
-    for number, row in zip(row_numbers, rows, strict=True):
-        if len(row) != len(names):
+    cells = _without_edges(_Cells(names, rows))
+    num_columns = len(cells.names)
+    for number, row in zip(row_numbers, cells.rows, strict=True):
+        if len(row) != num_columns:
             used_delimiter = "" if delimiter == "," else f", with the delimiter {delimiter!r}"
-            raise ValueError(f"row {number} has {len(row)} fields, but the header has {len(names)}{used_delimiter}")
-    columns = [np.array([row[index] for row in rows]) for index in range(len(names))]
-    return names, columns, row_numbers
+            raise ValueError(f"row {number} has {len(row)} fields, but the header has {num_columns}{used_delimiter}")
+    columns = [np.array([row[index] for row in cells.rows]) for index in range(num_columns)]
+    return cells.names, columns, row_numbers
 
 
 def _guess_delimiter(text: str, prefers_tabs: bool) -> str:
@@ -891,8 +892,23 @@ def _guess_delimiter(text: str, prefers_tabs: bool) -> str:
     return best_delimiter
 
 
-def _without_edges(names: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+@dataclass(frozen=True)
+class _Cells:
+    """Cells of a text table.
+
+    Attributes:
+        names: Names of the columns, in the header.
+        rows: The cells of each row below.
+    """
+
+    names: list[str]
+    rows: list[list[str]]
+
+
+def _without_edges(cells: _Cells) -> _Cells:
     """Take off empty last columns, and row names that R writes without a name in the header."""
+    names = cells.names
+    rows = cells.rows
     if rows and all(len(row) == len(names) + 1 for row in rows):
         if all(not row[-1].strip() for row in rows):
             rows = [row[:-1] for row in rows]
@@ -901,7 +917,7 @@ def _without_edges(names: list[str], rows: list[list[str]]) -> tuple[list[str], 
     while names and not names[-1] and all(len(row) == len(names) and not row[-1].strip() for row in rows):
         names = names[:-1]
         rows = [row[:-1] for row in rows]
-    return names, rows
+    return _Cells(names, rows)
 
 
 _BYTE_ORDER_MARKS = {  # the longer ones first, since that of UTF-32 begins like that of UTF-16

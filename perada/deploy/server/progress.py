@@ -204,6 +204,11 @@ def read_progress(folder: Path, *, tensors: bool = True) -> tuple[RunProgress, d
     return read_nested(path, SERVER_FORMAT, build, tensors=tensors)
 
 
+def read_run_progress(folder: Path) -> RunProgress:
+    """Read only the progress of a run, without importing PyTorch. Raises the errors of :func:`read_progress`."""
+    return read_progress(folder, tensors=False)[0]
+
+
 def write_sum(folder: Path, run: str, state: SumState) -> None:
     """Write the state of a secure sum to a small file next to the server's."""
     write_nested(folder / SUM_STATE, {"run": run, "state": state}, SUM_FORMAT)
