@@ -2,7 +2,7 @@
 """Builds recipes for the parties of a deployment: with a site's own data, or without any client's."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from perada.cli.runs import PeradaCLI
 from perada.core.checks import check_integer
 from perada.core.files import Scratch, writing
 from perada.core.text import abbreviated, quoted
-from perada.core.yaml_files import parse_yaml
+from perada.core.yaml_files import iterate_strings, parse_yaml
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.inspection import without_broken
 from perada.data.partitions.division import Division
@@ -384,7 +384,7 @@ def _parse_recipe(text: bytes, source: str) -> dict[str, Any]:
     data = content.get("data")
     if isinstance(data, dict):
         data = {key: value for key, value in data.items() if key not in SHARED_DATA_OPTIONS}
-    for option, word in _iterate_strings(content | {"data": data}):
+    for option, word in iterate_strings(content | {"data": data}):
         if _is_options_file(word):
             raise ValueError(
                 f"the recipe names the file {word!r} for {option}, which its digest does not cover; write the file's "
@@ -401,23 +401,6 @@ def _is_options_file(word: str) -> bool:
     except (OSError, ValueError, yaml.YAMLError):
         # There is no such file, the value cannot be a path, or the file is not YAML.
         return False
-
-
-def _iterate_strings(content: object) -> Iterator[tuple[str, str]]:
-    """Yield all strings of a recipe with the name of their option."""
-    pending = [("", content)]
-    # Objects that YAML's aliases repeat are visited once, since aliases may nest exponentially.
-    seen: set[int] = set()
-    while pending:
-        option, value = pending.pop()
-        if isinstance(value, str):
-            yield option, value
-        elif isinstance(value, dict) and id(value) not in seen:
-            seen.add(id(value))
-            pending += [(f"{option}.{key}".removeprefix("."), item) for key, item in value.items()]
-        elif isinstance(value, list) and id(value) not in seen:
-            seen.add(id(value))
-            pending += [(option, item) for item in value]
 
 
 def _build_cli(content: dict[str, Any], accelerator: str) -> PeradaCLI:

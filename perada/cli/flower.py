@@ -167,13 +167,13 @@ def node(parser: ArgumentParser, words: list[str]) -> None:
         run_node(supernode)
 
 
-def run(parser: ArgumentParser, words: list[str]) -> None:
-    """Start an app on a SuperLink and show its output, or run a recipe among sites in this process (--local)."""
-    parser.add_argument("app", help="The folder `app` that `perada deploy init` wrote; with --local, a recipe.")
+def _add_link(parser: ArgumentParser, required: bool = False) -> None:
+    """Add the options that name a SuperLink."""
     parser.add_argument(
         "--link",
         type=str,
         default="",
+        required=required,
         help="Name of the SuperLink in Flower's configuration, or its address, such as link.example.org:8000.",
     )
     parser.add_argument(
@@ -182,6 +182,12 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
         default=None,
         help="Certificate of the authority that signed the SuperLink's, for an address: ca.crt.",
     )
+
+
+def run(parser: ArgumentParser, words: list[str]) -> None:
+    """Start an app on a SuperLink and show its output, or run a recipe among sites in this process (--local)."""
+    parser.add_argument("app", help="The folder `app` that `perada deploy init` wrote; with --local, a recipe.")
+    _add_link(parser)
     parser.add_argument(
         "--state",
         type=str,
@@ -253,18 +259,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
 
 def runs(parser: ArgumentParser, words: list[str]) -> None:
     """Print the runs of a SuperLink with their status, or stop one."""
-    parser.add_argument(
-        "--link",
-        type=str,
-        required=True,
-        help="Name of the SuperLink in Flower's configuration, or its address, such as link.example.org:8000.",
-    )
-    parser.add_argument(
-        "--root-certificates",
-        type=Path,
-        default=None,
-        help="Certificate of the authority that signed the SuperLink's, for an address: ca.crt.",
-    )
+    _add_link(parser, required=True)
     parser.add_argument("--stop", type=str, default="", metavar="ID", help="Run to stop, by Flower's number.")
     options = parser.parse_args(words)
     if options.stop and not options.stop.isdecimal():

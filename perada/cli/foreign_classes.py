@@ -2,9 +2,10 @@
 """Classes in the files of a run or of a deployment that are not perada's, whose modules would be run."""
 
 import re
-from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
+
+from perada.core.yaml_files import iterate_strings
 
 OWN_PACKAGES = ("perada", "pytorch_lightning", "torch")
 """Packages whose modules perada imports in any case, or which have no effect when they are imported."""
@@ -24,7 +25,8 @@ def foreign_classes(content: object) -> list[str]:
     ['mine.Own']
     """
     class_paths = []
-    for is_class_path, text in _strings(content):
+    for option, text in iterate_strings(content):
+        is_class_path = option.rpartition(".")[2] == "class_path"
         package, dot, _ = text.partition(".")
         if not dot or package in OWN_PACKAGES:
             continue
@@ -36,20 +38,3 @@ def foreign_classes(content: object) -> list[str]:
 def _is_importable(package: str) -> bool:
     """Return whether there is a module of this name, also in the current folder. It is not imported."""
     return PathFinder.find_spec(package) is not None or PathFinder.find_spec(package, [str(Path.cwd())]) is not None
-
-
-def _strings(content: object) -> Iterator[tuple[bool, str]]:
-    """Yield all strings, and whether each is the value of ``class_path``."""
-    # Objects that YAML's aliases repeat are visited once, since aliases may nest exponentially.
-    seen: set[int] = set()
-    pending = [(False, content)]
-    while pending:
-        is_class_path, value = pending.pop()
-        if isinstance(value, str):
-            yield is_class_path, value
-        elif isinstance(value, dict) and id(value) not in seen:
-            seen.add(id(value))
-            pending += [(key == "class_path", item) for key, item in value.items()]
-        elif isinstance(value, list) and id(value) not in seen:
-            seen.add(id(value))
-            pending += [(is_class_path, item) for item in value]

@@ -2,7 +2,7 @@
 """Readers of users' YAML files, whose errors name the file, the line and the remedy."""
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +196,20 @@ def _is_misplaced(lines: list[str], number: int) -> bool:
     if indent > open_indents[-1]:
         return not before.split(" #")[0].rstrip().endswith((":", "-", "|", ">"))
     return indent not in open_indents
+
+
+def iterate_strings(content: object) -> Iterator[tuple[str, str]]:
+    """Yield all strings of a recipe, or of a part of it, with the name of their option."""
+    pending = [("", content)]
+    # Objects that YAML's aliases repeat are visited once, since aliases may nest exponentially.
+    seen: set[int] = set()
+    while pending:
+        option, value = pending.pop()
+        if isinstance(value, str):
+            yield option, value
+        elif isinstance(value, dict) and id(value) not in seen:
+            seen.add(id(value))
+            pending += [(f"{option}.{key}".removeprefix("."), item) for key, item in value.items()]
+        elif isinstance(value, list) and id(value) not in seen:
+            seen.add(id(value))
+            pending += [(option, item) for item in value]
