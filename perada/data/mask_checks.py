@@ -232,7 +232,7 @@ def _check_numbering(values_of_clients: Sequence[MaskValues], has_option: bool) 
         remedy = "number the classes from 0 without gaps, with the same numbers at all clients"
         if has_option and len(all_classes) > 1:
             example = f"={all_classes}" if len(all_classes) <= _MAX_VALUES else ""
-            remedy += f", or list the value of each class (mask_values{example})"
+            remedy += f", or if these are different classes, list the value of each (mask_values{example})"
         if num_unused > len(all_classes):
             raise ValueError(f"{problem}: {remedy}")
         warnings.warn(f"{problem}: {remedy}; or declare the classes (classes, num_classes)", stacklevel=5)

@@ -21,7 +21,7 @@ from email.utils import parsedate_to_datetime
 from http.client import HTTPException, HTTPSConnection
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 
 from perada.core.checks import check_installed
 from perada.core.files import check_owner_only
@@ -126,7 +126,7 @@ def run_node(node: Node) -> NoReturn:
     _end(GAVE_UP)
 
 
-def _end_with_thread(arguments: Any) -> None:  # noqa: ANN401  # threading.ExceptHookArgs, which has no public name
+def _end_with_thread(arguments: threading.ExceptHookArgs) -> None:
     """End the process if one of its threads broke, such as the one whose heartbeats keep the SuperNode admitted."""
     error = arguments.exc_value
     _end(f"a thread of the SuperNode broke ({type(error).__name__}: {error}); restart the SuperNode")
