@@ -201,9 +201,9 @@ class Response(Header):
         answers: Digest of the request that it answers.
         facts: What the site allows to be sent: ``size`` (training images), ``tests`` (test images), ``labels`` (a
             digest of the classes), ``losses`` by role, ``counts`` (correct and all predictions), ``sums`` (lists of
-            numbers by metric, from which its score is computed), ``scores`` (by metric) and ``failed_images`` (number
-            of test images for which outputs are NaN or infinite) of the ``personal`` and the ``global`` model, and
-            ``epsilon`` by ledger.
+            numbers by metric, from which its score is computed) and ``scores`` (by metric) of the ``personal`` and the
+            ``global`` model, ``failed_models`` (those of the two whose outputs are NaN or infinite for a test image),
+            and ``epsilon`` by ledger.
         sums: Content of a step of a secure sum.
     """
 
@@ -231,7 +231,10 @@ def _check_fact(name: str, value: Any) -> None:  # noqa: ANN401  # anything that
     elif name == "epsilon":
         # ε is never negative, and a record with such an ε could not be read again.
         _check_numbers(value, optional=True, least=0)
-    elif name in ("scores", "sums", "failed_images", "counts") and set(value) <= {"personal", "global"}:
+    elif name == "failed_models":
+        if value not in (["personal"], ["global"], ["global", "personal"]):
+            raise ValueError(f"failed_models must list global, personal or both, got {value!r}")
+    elif name in ("scores", "sums", "counts") and set(value) <= {"personal", "global"}:
         for value_of_model in value.values():
             _check_fact_of_model(name, value_of_model)
     else:
@@ -244,8 +247,6 @@ def _check_fact_of_model(name: str, value: Any) -> None:  # noqa: ANN401  # anyt
         _check_numbers(value, optional=True)
     elif name == "sums":
         _check_sums(value)
-    elif name == "failed_images":
-        check_integer("failed images", value, le=MAX_IMAGES)
     else:
         correct, total = value
         check_integer("all predictions", total, le=MAX_IMAGES)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of sites, which the server computes from the scores that they send or from a secure sum of them.
 
-A model whose outputs are NaN or infinite for some of a site's test images has no score. The site then reports the
-number of these images instead (``failed_images``), and no mean over the other sites is computed.
+A model whose outputs are NaN or infinite for some of a site's test images has no score. The site then names
+the model instead (``failed_models``), and no mean over the other sites is computed.
 """
 
 import math
@@ -71,8 +71,10 @@ def counts_of(scores: Mapping[str, Scores], test_size: int) -> dict[str, Any]:
     return facts
 
 
-def failed_images_of(scores: Mapping[str, Scores]) -> dict[str, Any]:
-    """Return the fact ``failed_images``: numbers of test images for which outputs are NaN or infinite, by model.
+def failed_models_of(scores: Mapping[str, Scores]) -> dict[str, Any]:
+    """Return the fact ``failed_models``: the models whose outputs are NaN or infinite for some test images.
+
+    For how many is not sent: if these are all of them, it is the number of the site's test images.
 
     Args:
         scores: Scores of the site's models by name.
@@ -80,13 +82,13 @@ def failed_images_of(scores: Mapping[str, Scores]) -> dict[str, Any]:
     Returns:
         The fact; nothing if all outputs are finite.
     """
-    failed = {model: int(score.failed_images) for model, score in scores.items() if score.failed_images.any()}
-    return {"failed_images": failed} if failed else {}
+    failed = sorted(model for model, score in scores.items() if score.failed_images.any())
+    return {"failed_models": failed} if failed else {}
 
 
 def _has_failed(facts: Facts, model: str) -> bool:
     """Return whether a model of a site has outputs that are NaN or infinite."""
-    return model in facts.get("failed_images", {})
+    return model in facts.get("failed_models", ())
 
 
 def impossible_sums(

@@ -9,7 +9,8 @@ import yaml
 from PIL import Image
 
 from perada.cli.deploy import make_client
-from perada.cli.deployed_recipes import _iterate_strings, server_recipe, site_recipe
+from perada.cli.deployed_recipes import server_recipe, site_recipe
+from perada.core.yaml_files import iterate_strings
 from perada.deploy.recipe import labels_digest
 from perada.deploy.site.file import read_site
 from perada.tasks import Classification
@@ -107,8 +108,8 @@ def test_a_recipe_of_aliases_is_read_in_no_time(tmp_path):
     lists = [
         f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" if n else f"a0: &a0 [{', '.join('x' * 9)}]" for n in range(9)
     ]
-    assert len(list(_iterate_strings(yaml.safe_load("\n".join(lists))))) == 9
-    assert list(_iterate_strings(yaml.safe_load("a: &a [b, *a]"))) == [("a", "b")]
+    assert len(list(iterate_strings(yaml.safe_load("\n".join(lists))))) == 9
+    assert list(iterate_strings(yaml.safe_load("a: &a [b, *a]"))) == [("a", "b")]
 
 
 def test_a_client_that_the_partition_does_not_have_is_rejected(tmp_path):

@@ -9,12 +9,17 @@ import torch
 from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 
+from perada.deploy.protocol import Response
+from perada.deploy.scores import failed_models_of
 from perada.deploy.server.metrics import CountingTransport, RunMetrics
 from perada.deploy.server.progress import RunProgress
 from perada.deploy.server.rounds import log_round
 from perada.deploy.transport import LocalTransport
+from perada.federation.metrics import make_metrics
+from perada.federation.scores import Scores
 from perada.server.sums import SecureSums
 from perada.studies.report.records import read_records
+from perada.tasks import Classification
 from tests.deploy.parties import Parties
 
 BRIGHT = 4.0
@@ -45,7 +50,7 @@ def test_no_score_is_a_mean_over_the_other_sites(algorithm, secure, tiny, tmp_pa
     for name in ("personal/local_test", "personal/local_test_std", "global/global_test"):
         assert math.isnan(row[name]), name
     for model in {"global"} | ({"personal"} if algorithm == "ditto" else set()):
-        assert f"the {model} model are NaN or infinite for 2 test images of site site1" in caplog.text or secure
+        assert f"the {model} model are NaN or infinite for test images of site site1" in caplog.text or secure
     # A secure sum shows that there is such a site, but not which one.
     assert ("outputs of the global model are NaN or infinite at 1 of 3 sites" in caplog.text) == secure
     assert not (secure and "test images of site" in caplog.text)
@@ -85,3 +90,21 @@ def test_monitoring_and_loggers_have_no_earlier_score(tmp_path):
         log_round([logger], row)
     last_line = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[-1]
     assert "nan" in last_line.split(",")
+
+
+def test_the_number_of_images_stays_at_the_site():
+    """If all images fail, it is the number of the test images, which a site may keep to itself."""
+    task = Classification()
+    failing = Scores(make_metrics("auto", task, 2), task)
+    failing.update(torch.full((1, 7, 2), math.nan), torch.zeros(7, dtype=torch.int64))
+    finite = Scores(make_metrics("auto", task, 2), task)
+    finite.update(torch.zeros(1, 7, 2), torch.zeros(7, dtype=torch.int64))
+    assert failed_models_of({"personal": failing, "global": finite}) == {"failed_models": ["personal"]}
+    assert failed_models_of({"personal": failing, "global": failing}) == {"failed_models": ["global", "personal"]}
+    assert failed_models_of({"global": finite}) == {}
+
+
+@pytest.mark.parametrize("value", [[], ["personal", "global"], ["other"], {"personal": 3}, "global", [["global"]]])
+def test_other_failed_models_are_rejected(value):
+    with pytest.raises(ValueError, match="failed_models"):
+        Response("ok", "0" * 64, {"failed_models": value})

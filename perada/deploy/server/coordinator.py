@@ -945,13 +945,12 @@ class Coordinator:
     def _warn_of_failed_outputs(self, responses: Mapping[str, Response]) -> None:
         """Log the sites at which outputs of a model are NaN or infinite, so that there is no score of it."""
         for name, response in responses.items():
-            for model, images in response.facts.get("failed_images", {}).items():
+            for model in response.facts.get("failed_models", ()):
                 log.warning(
-                    "round %d: outputs of the %s model are NaN or infinite for %d test images of site %s, so it has no "
+                    "round %d: outputs of the %s model are NaN or infinite for test images of site %s, so it has no "
                     "score, and means over the sites are NaN; %s",
                     self.progress.done,
                     model,
-                    images,
                     name,
                     REMEDY,
                     extra={"site": name},

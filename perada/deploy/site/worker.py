@@ -34,7 +34,7 @@ from perada.deploy.protocol import (
     tensor_sizes,
     unpack,
 )
-from perada.deploy.scores import claimed_name, counts_of, failed_images_of, score_summands
+from perada.deploy.scores import claimed_name, counts_of, failed_models_of, score_summands
 from perada.deploy.site.budget import add_step_without_noise, explain_image_epsilon, explain_site_epsilon
 from perada.deploy.site.client import Client, TrainingResult
 from perada.deploy.site.file import Limits
@@ -402,7 +402,7 @@ class SiteWorker:
         values = {name: _mean_scores(score) for name, score in scores.items() if score}
         counts = counts_of(scores, client.test_size)
         # Either kind tells whether a model has scores.
-        return self._allowed("counts", counts) | self._allowed("scores", {"scores": values}) | failed_images_of(scores)
+        return self._allowed("counts", counts) | self._allowed("scores", {"scores": values}) | failed_models_of(scores)
 
     def _allowed(self, kind: str, facts: dict[str, Any]) -> dict[str, Any]:
         """Return facts of a kind if they may leave the site."""
