@@ -65,9 +65,9 @@ def main():
         shut_down(iterator)
 
     def signalled_at_the_start(iterator, loader):
+        # Workers start at set-up, and are kept for all rounds.
         start(iterator, loader)
-        if list(Path().glob("lightning_logs/*/checkpoints/last.ckpt")):
-            send(name, "once")
+        send(name, "once")
 
     if moment == "shutdown":
         _MultiProcessingDataLoaderIter._shutdown_workers = signalled_at_the_end

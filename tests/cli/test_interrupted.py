@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A signal to all processes of a run ends it with the line that says how to resume; a dead worker names its client."""
 
+import json
 import os
 import signal
 import subprocess
@@ -47,7 +48,7 @@ def run(folder, signal_name, moment, rounds=6):
     return ended.returncode, ended.stderr.splitlines()
 
 
-MOMENTS = ["shutdown", "reading", "start", "set-up"]
+MOMENTS = ["reading", "start", "set-up"]
 
 
 @pytest.mark.parametrize(("signal_name", "status", "what"), [("INT", 130, "interrupted"), ("TERM", 143, "terminated")])
@@ -59,6 +60,17 @@ def test_a_signal_to_all_processes_ends_the_run_with_the_line_to_resume(tmp_path
     assert lines[-1] == f"perada: {what}; resume with --ckpt_path last after the last finished round"
     assert not [line for line in lines if "Traceback" in line or "Exception ignored" in line]
     assert len([line for line in lines if line.startswith("Round")]) <= 1
+
+
+@pytest.mark.parametrize(("signal_name", "signum"), [("INT", signal.SIGINT), ("TERM", signal.SIGTERM)])
+@pytest.mark.slow
+def test_a_signal_while_workers_end_after_the_last_round_loses_nothing(tmp_path, signal_name, signum):
+    code, lines = run(tmp_path, signal_name, "shutdown")
+    assert (tmp_path / "once").exists()
+    assert code in (0, 128 + signum, -signum)
+    assert not [line for line in lines if "Traceback" in line or "Exception ignored" in line]
+    record = json.loads((tmp_path / "lightning_logs" / "version_0" / "run.json").read_text())
+    assert len(record["metrics"]["rounds"]) == 6
 
 
 @pytest.mark.slow

@@ -209,7 +209,11 @@ def test_a_local_run_serves_metrics_and_logs_json(tmp_path, capsys, monkeypatch)
     assert all(timedelta() <= now - datetime.fromisoformat(line["time"]) < timedelta(minutes=5) for line in lines)
     sites = [(line["site"], line["run"], line["round"]) for line in lines if line["logger"].startswith("perada.site")]
     for name in ("alpha", "beta"):
-        assert [one for one in sites if one[0] == name] == [(name, progress.run, n) for n in (0, 0, 1)]
+        # The first line says that the site has a new state, before any run.
+        assert [one for one in sites if one[0] == name] == [
+            (name, None, None),
+            *((name, progress.run, n) for n in (0, 0, 1)),
+        ]
     server = [line for line in lines if line["logger"] == "perada.deploy"]
     assert {line["run"] for line in server} == {progress.run} and {line["round"] for line in server} == {0, 1}
     assert logging.root.handlers == root

@@ -80,4 +80,4 @@ def test_mlflow_gets_the_rounds(fit, tmp_path, monkeypatch):
     rounds = json.loads((folder / "lightning_logs" / "version_0" / "run.json").read_text())["metrics"]["rounds"]
     logged = [one.value for one in client.get_metric_history(run.info.run_id, "personal/local_test")]
     assert logged == pytest.approx([row["personal/local_test"] for row in rounds])
-    assert run.data.params["federated/local_steps"] == "2"
+    assert run.data.params["training/local_steps"] == "2"

@@ -54,7 +54,7 @@ def test_status_shows_who_was_in_which_sum_and_why_in_none(tiny, tmp_path, capsy
     shown = cells(capsys.readouterr().out)
     place = shown["round"].index("in the sum")
     assert [shown[number][place] for number in "123"] == [", ".join(made.names), "site1, site2, site3", "–"]
-    void = [shown[number][shown["round"].index("void")] for number in "123"]
+    void = [shown[number][shown["round"].index("no update because")] for number in "123"]
     assert void == ["–", "–", "secure sum: 2 of 4 sites sent their part, but 3 are required"]
 
     (tmp_path / "recipe.yaml").write_text("")
