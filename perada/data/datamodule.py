@@ -52,6 +52,8 @@ Eligible = Callable[[Sequence[int]], Sequence[int]]
 BYTES_PER_MB = 10**6
 PUBLIC_STREAM = -2
 """Index of the public set in the keys of what datasets draw at random. Rounds count from 0, test sets have -1."""
+EXAMPLES_STREAM = -3
+"""The same of training images that are not trained on, but compared with others."""
 
 
 class FederatedDataModule(pl.LightningDataModule):
@@ -481,6 +483,29 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._evaluation_loader(self.samples_of(self.checked.test))
 
     test_dataloader = predict_dataloader = val_dataloader
+
+    def examples(self, client: int, limit: int, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield training images (B, ...) of a client, prepared without augmentation, and their labels, on ``device``.
+
+        Images that cannot be read are left out, since they fail the client's training instead.
+
+        Args:
+            client: The client.
+            limit: Number of images, evenly spaced in the training set, if it has more.
+            device: Device of the batches.
+        """
+        size = self.checked.train.sizes[client]
+        count = min(size, limit)
+        indices = torch.arange(count) * size // count
+        store = self.samples_of(self.checked.train)
+        for batch_indices in indices.split(self.eval_batch_size):
+            owners = torch.full_like(batch_indices, client)
+            images, labels, failed = store.read(owners, batch_indices, (self.prepare.seed, EXAMPLES_STREAM))
+            assert labels is not None
+            is_readable = [position not in failed for position in range(len(images))]
+            if any(is_readable):
+                targets = self.prepare.prepare_targets(to_device_async(labels[is_readable], device))
+                yield self.prepare(to_device_async(images[is_readable], device)), targets
 
     def shift_loader(self, condition: Condition) -> BatchLoader:
         """Serve the images of one of the ``conditions``, each once, corrupted if it has a corruption.

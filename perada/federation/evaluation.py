@@ -14,11 +14,25 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import EvalBatch
 from perada.core.seeding import generator
 from perada.core.states import State, stack_size, to_device_async
+from perada.federation.both_models import BothModels
 from perada.federation.failed_outputs import FailedOutputs
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, by_suffix, spread
 from perada.federation.number_counts import NumberCounts
 from perada.federation.scores import Scores, Tally, probabilities
+
+
+@dataclass(frozen=True)
+class _SharedOutputs:
+    """What is computed of a batch once for all clients that predict with both models.
+
+    Attributes:
+        logits: Logits (B, K) of the global model.
+        statistics: Statistics (B, D) of the images.
+    """
+
+    logits: Tensor
+    statistics: Tensor
 
 
 class EvaluationPass:
@@ -31,12 +45,19 @@ class EvaluationPass:
         federation: Whose models are scored.
         metrics: The metrics; names of scores of the first one have no suffix.
         everywhere: Clients whose models run on everyone's images.
+        both: Predicts with both models of a client, which is then scored too; None not to.
 
     Attributes:
         per_class: Scores of classes by name, (M, K) or (K,); filled by :meth:`result`.
     """
 
-    def __init__(self, federation: Federation, metrics: Sequence[Metric], everywhere: Sequence[int]) -> None:
+    def __init__(
+        self,
+        federation: Federation,
+        metrics: Sequence[Metric],
+        everywhere: Sequence[int],
+        both: BothModels | None = None,
+    ) -> None:
         self.federation = federation
         self.metrics = metrics
         self.num_clients = federation.num_clients
@@ -61,6 +82,15 @@ class EvaluationPass:
         self._member_scores = Scores(metrics[:1], self.task, models=num_members)
         self._entropies: list[Tensor] = []
 
+        # Clients that have one model predict with it.
+        has_both_models = federation.personalized and self._members is not None
+        self._both = both if has_both_models else None
+        # Of predictions with both models, on their client's images and on everyone's.
+        self._both_client_scores = Scores(metrics, self.task, groups=self.num_clients)
+        self._both_everywhere_scores = Scores(metrics, self.task, models=len(self.everywhere))
+        # The number of each client's images that are typical of it.
+        self._num_typical = torch.zeros(self.num_clients, dtype=torch.int64)
+
         self._sizes = torch.zeros(self.num_clients, dtype=torch.int64)
         self._recent: Sequence[bool] | None = None
         if federation.rounds_done:
@@ -83,16 +113,27 @@ class EvaluationPass:
         self._sizes += batch.owner.cpu().bincount(minlength=self.num_clients)
         # All processes have the global model, and share its batches among them.
         is_batch_of_rank = index % ranks.size == ranks.rank
-        if self._members is not None and is_batch_of_rank:
-            self._score_global_model(self._members, batch, owner)
+        shared: _SharedOutputs | None = None
+        if self._members is not None and (is_batch_of_rank or self._both is not None):
+            logits_of_members = self.federation.engine.shared_logits(self._members, batch.x)
+            logits = self.task.ensemble(logits_of_members, self.federation.settings.algorithm.average)
+            if is_batch_of_rank:
+                self._score_global_model(logits_of_members, logits, batch, owner)
+            if self._both is not None:
+                shared = _SharedOutputs(logits, self._both.statistics(batch.x))
         if self.federation.personalized:
-            self._score_personal_models(batch, owner)
+            self._score_personal_models(batch, owner, shared)
 
-    def _score_global_model(self, members: State, batch: EvalBatch, owner: Tensor) -> None:
-        """Score the global model, or the ensemble of ``members`` (K, ...), on a batch."""
+    def _score_global_model(self, logits_of_members: Tensor, logits: Tensor, batch: EvalBatch, owner: Tensor) -> None:
+        """Score the global model on a batch.
+
+        Args:
+            logits_of_members: Logits (N, B, K) of each member of an ensemble, or of the single model.
+            logits: Logits (B, K) of the ensemble.
+            batch: The batch.
+            owner: The client (B,) of each image.
+        """
         federation = self.federation
-        logits_of_members = federation.engine.shared_logits(members, batch.x)
-        logits = self.task.ensemble(logits_of_members, federation.settings.algorithm.average)
         one_model = logits.unsqueeze(0)
         self._global_scores.update(one_model, batch.y)
         self._tallies["global"].update(logits, batch.y, owner)
@@ -106,9 +147,12 @@ class EvaluationPass:
             # Without personal models, clients predict with the global one.
             self._client_scores.update(one_model, batch.y, owner)
 
-    def _score_personal_models(self, batch: EvalBatch, owner: Tensor) -> None:
-        """Score personal models on everyone's images, and the model of the owner (B,) on each image."""
-        owner_logits = self._score_everywhere(batch, owner)
+    def _score_personal_models(self, batch: EvalBatch, owner: Tensor, shared: _SharedOutputs | None) -> None:
+        """Score personal models on everyone's images, and the model of the owner (B,) on each image.
+
+        With ``shared``, predictions with both models are scored too.
+        """
+        owner_logits = self._score_everywhere(batch, owner, shared)
         if len(self.everywhere) < self.num_clients:
             # The models of some owners did not run on everyone's images.
             owner_logits = own_logits(self.federation, batch)
@@ -120,9 +164,34 @@ class EvaluationPass:
             counted = to_device_async(self._owned, owner.device)[owner]
         self._client_scores.update(owner_logits.unsqueeze(0), batch.y, owner, counted=counted)
         self._tallies["personal"].update(owner_logits, batch.y, owner, counted)
+        if shared is not None:
+            self._score_both_models(batch, owner_logits, shared, counted)
 
-    def _score_everywhere(self, batch: EvalBatch, owner: Tensor) -> Tensor | None:
-        """Score the models that run on everyone's images.
+    def _score_both_models(
+        self, batch: EvalBatch, owner_logits: Tensor, shared: _SharedOutputs, counted: Tensor | None
+    ) -> None:
+        """Score the prediction with both models of each image's owner.
+
+        Args:
+            batch: The batch.
+            owner_logits: Logits (B, K) of the owners' personal models.
+            shared: The other outputs.
+            counted: Mask (B,) of the images whose owner's model this process has; None for all.
+        """
+        assert self._both is not None
+        owners = batch.owner.cpu()
+        is_typical = self._both.typical_of_owners(owners, shared.statistics)
+        shares = self._both.shares(owners.tolist(), owner_logits.device)
+        logits = self._both.logits(owner_logits, shared.logits, is_typical, shares)
+        owner = to_device_async(batch.owner, logits.device)
+        self._both_client_scores.update(logits.unsqueeze(0), batch.y, owner, counted=counted)
+        if counted is not None:
+            is_typical = is_typical & counted
+        typical_owners = owners[is_typical.cpu()]
+        self._num_typical += typical_owners.bincount(minlength=self.num_clients)
+
+    def _score_everywhere(self, batch: EvalBatch, owner: Tensor, shared: _SharedOutputs | None) -> Tensor | None:
+        """Score the models that run on everyone's images, and predictions with both models if there are ``shared``.
 
         Returns:
             The logits (B, K) of the model of each image's owner (B,), from the same passes; those of another model
@@ -132,6 +201,11 @@ class EvaluationPass:
         owner_logits: Tensor | None = None
         for run in everywhere_logits(self.federation, self.everywhere, batch.x):
             self._everywhere_scores.update(run.logits, batch.y, models=run.places)
+            if self._both is not None and shared is not None:
+                is_typical = self._both.typical(run.clients, shared.statistics)
+                shares = self._both.shares(run.clients, run.logits.device).unsqueeze(1)
+                logits_of_both = self._both.logits(run.logits, shared.logits, is_typical, shares)
+                self._both_everywhere_scores.update(logits_of_both, batch.y, models=run.places)
             clients = to_device_async(torch.tensor(run.clients), owner.device)
             is_owner = owner.unsqueeze(1) == clients  # (B, p)
             # The first of the p models if none is the owner's.
@@ -158,6 +232,9 @@ class EvaluationPass:
         self._global_scores.merge(ranks)
         self._member_scores.merge(ranks)
         self._global_client_scores.merge(ranks)
+        self._both_client_scores.merge(ranks)
+        self._both_everywhere_scores.merge(ranks)
+        ranks.sum_([self._num_typical])
 
         own_failed = self._client_scores.failed_images[0] > 0
         everywhere_failed = self._failed_on_everyone()
@@ -182,9 +259,38 @@ class EvaluationPass:
             if self._global_scores:
                 name = f"global/global_test{suffix}"
                 results[name] = float(self._mean_of_classes(name, global_score, 0))
+        if self._both is not None:
+            results |= self._results_of_both(per_client)
         if self._member_scores:
             results |= self._member_results(ranks)
         return results, per_client
+
+    def _results_of_both(self, per_client: dict[str, Tensor]) -> dict[str, float]:
+        """Return the scores of predictions with both models.
+
+        Args:
+            per_client: Receives the scores (M,) of the clients by name. ``typical/local_test`` is the share of each
+                client's test images that are typical of it.
+        """
+        results: dict[str, float] = {}
+        own_failed = self._both_client_scores.failed_images[0] > 0
+        everywhere_failed = torch.zeros(self.num_clients, dtype=torch.bool)
+        everywhere_failed[self.everywhere] = self._both_everywhere_scores.failed_images[:, 0] > 0
+        client_scores = self._both_client_scores.all()
+        everywhere_scores = self._both_everywhere_scores.all()
+        for suffix, metric in by_suffix(self.metrics).items():
+            name = f"both/local_test{suffix}"
+            local_test = self._mean_of_classes(name, client_scores[metric.name][0], 1)
+            per_client[name] = local_test
+            results |= spread(name, local_test, metric.lower_is_better, self._sizes, self._recent, own_failed)
+            if self.everywhere:
+                name = f"both/global_test{suffix}"
+                global_test = self._of_everywhere(name, everywhere_scores[metric.name][:, 0])
+                per_client[name] = global_test
+                results |= spread(name, global_test, metric.lower_is_better, failed=everywhere_failed)
+        per_client["typical/local_test"] = self._num_typical.double() / self._sizes
+        results["typical/local_test"] = float(per_client["typical/local_test"].nanmean())
+        return results
 
     def _failed_on_everyone(self) -> Tensor:
         """Return a mask (M,) of the clients whose model has outputs that are NaN or infinite on anyone's images."""
@@ -231,6 +337,15 @@ class EvaluationPass:
             return self._mean_of_classes(name, global_score, 0).expand(self.num_clients)
         if not self.everywhere:
             return None
+        return self._of_everywhere(name, sampled_scores)
+
+    def _of_everywhere(self, name: str, sampled_scores: Tensor) -> Tensor:
+        """Return scores (M,) of all clients, NaN for those that do not run on everyone's images.
+
+        Args:
+            name: Name of the scores.
+            sampled_scores: Scores of the others, (p,) or (p, K).
+        """
         scores = sampled_scores.new_full((self.num_clients, *sampled_scores.shape[1:]), torch.nan)
         scores[self.everywhere] = sampled_scores
         return self._mean_of_classes(name, scores, 1)

@@ -182,14 +182,21 @@ def score_names(choice: MetricChoice, task: Task | None = None) -> dict[str, boo
         lower_is_better = metric_class is not None and metric_class.higher_is_better is False
         if kind in SUMMED_METRICS:
             lower_is_better = SUMMED_METRICS[kind].lower_is_better
-        for name in ("personal/local_test", "personal/global_test", "global/global_test"):
+        names = (
+            "personal/local_test",
+            "personal/global_test",
+            "global/global_test",
+            "both/local_test",
+            "both/global_test",
+        )
+        for name in names:
             full_name = f"{name}_{entry.name}" if place else name
             scores[full_name] = lower_is_better
             if name != "global/global_test":
                 scores[f"{full_name}_std"] = True
                 scores[f"{full_name}_worst"] = lower_is_better
                 scores[f"{full_name}_p10"] = lower_is_better
-            if name == "personal/local_test":
+            if name.endswith("/local_test"):
                 scores[f"{full_name}_weighted"] = lower_is_better
                 scores[f"{full_name}_recent"] = lower_is_better
     return scores

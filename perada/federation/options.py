@@ -13,6 +13,7 @@ from perada.federation.settings import ClientOptimizer, LocalTraining
 from perada.tasks import Task
 
 LRSchedule = Literal["constant", "cosine", "exponential"]
+Prediction = Literal["personal", "global", "both"]
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,11 @@ class Evaluation:
         global_test_clients: Number of clients, drawn from the seed, whose personal models are scored on the test images
             of all clients, each in a separate pass; 0 for none. By default all, or as many as take no more than
             10,000,000 forward passes (docs/metrics.md).
+        prediction: Models with which clients predict after the run: ``personal``, ``global``, or ``both``, which is the
+            global model for images that do not look like those that the client trained on, and a mean of both models'
+            predictions for others (docs/prediction.md). With ``both``, these predictions are scored too.
+        personal_share: Weight of the personal model's prediction in that mean, between 0 and 1. By default each client
+            has its own, which is the larger the more of its training images the global model gets wrong.
         diagnostics: Diagnostics of PerAda's theorems to measure in each round, or true for all (docs/diagnostics.md).
 
     Raises:
@@ -134,6 +140,8 @@ class Evaluation:
 
     metric: str | list[str | dict[str, Any]] = "auto"
     global_test_clients: int | None = None
+    prediction: Prediction = "personal"
+    personal_share: float | None = None
     diagnostics: bool | list[Diagnostic] = False
 
     def __post_init__(self) -> None:
@@ -142,4 +150,6 @@ class Evaluation:
         check_integer(
             "global_test_clients", self.global_test_clients, 0, optional=True, hint="by default all are scored"
         )
+        check_choice("prediction", self.prediction, get_args(Prediction))
+        check_number("personal_share", self.personal_share, ge=0, le=1, optional=True)
         check_diagnostics(self.diagnostics)

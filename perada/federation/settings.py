@@ -206,6 +206,15 @@ class Settings:
         return self.privacy is not None or self.client_privacy is not None
 
     @property
+    def has_personal_models(self) -> bool:
+        """Whether clients predict with personal models, at least after a final fine-tuning."""
+        return (
+            self.algorithm.inference == "personal"
+            or self.algorithm.personalization() is not None
+            or bool(self.lora_ranks)
+        )
+
+    @property
     def privacy_options(self) -> str:
         """The options that request privacy, for messages (:func:`.privacy_options`)."""
         return privacy_options(self.privacy, self.client_privacy)

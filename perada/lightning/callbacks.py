@@ -24,10 +24,8 @@ from perada.lightning.federated_loop import PROGRESS_METRICS, FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.trainer_attributes import callbacks_of
 from perada.results.inference import save_mask, save_picture
-from perada.results.report import ENTROPY, SHARES, cell, title, title_with_metric, unit_of
+from perada.results.report import ENTROPY, SCORE_GROUPS, SHARES, cell, title, title_with_metric, unit_of
 
-SCORE_GROUPS = ("personal/", "global/")
-"""How names of scores begin."""
 _ROUNDING = 1e-3
 """Rounding errors of images in [0, 1], whose normalisation is undone."""
 

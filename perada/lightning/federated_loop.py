@@ -45,6 +45,7 @@ from perada.lightning.run_fingerprint import (
 from perada.lightning.setup import set_up_rounds
 from perada.lightning.trainer_attributes import datamodule_of, is_dev_run
 from perada.lightning.trainer_setup import loss_scaler, set_up_trainer
+from perada.lightning.typical_images import prepare_both_models
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
@@ -318,6 +319,9 @@ class FederatedLoop(pl.Callback):
         if begins_fit:
             self._fit_began = True
             journals.keep_journal(self.context, self._earlier_journals)
+        else:
+            # The models are evaluated next.
+            prepare_both_models(self.context)
 
     def _discard_states_of_evaluation(self, module: FederatedClassifier) -> None:
         """Start a fit with new states, and raise a ValueError if that would discard the rounds of a checkpoint."""

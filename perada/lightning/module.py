@@ -16,6 +16,7 @@ from perada.core.states import State
 from perada.core.text import is_spread, plain_number
 from perada.data import EvalBatch
 from perada.engine.engine import Engine
+from perada.federation.both_models import BothModels
 from perada.federation.evaluation import EvaluationPass, own_logits, shared_logits
 from perada.federation.failed_outputs import dated
 from perada.federation.federation import Federation
@@ -110,6 +111,8 @@ class FederatedClassifier(pl.LightningModule):
         self.everywhere: list[int] = []
         self.results = EvaluationResults()
         self.federation: Federation | None = None
+        # Set by the loop, if clients predict with both models.
+        self.both: BothModels | None = None
 
     def build(
         self,
@@ -223,7 +226,7 @@ class FederatedClassifier(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation."""
-        self._evaluation = EvaluationPass(self._states(), self.metrics, self.everywhere)
+        self._evaluation = EvaluationPass(self._states(), self.metrics, self.everywhere, self.both)
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Run the personal models and the global one on a batch of the test set."""

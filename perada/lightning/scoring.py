@@ -22,6 +22,7 @@ from perada.lightning.round_warnings import warn_of_failed_clients, warn_of_fail
 from perada.lightning.run_context import RunContext
 from perada.lightning.run_record import History
 from perada.lightning.trainer_attributes import is_dev_run
+from perada.lightning.typical_images import prepare_both_models
 from perada.results.report import LAST_ROUND, SHIFTS_FILE
 
 DETAILS = ("test_images", "predictions", "global/local_test", "per_class")
@@ -322,6 +323,7 @@ def _score_last_round(context: RunContext, history: History, tuned: bool) -> boo
     has_new_scores = False
     is_scored = not history or any(name.startswith("personal/") for name in history[-1])
     if tuned or not is_scored:
+        prepare_both_models(context)
         module.on_validation_epoch_start()
         has_new_scores = context.evaluate(
             context.data.val_dataloader(), context.trainer.limit_val_batches, module.validation_step

@@ -37,6 +37,7 @@ from perada.lightning.privacy_setup import (
     states_near_initial,
 )
 from perada.lightning.run_context import RunContext
+from perada.lightning.typical_images import check_prediction
 from perada.privacy.model_checks import check_clients_apart, check_one_image, check_products
 from perada.privacy.protection import Protection
 
@@ -88,6 +89,7 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
         _announce_cached_features(context, trunk)
     check_average(settings)
     check_server_images(settings, data.public_size, data.validation_size)
+    check_prediction(context)
     if trains:
         _announce_teachers_logits(context, batch.x)
     _choose_models_to_score(context)
@@ -286,14 +288,8 @@ def _announce_sampled_models(context: RunContext) -> None:
     count = len(context.module.everywhere)
     if context.module.evaluation.global_test_clients is not None or count == clients:
         return
-    algorithm = context.settings.algorithm
     # Not Federation.personalized, which holds only after the fine-tuning: its models are scored as well.
-    has_personal_models = (
-        algorithm.inference == "personal"
-        or algorithm.personalization() is not None
-        or bool(context.settings.lora_ranks)
-    )
-    if not has_personal_models:
+    if not context.settings.has_personal_models:
         return
     images = _num_test_images(context)
     rank_zero_info(

@@ -14,6 +14,12 @@ TEST_MODE = (
     "the seed can remove the noise, regardless of ε. Do not release models trained this way."
 )
 SCORES = ("personal/local_test", "personal/global_test", "global/global_test")
+SCORES_OF_BOTH = ("both/local_test", "both/global_test")
+"""Scores of predictions with both models of a client, which not all runs have."""
+TYPICAL = "typical/local_test"
+"""Share of a client's test images that look like its training images."""
+SCORE_GROUPS = ("personal/", "global/", "both/")
+"""How names of scores begin."""
 ENTROPY = "global/entropy"
 MODES = ("global/best_mode", "global/worst_mode", ENTROPY)
 PRIVACY = "privacy/"
@@ -36,6 +42,9 @@ TITLES = {
     "personal/global_test": "all clients' images",
     "global/global_test": "global model",
     "global/local_test": "global model on own images",
+    "both/local_test": "both models, own images",
+    "both/global_test": "both models, all clients' images",
+    TYPICAL: "own images that look typical",
     "global/best_mode": "best mode",
     "global/worst_mode": "worst mode",
     ENTROPY: "entropy of the modes",
@@ -189,10 +198,10 @@ def title(name: str) -> str:
     words = TITLES | EPSILONS
     if name in words:
         return words[name]
-    if name.startswith(("personal/", "global/", "theory/")) and is_spread(name):
+    if name.startswith((*SCORE_GROUPS, "theory/")) and is_spread(name):
         mean, _, ending = name.rpartition("_")
         return f"{title(mean)}, {_STATISTICS[ending]}"
-    for score in SCORES:
+    for score in (*SCORES, *SCORES_OF_BOTH):
         if name.startswith(f"{score}_"):
             return f"{TITLES[score]}, {score_title(name.removeprefix(f'{score}_'))}"
     group, _, metric = name.partition("/")
@@ -203,6 +212,8 @@ def title(name: str) -> str:
         return f"{metric}, personal models"
     if group == "global" and metric:
         return f"{metric}, global model"
+    if group == "both" and metric:
+        return f"{metric}, both models"
     if metric:
         return f"{_spaced(group)}: {_spaced(metric)}"
     return _spaced(name)
@@ -216,7 +227,7 @@ def title_with_metric(name: str, metric: str) -> str:
     >>> title_with_metric("personal/local_test_ece", "auroc")
     'own images, ECE'
     """
-    if name in SCORES and metric != "accuracy":
+    if name in (*SCORES, *SCORES_OF_BOTH) and metric != "accuracy":
         return f"{title(name)}, {score_title(metric)}"
     return title(name)
 
@@ -426,13 +437,24 @@ def shift_names(names: Iterable[str]) -> list[str]:
     >>> shift_names(["personal/local_test", "personal/fog", "personal/fog_std", "global/fog", "comm/up_mb"])
     ['personal/fog', 'global/fog']
     """
-    scores = {name for name in names if name.startswith(("personal/", "global/")) and not is_spread(name)}
+    scores = {name for name in names if name.startswith(SCORE_GROUPS) and not is_spread(name)}
+    order_of_models = ["personal", "global", "both"]
 
-    def sort_key(name: str) -> tuple[str, bool]:
+    def sort_key(name: str) -> tuple[str, int]:
         model, _, shift = name.partition("/")
-        return shift, model != "personal"
+        return shift, order_of_models.index(model)
 
-    return sorted(scores - {*SCORES, *MODES}, key=sort_key)
+    return sorted(scores - {*SCORES, *SCORES_OF_BOTH, *MODES}, key=sort_key)
+
+
+def scores_of_both(names: Iterable[str]) -> list[str]:
+    """Return those of some names that are scores of predictions with both models, in the order of tables.
+
+    >>> scores_of_both(["both/global_test", "both/local_test", "both/local_test_std", "personal/local_test"])
+    ['both/local_test', 'both/global_test']
+    """
+    available = set(names)
+    return [name for name in SCORES_OF_BOTH if name in available]
 
 
 def shift_tables(
@@ -479,6 +501,8 @@ def cell(name: str, value: float, unit: ScoreUnit = SHARES) -> str:
         return f"{value:.4g}"
     if name == ENTROPY:
         return f"{value:.4f} nats"
+    if name == TYPICAL:
+        return percent(value)
     return unit.number(value)
 
 

@@ -176,6 +176,25 @@ class Task(ABC):
             value="probabilities",
         )
 
+    def mixture(self, first: Tensor, second: Tensor, share: Tensor) -> Tensor:
+        """Return logits (..., K) that predict a weighted mean of what two models predict.
+
+        Args:
+            first: Logits (..., K) of the first model.
+            second: Logits (..., K) of the second model.
+            share: Weights of the first model's predictions, between 0 and 1, of a shape that broadcasts with the
+                logits. The second has the rest.
+
+        Raises:
+            OptionError: If the task does not define them.
+        """
+        raise OptionError(
+            f"the predictions of two models cannot be mixed, since mixture is not defined for {self}; set "
+            "evaluation.prediction to personal or global, or define the method",
+            name="prediction",
+            value="both",
+        )
+
     @abstractmethod
     def distillation_loss(self, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
         """Compute how far the student is from the teacher, averaged over images: a scalar.
@@ -212,6 +231,21 @@ class Task(ABC):
             Errors between 0 and 1, of the shape of the targets.
         """
         raise self._no_classes()
+
+    def error_rates(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return how wrong the prediction for each image is, (N,), from 0 (right) to 1.
+
+        It is the share of the image's known targets that are predicted wrongly.
+
+        Args:
+            logits: Logits (N, K).
+            targets: Targets (N, ...).
+        """
+        counts = self.known(targets)
+        is_wrong = (self.predicted(logits) != targets) & counts
+        num_wrong = is_wrong.flatten(1).sum(1) if is_wrong.dim() > 1 else is_wrong
+        num_known = counts.flatten(1).sum(1) if counts.dim() > 1 else counts
+        return num_wrong / num_known.clamp(min=1)
 
     def presence(self, targets: Tensor, classes: int) -> Tensor:
         """Return targets (N, ...) as an indicator (N, K) of the classes that each image has."""

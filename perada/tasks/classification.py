@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from perada.core.checks import OptionError, check_number, use_plain_numbers
 from perada.tasks.base import Task
 from perada.tasks.class_task import ClassTask
+from perada.tasks.mixture import log_mixture
 from perada.tasks.weights import (
     BALANCED,
     BALANCED_PER_CLIENT,
@@ -155,6 +156,15 @@ class Classification(ClassTask):
         [0.5, 0.5]
         """
         return logits.log_softmax(-1).logsumexp(0)
+
+    def mixture(self, first: Tensor, second: Tensor, share: Tensor) -> Tensor:
+        """Return the logarithms of the mixed probabilities.
+
+        >>> first, second = torch.tensor([[9.0, 9.0]]), torch.tensor([[0.0, 0.75]]).log()
+        >>> [round(p, 6) for p in Classification().mixture(first, second, torch.tensor(0.8)).softmax(-1)[0].tolist()]
+        [0.4, 0.6]
+        """
+        return log_mixture(first.log_softmax(-1), second.log_softmax(-1), share)
 
     def distillation_loss(self, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
         """Compute the divergence of the distributions over classes.

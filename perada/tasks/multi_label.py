@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from perada.tasks.base import Task
+from perada.tasks.mixture import log_mixture
 from perada.tasks.weights import BALANCED, check_all_occur, check_length, checked_weights, weights_on
 
 UNKNOWN = -1
@@ -111,6 +112,12 @@ class MultiLabel(Task):
         log_sum_present = F.logsigmoid(logits).logsumexp(0)
         log_sum_absent = F.logsigmoid(-logits).logsumexp(0)
         return log_sum_present - log_sum_absent
+
+    def mixture(self, first: Tensor, second: Tensor, share: Tensor) -> Tensor:
+        """Return the log odds of the mixed probabilities of each label."""
+        log_present = log_mixture(F.logsigmoid(first), F.logsigmoid(second), share)
+        log_absent = log_mixture(F.logsigmoid(-first), F.logsigmoid(-second), share)
+        return log_present - log_absent
 
     def distillation_loss(self, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
         """Compute the mean divergence of the K Bernoulli distributions."""

@@ -210,9 +210,18 @@ class Regression(Task):
         """Return the mean of the outputs: their mean prediction is the prediction of their mean."""
         return logits.mean(0)
 
+    def mixture(self, first: Tensor, second: Tensor, share: Tensor) -> Tensor:
+        """Return the weighted mean of the outputs, whose prediction is the weighted mean of the predictions."""
+        return share * first + (1 - share) * second
+
     def distillation_loss(self, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
         """Compute the mean squared difference of the outputs, whatever the temperature."""
         return F.mse_loss(student, teacher)
+
+    def error_rates(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean squared error (N,) of each image, in units of σ² and at most 1."""
+        standardized = self._standardized(targets.view(logits.shape), logits)
+        return (logits - standardized).square().mean(-1).clamp(max=1)
 
     def blank_targets(self, shape: Sequence[int], classes: int, device: torch.device) -> Tensor:
         """Return zeros."""

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, use_plain_numbers, without_effect
 from perada.tasks.base import SummedMetric, Task
 from perada.tasks.class_task import ClassTask
+from perada.tasks.mixture import log_mixture
 from perada.tasks.overlap import Dice, IntersectionOverUnion
 from perada.tasks.weights import BALANCED, check_all_occur, check_length, checked_weights, weights_on
 
@@ -198,6 +199,10 @@ class Segmentation(ClassTask):
         """
         return logits[..., :: self.distill_stride, :: self.distill_stride, :]
 
+    def mixture(self, first: Tensor, second: Tensor, share: Tensor) -> Tensor:
+        """Return the logarithms of the mixed probabilities of each pixel."""
+        return log_mixture(first.log_softmax(-1), second.log_softmax(-1), share)
+
     def distillation_loss(self, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
         """Compute the divergence of the distributions over classes, averaged over the pixels of all images."""
         log_student = F.log_softmax(student / temperature, -1)
@@ -209,6 +214,17 @@ class Segmentation(ClassTask):
         """Compute the mean entropy (N,) of the pixels of each image."""
         entropies = super().entropy(probabilities)
         return entropies.flatten(1).mean(1)
+
+    def error_rates(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the share (N,) of wrong pixels among those that are not background in both masks.
+
+        Most pixels of most images are background, which is easy to predict.
+        """
+        counts = self.known(targets)
+        predicted = self.predicted(logits)
+        is_foreground = counts & ((predicted != 0) | (targets != 0))
+        is_wrong = is_foreground & (predicted != targets)
+        return is_wrong.flatten(1).sum(1) / is_foreground.flatten(1).sum(1).clamp(min=1)
 
     def errors(self, probabilities: Tensor, targets: Tensor) -> Tensor:
         """Return one minus the probability (N, H, W) of each pixel's class, 0 where a pixel does not count."""

@@ -18,6 +18,7 @@ from perada.results.report import (
     percent,
     score_title,
     scores_beside,
+    scores_of_both,
     shift_names,
     table,
     title,
@@ -138,7 +139,8 @@ def _summary_scores(records: Sequence[Record]) -> list[str]:
         names.update(record)
     modes = [name for name in MODES if any(record.get(name) is not None for record in records)]
     own_score, *other_scores = SCORES
-    return [own_score, *scores_beside(records, test_images), *other_scores, *modes, *shift_names(names)]
+    own_scores = [own_score, *scores_beside(records, test_images)]
+    return [*own_scores, *other_scores, *scores_of_both(names), *modes, *shift_names(names)]
 
 
 def _epsilons_of(records: Sequence[Record]) -> list[str]:

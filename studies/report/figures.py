@@ -40,6 +40,8 @@ TITLES = {
     "personal/local_test": "personal models, own images",
     "personal/global_test": "personal models, all clients' images",
     "global/global_test": "global model, all clients' images",
+    "both/local_test": "both models, own images",
+    "both/global_test": "both models, all clients' images",
 }
 
 DrawFigure = Callable[[RunRecord, str], RenderedFigure | None]

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from perada.results.report import (
+    ENTROPY,
     LAST_ROUND,
     PRIVACY,
+    SCORE_GROUPS,
     SCORES,
     SHARES,
     ScoreUnit,
@@ -230,7 +232,7 @@ def _rounds(record: RunRecord, prefix: str) -> Section:
 
 def _is_score(name: str) -> bool:
     """Return whether a metric is a share, which is shown in %; the entropy of the modes is in nats."""
-    return name.startswith(("personal/", "global/")) and name != "global/entropy"
+    return name.startswith(SCORE_GROUPS) and name != ENTROPY
 
 
 def _clients(record: RunRecord, prefix: str) -> Section:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from perada.results.report import SCORES, ScoreUnit, scores_beside, shift_names, title_with_metric
+from perada.results.report import SCORES, ScoreUnit, scores_beside, scores_of_both, shift_names, title_with_metric
 from perada.studies.report.facts import PairedDifference, paired_difference
 from perada.studies.report.figures import OWN_SCORE, TITLES
 from perada.studies.report.plotting import (
@@ -223,7 +223,8 @@ def _all_scores(groups: Sequence[Group]) -> list[str]:
             test_images += run.test_images
             names += run.metric_names
     own_score, *other_scores = SCORES
-    return [own_score, *scores_beside(last_rounds, test_images), *other_scores, *shift_names(names)]
+    own_scores = [own_score, *scores_beside(last_rounds, test_images)]
+    return [*own_scores, *other_scores, *scores_of_both(names), *shift_names(names)]
 
 
 def _score_figure(groups: Sequence[Group], score: str) -> RenderedFigure | None:

@@ -21,7 +21,7 @@ METRICS = "metrics.csv"
 SUM_STATE = "sum.safetensors"
 """Name of the file with the state of the secure sum under way."""
 SUM_FORMAT = 3
-SCORE_PREFIXES = ("personal/", "global/")
+SCORE_PREFIXES = ("personal/", "global/", "both/")
 """How the names of scores begin among the metrics of a round."""
 
 

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions with both models of a client: its personal one for images like its own, and the global one for others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perada.federation.typical_images import ImageStatistics, TypicalImages
+from perada.tasks import Task
+
+LEAST_SHARE = 0.5
+"""Weight of the personal model of a client for whose training images the global model is right as well."""
+SHARE_OF_ERRORS = 2.0
+"""How much that weight grows with the error rate of the global model: it is 1 where a quarter is wrong."""
+
+
+def personal_share(error_rate: float) -> float:
+    """Return the weight α of a client's personal model for images that are typical of the client.
+
+    Where the global model is as good as the personal one, their mean is better than each. Where it is wrong for many of
+    the client's images, the mean would be worse than the personal model. Its error on the training images tells which
+    is the case, unlike that of the personal model, which has learnt them by heart.
+
+    Args:
+        error_rate: Mean error rate of the global model on the client's training images (:meth:`.Task.error_rates`).
+
+    >>> personal_share(0.0), personal_share(0.1), personal_share(0.6)
+    (0.5, 0.7, 1.0)
+    """
+    return min(1.0, LEAST_SHARE + SHARE_OF_ERRORS * error_rate)
+
+
+@dataclass(frozen=True)
+class BothModels:
+    """Predicts with the personal and the global model of a client.
+
+    For an image that is typical of the client's training images (:class:`.TypicalImages`), the prediction is
+    α p + (1 − α) q, with p of the personal model and q of the global one. For any other image it is q. The weight α of
+    a client is by default that of :func:`personal_share`.
+
+    Attributes:
+        task: What the models predict.
+        statistics: Computes the statistics by which images are compared.
+        typical_images: The training images of each client, by its number.
+        personal_shares: The weight α of each client, by its number.
+    """
+
+    task: Task
+    statistics: ImageStatistics
+    typical_images: Mapping[int, TypicalImages]
+    personal_shares: Mapping[int, float]
+
+    def typical(self, clients: Sequence[int], statistics: Tensor) -> Tensor:
+        """Return masks (p, B) of the images that are typical of each of p clients, given their statistics (B, D)."""
+        return torch.stack([self.typical_images[client].contains(statistics) for client in clients])
+
+    def typical_of_owners(self, owners: Tensor, statistics: Tensor) -> Tensor:
+        """Return a mask (B,) of the images that are typical of their own client (B,), which is on the CPU."""
+        is_typical = torch.zeros(len(owners), dtype=torch.bool, device=statistics.device)
+        for owner in owners.unique().tolist():
+            rows = (owners == owner).nonzero().flatten().to(statistics.device)
+            is_typical[rows] = self.typical([owner], statistics[rows])[0]
+        return is_typical
+
+    def shares(self, clients: Sequence[int], device: torch.device) -> Tensor:
+        """Return the weights α (p,) of p clients."""
+        return torch.tensor([self.personal_shares[client] for client in clients], dtype=torch.double).to(device)
+
+    def logits(self, personal: Tensor, shared: Tensor, is_typical: Tensor, shares: Tensor) -> Tensor:
+        """Return the logits (..., B, K) of the prediction.
+
+        Args:
+            personal: Logits (..., B, K) of personal models; (..., B, H, W, K) of pixels.
+            shared: Logits (B, K) of the global model.
+            is_typical: Mask (..., B) of the images that are typical of the client whose model it is.
+            shares: Weight α of that client, of a shape that broadcasts with the mask.
+        """
+        shared = shared.to(personal.dtype).expand_as(personal)
+        # Not the mixture where the weight is 0: outputs that are NaN have no effect there.
+        weights = torch.where(is_typical, shares.to(personal.dtype), 0)
+        weights = weights.view(*weights.shape, *[1] * (personal.dim() - weights.dim()))
+        return torch.where(weights > 0, self.task.mixture(personal, shared, weights), shared)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which images look like those that a client trained on, by statistics of what the frozen layers compute of them.
+
+The statistics of an image are the mean of each channel over the positions of a map, and the logarithm of its standard
+deviation: they tell devices, stains and exposures apart, and depend little on what an image shows. An image is typical
+of a client if its distance to the k-th nearest training image of the client is not larger than almost all of those
+between the training images themselves. Nothing is trained, and nothing leaves the client.
+
+Sun et al., Out-of-distribution detection with deep nearest neighbors, ICML 2022, detect foreign images by such
+distances, in the space of a network's last features.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from perada.core.checks import OptionError
+from perada.core.states import State, to_device
+from perada.engine.engine import Engine
+from perada.engine.fold import fold
+from perada.engine.frozen_trunk import FrozenTrunk, find_trunk
+
+NEIGHBORS = 3
+"""Distances are those to the k-th nearest training image. The nearest one may be of the same patient."""
+TYPICAL_SHARE = 0.99
+"""Share of the client's training images that are typical, each measured by the distances to the others."""
+MAX_EXAMPLES = 300
+"""Number of training images of a client that are kept for comparison, evenly spaced in its training set."""
+LEAST_DEVIATION = 1e-3
+"""Added to the deviation of a channel before the logarithm, which would be infinite for a channel that is constant."""
+LEAST_SCALE = 0.1
+"""Lower limit of the scale of a statistic, as a share of the mean scale. One that hardly varies among training images
+would make every other image foreign."""
+
+
+class ImageStatistics:
+    """Computes statistics (B, D) of images (B, ...), with the frozen layers before all trained ones if there are any.
+
+    Args:
+        trunk: These layers; None to use the pixels.
+        encode: Computes features (B, F) of images; None without a trunk.
+    """
+
+    def __init__(self, trunk: FrozenTrunk | None, encode: Callable[[Tensor], Tensor] | None) -> None:
+        self.trunk = trunk
+        self._encode = encode
+
+    @classmethod
+    def of(cls, engine: Engine, image: Tensor) -> "ImageStatistics":
+        """Return the statistics for a model.
+
+        Args:
+            engine: The engine that runs the model.
+            image: A prepared image (channels, height, width), or a text (L,), on the model's device.
+
+        Raises:
+            OptionError: If the inputs are texts, and no layer is frozen.
+        """
+        if engine.trunk is not None:
+            return cls(engine.trunk, engine.features)
+        trunk = find_trunk(engine.model, image)
+        if trunk is not None:
+            model = fold(engine.model, random_only=True, wrap=trunk.wrap).model
+            return cls(trunk, partial(trunk.features, model))
+        if not image.is_floating_point():
+            raise OptionError(
+                "prediction='both' compares texts by the outputs of frozen layers, and all layers of this model are "
+                "trained; choose another adapter, or prediction='personal'",
+                name="prediction",
+                value="both",
+            )
+        return cls(None, None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute the statistics (B, D), in single precision, of images (B, ...) or of their features (B, F)."""
+        with torch.no_grad():
+            if self.trunk is None or self._encode is None:
+                return _statistics(x.flatten(2))
+            features = x if self.trunk.holds(x) else self._encode(x)
+            statistics: list[Tensor] = []
+            for path, output in self.trunk.parts(features).items():
+                shape = self.trunk.shapes[path]
+                channels_first = _channels_first(output.view(-1, *shape), self.trunk.image)
+                statistics.append(_statistics(channels_first))
+            return torch.cat(statistics, 1)
+
+
+def _channels_first(output: Tensor, image: torch.Size) -> Tensor:
+    """Return the output (B, ...) of a layer as (B, channels, positions).
+
+    Args:
+        output: Maps (B, C, H, W) or (B, H, W, C), tokens (B, N, C), or vectors (B, C).
+        image: Shape of an image, (channels, height, width), whose proportions the maps have.
+    """
+    if output.dim() == 2:
+        return output.unsqueeze(2)
+    if output.dim() == 3:
+        return output.movedim(2, 1)
+    if output.dim() == 4 and len(image) == 3:
+        first, second, third = output.shape[1:]
+        height, width = image[1:]
+        has_channels_first = second * width == third * height
+        has_channels_last = first * width == second * height
+        if has_channels_last and not has_channels_first:
+            output = output.movedim(3, 1)
+    return output.flatten(2)
+
+
+def _statistics(maps: Tensor) -> Tensor:
+    """Return the mean and the logarithm of the deviation of each channel, (B, 2 C), from maps (B, C, positions).
+
+    Only the values (B, C) if there is a single position, of which there is no deviation.
+    """
+    maps = maps.float()
+    means = maps.mean(2)
+    if maps.shape[2] == 1:
+        return means
+    deviations = maps.std(2, correction=0)
+    return torch.cat([means, (deviations + LEAST_DEVIATION).log()], 1)
+
+
+@dataclass(frozen=True)
+class TypicalImages:
+    """The training images of a client, for comparison with other images.
+
+    Attributes:
+        mean: Mean (D,) of each statistic over the training images.
+        scale: Standard deviation (D,) of each statistic, by which distances are measured.
+        examples: Statistics (R, D) of the training images, centred and scaled. Rows of padding are infinite.
+        threshold: Distance () up to which an image is typical. Infinite if the client has a single training image, of
+            which nothing can be told.
+        neighbors: The number k: the distance of an image is that to its k-th nearest example.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    examples: Tensor
+    threshold: Tensor
+    neighbors: int
+
+    @classmethod
+    def of(cls, statistics: Tensor) -> "TypicalImages":
+        """Return the images of a client, given their statistics (R, D), R > 0.
+
+        >>> images = TypicalImages.of(torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0]]))
+        >>> images.contains(torch.tensor([[2.5], [30.0]])).tolist()
+        [True, False]
+        """
+        mean = statistics.mean(0)
+        scale = statistics.std(0, correction=0)
+        least_scale = LEAST_SCALE * scale.mean()
+        scale = scale.clamp(min=least_scale)
+        # All training images are equal.
+        scale = torch.where(scale > 0, scale, 1.0)
+        examples = (statistics - mean) / scale
+        neighbors = min(NEIGHBORS, len(examples) - 1)
+        if neighbors == 0:
+            return cls(mean, scale, examples, statistics.new_tensor(torch.inf), neighbors=1)
+        distances = _distances(examples, examples)
+        # An image must not be its own neighbor.
+        distances.fill_diagonal_(torch.inf)
+        distances_of_examples = distances.kthvalue(neighbors, 1).values
+        threshold = distances_of_examples.quantile(TYPICAL_SHARE)
+        return cls(mean, scale, examples, threshold, neighbors)
+
+    def distances(self, statistics: Tensor) -> Tensor:
+        """Return the distance (B,) of images with these statistics (B, D) to their k-th nearest example."""
+        scaled = (statistics - self.mean) / self.scale
+        return _distances(scaled, self.examples).kthvalue(self.neighbors, 1).values
+
+    def contains(self, statistics: Tensor) -> Tensor:
+        """Return a mask (B,) of the images that are typical, given their statistics (B, D)."""
+        return self.distances(statistics) <= self.threshold
+
+    def to(self, device: torch.device) -> "TypicalImages":
+        """Return the same on a device."""
+        return self.from_state(to_device(self.state(), device))
+
+    def state(self, num_examples: int | None = None) -> State:
+        """Return the attributes as tensors by name.
+
+        Args:
+            num_examples: Number of rows of ``examples``, which is filled up; by default that of the training images.
+        """
+        examples = self.examples
+        if num_examples is not None:
+            padding = examples.new_full((num_examples - len(examples), examples.shape[1]), torch.inf)
+            examples = torch.cat([examples, padding])
+        return {
+            "mean": self.mean,
+            "scale": self.scale,
+            "examples": examples,
+            "threshold": self.threshold,
+            "neighbors": torch.tensor(self.neighbors),
+        }
+
+    @classmethod
+    def from_state(cls, state: State) -> "TypicalImages":
+        """Return what :meth:`state` describes."""
+        return cls(
+            mean=state["mean"],
+            scale=state["scale"],
+            examples=state["examples"],
+            threshold=state["threshold"],
+            neighbors=int(state["neighbors"]),
+        )
+
+
+def _distances(first: Tensor, second: Tensor) -> Tensor:
+    """Return the Euclidean distances (B, R) of vectors (B, D) and (R, D).
+
+    Not by a matrix product, whose last bits would depend on the other images.
+    """
+    return torch.cdist(first, second, compute_mode="donot_use_mm_for_euclid_dist")

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mixture of two models' predictions: the weighted mean of the probabilities, or of the numbers."""
+
+import pytest
+import torch
+
+from perada.core.checks import OptionError
+from perada.tasks import Classification, MultiLabel, Regression, Segmentation
+from perada.tasks.class_task import ClassTask
+
+TASKS = {
+    "classification": (Classification(), (7, 4)),
+    "several labels": (MultiLabel(), (7, 4)),
+    "segmentation": (Segmentation(), (3, 5, 6, 4)),
+    "numbers": (Regression(mean=(3.0, -2.0), std=(5.0, 0.1)), (7, 2)),
+}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.8, 1.0])
+@pytest.mark.parametrize("name", TASKS)
+def test_it_predicts_the_weighted_mean_of_what_both_predict(name, share):
+    task, shape = TASKS[name]
+    random = torch.Generator().manual_seed(0)
+    first = 4 * torch.randn(shape, generator=random, dtype=torch.double)
+    second = 4 * torch.randn(shape, generator=random, dtype=torch.double)
+    mixed = task.predictions(task.mixture(first, second, torch.tensor(share, dtype=torch.double)))
+    expected = share * task.predictions(first) + (1 - share) * task.predictions(second)
+    torch.testing.assert_close(mixed, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_classes_that_a_model_rules_out(share):
+    """Their logits are minus infinity, their probability is that of the other model alone."""
+    first = torch.tensor([[0.0, -torch.inf, -torch.inf]])
+    second = torch.tensor([[0.25, 0.75, 0.0]]).log()
+    mixed = Classification().mixture(first, second, torch.tensor(share)).softmax(-1)
+    expected = share * torch.tensor([[1.0, 0.0, 0.0]]) + (1 - share) * torch.tensor([[0.25, 0.75, 0.0]])
+    torch.testing.assert_close(mixed, expected)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_output_that_is_nan_is_not_hidden(name):
+    task, shape = TASKS[name]
+    first = torch.zeros(shape)
+    first[0] = torch.nan
+    mixed = task.mixture(first, torch.zeros(shape), torch.tensor(0.5))
+    assert mixed[0].isnan().all()
+    assert mixed[1:].isfinite().all()
+
+
+def test_a_task_that_does_not_define_it_says_so():
+    class Thresholds(ClassTask):
+        def loss(self, logits, targets):
+            return logits.sum(-1)
+
+        def predictions(self, logits):
+            return logits.sigmoid()
+
+    with pytest.raises(OptionError, match="mixture is not defined for Thresholds"):
+        Thresholds().mixture(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor(0.5))
