@@ -15,7 +15,7 @@ import numpy as np
 from jsonargparse import ArgumentParser
 from PIL import Image
 
-from perada.cli.sources import SOURCE_HELP, TABLES
+from perada.cli.sources import SOURCE_HELP, TABLES, check_source
 from perada.core.checks import check_choice
 from perada.core.files import check_output_file, writing
 from perada.core.text import abbreviated, printable, printable_json
@@ -167,10 +167,8 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
 def _parse_source(parser: ArgumentParser, words: list[str]) -> Division:
     """Return the images named on a command line, with the options of their class."""
     parser.add_argument("source", help=f"{SOURCE_HELP} Or --config RECIPE and its options.")
-    if words and not words[0].startswith("-") and source_class(words[0]) is None:
-        problem = "is not a table of a known format" if Path(words[0]).is_file() else "does not exist"
-        sources = f"{SOURCE_HELP[0].lower()}{SOURCE_HELP[1:].rstrip('.')}"
-        raise FileNotFoundError(f"{words[0]!r} {problem}; pass one of: {sources}")
+    if words and not words[0].startswith("-"):
+        check_source(words[0])
     images_class: type[Source] = Images
     for word in words:
         class_of_word = None if word.startswith("-") else image_class(word, words)

@@ -5,18 +5,25 @@ The commands check everything again, since they also know what depends on the im
 """
 
 import argparse
+from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import NoReturn
+
+import yaml
 
 from perada.cli.answers import check_answer
-from perada.cli.sources import SOURCE_HELP, TABLES
+from perada.cli.recipes import find_recipe
+from perada.cli.sources import SOURCE_HELP, check_source
 from perada.core.files import check_output_file
 from perada.results.client_names import available_client, check_new_name, client_index
 from perada.results.run_file import RUN_FILE, read_run
 
 ANSWERS = ("rounds", "task", "epsilon", "images")
 """Questions of `perada init` whose answers are checked here. That for the algorithm needs the algorithms."""
+MAX_SEED = 2**32 - 1
+"""Largest seed, which is NumPy's."""
 
 
 def check_early(command: str, words: Sequence[str]) -> None:
@@ -55,9 +62,75 @@ def _check_init(words: Sequence[str]) -> None:
         check_output_file("--output", Path(options["output"]), "recipe.yaml")
 
 
+def _reject_missing(command: str, names: Sequence[str]) -> NoReturn:
+    """Raise an ArgumentError for required arguments that are missing, with the words of the parser."""
+    missing = ", ".join(names)
+    raise ArgumentError(
+        None, f"the following arguments are required: {missing}; `perada {command} --help` explains them"
+    )
+
+
+def _positional_words(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return the words that are neither options nor values of options.
+
+    Args:
+        words: Words of a command.
+        flags: Its options without a value.
+    """
+    positional = []
+    is_value = False
+    for word in words:
+        if word.startswith("--"):
+            is_value = "=" not in word and word not in flags
+        elif is_value:
+            is_value = False
+        else:
+            positional.append(word)
+    return positional
+
+
+def _check_inspect(words: Sequence[str]) -> None:
+    """Check the images of `perada data inspect`."""
+    # A word after an option may be its value.
+    if words and not words[0].startswith("-"):
+        check_source(words[0])
+
+
+def _check_compare(words: Sequence[str]) -> None:
+    """Check that `perada compare` has a recipe, and its seeds."""
+    if not words:
+        _reject_missing("compare", ["RECIPE"])
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--seeds", nargs="+", default=[])
+    try:
+        options, _ = parser.parse_known_args(words)
+    except argparse.ArgumentError:
+        # The command's own parser explains it.
+        return
+    for word in options.seeds:
+        seed = _yaml_value(word)
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise ValueError(f"--seeds: must be an integer, got {word!r}; separate several by spaces")
+        if not 0 <= seed <= MAX_SEED:
+            raise ValueError(f"--seeds: must be an integer from 0 to {MAX_SEED}, got {word!r}")
+
+
+def _yaml_value(word: str) -> object:
+    """Return the value of a word in YAML, in which options are written; the word itself if it is none."""
+    try:
+        value: object = yaml.safe_load(word)
+    except yaml.YAMLError:
+        return word
+    return value
+
+
 def _check_push(words: Sequence[str]) -> None:
-    """Check the run of `perada push`, and its client."""
+    """Check that `perada push` has a run and a repository, the run, and its client."""
+    names = ["RUN", "REPO"]
+    num_given = len(_positional_words(words, ["--public", "--trust"]))
     options = _options_of(words, "client")
+    if num_given < len(names):
+        _reject_missing("push", names[num_given:])
     if options.first:
         run = Path(options.first[0])
         _check_run(run)
@@ -68,6 +141,8 @@ def _check_push(words: Sequence[str]) -> None:
 
 def _check_added(words: Sequence[str]) -> None:
     """Check the run, the new client's name and the images of `perada clients add`."""
+    if not words:
+        _reject_missing("clients add", ["RUN", "--data"])
     options = _options_of(words, "client", "data", "images")
     if not options.first:
         return
@@ -76,13 +151,24 @@ def _check_added(words: Sequence[str]) -> None:
     if options.client is not None and (run / RUN_FILE).is_file():
         saved = read_run(run)
         check_new_name("client", options.client, saved.info.get("clients"), saved.num_clients)
+    if options.data is not None and options.images is not None:
+        # The command explains that they are the same option.
+        return
     source = options.data if options.images is None else options.images
     if source is None:
         raise ValueError(f"--data is missing, the images of the new client. {SOURCE_HELP}")
-    path = Path(source)
-    # Anything else may be the name of a recipe.
-    if path.suffix.lower() in TABLES and not path.exists():
-        raise FileNotFoundError(f"--data={source}: the file does not exist; pass one of: {SOURCE_HELP}")
+    _check_new_images(source)
+
+
+def _check_new_images(source: str) -> None:
+    """Raise a FileNotFoundError unless there are such images, or a recipe that has them."""
+    try:
+        check_source(source)
+    except FileNotFoundError as error:
+        try:
+            find_recipe(source)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"--data: {error}. Or a recipe; `perada ls` lists them") from None
 
 
 def _check_removed(words: Sequence[str]) -> None:
@@ -109,6 +195,8 @@ def _check_run(path: Path) -> None:
 
 
 _CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
+    "compare": _check_compare,
+    "data inspect": _check_inspect,
     "init": _check_init,
     "push": _check_push,
     "clients add": _check_added,

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from perada.cli.early_checks import check_early
 from perada.results.run_file import _REQUIRED_INFO, RunFile, write_run
 from tests.cli.test_cli import TINY
 
@@ -90,7 +91,8 @@ def test_what_computes_nothing_imports_nothing_large(tmp_path, words, code):
 @pytest.fixture
 def record(tmp_path):
     """A folder with the record of a run of three clients, and no models."""
-    info = dict.fromkeys(_REQUIRED_INFO, None) | {"num_classes": 2, "clients": ["Aachen", "Bonn", "Celle"]}
+    names = ["Aachen", "Bonn", "Celle"]
+    info = dict.fromkeys(_REQUIRED_INFO, None) | {"num_classes": 2, "clients": names, "built_for": None}
     (tmp_path / "run").mkdir()
     write_run(tmp_path / "run", RunFile(3, info, {"rounds": [], "clients": {}}))
     (tmp_path / "images").mkdir()
@@ -121,7 +123,9 @@ def record(tmp_path):
         "clients add images --data images",
         "clients add run --data nothing/table.csv",
         "clients add run --data images --client Bonn",
+        "clients add run --data nothing",
         "clients add run",
+        "clients add",
         "clients remove nothing --client Bonn",
         "clients remove images --client Bonn",
         "clients remove run --client Bon",
@@ -129,6 +133,13 @@ def record(tmp_path):
         "push nothing me/run",
         "push images me/run",
         "push run me/run --client Bon",
+        "push run",
+        "push run --client Bonn",
+        "push --client Bonn run",
+        "push",
+        "data inspect nothing",
+        "data inspect nothing.csv",
+        "data inspect run/run.json",
         "report nothing",
         "report images",
         "report run/nothing.json",
@@ -136,11 +147,39 @@ def record(tmp_path):
         "report",
         "compare nothing",
         "compare quickstart --trainer.max_epoch 3",
+        "compare quickstart --seeds -1",
+        "compare quickstart --seeds 0 4294967296",
+        "compare quickstart --seeds 0,1",
+        "compare quickstart --seeds 0 one",
+        "compare",
     ],
 )
 def test_a_mistake_is_found_before_anything_large_is_imported(record, words):
     modules = imported(record, *words.split(), code=1)
     assert modules & LARGE == set()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("push", "run me/run"),
+        ("push", "--client Bonn --public run me/run"),
+        ("push", "run --trust me/run --license mit"),
+        ("push", "run me/run --client=Bonn"),
+        ("compare", "quickstart --seeds 0 4294967295"),
+        ("compare", "quickstart --seeds=7 --jobs 2"),
+        ("compare", "--seeds 1 2 --algorithms ditto"),
+        ("data inspect", "hf:mnist"),
+        ("data inspect", "images"),
+        ("data inspect", "--config quickstart"),
+        ("clients add", "run --data quickstart"),
+        ("clients add", "run --data hf:mnist"),
+        ("clients add", "run --images images"),
+    ],
+)
+def test_what_may_be_right_is_left_to_the_command(record, monkeypatch, command, words):
+    monkeypatch.chdir(record)
+    check_early(command, words.split())
 
 
 @pytest.mark.parametrize("options", ["--output page", "--open", "--watch", "--watch --open"])
