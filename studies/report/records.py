@@ -14,13 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from perada.core.digests import check_sealed
 from perada.core.text import abbreviated
-from perada.deploy.server import SERVER_STATE
-from perada.deploy.server.progress import read_progress
-from perada.privacy.journal import JOURNAL
 from perada.results.report import (
     EPSILONS,
     MODES,
@@ -42,6 +37,7 @@ from perada.results.report import (
 )
 from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, published, read_run
 from perada.studies.report.pictures import MaskExample
+from perada.studies.report.privacy_signs import may_be_private, sets_privacy, shows_privacy
 
 Counts = list[list[int]]
 """A table of numbers of images."""
@@ -110,7 +106,7 @@ class RunRecord:
         group: For a run of a comparison: what its row has in common, whatever the seed.
         seed: Seed of the run, if it is known.
         without_scores: Whether scores were left out because the run is private.
-        has_journal: Whether the folder has the journal of a private run, or the state of a private deployed one.
+        has_signs_of_privacy: Whether other files of the folder show that the run was private.
     """
 
     name: str
@@ -135,7 +131,7 @@ class RunRecord:
     group: str = ""
     seed: int | None = None
     without_scores: bool = False
-    has_journal: bool = False
+    has_signs_of_privacy: bool = False
 
     @property
     def client_names(self) -> list[str]:
@@ -200,7 +196,8 @@ class RunRecord:
         or the journal shows it.
         """
         has_ledgers = any(name.startswith(PRIVACY) for name in self.metric_names)
-        return bool(self.info.get("privacy")) or has_ledgers or self.has_journal or _sets_privacy(self.config)
+        is_recorded = bool(self.info.get("privacy")) or has_ledgers or self.has_signs_of_privacy
+        return is_recorded or bool(sets_privacy(self.config))
 
     @property
     def metric_names(self) -> list[str]:
@@ -266,17 +263,6 @@ class RunRecord:
         return math.nan
 
 
-def _sets_privacy(config: str) -> bool:
-    """Return whether a run's ``config.yaml`` sets a level of privacy, or cannot be read, so that this is unknown."""
-    try:
-        content = yaml.safe_load(config)
-    except yaml.YAMLError:
-        return True
-    if not isinstance(content, dict):
-        return False
-    return any(content.get(section) not in (None, False) for section in ("privacy", "client_privacy"))
-
-
 def lack_scores(records: Sequence[RunRecord], scores: bool | None) -> bool:
     """Return whether a page leaves out scores because a run is private and ``--scores`` is not set."""
     return scores is None and any(record.private for record in records)
@@ -319,10 +305,13 @@ def _read_folder(folder: Path) -> RunRecord:
     else:
         raise FileNotFoundError(_no_run_message(folder))
 
-    record.has_journal = _has_journal(folder)
     config_file = folder / "config.yaml"
     if config_file.is_file():
         record.config = config_file.read_text(encoding="utf-8", errors="replace")
+    record.has_signs_of_privacy = shows_privacy(folder)
+    is_unknown = not record.info and sets_privacy(record.config) is None
+    if is_unknown and not record.private:
+        record.has_signs_of_privacy = may_be_private(folder)
     shifts_file = folder / SHIFTS_FILE
     if shifts_file.is_file() and not record.shifts:
         with naming(shifts_file):
@@ -332,16 +321,6 @@ def _read_folder(folder: Path) -> RunRecord:
         num_evaluated = len(record.rounds)
         record.rounds += [row for row in rounds_of_csv(metrics_file) if row["round"] >= num_evaluated]
     return record
-
-
-def _has_journal(folder: Path) -> bool:
-    """Return whether a folder has the journal of a private run, or is that of a deployed run with client privacy."""
-    if (folder / JOURNAL).exists() or any(folder.glob(f"*/{JOURNAL}")):
-        return True
-    if not (folder / SERVER_STATE).is_file():
-        return False
-    progress, _ = read_progress(folder, tensors=False)
-    return progress.client_level is not None
 
 
 def _no_run_message(folder: Path) -> str:

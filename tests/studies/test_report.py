@@ -5,6 +5,7 @@ import csv
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -114,6 +115,68 @@ def test_a_run_with_a_journal_is_private_although_it_has_no_configuration(tmp_pa
     (tmp_path / "checkpoints" / "privacy_ledger.jsonl").write_text("")
     (record,) = read_records(tmp_path)
     assert record.private
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tiny, tmp_path_factory):
+    """The checkpoint of a run with client privacy and of one without, by whether it is private."""
+    data = tiny.data()
+    without_public = perada.data.FederatedData(data.train, data.test)
+    files = {}
+    for private in (True, False):
+        folder = tmp_path_factory.mktemp("run")
+        options = tiny.options | {"algorithm": "fedavg", "default_root_dir": folder, "weighting": "uniform"}
+        if private:
+            options["client_privacy"] = perada.ClientPrivacy(noise_multiplier=1.0, max_norm=1.0, delta=1e-3)
+        perada.finetune(tiny.net(), without_public, **sections(rounds=1, **options))
+        files[private] = next(folder.rglob("*.ckpt"))
+    return files
+
+
+UNKNOWN_RUN = "epoch,step,train/local_loss,personal/local_test\n0,0,0.5123,0.9321\n"
+"""Rounds of a run of which neither a record nor a configuration is left."""
+
+
+def shown_scores(folder, output):
+    """Whether the page of a folder shows its score or its loss."""
+    write_page(output, read_records(folder))
+    texts = [file.read_text(encoding="utf-8") for file in output.iterdir() if file.suffix in (".html", ".csv")]
+    return any("93.2" in text or "0.932" in text or "0.512" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "private"),
+    [
+        ("checkpoints/privacy_ledger.head", "", True),
+        ("checkpoints/best/privacy_ledger.jsonl", "", True),
+        ("privacy_ledger (copy).jsonl", "", True),
+        ("hparams.yaml", "client_privacy: {noise_multiplier: 1.0}\n", True),
+        ("hparams.yaml", "privacy: [\n", True),
+        ("hparams.yaml", "seed_everything: 1\nprivacy: null\n", False),
+        ("hparams.yaml", "{}\n", False),
+        ("config.yaml", "", False),
+        ("../../privacy_ledger.jsonl", "", True),
+        ("../../other/privacy_ledger.jsonl", "", False),
+        ("checkpoints/last.ckpt", "no checkpoint", True),
+    ],
+)
+def test_scores_are_left_out_if_any_file_shows_that_an_unknown_run_was_private(tmp_path, name, content, private):
+    folder = tmp_path / "lightning_logs" / "version_0"
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").write_text(UNKNOWN_RUN)
+    assert shown_scores(folder, tmp_path / "before")
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(content)
+    assert shown_scores(folder, tmp_path / "after") != private
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_checkpoint_shows_whether_an_unknown_run_was_private(tmp_path, checkpoints, private):
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.csv").write_text(UNKNOWN_RUN)
+    shutil.copy(checkpoints[private], folder / "checkpoints" / "last.ckpt")
+    assert shown_scores(folder, tmp_path / "page") != private
 
 
 @pytest.mark.parametrize(
