@@ -41,6 +41,7 @@ from perada.data.float_images import warn_of_raw_floats
 from perada.data.mask_checks import MaskCounter, MaskValues, check_masks_of_clients, find_suspects
 from perada.data.sets.base import ImageSet, class_names
 from perada.data.sets.label_names import check_label_names
+from perada.data.sets.label_numbers import find_shift
 from perada.tasks import Task, describe_labels, task_of_labels
 
 SCAN_LIMIT = 50_000
@@ -263,9 +264,8 @@ def check(
     check_label_formats(nonempty)
     _, first_labels = nonempty[0]
     task = _checked_task(task, first_labels)
-    if task.per_pixel:
-        bases = [resolve(dataset).base for dataset in data.train]
-        _compare_masks(labels_of_parts, stores, task, data.client_names, is_declared, bases)
+    names_are_known = is_declared or classes is not None
+    _compare_clients(labels_of_parts, stores, task, data, resolve, is_declared, names_are_known)
     # The number of classes that names of Hugging Face's datasets give is known, that of words is not.
     infers_classes = not is_declared and (classes is None or words is not None)
     num_classes = _check_classes(labels_of_parts, classes, num_classes, task, infers_classes, sets)
@@ -352,6 +352,33 @@ def _check_classes(
     return num_classes
 
 
+def _compare_clients(
+    labels_of_parts: Mapping[str, list[Tensor]],
+    stores: Mapping[str, Store],
+    task: Task,
+    data: FederatedData,
+    resolve: Resolve,
+    is_declared: bool,
+    names_are_known: bool,
+) -> None:
+    """Reject or warn of clients that seem to use other numbers for the same classes.
+
+    Args:
+        labels_of_parts: Labels or masks of each client by part of the data.
+        stores: The data by part.
+        task: What is learnt from them.
+        data: The data.
+        resolve: Finds the dataset behind a Subset.
+        is_declared: Whether the number of classes is declared.
+        names_are_known: Whether it is, or the classes have names.
+    """
+    bases = [resolve(dataset).base for dataset in data.train]
+    if task.per_pixel:
+        _compare_masks(labels_of_parts, stores, task, data.client_names, is_declared, bases)
+    elif task.exclusive and not names_are_known:
+        _compare_numbers(labels_of_parts["training"], task, data.client_names, bases)
+
+
 def _compare_masks(
     labels_of_parts: Mapping[str, list[Tensor]],
     stores: Mapping[str, Store],
@@ -375,6 +402,32 @@ def _compare_masks(
         # Masks that were not read yet may have the missing classes.
         values_of_clients = _read_mask_values(labels_of_parts, stores, task, client_names, SCAN_LIMIT)
     check_masks_of_clients(values_of_clients, bases, is_declared)
+
+
+def _compare_numbers(
+    labels_of_clients: Sequence[Tensor],
+    task: Task,
+    client_names: Sequence[str] | None,
+    bases: Sequence[Dataset[Any]],
+) -> None:
+    """Warn of clients whose classes are numbers from 1, where those of others are numbers from 0.
+
+    Args:
+        labels_of_clients: Training labels of each client.
+        task: What is learnt from the labels.
+        client_names: Names of the clients, if they have any.
+        bases: The sets of the training images. Labels of a single set are numbered alike.
+    """
+    if len({id(base) for base in bases}) == 1:
+        return
+    numbers_of_clients: dict[str, set[int]] = {}
+    for client, labels in enumerate(labels_of_clients):
+        name = f"client {client}" if client_names is None else repr(client_names[client])
+        numbers_of_clients[name] = {*labels[task.known(labels)].unique().tolist()}
+    shift = find_shift(numbers_of_clients)
+    if shift is not None:
+        num_classes = shift.higher_numbers[-1] + 1
+        warnings.warn(shift.describe(f"set num_classes={num_classes}"), stacklevel=4)
 
 
 def _read_mask_values(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from perada.core.text import abbreviated
+from perada.data.sets.label_numbers import find_shift
 
 _COMMON_FOREGROUND = 255
 """The foreground in many masks of two classes, and the value that is ignored by default."""
@@ -23,6 +24,10 @@ _MAX_VALUES = 20
 """Largest number of values of which a message lists all."""
 _MAX_CLIENTS = 5
 """Largest number of clients whose values a message lists."""
+_MIN_MASKS = 3
+"""Smallest number of masks of a client whose background is compared: that of a single image may be small."""
+_CLEAR_MINORITY = 1 / 3
+"""Largest share of the pixels that is clearly not the background of images that have mostly background."""
 
 
 class MaskCounter:
@@ -32,6 +37,7 @@ class MaskCounter:
         ignored: The value of pixels that do not count.
 
     Attributes:
+        masks: Number of masks.
         pixels: Number of pixels of each value.
         with_ignored: Number of masks with ignored pixels.
         with_foreground: Number of masks with a class other than 0.
@@ -45,6 +51,7 @@ class MaskCounter:
 
     def __init__(self, ignored: int) -> None:
         self.ignored = ignored
+        self.masks = 0
         self.pixels = Counter[int]()
         self.with_ignored = 0
         self.with_foreground = 0
@@ -52,6 +59,7 @@ class MaskCounter:
 
     def add(self, masks: Tensor) -> None:
         """Count the values of masks (N, H, W)."""
+        self.masks += len(masks)
         for part in masks.split(_MASKS_AT_ONCE):
             self._count_pixels(part)
             are_ignored = part == self.ignored
@@ -112,6 +120,11 @@ class MaskValues:
         """Whether all pixels are of one class or ignored, and some are ignored."""
         return self.has_ignored and len(self.classes) < 2
 
+    def share(self, value: int) -> float:
+        """Return the share of a value among the pixels that count."""
+        num_pixels = sum(self.counts.pixels[number] for number in self.classes)
+        return self.counts.pixels[value] / max(1, num_pixels)
+
 
 def side_by_side(values_of_clients: Sequence[MaskValues]) -> str:
     """Return the values of the first clients for a message, those with values that few others have first."""
@@ -156,6 +169,7 @@ def check_masks_of_clients(
         _reject_suspect(suspects[0], values_of_clients, values_are_declared, has_option=bool(options))
     elif not values_are_declared:
         _warn_of_mixed_masks(values_of_clients)
+    _warn_of_swapped_classes(values_of_clients)
     if not classes_are_declared and not values_are_declared:
         _check_numbering(values_of_clients, has_option=bool(options))
 
@@ -207,6 +221,40 @@ def _warn_of_mixed_masks(values_of_clients: Sequence[MaskValues]) -> None:
         )
 
 
+def _warn_of_swapped_classes(values_of_clients: Sequence[MaskValues]) -> None:
+    """Warn of clients whose masks seem to have the background as foreground, if there are two classes.
+
+    One of the classes covers a clear minority of the pixels at some clients, and the majority at all others. Those that
+    are fewer are named as the ones to look at.
+    """
+    training = [values for values in values_of_clients if values.part == "training"]
+    classes = sorted(frozenset[int]().union(*(values.classes for values in training)))
+    compared = [values for values in training if values.counts.masks >= _MIN_MASKS and values.classes]
+    if len(classes) != 2:
+        return
+    background = classes[0]
+    with_minority = [values for values in compared if values.share(background) < _CLEAR_MINORITY]
+    with_majority = [values for values in compared if values.share(background) > 0.5]
+    num_between = len(compared) - len(with_minority) - len(with_majority)
+    if with_minority and with_majority and not num_between:
+        swapped, others = sorted((with_minority, with_majority), key=len)
+        warnings.warn(
+            f"class {background} covers {_percentages(swapped, background)} of the pixels in the masks of "
+            f"{abbreviated([values.owner for values in swapped])}, but {_percentages(others, background)} at "
+            f"{abbreviated([values.owner for values in others])}, as if background and foreground were swapped: write "
+            "each class with the same number at all clients, unless their images differ so much",
+            stacklevel=5,
+        )
+
+
+def _percentages(values_of_clients: Sequence[MaskValues], value: int) -> str:
+    """Return the smallest and the largest share that a value has at clients, in percent."""
+    shares = [100 * values.share(value) for values in values_of_clients]
+    smallest = f"{min(shares):.0f}"
+    largest = f"{max(shares):.0f}"
+    return f"{smallest} %" if smallest == largest else f"{smallest} to {largest} %"
+
+
 def _check_numbering(values_of_clients: Sequence[MaskValues], has_option: bool) -> None:
     """Check that classes that are not declared are numbered from 0, and alike at all clients.
 
@@ -237,8 +285,14 @@ def _check_numbering(values_of_clients: Sequence[MaskValues], has_option: bool) 
             raise ValueError(f"{problem}: {remedy}")
         warnings.warn(f"{problem}: {remedy}; or declare the classes (classes, num_classes)", stacklevel=5)
         return
+    shift = find_shift({values.owner: values.classes for values in training})
     differing = _find_other_numbers(training)
-    if differing is not None:
+    if shift is not None:
+        warnings.warn(
+            f"in the masks, {shift.describe('declare the classes (classes, num_classes)')}",
+            stacklevel=5,
+        )
+    elif differing is not None:
         warnings.warn(
             f"the masks of {differing.owner} have other classes than those of other clients "
             f"({side_by_side(training)}): write each class with the same number at all clients, or declare the "

@@ -80,7 +80,7 @@ def test_pixels_without_a_class_at_several_clients_are_warned_of():
     ("first", "second", "message"),
     [
         ((0, 1), (0, 2), "other classes"),
-        ((0, 1), (1, 2), "client 1 have other classes"),
+        ((0, 1), (1, 2), "classes 1, 2 of client 1 look like the classes 0, 1 of client 0 plus 1"),
         ((0, 2), (0, 2), "0, 2, which"),
     ],
 )
@@ -88,6 +88,57 @@ def test_other_numbers_are_warned_of_unless_the_classes_are_declared(first, seco
     with pytest.warns(UserWarning, match=message):
         set_up(masks_of(*first), masks_of(*second))
     set_up(masks_of(*first), masks_of(*second), num_classes=3)
+
+
+def masks_with_background(value, share, count=4):
+    """Masks of two classes of which a share of the pixels has one value, and the others have the other one."""
+    masks = torch.full((count, SIZE, SIZE), 1 - value)
+    num_pixels = round(share * SIZE * SIZE)
+    masks.flatten(1)[:, :num_pixels] = value
+    return masks
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Items])
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ((8 / 9, 1 / 9, 5 / 6), r"0 covers 11 % .* masks of client 1 \('b'\), but 83 to 89 % at .*'a'\), .*'c'\)"),
+        ((1 / 9, 1 / 9, 5 / 6), r"0 covers 83 % .* masks of client 2 \('c'\), but 11 % at .*'a'\), .*'b'\)"),
+        ((8 / 9, 1 / 4), r"0 covers 25 % .* masks of client 1 \('b'\), but 89 % at client 0 \('a'\), as if"),
+        ((1 / 6, 8 / 9, 2 / 3, 1 / 4), r"0 covers 17 to 25 % .*'a'\), .*'d'\), but 67 to 89 %"),
+    ],
+)
+def test_clients_with_foreground_and_background_swapped_are_warned_of(kind, shares, message):
+    masks = [masks_with_background(0, share) for share in shares]
+    names = ["a", "b", "c", "d"][: len(shares)]
+    with pytest.warns(UserWarning, match=message):
+        set_up(*masks, kind=kind, client_names=names, num_classes=2)
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        [masks_with_background(0, share) for share in (8 / 9, 5 / 6, 2 / 3)],
+        [masks_with_background(0, share) for share in (8 / 9, 5 / 6, 4 / 9)],  # no clear minority
+        [masks_with_background(0, share) for share in (8 / 9, 4 / 9, 1 / 9)],  # images differ by degrees
+        [masks_with_background(0, 8 / 9), masks_with_background(0, 1 / 9, count=2)],  # too few masks
+        [masks_of(0, 0, 0, 0, 1, 2), masks_of(0, 1, 1, 1, 1, 2)],  # regions with another commonest class
+        [masks_with_background(0, 8 / 9), masks_with_background(0, 1.0)],
+    ],
+)
+def test_clients_whose_images_differ_are_accepted(masks):
+    assert set_up(*masks, num_classes=3 if masks[0].max() > 1 else 2).num_clients == len(masks)
+
+
+def test_pixels_without_a_class_do_not_count_as_background_or_foreground():
+    masks = masks_with_background(0, 8 / 9)
+    mostly_ignored = masks.clone()
+    # What is left of the background is a sixth of the pixels, but still most of those that count.
+    mostly_ignored.flatten(1)[:, 6:32] = 255
+    assert set_up(masks, mostly_ignored, num_classes=2).num_clients == 2
+    with pytest.warns(UserWarning, match="0 covers 20 % .* client 1, but 89 % at client 0"):
+        mostly_ignored.flatten(1)[:, 1:6] = 255
+        set_up(masks, mostly_ignored, num_classes=2)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from decimal import Decimal
 import numpy as np
 
 from perada.core.text import abbreviated, visible_form
+from perada.data.sets.label_numbers import find_shift
 
 _NUMBER = re.compile(r"[+-]?(\d+[.,]?\d*|[.,]\d+)(e[+-]?\d{1,3})?", re.IGNORECASE)
 """A number with a point or a comma for decimals."""
@@ -67,7 +68,11 @@ def check_label_names(source: str, names_of_images: Sequence[str], clients: Sequ
     if names and all(number is not None for number in numbers.values()):
         _check_measurements(source, numbers, len(names_of_images))
     if clients is not None:
-        _warn_of_other_names(names_of_images, clients)
+        names_of_clients: dict[str, set[str]] = {}
+        for name, client in {*zip(names_of_images, clients, strict=True)}:
+            names_of_clients.setdefault(client, set()).add(name)
+        _warn_of_other_names(names_of_clients)
+        _warn_of_shifted_numbers(names_of_clients, numbers)
 
 
 def _check_missing(source: str, names: Sequence[str]) -> None:
@@ -91,18 +96,16 @@ def _check_missing(source: str, names: Sequence[str]) -> None:
         )
 
 
-def _warn_of_other_names(names_of_images: Sequence[str], clients: Sequence[str]) -> None:
+def _warn_of_other_names(names_of_clients: Mapping[str, set[str]]) -> None:
     """Warn of a client that seems to write the classes of the others in another way, such as ``yes`` and ``no``.
 
     Args:
-        names_of_images: Name of each label.
-        clients: Client of each label.
+        names_of_clients: The names of the classes of each client.
     """
-    names_of_clients: dict[str, set[str]] = {}
     clients_of_names: dict[str, set[str]] = {}
-    for name, client in {*zip(names_of_images, clients, strict=True)}:
-        names_of_clients.setdefault(client, set()).add(name)
-        clients_of_names.setdefault(name, set()).add(client)
+    for client, names in names_of_clients.items():
+        for name in names:
+            clients_of_names.setdefault(name, set()).add(client)
     for client, own_names in sorted(names_of_clients.items()):
         is_alone = all(len(clients_of_names[name]) == 1 for name in own_names)
         other_names = {name for names in names_of_clients.values() for name in names} - own_names
@@ -114,6 +117,24 @@ def _warn_of_other_names(names_of_images: Sequence[str], clients: Sequence[str])
                 stacklevel=4,
             )
             return
+
+
+def _warn_of_shifted_numbers(names_of_clients: Mapping[str, set[str]], numbers: Mapping[str, Decimal | None]) -> None:
+    """Warn of clients whose classes are numbers from 1, where those of others are numbers from 0.
+
+    Args:
+        names_of_clients: The names of the classes of each client.
+        numbers: The number that each name is.
+    """
+    if any(number is None or number % 1 for number in numbers.values()):
+        return
+    numbers_of_clients: dict[str, set[int]] = {}
+    for client, names in sorted(names_of_clients.items()):
+        numbers_of_clients[repr(client)] = {int(numbers[name] or 0) for name in names}
+    shift = find_shift(numbers_of_clients)
+    if shift is not None:
+        names_in_order = sorted(numbers, key=lambda name: numbers[name] or 0)
+        warnings.warn(shift.describe(f"declare {_declaration(names_in_order)}"), stacklevel=4)
 
 
 def _declaration(names: Sequence[str]) -> str:
