@@ -4,13 +4,15 @@
 import json
 import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
-from jsonargparse import ArgumentParser
+import yaml
+from jsonargparse import ArgumentParser, Namespace
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -21,10 +23,12 @@ from perada.cli.sources import TABLES
 from perada.core.checks import check_choice
 from perada.core.files import check_output_file, writing
 from perada.core.text import abbreviated, printable
-from perada.data import ImageMasks, Images, ImageTable
+from perada.data import FederatedDataModule, ImageMasks, Images, ImageTable
+from perada.data.partitions.division import Division
 from perada.data.sets.base import Manifest
-from perada.data.sets.folders import folder_below, have_masks, list_images, propose_layout
-from perada.data.sets.manifest import SPLITS
+from perada.data.sets.folders import check_no_masks_beside, folder_below, have_masks, list_images, propose_layout
+from perada.data.sets.manifest import SPLITS, ImageFiles
+from perada.data.sets.mask_folders import find_mask_folders, folder_of_clients
 from perada.data.sets.tables import (
     BINARY,
     UNKNOWN_CELLS,
@@ -34,6 +38,7 @@ from perada.data.sets.tables import (
     is_number,
     read_table,
 )
+from perada.data.training_checks import check_as_training_does
 
 IMAGES_PER_CLIENT = 20
 """Images of a client in a first recipe that divides the images at random."""
@@ -104,6 +109,17 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
         type=str,
         help="What separates the fraction of numbers in a table, a point or a comma (--decimal ,); by default a point.",
     )
+    parser.add_argument(
+        "--classes",
+        type=list[str] | None,
+        help="All classes, such as '[NA, benign, malignant]', which confirms names that look like missing labels; by "
+        "default those that occur.",
+    )
+    parser.add_argument(
+        "--mask_values",
+        type=list[int] | None,
+        help="Value of each class in masks, such as '[0, 255]'; by default inferred.",
+    )
     parser.add_argument("--output", type=Path, default=Path("recipe.yaml"), help="File to write.")
     parser.add_argument(
         "--yes", action="store_true", help="Do not ask; use the default of everything that no option sets."
@@ -133,13 +149,27 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
         answers[name] = answer
     source = None
     if answers["images"]:
-        source = read_source(answers["images"], answers["task"], options.layout, options.encoding, options.decimal)
+        declared = _declared_options(options)
+        source = read_source(
+            answers["images"], answers["task"], options.layout, options.encoding, options.decimal, declared
+        )
         print(source.summary)
     text = write_recipe(**answers, source=source)
+    if source is not None:
+        check_images(text, source)
     output.parent.mkdir(parents=True, exist_ok=True)
     with writing(output):
         output.write_text(text, encoding="utf-8")
     print(f"Wrote {output}; run it with: perada fit --config {output}")
+
+
+def _declared_options(options: Namespace) -> dict[str, list[Any]]:
+    """Return the options of images that only the user can know, if they are set: names of classes, values of masks."""
+    declared = {}
+    for name in ("classes", "mask_values"):
+        if options[name] is not None:
+            declared[name] = list(options[name])
+    return declared
 
 
 def _ask(name: str) -> str:
@@ -221,6 +251,45 @@ def write_recipe(
     return template.render(values)
 
 
+def check_images(recipe: str, source: "InferredSource") -> None:
+    """Check a recipe's images as the set-up of a run does, and print its warnings.
+
+    Args:
+        recipe: Text of the recipe.
+        source: How the images are read. Those that cannot be read were reported, and are left out.
+
+    Raises:
+        ValueError: If training would reject the images.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(FederatedDataModule, "data")
+    parsed = parser.parse_object({"data": yaml.safe_load(recipe)["data"]})
+    data_module: FederatedDataModule = parser.instantiate_classes(parsed).data
+    division = data_module.division
+    assert division is not None
+    with warnings.catch_warnings():
+        # Those of the list of images were shown when it was read first.
+        warnings.simplefilter("ignore")
+        data = division.share_out()
+    broken = {train: _positions_of(source.broken, division, train) for train in (True, False)}
+    findings = check_as_training_does(data, data_module.run_options, broken)
+    if findings.rejections:
+        raise ValueError(
+            f"training would reject these images, so no recipe was written: {'; '.join(findings.rejections)}"
+        )
+    for message in findings.warnings:
+        warnings.warn(message, stacklevel=2)
+
+
+def _positions_of(paths: Sequence[str], division: Division, train: bool) -> set[int]:
+    """Return the positions of files among the images of a split."""
+    if not paths:
+        return set()
+    # Images of folders and tables are files.
+    images = cast(ImageFiles, division.dataset.with_split(train))
+    return {position for position, path in enumerate(images.files) if path in paths}
+
+
 @dataclass(frozen=True)
 class InferredSource:
     """How images are read.
@@ -232,6 +301,7 @@ class InferredSource:
         num_images: Number of images.
         has_clients: Whether the source names their clients.
         summary: What was found and assumed, for people.
+        broken: Files that cannot be read.
     """
 
     kind: str
@@ -240,6 +310,7 @@ class InferredSource:
     num_images: int
     has_clients: bool
     summary: str = ""
+    broken: Sequence[str] = ()
 
 
 def read_source(
@@ -248,6 +319,7 @@ def read_source(
     layout: str | None = None,
     encoding: str | None = None,
     decimal: Decimal | None = None,
+    declared_options: Mapping[str, Any] | None = None,
 ) -> InferredSource:
     """Infer how images are read, and read their list.
 
@@ -257,6 +329,7 @@ def read_source(
         layout: Layout of a folder; None to infer it.
         encoding: Encoding of a table; None for UTF-8.
         decimal: What separates the fraction of a table's numbers; None for a point.
+        declared_options: Options ``classes`` and ``mask_values`` of the images that the user has set.
 
     Raises:
         ValueError: If it cannot be inferred, or an option does not fit the kind of source.
@@ -268,13 +341,27 @@ def read_source(
         raise ValueError(f"--encoding={encoding} is for tables, but images={images!r} is a folder; leave it out")
     if not is_table and decimal is not None:
         raise ValueError(f"--decimal={decimal} is for tables, but images={images!r} is a folder; leave it out")
-    return _read_table(images, task, encoding, decimal) if is_table else _read_folder(images, task, layout)
+    declared = dict(declared_options or {})
+    if is_table:
+        source = _read_table(images, task, declared, encoding, decimal)
+    else:
+        source = _read_folder(images, task, declared, layout)
+    if "mask_values" in declared and source.task != "masks":
+        raise ValueError(
+            f"--mask_values={declared['mask_values']} is for masks, but {source.task} are learnt from "
+            f"images={images!r}; leave it out"
+        )
+    return source
 
 
-def _summarize(manifest: Manifest, task: TaskName, assumed: str) -> str:
+def _find_broken(manifest: Manifest) -> list[str]:
+    """Return the files that cannot be read."""
+    return [path for path in manifest.paths if not _can_be_opened(path)]
+
+
+def _summarize(manifest: Manifest, task: TaskName, broken: Sequence[str], assumed: str) -> str:
     """Describe what was found: images, clients, classes, files that cannot be read, and what was assumed."""
     clients = np.unique(manifest.columns.get("client", []))
-    broken = [path for path in manifest.paths if not _can_be_opened(path)]
     client_text = "no clients"
     if len(clients):
         noun = "client" if len(clients) == 1 else "clients"
@@ -302,26 +389,34 @@ def _can_be_opened(path: str) -> bool:
         return False
 
 
-def _read_table(path: str, task: str, encoding: str | None = None, decimal: Decimal | None = None) -> InferredSource:
-    """Infer how a table is read, and check its files and labels.
+def _read_table(
+    path: str,
+    task: str,
+    declared: Mapping[str, Any],
+    encoding: str | None = None,
+    decimal: Decimal | None = None,
+) -> InferredSource:
+    """Infer how a table is read, and check its files and labels. Declared options take precedence.
 
     Raises:
         ValueError: If the columns cannot be inferred, or a row is wrong.
     """
-    options = table_options(path, task, encoding, decimal)
+    options = table_options(path, task, encoding, decimal) | declared
     image_table = ImageTable(**options)
     manifest = image_table.read_manifest()
     inferred_task: TaskName = "classes"
     if "mask" in options:
         inferred_task = "masks"
-        options |= infer_mask_values(manifest.masks or [])
+        if "mask_values" not in declared:
+            options |= infer_mask_values(manifest.masks or [])
     elif "numbers" in options:
         inferred_task = "numbers"
     elif "separator" in options or isinstance(options.get("label"), list):
         inferred_task = "labels"
     has_clients = image_table.client is not None or "client" in image_table.listing.columns
-    summary = _summarize(manifest, inferred_task, _assumptions(options))
-    return InferredSource("ImageTable", options, inferred_task, len(manifest.paths), has_clients, summary)
+    broken = _find_broken(manifest)
+    summary = _summarize(manifest, inferred_task, broken, _assumptions(options))
+    return InferredSource("ImageTable", options, inferred_task, len(manifest.paths), has_clients, summary, broken)
 
 
 def _assumptions(options: dict[str, Any]) -> str:
@@ -329,8 +424,8 @@ def _assumptions(options: dict[str, Any]) -> str:
     return ", ".join(f"{name}: {value}" for name, value in options.items())
 
 
-def _read_folder(folder: str, task: str, layout: str | None = None) -> InferredSource:
-    """Infer how a folder is read: as images and masks, or as images in folders of classes.
+def _read_folder(folder: str, task: str, declared: Mapping[str, Any], layout: str | None = None) -> InferredSource:
+    """Infer how a folder is read: as images and masks, or as images in folders of classes. See :func:`_read_table`.
 
     Raises:
         ValueError: If its layout cannot be inferred, or the task needs a table.
@@ -342,23 +437,46 @@ def _read_folder(folder: str, task: str, layout: str | None = None) -> InferredS
         )
     files = list_images(Path(folder))
     if layout is None and (task == "masks" or (not task and have_masks(files))):
+        _check_level_of_masks(folder, files)
         # Reading the list also checks that each image has a mask.
         manifest = ImageMasks(folder).read_manifest()
-        options = {"root": folder} | infer_mask_values(manifest.masks or [])
-        summary = _summarize(manifest, "masks", _assumptions(options))
+        inferred_values = {} if "mask_values" in declared else infer_mask_values(manifest.masks or [])
+        options = {"root": folder} | inferred_values | declared
+        broken = _find_broken(manifest)
+        summary = _summarize(manifest, "masks", broken, _assumptions(options))
         has_clients = "client" in manifest.columns
-        return InferredSource("ImageMasks", options, "masks", len(manifest.paths), has_clients, summary)
+        return InferredSource("ImageMasks", options, "masks", len(manifest.paths), has_clients, summary, broken)
     if layout is None:
+        if "classes" not in declared:
+            check_no_masks_beside(Path(folder), files)
         layout = propose_layout(files)
         if not layout:
             raise ValueError(_no_layout_message(folder, files))
         _check_level(folder, files, layout)
     # Reading the list also checks that the layout matches most images.
-    manifest = Images(folder, layout=layout).read_manifest()
-    layout_options = {"root": folder, "layout": layout}
-    summary = _summarize(manifest, "classes", _assumptions(layout_options))
+    layout_options = {"root": folder, "layout": layout} | declared
+    manifest = Images(folder, layout=layout, classes=declared.get("classes")).read_manifest()
+    broken = _find_broken(manifest)
+    summary = _summarize(manifest, "classes", broken, _assumptions(layout_options))
     has_clients = "{client}" in layout
-    return InferredSource("Images", layout_options, "classes", len(manifest.paths), has_clients, summary)
+    return InferredSource("Images", layout_options, "classes", len(manifest.paths), has_clients, summary, broken)
+
+
+def _check_level_of_masks(folder: str, files: list[str]) -> None:
+    """Reject a folder above that of the clients, which would all become one client.
+
+    Args:
+        folder: The folder that was named.
+        files: Paths of the images and masks below it.
+    """
+    pairs = find_mask_folders(files)
+    shared = folder_of_clients([pair.parent for pair in pairs], SPLITS.keys())
+    if shared:
+        clients = sorted({pair.parent[len(shared)] for pair in pairs})
+        raise ValueError(
+            f"images={folder!r} seems too high: all images and masks are in {'/'.join(shared)!r}, in folders for "
+            f"{abbreviated(clients)}, which would be one client; use --images {Path(folder, *shared)}"
+        )
 
 
 def _check_level(folder: str, files: list[str], layout: str) -> None:

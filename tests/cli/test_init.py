@@ -3,6 +3,7 @@
 
 import copy
 import json
+import warnings
 from inspect import signature
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from perada.cli import main
 from perada.cli.init import QUESTIONS, write_recipe
 from perada.cli.recipes import RECIPES
 from perada.cli.runs import PeradaCLI
+from perada.data import ImageMasks, Images
 from perada.server import ServerRule
 
 
@@ -417,3 +419,165 @@ def test_answers_that_end_early_are_no_traceback(monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     with pytest.raises(ValueError, match="--images"):
         main(["init"])
+
+
+def write_pairs(folder, values=(0, 255), count=8, suffix=".png", images="images", masks="masks"):
+    """Write images of a client with a mask each, whose quarter has the second value."""
+    for name in (images, masks):
+        Path(folder, name).mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        image = np.full((32, 32, 3), number, np.uint8)
+        image[0, 0] = sum(folder.encode()) % 256  # no client has the images of another one
+        Image.fromarray(image).save(Path(folder, images, f"{number}.png"))
+        mask = np.full((32, 32), values[0], np.uint8)
+        mask[3:19, 3:19] = values[1]
+        Image.fromarray(mask).save(Path(folder, masks, f"{number}{suffix}"))
+
+
+def write_labels(*names):
+    """A table of images of two clients with these labels in turn."""
+    Path("pictures").mkdir()
+    rows = ["path,label,client"]
+    for number in range(40):
+        Image.fromarray(np.full((8, 8), number, np.uint8)).save(f"pictures/{number}.png")
+        rows.append(f"pictures/{number}.png,{names[number % len(names)]},{number // 20}")
+    Path("labels.csv").write_text("\n".join(rows))
+
+
+INIT = ["init", "--yes", "--algorithm", "fedavg", "--images"]
+
+
+@pytest.mark.parametrize(
+    ("write", "images", "message", "remedy"),
+    [
+        (lambda: write_labels("NA", "OK"), "labels.csv", "the class 'NA', which marks a missing", "--classes=[NA, OK]"),
+        (
+            lambda: write_images("all/0/NA", "all/0/OK", "all/1/NA", "all/1/OK"),
+            "all",
+            "the class 'NA', which marks a missing",
+            "--classes=[NA, OK]",
+        ),
+        (
+            lambda: [write_pairs("scans/a", (0, 1)), write_pairs("scans/b", (0, 255)), write_pairs("scans/c", (0, 1))],
+            "scans",
+            r"no recipe was written: the training masks of client 1 \('b'\) have only class 0 and 255",
+            "--mask_values=[0, 1]",
+        ),
+        (
+            lambda: [write_pairs("scans/a", suffix=".jpg"), write_pairs("scans/b", suffix=".jpg")],
+            "scans",
+            r"\d.jpg is a JPEG file, whose compression changes the numbers",
+            None,
+        ),
+        (
+            lambda: [write_pairs("scans/a", (0, 0)), write_pairs("scans/b", (0, 0))],
+            "scans",
+            "nothing can be learned",
+            None,
+        ),
+    ],
+    ids=["table", "folders", "values", "jpeg", "one class"],
+)
+def test_no_recipe_is_written_that_training_rejects(write, images, message, remedy):
+    write()
+    with pytest.raises(ValueError, match=message):
+        main([*INIT, images])
+    assert not Path("recipe.yaml").exists()
+    if remedy is not None:
+        with warnings.catch_warnings():
+            # That 255 marks pixels without a class at one client only is confirmed here.
+            warnings.filterwarnings("ignore", "the training masks of client 1")
+            main([*INIT, images, remedy])
+            data = PeradaCLI(["--config", "recipe.yaml", "--model.pretrained=false"], run=False).datamodule
+            data.setup()
+        name, _, value = remedy.removeprefix("--").partition("=")
+        assert read("recipe.yaml")["data"]["dataset"]["init_args"][name] == yaml.safe_load(value)
+        assert data.num_classes == 2
+
+
+def test_warnings_of_training_are_shown():
+    for name, values in (("a", (0, 1)), ("b", (1, 0)), ("c", (0, 1))):
+        write_pairs(f"scans/{name}", values)
+    with pytest.warns(UserWarning, match=r"client 1 \('b'\), but .* as if background and foreground were swapped"):
+        main([*INIT, "scans"])
+    assert Path("recipe.yaml").exists()
+
+
+def test_values_of_masks_are_for_masks():
+    write_images("all/0/a", "all/0/b")
+    with pytest.raises(ValueError, match=r"--mask_values=\[0, 1\] is for masks, but classes are learnt"):
+        main([*INIT, "all", "--mask_values=[0, 1]"])
+    write_labels("a", "b")
+    with pytest.raises(ValueError, match=r"mask_values.* has no effect with mask=None"):
+        main([*INIT, "labels.csv", "--mask_values=[0, 1]"])
+
+
+@pytest.mark.parametrize("top", ["project", "project/2024"])
+def test_a_folder_above_the_clients_masks_is_rejected_with_the_one_below(top):
+    for name in ("north", "south"):
+        write_pairs(f"all/{top}/{name}")
+    with pytest.raises(ValueError, match=f"seems too high: .* north, south, .* use --images all/{top}$"):
+        main([*INIT, "all"])
+    with pytest.warns(UserWarning, match=f"of one client, 'project': .*set root to all/{top}$"):
+        ImageMasks("all").read_manifest()
+    main([*INIT, f"all/{top}"])
+    assert read("recipe.yaml")["data"]["partition"]["class_path"] == "ByDomain"
+
+
+@pytest.mark.parametrize("folders", [["all/north/train", "all/north/test"], ["all/north", "all/south"], ["all/north"]])
+def test_folders_of_clients_and_splits_are_not_too_high(folders):
+    for folder in folders:
+        write_pairs(folder)
+    ImageMasks("all").read_manifest()
+
+
+@pytest.mark.parametrize("folders", [["all/north", "all/south"], ["all"], ["all/north/x", "all/south/x"]])
+def test_masks_beside_their_images_are_no_images(folders):
+    for folder in folders:
+        write_pairs(folder, suffix="_mask.png", images=".", masks=".")
+    message = r"of \d+ images in all are named like masks of others, such as .*0_mask.png .*called masks beside folders"
+    with pytest.raises(ValueError, match=message):
+        main([*INIT, "all"])
+    with pytest.raises(ValueError, match=message):
+        main(["data", "inspect", "all"])
+    with pytest.raises(ValueError, match=message):
+        main([*INIT, "all", "--task", "masks"])
+
+
+def test_masks_beside_their_images_are_left_out_or_declared():
+    for folder in ("all/north", "all/south"):
+        write_pairs(folder, suffix="_mask.png", images=".", masks=".")
+    with pytest.warns(UserWarning, match="16 of 32 images .* do not match"):
+        assert len(Images("all", layout="{class}/?.png").read_manifest().paths) == 16
+    assert len(Images("all", layout="{class}/*", classes=["north", "south"]).read_manifest().paths) == 32
+
+
+def test_masks_beside_their_images_can_be_moved_to_folders():
+    write_pairs("all/north", suffix="_mask.png")
+    write_pairs("all/south", suffix="_mask.png")
+    main([*INIT, "all"])
+    assert read("recipe.yaml")["data"]["dataset"]["class_path"] == "ImageMasks"
+
+
+@pytest.mark.parametrize(
+    ("images", "masks", "suffix", "message"),
+    [
+        ("ct", "masks", ".png", "class 'masks', whose files .* in 'ct', such as .*masks/0.png and .*ct/0.png"),
+        ("ct", "gt", "_gt.png", "class 'gt', whose files .* in 'ct', .*rename 'ct' to 'images'"),
+        ("img", "gt", "_other.png", r"no mask has the name of an image \(.*img/0.png, .*gt/0_other.png\)"),
+    ],
+)
+def test_a_folder_of_masks_is_no_class(images, masks, suffix, message):
+    for name in ("north", "south"):
+        write_pairs(f"all/{name}", suffix=suffix, images=images, masks=masks)
+    for words in ([*INIT, "all"], ["data", "inspect", "all"]):
+        with pytest.raises(ValueError, match=message):
+            main(words)
+    main([*INIT, "all", f"--classes=[{images}, {masks}]"])
+    assert read("recipe.yaml")["data"]["dataset"]["class_path"] == "Images"
+
+
+def test_classes_with_and_without_masks_are_classes():
+    write_images("all/0/mask", "all/0/no_mask", "all/1/mask", "all/1/no_mask")
+    main([*INIT, "all"])
+    assert read("recipe.yaml")["data"]["dataset"]["class_path"] == "Images"

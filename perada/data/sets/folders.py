@@ -17,7 +17,16 @@ from perada.core.text import abbreviated
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, number_labels, renumber_labels
 from perada.data.sets.manifest import SPLITS, ImageFiles, OwnImages
-from perada.data.sets.mask_folders import IMAGES, MASKS, MaskFolders, find_mask_folders, role_of, stem_of_mask
+from perada.data.sets.mask_folders import (
+    IMAGES,
+    MASKS,
+    MaskFolders,
+    find_mask_folders,
+    find_masks_beside_images,
+    folder_of_clients,
+    role_of,
+    stem_of_mask,
+)
 from perada.data.sets.masks import check_mask_values
 from perada.tasks import Segmentation, Task
 
@@ -66,6 +75,7 @@ class ImageFolder(OwnImages):
             manifest = class_folders([root], root, layout)
         if self._class_names is None:
             files = [str(PurePosixPath(path).relative_to(root)) for path in manifest.paths]
+            check_no_masks_beside(root, files)
             _check_no_masks(root, files, manifest)
         return manifest
 
@@ -98,6 +108,11 @@ class Images(OwnImages):
         """List the images that match the layout."""
         root = Path(self.root)
         files = list_images(root)
+        if self._class_names is None:
+            # A layout may leave the masks out.
+            pattern = layout_pattern(self.layout)
+            matching = [file for file in files if pattern.fullmatch(file)]
+            check_no_masks_beside(root, matching or files)
         manifest = match_layout(root, files, self.layout)
         if self._class_names is None:
             _check_no_masks(root, files, manifest)
@@ -186,6 +201,7 @@ class ImageMasks(OwnImages):
             facts.append(_facts_of(parts, place, pair.split, self.shared_groups is True))
         self._check_pairs(images, masks, without_mask, pair_of_images)
         self._warn_of_unused(files, [*images, *masks])
+        self._warn_of_high_root(pairs)
         columns = self._complete_columns(facts)
         split = columns.pop("split", None)
         paths = [f"{root}/{file}" for file in images]
@@ -205,6 +221,7 @@ class ImageMasks(OwnImages):
             if images in folders and masks not in folders:
                 parents.add(folders[: folders.index(images)])
         if not parents:
+            check_no_masks_beside(Path(self.root), files)
             raise FileNotFoundError(
                 f"{self.root} has no images in folders called {images!r}; set images and masks to the names of the "
                 "folders"
@@ -256,6 +273,17 @@ class ImageMasks(OwnImages):
             warnings.warn(
                 f"{len(unused)} images in {self.root} are in folders without masks beside them, such as {unused[0]}; "
                 "they are skipped",
+                stacklevel=2,
+            )
+
+    def _warn_of_high_root(self, pairs: Sequence[MaskFolders]) -> None:
+        """Warn of a folder above that of the clients, which are all one client."""
+        shared = folder_of_clients([pair.parent for pair in pairs], SPLITS.keys())
+        if shared:
+            clients = sorted({pair.parent[len(shared)] for pair in pairs})
+            warnings.warn(
+                f"all images in {self.root} are of one client, {shared[0]!r}: if the folders in it are clients "
+                f"({abbreviated(clients)}), set root to {Path(self.root, *shared)}",
                 stacklevel=2,
             )
 
@@ -330,18 +358,94 @@ def have_masks(files: Iterable[str]) -> bool:
     return bool(find_mask_folders(files))
 
 
-def _check_no_masks(root: Path, files: Sequence[str], manifest: Manifest) -> None:
-    """Raise a ValueError if the classes of images are the folders of images and those of their masks."""
-    roles = [role_of(name) for name in manifest.classes or ()]
-    if None in roles or len({role.kind for role in roles if role is not None}) < 2:
+def check_no_masks_beside(root: Path, files: Sequence[str]) -> None:
+    """Raise a ValueError if some of the images are masks in the folders of their images, which would be images too.
+
+    Args:
+        root: The folder, for the message.
+        files: Paths of images below it, with ``/``.
+    """
+    image_of_mask = find_masks_beside_images(files)
+    if not image_of_mask:
         return
+    mask, image = next(iter(image_of_mask.items()))
+    folder = PurePosixPath(image).parent
+    raise ValueError(
+        f"{len(image_of_mask)} of {len(files)} images in {root} are named like masks of others, such as {mask} and "
+        f"{image}, and would be images themselves. To learn masks, move them to folders called masks beside folders "
+        f"called images ({folder / IMAGES / PurePosixPath(image).name} and "
+        f"{folder / MASKS / PurePosixPath(mask).name}), or list both in a table with the columns path and mask; to "
+        "learn classes, take the masks out. If they are images, declare classes"
+    )
+
+
+def _check_no_masks(root: Path, files: Sequence[str], manifest: Manifest) -> None:
+    """Raise a ValueError if the classes or the clients of images are their folders and those of their masks."""
+    classes = list(manifest.classes or ())
+    clients = sorted({*manifest.columns.get("client", ())})
+    for names in (classes, clients):
+        roles = [role_of(name) for name in names]
+        kinds = {role.kind for role in roles if role is not None}
+        if None not in roles and len(kinds) > 1:
+            raise _masks_as_classes(root, files, classes)
+    for name in classes:
+        role = role_of(name)
+        if role is not None and role.kind == MASKS:
+            _check_not_masks_of_others(root, files, name, classes)
+
+
+def _masks_as_classes(root: Path, files: Sequence[str], classes: Sequence[str]) -> ValueError:
+    """Return the error for classes or clients of which all are folders of images or of masks."""
+    confirmation = f"if they are classes, declare classes: {list(classes)}"
     pairs = find_mask_folders(files)
     if pairs:
         first = pairs[0]
-        raise ValueError(
+        return ValueError(
             f"{root} has images and their masks in folders such as {'/'.join((*first.parent, first.images))} and "
-            f"{'/'.join((*first.parent, first.masks))}, which would be classes: read them with ImageMasks; if they are "
-            f"classes, declare classes: {list(manifest.classes or ())}"
+            f"{'/'.join((*first.parent, first.masks))}, which would be classes: read them with ImageMasks; "
+            f"{confirmation}"
+        )
+    first_of_kind: dict[str, str] = {}
+    for file in files:
+        for folder in PurePosixPath(file).parts[:-1]:
+            role = role_of(folder)
+            if role is not None:
+                first_of_kind.setdefault(role.kind, file)
+    return ValueError(
+        f"{root} has folders that are named like those of images and masks, and would be classes, but no mask has the "
+        f"name of an image ({first_of_kind[IMAGES]}, {first_of_kind[MASKS]}): give each mask the name of its image, "
+        f"and read them with ImageMasks; {confirmation}"
+    )
+
+
+def _check_not_masks_of_others(root: Path, files: Sequence[str], name: str, classes: Sequence[str]) -> None:
+    """Raise a ValueError if the files of a class have the names of those in a folder beside it, which are their masks.
+
+    Args:
+        root: The folder, for the message.
+        files: Paths of all images below it.
+        name: A class that is named like a folder of masks.
+        classes: All classes.
+    """
+    stems_of_folders: dict[PurePosixPath, dict[str, str]] = {}
+    for file in files:
+        path = PurePosixPath(file)
+        stems_of_folders.setdefault(path.parent, {})[path.stem] = file
+    for folder, images in stems_of_folders.items():
+        # A class no_mask is the opposite of mask, and not its images.
+        if folder.name not in classes or name.lower() in folder.name.lower():
+            continue
+        masks = stems_of_folders.get(folder.parent / name, {})
+        stems = {stem: stem_of_mask(stem, masks.keys()) for stem in images}
+        used_masks = {mask for mask in stems.values() if mask is not None}
+        if len(masks) < 2 or len(used_masks) < len(masks):
+            continue
+        image_stem, mask_stem = next((stem, mask) for stem, mask in stems.items() if mask is not None)
+        raise ValueError(
+            f"{root} has the class {name!r}, whose files have the names of those in {folder.name!r}, such as "
+            f"{masks[mask_stem]} and {images[image_stem]}, as if they were their masks: rename {folder.name!r} to "
+            f"{IMAGES!r}, or read them with ImageMasks, images: {folder.name} and masks: {name}; if they are classes, "
+            f"declare classes: {list(classes)}"
         )
 
 

@@ -27,6 +27,10 @@ _SUFFIX_OF_CHANNEL = re.compile(r"_\d{4}$")
 _SUFFIXES_OF_MASKS = ("_mask", "_masks", "_seg", "_segmentation", "_label", "_labels", "_gt", "_annotation")
 
 
+_MASK_BESIDE_IMAGE = re.compile(rf"(?P<image>.*[^/])(?:{'|'.join(_SUFFIXES_OF_MASKS)})(?:_\d+)?", re.IGNORECASE)
+"""A mask's path without extension if it begins like that of its image; an image may have several, with numbers."""
+
+
 class FolderRole(NamedTuple):
     """What the name of a folder says of its files.
 
@@ -119,3 +123,46 @@ def stem_of_mask(stem: str, mask_stems: Set[str]) -> str | None:
         if candidate in mask_stems:
             return candidate
     return None
+
+
+def find_masks_beside_images(files: Iterable[str]) -> dict[str, str]:
+    """Find masks in the folders of their images, and return the image of each.
+
+    Args:
+        files: Paths below a folder, with ``/``.
+
+    >>> find_masks_beside_images(["a/1.jpg", "a/1_mask.png", "a/1_mask_2.png", "b/1_mask.png"])
+    {'a/1_mask.png': 'a/1.jpg', 'a/1_mask_2.png': 'a/1.jpg'}
+    """
+    file_of_stem = {str(PurePosixPath(file).with_suffix("")): file for file in files}
+    images: dict[str, str] = {}
+    for stem, file in file_of_stem.items():
+        match = _MASK_BESIDE_IMAGE.fullmatch(stem)
+        if match is not None and match["image"] in file_of_stem:
+            images[file] = file_of_stem[match["image"]]
+    return images
+
+
+def folder_of_clients(parents: Iterable[tuple[str, ...]], splits: Set[str]) -> tuple[str, ...]:
+    """Return the folders that all images share, if several folders below would be clients; empty if there are none.
+
+    Args:
+        parents: The folders above each folder of images.
+        splits: Names of folders of splits, in lower case, which are no clients.
+
+    >>> folder_of_clients([("data", "north", "train"), ("data", "south")], {"train"})
+    ('data',)
+    >>> folder_of_clients([("north",), ("south",)], {"train"}), folder_of_clients([("data", "north")], {"train"})
+    ((), ())
+    """
+    folders = [list(parent) for parent in parents]
+    shared: list[str] = []
+    while folders and all(folders):
+        first_folders = {parent[0] for parent in folders}
+        if any(name.lower() in splits for name in first_folders):
+            return ()
+        if len(first_folders) > 1:
+            return tuple(shared)
+        shared.append(folders[0][0])
+        folders = [parent[1:] for parent in folders]
+    return ()
