@@ -40,6 +40,8 @@ from perada.data.sets.tables import (
 )
 from perada.data.training_checks import check_as_training_does
 
+FEW_IMAGES = 20
+"""Number of images below which a share of one in ten may be none."""
 IMAGES_PER_CLIENT = 20
 """Images of a client in a first recipe that divides the images at random."""
 COMMON_COLUMNS = {  # names with underscores between words, the commonest first
@@ -226,6 +228,7 @@ def write_recipe(
         "rounds": int(rounds),
         "epsilon": epsilon,
         "distils": distils,
+        "public_fraction": 0.1,
     }
     if not images:
         if task not in ("", "classes"):
@@ -246,6 +249,7 @@ def write_recipe(
         "unknown_labels": "unknown" in source.options,
         "blank_labels": "blank" in source.options,
         "clients": source.has_clients,
+        "public_fraction": 0.25 if source.num_images < FEW_IMAGES else 0.1,
         "num_clients": max(2, min(10, source.num_images // IMAGES_PER_CLIENT)),
     }
     return template.render(values)
@@ -392,7 +396,7 @@ def _can_be_opened(path: str) -> bool:
 def _read_table(
     path: str,
     task: str,
-    declared: Mapping[str, Any],
+    declared: dict[str, Any],
     encoding: str | None = None,
     decimal: Decimal | None = None,
 ) -> InferredSource:
@@ -424,7 +428,7 @@ def _assumptions(options: dict[str, Any]) -> str:
     return ", ".join(f"{name}: {value}" for name, value in options.items())
 
 
-def _read_folder(folder: str, task: str, declared: Mapping[str, Any], layout: str | None = None) -> InferredSource:
+def _read_folder(folder: str, task: str, declared: dict[str, Any], layout: str | None = None) -> InferredSource:
     """Infer how a folder is read: as images and masks, or as images in folders of classes. See :func:`_read_table`.
 
     Raises:

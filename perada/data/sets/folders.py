@@ -387,35 +387,45 @@ def _check_no_masks(root: Path, files: Sequence[str], manifest: Manifest) -> Non
         roles = [role_of(name) for name in names]
         kinds = {role.kind for role in roles if role is not None}
         if None not in roles and len(kinds) > 1:
-            raise _masks_as_classes(root, files, classes)
+            _check_beside_each_other(root, files, classes)
     for name in classes:
         role = role_of(name)
         if role is not None and role.kind == MASKS:
             _check_not_masks_of_others(root, files, name, classes)
 
 
-def _masks_as_classes(root: Path, files: Sequence[str], classes: Sequence[str]) -> ValueError:
-    """Return the error for classes or clients of which all are folders of images or of masks."""
+def _check_beside_each_other(root: Path, files: Sequence[str], classes: Sequence[str]) -> None:
+    """Raise a ValueError if folders named like those of images and of masks are beside each other.
+
+    Args:
+        root: The folder, for the message.
+        files: Paths of all images below it.
+        classes: All classes.
+    """
     confirmation = f"if they are classes, declare classes: {list(classes)}"
     pairs = find_mask_folders(files)
     if pairs:
         first = pairs[0]
-        return ValueError(
+        raise ValueError(
             f"{root} has images and their masks in folders such as {'/'.join((*first.parent, first.images))} and "
             f"{'/'.join((*first.parent, first.masks))}, which would be classes: read them with ImageMasks; "
             f"{confirmation}"
         )
-    first_of_kind: dict[str, str] = {}
+    # The first file of each kind, by the folders above both.
+    first_files: dict[tuple[str, ...], dict[str, str]] = {}
     for file in files:
-        for folder in PurePosixPath(file).parts[:-1]:
+        folders = PurePosixPath(file).parts[:-1]
+        for depth, folder in enumerate(folders):
             role = role_of(folder)
             if role is not None:
-                first_of_kind.setdefault(role.kind, file)
-    return ValueError(
-        f"{root} has folders that are named like those of images and masks, and would be classes, but no mask has the "
-        f"name of an image ({first_of_kind[IMAGES]}, {first_of_kind[MASKS]}): give each mask the name of its image, "
-        f"and read them with ImageMasks; {confirmation}"
-    )
+                first_files.setdefault(folders[:depth], {}).setdefault(role.kind, file)
+    for first_of_kind in first_files.values():
+        if len(first_of_kind) > 1:
+            raise ValueError(
+                f"{root} has folders that are named like those of images and masks, and would be classes, but no mask "
+                f"has the name of an image ({first_of_kind[IMAGES]}, {first_of_kind[MASKS]}): give each mask the name "
+                f"of its image, and read them with ImageMasks; {confirmation}"
+            )
 
 
 def _check_not_masks_of_others(root: Path, files: Sequence[str], name: str, classes: Sequence[str]) -> None:
