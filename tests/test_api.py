@@ -310,7 +310,6 @@ def emptied(tiny):
         ({"num_classes": 4}, "num_classes"),
         ({"num_classes": 2}, "label"),
         ({"data": lambda tiny: labelled(tiny, 1, -1)}, "client 1 has the training label -1"),
-        ({"data": lambda tiny: labelled(tiny, 1, 7)}, "client 1 has the training label 7"),
         ({"data": lambda tiny: shaped(tiny, 1, 9, 8)}, "client 2"),
         ({"data": lambda tiny: shaped(tiny, 2, 8, 8)}, "client 2"),
         ({"data": lambda tiny: tiny.data(public=False)}, "no public set"),
@@ -356,6 +355,11 @@ def test_wrong_inputs_are_named_on_one_line_at_set_up(call, tiny, options, messa
     with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
         call(**({"rounds": 1, "logger": False} | options))
     assert "\n" not in str(error.value)
+
+
+def test_a_label_beyond_the_outputs_of_the_network_names_its_client(call, tiny):
+    with pytest.raises(ValueError, match="client 1 has the training label 7"):
+        call(data=labelled(tiny, 1, 7), rounds=1, logger=False)
 
 
 def test_images_of_the_wrong_size_for_the_backbone_are_rejected_at_set_up(call, tiny):

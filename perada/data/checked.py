@@ -268,6 +268,8 @@ def check(
     _compare_clients(labels_of_parts, stores, task, data, resolve, is_declared, names_are_known)
     # The number of classes that names of Hugging Face's datasets give is known, that of words is not.
     infers_classes = not is_declared and (classes is None or words is not None)
+    if infers_classes and task.exclusive and words is None and network_outputs is not None:
+        _check_outputs_suffice(labels_of_parts, network_outputs, task, sets)
     num_classes = _check_classes(labels_of_parts, classes, num_classes, task, infers_classes, sets)
     if infers_classes and task.exclusive and words is None and network_outputs is not None:
         num_classes = _with_absent_classes(num_classes, network_outputs)
@@ -468,6 +470,22 @@ def _read_mask_values(
                         counts.add(mask.unsqueeze(0))
             values_of_clients.append(MaskValues(owner, part, counts))
     return values_of_clients
+
+
+def _check_outputs_suffice(
+    labels_of_parts: Mapping[str, list[Tensor]],
+    network_outputs: int,
+    task: Task,
+    sets: Mapping[str, Sequence[Dataset[Any]]],
+) -> None:
+    """Raise a ValueError that names the client if a label is beyond the outputs of the network.
+
+    A wrong label of one client would otherwise look like a network with too few outputs.
+    """
+    for part, labels_of_clients in labels_of_parts.items():
+        for labels in labels_of_clients:
+            if labels.size(0) and task.count_classes(labels) > network_outputs:
+                _raise_for_owner(part, labels_of_clients, network_outputs, task, sets[part])
 
 
 def _with_absent_classes(num_classes: int, network_outputs: int) -> int:
