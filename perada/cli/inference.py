@@ -75,6 +75,12 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         help="Name or number of the client whose model predicts; by default, the global model.",
     )
     parser.add_argument(
+        "--prediction",
+        choices=("personal", "global", "both"),
+        default=None,
+        help="Models with which the client predicts; by default those of the run's option evaluation.prediction.",
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         default=Path("predictions.csv"),
@@ -111,6 +117,7 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     predictions = run.predict(
         paths,
         options.client,
+        prediction=options.prediction,
         batch_size=options.batch_size,
         device=device,
         progress=sys.stderr.isatty(),

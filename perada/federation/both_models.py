@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from perada.core.states import State
 from perada.federation.typical_images import ImageStatistics, TypicalImages
 from perada.tasks import Task
 
@@ -64,6 +65,16 @@ class BothModels:
             is_typical[rows] = self.typical([owner], statistics[rows])[0]
         return is_typical
 
+    def state(self, client: int) -> State:
+        """Return what is needed to predict with the models of one client, as tensors by name.
+
+        The states of all clients have the same names and shapes.
+        """
+        num_rows = max(len(images.examples) for images in self.typical_images.values())
+        state = self.typical_images[client].state(num_rows)
+        state["personal_share"] = torch.tensor(self.personal_shares[client], dtype=torch.double)
+        return {name: value.cpu() for name, value in state.items()}
+
     def shares(self, clients: Sequence[int], device: torch.device) -> Tensor:
         """Return the weights α (p,) of p clients."""
         return torch.tensor([self.personal_shares[client] for client in clients], dtype=torch.double).to(device)
@@ -82,3 +93,10 @@ class BothModels:
         weights = torch.where(is_typical, shares.to(personal.dtype), 0)
         weights = weights.view(*weights.shape, *[1] * (personal.dim() - weights.dim()))
         return torch.where(weights > 0, self.task.mixture(personal, shared, weights), shared)
+
+
+def both_models_of_state(state: State, task: Task, statistics: ImageStatistics, device: torch.device) -> BothModels:
+    """Return the prediction with both models of a single client, number 0, from its :meth:`BothModels.state`."""
+    typical_images = TypicalImages.from_state(state).to(device)
+    personal_share = float(state["personal_share"])
+    return BothModels(task, statistics, {0: typical_images}, {0: personal_share})

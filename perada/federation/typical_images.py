@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from perada.core.checks import OptionError
-from perada.core.states import State, to_device
+from perada.core.states import State
 from perada.engine.engine import Engine
 from perada.engine.fold import fold
 from perada.engine.frozen_trunk import FrozenTrunk, find_trunk
@@ -27,6 +27,8 @@ NEIGHBORS = 3
 """Distances are those to the k-th nearest training image. The nearest one may be of the same patient."""
 TYPICAL_SHARE = 0.99
 """Share of the client's training images that are typical, each measured by the distances to the others."""
+MIN_EXAMPLES = 10
+"""Number of training images below which all images are typical: distances between a few would exclude too many."""
 MAX_EXAMPLES = 300
 """Number of training images of a client that are kept for comparison, evenly spaced in its training set."""
 LEAST_DEVIATION = 1e-3
@@ -129,10 +131,10 @@ class TypicalImages:
     Attributes:
         mean: Mean (D,) of each statistic over the training images.
         scale: Standard deviation (D,) of each statistic, by which distances are measured.
-        examples: Statistics (R, D) of the training images, centred and scaled. Rows of padding are infinite.
-        threshold: Distance () up to which an image is typical. Infinite if the client has a single training image, of
-            which nothing can be told.
-        neighbors: The number k: the distance of an image is that to its k-th nearest example.
+        examples: Statistics (R, D) of the training images, centred and scaled.
+        threshold: Distance () up to which an image is typical.
+        neighbors: The number k: the distance of an image is that to its k-th nearest example. 0 if the client has fewer
+            than :data:`MIN_EXAMPLES` training images: all images are typical then.
     """
 
     mean: Tensor
@@ -145,7 +147,7 @@ class TypicalImages:
     def of(cls, statistics: Tensor) -> "TypicalImages":
         """Return the images of a client, given their statistics (R, D), R > 0.
 
-        >>> images = TypicalImages.of(torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0]]))
+        >>> images = TypicalImages.of(torch.arange(12.0).unsqueeze(1))
         >>> images.contains(torch.tensor([[2.5], [30.0]])).tolist()
         [True, False]
         """
@@ -156,15 +158,14 @@ class TypicalImages:
         # All training images are equal.
         scale = torch.where(scale > 0, scale, 1.0)
         examples = (statistics - mean) / scale
-        neighbors = min(NEIGHBORS, len(examples) - 1)
-        if neighbors == 0:
-            return cls(mean, scale, examples, statistics.new_tensor(torch.inf), neighbors=1)
+        if len(examples) < MIN_EXAMPLES:
+            return cls(mean, scale, examples, statistics.new_zeros(()), neighbors=0)
         distances = _distances(examples, examples)
         # An image must not be its own neighbor.
         distances.fill_diagonal_(torch.inf)
-        distances_of_examples = distances.kthvalue(neighbors, 1).values
+        distances_of_examples = distances.kthvalue(NEIGHBORS, 1).values
         threshold = distances_of_examples.quantile(TYPICAL_SHARE)
-        return cls(mean, scale, examples, threshold, neighbors)
+        return cls(mean, scale, examples, threshold, NEIGHBORS)
 
     def distances(self, statistics: Tensor) -> Tensor:
         """Return the distance (B,) of images with these statistics (B, D) to their k-th nearest example."""
@@ -173,26 +174,33 @@ class TypicalImages:
 
     def contains(self, statistics: Tensor) -> Tensor:
         """Return a mask (B,) of the images that are typical, given their statistics (B, D)."""
+        if self.neighbors == 0:
+            return torch.ones(len(statistics), dtype=torch.bool, device=statistics.device)
         return self.distances(statistics) <= self.threshold
 
     def to(self, device: torch.device) -> "TypicalImages":
         """Return the same on a device."""
-        return self.from_state(to_device(self.state(), device))
+        return TypicalImages(
+            mean=self.mean.to(device),
+            scale=self.scale.to(device),
+            examples=self.examples.to(device),
+            threshold=self.threshold.to(device),
+            neighbors=self.neighbors,
+        )
 
-    def state(self, num_examples: int | None = None) -> State:
+    def state(self, num_rows: int) -> State:
         """Return the attributes as tensors by name.
 
         Args:
-            num_examples: Number of rows of ``examples``, which is filled up; by default that of the training images.
+            num_rows: Number of rows of ``examples``, at least R. The others are zero, so that the states of clients
+                have the same shapes.
         """
-        examples = self.examples
-        if num_examples is not None:
-            padding = examples.new_full((num_examples - len(examples), examples.shape[1]), torch.inf)
-            examples = torch.cat([examples, padding])
+        padding = self.examples.new_zeros(num_rows - len(self.examples), self.examples.shape[1])
         return {
             "mean": self.mean,
             "scale": self.scale,
-            "examples": examples,
+            "examples": torch.cat([self.examples, padding]),
+            "num_examples": torch.tensor(len(self.examples)),
             "threshold": self.threshold,
             "neighbors": torch.tensor(self.neighbors),
         }
@@ -203,7 +211,7 @@ class TypicalImages:
         return cls(
             mean=state["mean"],
             scale=state["scale"],
-            examples=state["examples"],
+            examples=state["examples"][: int(state["num_examples"])],
             threshold=state["threshold"],
             neighbors=int(state["neighbors"]),
         )

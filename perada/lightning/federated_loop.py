@@ -45,7 +45,7 @@ from perada.lightning.run_fingerprint import (
 from perada.lightning.setup import set_up_rounds
 from perada.lightning.trainer_attributes import datamodule_of, is_dev_run
 from perada.lightning.trainer_setup import loss_scaler, set_up_trainer
-from perada.lightning.typical_images import prepare_both_models
+from perada.lightning.typical_images import prepare_both_models, states_of_both
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
@@ -593,7 +593,9 @@ class FederatedLoop(pl.Callback):
         context = self.context
         metrics = run_record.run_metrics(context, self.history, self.client_scores)
         global_states, personal_of = states_of(context.federation)
-        return Run(context.adapted, global_states, personal_of, self.num_clients, metrics, run_record.run_info(context))
+        info = run_record.run_info(context)
+        states = states_of_both(context)
+        return Run(context.adapted, global_states, personal_of, self.num_clients, metrics, info, states.get)
 
     def on_save_checkpoint(
         self,
@@ -612,6 +614,8 @@ class FederatedLoop(pl.Callback):
             "step": self.history[-1]["step"] if self.history else 0,
             "scores": context.results.scores,
             "shifted": {} if shifted is None else shifted.state_dict(),
+            # Of the last evaluation, for predictions without the training images. A resumed run does not read them.
+            "states of both": states_of_both(context),
             "info": run_record.run_info(context),
             "data": context.data.fingerprint,
             **run_fingerprint(context).state_dict(),

@@ -199,6 +199,7 @@ def describe_run(
         "algorithm": algorithm.kind,
         "average": algorithm.average,
         "global_model": algorithm.global_model,
+        "prediction": module.evaluation.prediction,
         "task": module.task.record(),
         "classes": None if facts.classes is None else list(facts.classes),
         "clients": None if facts.client_names is None else list(facts.client_names),

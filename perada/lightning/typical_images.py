@@ -7,6 +7,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from perada.core.checks import OptionError
+from perada.core.states import State
 from perada.federation.both_models import BothModels, personal_share
 from perada.federation.evaluation import shared_logits
 from perada.federation.typical_images import MAX_EXAMPLES, ImageStatistics, TypicalImages
@@ -56,6 +57,14 @@ def prepare_both_models(context: RunContext) -> None:
     with context.precision():
         typical = module.both or _compare_training_images(context)
         module.both = replace(typical, personal_shares=_personal_shares(context))
+
+
+def states_of_both(context: RunContext) -> dict[int, State]:
+    """Return what each client needs to predict with both models; empty before an evaluation that has them."""
+    both = context.module.both
+    if both is None:
+        return {}
+    return {client: both.state(client) for client in both.typical_images}
 
 
 def _compare_training_images(context: RunContext) -> BothModels:

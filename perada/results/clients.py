@@ -16,6 +16,7 @@ from perada.results.report import LAST_ROUND
 from perada.results.run_file import (
     PERSONAL,
     RUN_FILE,
+    TYPICAL,
     RunFile,
     StateIndex,
     finish,
@@ -208,17 +209,18 @@ def forget(folder: Path, client: int | str) -> int:
 
 
 def _write_without(folder: Path, states: StateIndex, client: int) -> StateIndex:
-    """Write the file with a client's state again, without it and under another name, and return the new index."""
+    """Write the files with a client's states again, without them and under other names, and return the new index."""
     index: StateIndex = {}
     for name, part in states.items():
-        if kind_of(name) != PERSONAL or client not in part.rows:
+        kind = kind_of(name)
+        if kind not in (PERSONAL, TYPICAL) or client not in part.rows:
             index[name] = part
             continue
         rows = [number for number in part.rows if number != client]
-        read_state = StateFiles(folder, PERSONAL, {name: part})
+        read_state = StateFiles(folder, kind, {name: part})
         # The names of all files in the folder: one that an interrupted call left is not overwritten, but deleted.
         taken = {*states, *(path.name for path in folder.glob("*.safetensors"))}
-        written = write_states(folder, PERSONAL, rows, read_state, taken)
+        written = write_states(folder, kind, rows, read_state, taken)
         sync([*(folder / new_name for new_name in written), folder])
         index |= written
     return index

@@ -23,8 +23,9 @@ from perada.federation.failed_outputs import REMEDY, FailedOutputsError
 from perada.federation.scores import finite_outputs
 from perada.results.cards import privacy_card, render_template
 from perada.results.clients import joined_clients
-from perada.results.models import Ensemble, in_dtype_of
+from perada.results.models import Ensemble
 from perada.results.overwriting import check_exported_model
+from perada.results.predictors import in_dtype_of
 from perada.results.run import Run
 from perada.results.run_file import together
 

@@ -42,6 +42,7 @@ class Predictions:
         classes: Names of the K classes or D numbers, or their positions if the run has no names.
         paths: The N paths if all images were given as paths, else None.
         sources: The files, if ``paths`` are names relative to some folder.
+        typical: Mask (N,) of the images that look like the client's own, if it predicts with both models; else None.
     """
 
     probabilities: Tensor
@@ -49,6 +50,18 @@ class Predictions:
     classes: tuple[str, ...]
     paths: tuple[str, ...] | None = None
     sources: tuple[str, ...] | None = None
+    typical: Tensor | None = None
+
+    @property
+    def answered_by(self) -> list[str]:
+        """Models that predicted each image: ``both``, or ``global`` for an image that is not typical of the client.
+
+        Raises:
+            ValueError: If one model predicted all images.
+        """
+        if self.typical is None:
+            raise ValueError("one model predicted all images; predict with prediction='both' to have typical ones")
+        return ["both" if is_typical else "global" for is_typical in self.typical.tolist()]
 
     @property
     def names(self) -> list[str]:
@@ -96,7 +109,8 @@ class Predictions:
     def to_csv(self, path: str | Path) -> Path:
         """Write one row per image: its ``path`` (or its number, ``image``), ``predicted``, and ``p(NAME)`` per class.
 
-        If numbers are predicted, the columns after the first are these numbers, with their names.
+        If numbers are predicted, the columns after the first are these numbers, with their names. The last column,
+        ``typical``, is there if the client predicts with both models: 1 for images that look like its own, else 0.
 
         Probabilities have six decimal places, numbers as many digits as :func:`.number_cells` writes. No cell looks
         like a formula to a spreadsheet: a path gets ``./`` in front, a name a quote.
@@ -112,17 +126,26 @@ class Predictions:
         else:
             first_header = "path"
             first_cells = [_path_cell(path_of_image) for path_of_image in self.paths]
+        header = [first_header]
+        rows = [[first_cell] for first_cell in first_cells]
+        if self.labels.is_floating_point():
+            header += map(cell_text, self.classes)
+            for column in self.labels.T.tolist():
+                for row, cell in zip(rows, number_cells(column), strict=True):
+                    row.append(cell)
+        else:
+            header += ["predicted", *(f"p({name})" for name in self.classes)]
+            for row, name, probabilities in zip(rows, self.names, self.probabilities.tolist(), strict=True):
+                row.append(cell_text(name))
+                row += [f"{probability:.6f}" for probability in probabilities]
+        if self.typical is not None:
+            header.append("typical")
+            for row, is_typical in zip(rows, self.typical.tolist(), strict=True):
+                row.append(str(int(is_typical)))
         with writing(path), path.open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)
-            if self.labels.is_floating_point():
-                table.writerow([first_header, *map(cell_text, self.classes)])
-                cells_of_columns = [number_cells(column) for column in self.labels.T.tolist()]
-                for first_cell, *cells in zip(first_cells, *cells_of_columns, strict=True):
-                    table.writerow([first_cell, *cells])
-                return path
-            table.writerow([first_header, "predicted", *(f"p({name})" for name in self.classes)])
-            for first_cell, name, row in zip(first_cells, self.names, self.probabilities.tolist(), strict=True):
-                table.writerow([first_cell, cell_text(name), *(f"{value:.6f}" for value in row)])
+            table.writerow(header)
+            table.writerows(rows)
         return path
 
 

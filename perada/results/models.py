@@ -2,26 +2,27 @@
 """The models of a run: states, networks and their predictions."""
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from perada.core.checks import check_choice, check_integer, check_type, installed, without_effect
+from perada.core.checks import OptionError, check_choice, check_integer, check_type, installed, without_effect
 from perada.core.seeding import generator
-from perada.core.states import State, clone, images_dtype, parameter_keys, set_state, to_device
+from perada.core.states import State, clone, parameter_keys, set_state, to_device
 from perada.data.preprocessing import Preprocessing
-from perada.engine.engine import classes_last
-from perada.engine.fold import fold
 from perada.engine.fold_check import perturbed_states
+from perada.federation.options import Prediction
 from perada.models.adapted import AdaptedModel
 from perada.models.backbones import IMAGE
 from perada.models.merging import check_merged, merge_adapter
 from perada.results.client_names import available_client
 from perada.results.inference import PlacedImage, Predictions, as_list, check_device, check_outputs, read_batch
+from perada.results.predictors import BatchOutputs, BothModelsPredictor, NetworkPredictor, Predictor, in_dtype_of
 from perada.tasks import Task
 from perada.tasks.base import Average, make_task
 
@@ -77,10 +78,13 @@ class Models:
         num_clients: int,
         metrics: dict[str, Any],
         info: dict[str, Any],
+        state_of_both: Callable[[int], State | None] | None = None,
     ) -> None:
         self._adapted = adapted
         self._global = list(global_states)
         self._personal = personal_state
+        # Returns what a client needs to predict with both models, or None.
+        self._state_of_both = state_of_both
         self.num_clients = num_clients
         self.metrics = metrics
         self.info = info
@@ -200,6 +204,7 @@ class Models:
         images: Any,  # noqa: ANN401  # one image of any kind, or several
         client: int | str | None = None,
         *,
+        prediction: Prediction | None = None,
         batch_size: int = 64,
         device: torch.device | str = "cpu",
         progress: bool = False,
@@ -213,6 +218,8 @@ class Models:
                 (:class:`perada.data.preprocessing.Preprocessing`). Floating-point images are assumed to be prepared for
                 the model, as in training.
             client: The client's number or name; None for the global model.
+            prediction: Models with which the client predicts: ``personal``, ``global``, or ``both``
+                (docs/prediction.md); by default those of the option ``evaluation.prediction`` of the run.
             batch_size: Images in memory at a time, and in a forward pass.
             device: Device of the model.
             progress: Whether to show a progress bar.
@@ -228,16 +235,15 @@ class Models:
         """
         check_integer("batch_size", batch_size)
         check_choice("progress", progress, [True, False])
+        check_choice("prediction", prediction, [None, *get_args(Prediction)])
         check_type("broken", broken, dict, "{}")
         preprocessing = self.preprocessing
         task = make_task(self.info["task"])
-        model = self.global_model() if client is None else self.personal(client)
+        predictor = self._predictor(client, prediction, check_device(device))
         all_images = [PlacedImage(place, image) for place, image in enumerate(as_list(images))]
         if not all_images:
             raise ValueError("there are no images; pass at least one")
-        # The frozen layers of a folded model are faster.
-        model = fold(model.to(check_device(device)), random_only=True).model.eval()
-        logits_of_batches = []
+        outputs_of_batches: list[BatchOutputs] = []
         readable_images = []
         with torch.inference_mode(), tqdm(total=len(all_images), disable=not progress, unit=" images") as bar:
             for start in range(0, len(all_images), batch_size):
@@ -245,28 +251,76 @@ class Models:
                 bar.update(len(batch_images))
                 batch, batch_images = read_batch(preprocessing, batch_images, broken)
                 if batch is not None:
-                    logits = model(in_dtype_of(model, batch).to(device)).cpu()
-                    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                    if task.per_pixel:
-                        logits = classes_last(logits)
-                    logits_of_batches.append(logits)
+                    outputs_of_batches.append(predictor(batch))
                 readable_images += batch_images
         if not readable_images:
             raise ValueError(f"none of the {len(all_images)} images can be read: {'; '.join((broken or {}).values())}")
         model_name = "the global model" if client is None else f"the model of client {client!r}"
-        is_finite = check_outputs(torch.cat(logits_of_batches), readable_images, broken, model_name)
+        all_logits = torch.cat([outputs.logits for outputs in outputs_of_batches])
+        is_finite = check_outputs(all_logits, readable_images, broken, model_name)
         predicted_images = [
             placed.image for placed, finite in zip(readable_images, is_finite.tolist(), strict=True) if finite
         ]
         # Autograd rejects tensors of inference mode; a copy made outside of it is an ordinary tensor.
-        logits = torch.cat(logits_of_batches)[is_finite].clone()
+        logits = all_logits[is_finite].clone()
+        masks = [outputs.typical for outputs in outputs_of_batches if outputs.typical is not None]
+        typical = torch.cat(masks)[is_finite].clone() if masks else None
         probabilities = task.predictions(logits)
         labels = task.predicted(logits)
         paths = None
         if all(isinstance(image, str | Path) for image in predicted_images):
             paths = tuple(str(image) for image in predicted_images)
         classes = self.info.get("classes") or [str(number) for number in range(self.info["num_classes"])]
-        return Predictions(probabilities, labels, tuple(classes), paths)
+        return Predictions(probabilities, labels, tuple(classes), paths, typical=typical)
+
+    def _predictor(self, client: int | str | None, prediction: Prediction | None, device: torch.device) -> Predictor:
+        """Return what predicts images: for a client, or the global model (None); see :meth:`predict`.
+
+        Raises:
+            OptionError: If there is no client, and another model than the global one is asked for; or the client lacks
+                what it needs to predict with both models.
+        """
+        task = make_task(self.info["task"])
+        if client is None:
+            if prediction not in (None, "global"):
+                raise without_effect("prediction", prediction, "client=None, the global model", "name a client")
+            return NetworkPredictor(self.global_model(), task, device)
+        number = self.number(client)
+        state_of_both: State | None = None
+        if self._state_of_both is not None:
+            state_of_both = self._state_of_both(number)
+        if prediction is None:
+            prediction = self.info.get("prediction", "personal")
+            if prediction == "both" and state_of_both is None and self.info["global_model"] and self.personalized:
+                # Such as a client that joined later, or an exported adapter.
+                warnings.warn(
+                    f"client {client!r} predicts with its personal model only, since the run has no statistics of its "
+                    "training images (docs/prediction.md); prediction='personal' turns this warning off",
+                    stacklevel=3,
+                )
+            if prediction == "both" and state_of_both is None:
+                prediction = "personal"
+        if prediction == "global":
+            return NetworkPredictor(self.global_model(), task, device)
+        if prediction == "personal":
+            return NetworkPredictor(self.personal(number), task, device)
+        if state_of_both is None:
+            raise OptionError(
+                f"prediction='both': the run has no statistics of the training images of client {client!r}, which they "
+                "are compared with; train with evaluation.prediction=both, or choose 'personal' or 'global'",
+                name="prediction",
+                value="both",
+            )
+        return BothModelsPredictor(
+            self._adapted.model,
+            self.state("personal", number),
+            self.states("global"),
+            state_of_both,
+            task,
+            self.info["average"],
+            _noise(self.preprocessing)[0],
+            device,
+        )
 
     @property
     def personalized(self) -> bool:
@@ -309,12 +363,6 @@ class Models:
         set_state(model, state)
         setattr(model, IMAGE, self._adapted.backbone.image)
         return model.eval()
-
-
-def in_dtype_of(model: nn.Module, images: Tensor) -> Tensor:
-    """Convert floating-point images to the dtype in which a model takes them."""
-    dtype = images_dtype(model)
-    return images if dtype is None or not images.is_floating_point() else images.to(dtype)
 
 
 def _noise(preprocessing: Preprocessing) -> Tensor:

@@ -201,6 +201,7 @@ class RestoredRun:
         num_clients: Number of clients.
         metrics: ``Run.metrics``.
         info: ``Run.info``.
+        states_of_both: What each client needs to predict with both models, by its number.
     """
 
     adapted: AdaptedModel
@@ -209,6 +210,7 @@ class RestoredRun:
     num_clients: int
     metrics: dict[str, Any]
     info: dict[str, Any]
+    states_of_both: dict[int, State]
 
 
 def states_of(federation: Federation) -> tuple[list[State], Callable[[int], State] | None]:
@@ -274,6 +276,7 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
             num_clients=federation.num_clients,
             metrics=saved["metrics"],
             info=info,
+            states_of_both=saved.get("states of both", {}),
         )
 
 

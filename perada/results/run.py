@@ -43,6 +43,7 @@ from perada.results.run_file import (
     GLOBAL,
     PERSONAL,
     RUN_FILE,
+    TYPICAL,
     Layout,
     RunFile,
     StateIndex,
@@ -83,7 +84,7 @@ class Run(Models):
                 return self._global[0]
             return other_states(client)
 
-        return Run(self._adapted, self._global, personal, new_client + 1, metrics, info)
+        return Run(self._adapted, self._global, personal, new_client + 1, metrics, info, self._state_of_both)
 
     def save(
         self,
@@ -125,6 +126,7 @@ class Run(Models):
                 own_clients = self.own_clients()
                 clients = [client for client in self._remaining if client in own_clients]
                 states |= write_states(stage, PERSONAL, clients, self._personal)
+            states |= self._write_states_of_both(stage)
             self._write_card(stage, folder, license, self._with_scores(scores))
             self._write_run_file(stage, digests, self._with_scores(scores), states)
         delete_unlisted(folder, states)
@@ -197,6 +199,16 @@ class Run(Models):
                 digests = self._write_adapters(stage, folder, [(f"client_{number}", number)], scores=with_scores)
                 self._write_run_file(stage, saved.files | digests, with_scores)
         return folder
+
+    def _write_states_of_both(self, stage: Path) -> StateIndex:
+        """Write what clients need to predict with both models, and return the rows of the files."""
+        states_of_both: dict[int, State] = {}
+        if self._state_of_both is not None:
+            for client in self._remaining:
+                state = self._state_of_both(client)
+                if state is not None:
+                    states_of_both[client] = state
+        return write_states(stage, TYPICAL, list(states_of_both), states_of_both.__getitem__)
 
     def _with_scores(self, scores: bool | None) -> bool:
         """Return whether scores are written: by default only for runs that are not private."""
@@ -435,6 +447,7 @@ class Run(Models):
                 restored_run.num_clients,
                 restored_run.metrics,
                 restored_run.info,
+                restored_run.states_of_both.get,
             )
         saved = read_run(folder)
         with naming(folder / RUN_FILE):
@@ -478,7 +491,12 @@ class Run(Models):
             # Clients that share the global adapter beside some that joined.
             return global_states[0]
 
-        return cls(adapted, global_states, personal_state, saved.num_clients, saved.metrics, info)
+        typical_files = StateFiles(folder, TYPICAL, saved.states)
+
+        def state_of_both(client: int) -> State | None:
+            return typical_files(client) if client in typical_files.numbers else None
+
+        return cls(adapted, global_states, personal_state, saved.num_clients, saved.metrics, info, state_of_both)
 
     @classmethod
     def _load_adapters(cls, folder: Path, saved: RunFile, backbone: nn.Module | None) -> "Run":

@@ -132,7 +132,9 @@ PERSONAL = "personal"
 """Kind of the states of the clients."""
 FIXED = "fixed"
 """Kind of the adapter's tensors that are not trained, such as random projections, in one row."""
-STATE_FILE = re.compile(rf"({GLOBAL}|{PERSONAL}|{FIXED})(_\d+)?\.safetensors")
+TYPICAL = "typical"
+"""Kind of what clients need to predict with both models (:meth:`.BothModels.state`)."""
+STATE_FILE = re.compile(rf"({GLOBAL}|{PERSONAL}|{FIXED}|{TYPICAL})(_\d+)?\.safetensors")
 """Names of the files of states: ``personal.safetensors``, and ``personal_2.safetensors`` etc. if there are several."""
 _DIGEST = re.compile("[0-9a-f]{64}")
 Layout = Literal["checkpoints", "states", "adapters"]
@@ -284,7 +286,7 @@ class RunFile:
         check_list(self.command, None, kind=str)
 
     def _check_states(self) -> None:
-        num_rows = {GLOBAL: self.global_models, PERSONAL: self.num_clients, FIXED: 1}
+        num_rows = {GLOBAL: self.global_models, PERSONAL: self.num_clients, FIXED: 1, TYPICAL: self.num_clients}
         seen: dict[str, set[int]] = {kind: set() for kind in num_rows}
         for name, part in self.states.items():
             if STATE_FILE.fullmatch(name) is None:

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of a run with both models of a client: as scored, after saving, from a checkpoint, by the program."""
+
+import csv
+
+import pytest
+import torch
+from PIL import Image
+
+import perada
+from perada.cli.main import main
+from perada.core.checks import OptionError
+from perada.results.clients import forget
+from tests.federation.test_both_models import fitted, is_typical_by_hand, predicted_by_hand, share_by_hand, shifted
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    """A run, with its folder in ``run.folder``."""
+    folder = tmp_path_factory.mktemp("fit")
+    made = fitted(tiny, shifted(tiny), "ditto", rounds=12, clients_per_round=None, default_root_dir=folder, logger=True)
+    made.folder = folder / "lightning_logs" / "version_0"
+    return made
+
+
+def test_predictions_are_those_that_were_scored(run, tiny):
+    data = shifted(tiny)
+    for client, part in enumerate(data.test):
+        images, labels = part.tensors
+        training_images, training_labels = data.train[client].tensors
+        found = run.predict(images, client)
+        is_typical = is_typical_by_hand(training_images, images)
+        share = share_by_hand(run, training_images, training_labels)
+        assert found.typical.tolist() == is_typical.tolist()
+        assert found.answered_by == ["both" if typical else "global" for typical in is_typical.tolist()]
+        assert found.labels.tolist() == predicted_by_hand(run, client, is_typical, share, images).tolist()
+        accuracy = float((found.labels == labels).float().mean())
+        assert accuracy == pytest.approx(run.metrics["clients"]["both/local_test"][client], abs=1e-6)
+
+
+def test_each_model_can_be_chosen(run, tiny):
+    images, _ = shifted(tiny).test[1].tensors
+    with torch.no_grad():
+        personal = run.personal(1)(images).softmax(-1)
+        shared = run.global_model()(images).softmax(-1)
+    torch.testing.assert_close(run.predict(images, 1, prediction="personal").probabilities, personal)
+    torch.testing.assert_close(run.predict(images, 1, prediction="global").probabilities, shared)
+    torch.testing.assert_close(run.predict(images).probabilities, shared)
+    assert run.predict(images, 1, prediction="personal").typical is None
+    with pytest.raises(ValueError, match="one model predicted all images"):
+        assert run.predict(images).answered_by
+
+
+@pytest.mark.parametrize("prediction", ["personal", "both"])
+def test_a_model_of_no_client_is_rejected(run, prediction):
+    with pytest.raises(OptionError, match=f"prediction='{prediction}' has no effect with client=None"):
+        run.predict(torch.zeros(1, 1, 8, 8), prediction=prediction)
+
+
+@pytest.mark.parametrize("kind", ["saved", "checkpoint"])
+def test_a_loaded_run_predicts_alike(run, tiny, tmp_path, kind):
+    folder = run.folder if kind == "checkpoint" else run.save(tmp_path / "run")
+    loaded = perada.Run.load(folder, backbone=tiny.net())
+    images, _ = shifted(tiny).test[2].tensors
+    for client in range(5):
+        expected = run.predict(images, client)
+        found = loaded.predict(images, client)
+        assert torch.equal(found.probabilities, expected.probabilities)
+        assert torch.equal(found.typical, expected.typical)
+
+
+def test_an_exported_run_says_that_it_has_no_statistics(run, tiny, tmp_path):
+    loaded = perada.Run.load(run.export(tmp_path / "run"), backbone=tiny.net())
+    images, _ = shifted(tiny).test[2].tensors
+    with pytest.warns(UserWarning, match="client 2 predicts with its personal model only"):
+        found = loaded.predict(images, 2)
+    assert torch.equal(found.probabilities, run.predict(images, 2, prediction="personal").probabilities)
+    with pytest.raises(OptionError, match="no statistics of the training images of client 2"):
+        loaded.predict(images, 2, prediction="both")
+
+
+def test_a_forgotten_client_leaves_no_statistics(run, tiny, tmp_path):
+    folder = run.save(tmp_path / "run")
+    before = perada.Run.load(folder, backbone=tiny.net())
+    statistics = before._state_of_both(3)["examples"].numpy().tobytes()
+    assert any(statistics[:64] in path.read_bytes() for path in folder.glob("*.safetensors"))
+    forget(folder, 3)
+    assert not any(statistics[:64] in path.read_bytes() for path in folder.glob("*.safetensors"))
+    images, _ = shifted(tiny).test[2].tensors
+    after = perada.Run.load(folder, backbone=tiny.net())
+    assert torch.equal(after.predict(images, 4).probabilities, run.predict(images, 4).probabilities)
+
+
+def test_the_program_writes_which_images_are_typical(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    for number in range(4):
+        Image.new("L", (8, 8), 60 * number).save(tmp_path / "images" / f"{number}.png")
+    small = ["--trainer.max_epochs", "1", "--trainer.check_val_every_n_epoch", "1", "--data.train_limit", "120"]
+    main(["fit", "--config", "digits", *small, "--evaluation.prediction", "both"])
+    # It has 22 training images.
+    main(["predict", "lightning_logs/version_0", "--images", "images", "--client", "13"])
+    with (tmp_path / "predictions.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[-1] == "typical"
+    # A blank page is no digit.
+    assert [row["typical"] for row in rows] == ["0"] * 4
+    main(["predict", "lightning_logs/version_0", "--images", "images", "--client", "13", "--prediction", "personal"])
+    assert "typical" not in (tmp_path / "predictions.csv").read_text(encoding="utf-8")
