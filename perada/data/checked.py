@@ -269,7 +269,7 @@ def check(
     # The number of classes that names of Hugging Face's datasets give is known, that of words is not.
     infers_classes = not is_declared and (classes is None or words is not None)
     if infers_classes and task.exclusive and words is None and network_outputs is not None:
-        _check_outputs_suffice(labels_of_parts, network_outputs, task, sets)
+        _check_stray_labels(labels_of_parts, network_outputs, task, sets)
     num_classes = _check_classes(labels_of_parts, classes, num_classes, task, infers_classes, sets)
     if infers_classes and task.exclusive and words is None and network_outputs is not None:
         num_classes = _with_absent_classes(num_classes, network_outputs)
@@ -472,20 +472,20 @@ def _read_mask_values(
     return values_of_clients
 
 
-def _check_outputs_suffice(
+def _check_stray_labels(
     labels_of_parts: Mapping[str, list[Tensor]],
     network_outputs: int,
     task: Task,
     sets: Mapping[str, Sequence[Dataset[Any]]],
 ) -> None:
-    """Raise a ValueError that names the client if a label is beyond the outputs of the network.
+    """Raise a ValueError that names the client of a label beyond the network's outputs, if it looks like a mistake.
 
-    A wrong label of one client would otherwise look like a network with too few outputs.
+    It does if no image has the label that would need the next output. Otherwise the network has too few outputs, or
+    they were counted wrongly, which is checked when it is built.
     """
-    for part, labels_of_clients in labels_of_parts.items():
-        for labels in labels_of_clients:
-            if labels.size(0) and task.count_classes(labels) > network_outputs:
-                _raise_for_owner(part, labels_of_clients, network_outputs, task, sets[part])
+    labels = torch.cat([labels for labels in labels_of_parts["training"] if labels.size(0)])
+    if task.count_classes(labels) > network_outputs and not (labels == network_outputs).any():
+        _raise_for_owner("training", labels_of_parts["training"], network_outputs, task, sets["training"])
 
 
 def _with_absent_classes(num_classes: int, network_outputs: int) -> int:
