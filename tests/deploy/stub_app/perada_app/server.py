@@ -17,6 +17,7 @@ from perada.deploy.flower.app import server_app
 
 def serve(recipe, transport, options, state, _):
     given = yaml.safe_load(recipe.read_text())
+    state.mkdir(parents=True, exist_ok=True)
     file = state / "server.safetensors"
     start = {"w": np.zeros(given["length"], np.float32), "round": np.array([0])}
     tensors = load_file(file) if options.resume and file.exists() else start
