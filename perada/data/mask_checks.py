@@ -237,7 +237,11 @@ def _warn_of_swapped_classes(values_of_clients: Sequence[MaskValues]) -> None:
     with_majority = [values for values in compared if values.share(background) > 0.5]
     num_between = len(compared) - len(with_minority) - len(with_majority)
     if with_minority and with_majority and not num_between:
-        swapped, others = sorted((with_minority, with_majority), key=len)
+        swapped = with_minority
+        others = with_majority
+        if len(with_majority) < len(with_minority):
+            swapped = with_majority
+            others = with_minority
         warnings.warn(
             f"class {background} covers {_percentages(swapped, background)} of the pixels in the masks of "
             f"{abbreviated([values.owner for values in swapped])}, but {_percentages(others, background)} at "

@@ -53,6 +53,7 @@ CASES = {
     "perada": {"algorithm": "perada", **DISTILS},
     "shifts": {"algorithm": "ditto", "shifted": True, "global_test_clients": 4},
     "perada in double precision": {"algorithm": "perada", "dtype": torch.float64, **DISTILS},
+    "both models": {"algorithm": "ditto", "prediction": "both", "clients_per_round": 3},
     "a process without clients": {"algorithm": "perada", "clients_per_round": 1, "diagnostics": True, **DISTILS},
     "teachers in training mode": {
         "algorithm": "perada",

@@ -446,14 +446,18 @@ def _check_not_masks_of_others(root: Path, files: Sequence[str], name: str, clas
         if folder.name not in classes or name.lower() in folder.name.lower():
             continue
         masks = stems_of_folders.get(folder.parent / name, {})
-        stems = {stem: stem_of_mask(stem, masks.keys()) for stem in images}
-        used_masks = {mask for mask in stems.values() if mask is not None}
-        if len(masks) < 2 or len(used_masks) < len(masks):
+        image_of_mask: dict[str, str] = {}
+        for image_stem in images:
+            mask_stem = stem_of_mask(image_stem, masks.keys())
+            if mask_stem is not None:
+                image_of_mask.setdefault(mask_stem, image_stem)
+        if len(masks) < 2 or len(image_of_mask) < len(masks):
             continue
-        image_stem, mask_stem = next((stem, mask) for stem, mask in stems.items() if mask is not None)
+        mask_stem = next(iter(image_of_mask))
+        image = images[image_of_mask[mask_stem]]
         raise ValueError(
             f"{root} has the class {name!r}, whose files have the names of those in {folder.name!r}, such as "
-            f"{masks[mask_stem]} and {images[image_stem]}, as if they were their masks: rename {folder.name!r} to "
+            f"{masks[mask_stem]} and {image}, as if they were their masks: rename {folder.name!r} to "
             f"{IMAGES!r}, or read them with ImageMasks, images: {folder.name} and masks: {name}; if they are classes, "
             f"declare classes: {list(classes)}"
         )
