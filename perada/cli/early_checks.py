@@ -101,18 +101,21 @@ def _check_compare(words: Sequence[str]) -> None:
     if not words:
         _reject_missing("compare", ["RECIPE"])
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--seeds", nargs="+", default=[])
+    seed_options = ("--seeds", "--tune_seeds")
+    for option in seed_options:
+        parser.add_argument(option, nargs="+", default=[])
     try:
         options, _ = parser.parse_known_args(words)
     except argparse.ArgumentError:
         # The command's own parser explains it.
         return
-    for word in options.seeds:
-        seed = _yaml_value(word)
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise ValueError(f"--seeds: must be an integer, got {word!r}; separate several by spaces")
-        if not 0 <= seed <= MAX_SEED:
-            raise ValueError(f"--seeds: must be an integer from 0 to {MAX_SEED}, got {word!r}")
+    for option in seed_options:
+        for word in getattr(options, option.removeprefix("--")):
+            seed = _yaml_value(word)
+            if not isinstance(seed, int) or isinstance(seed, bool):
+                raise ValueError(f"{option}: must be an integer, got {word!r}; separate several by spaces")
+            if not 0 <= seed <= MAX_SEED:
+                raise ValueError(f"{option}: must be an integer from 0 to {MAX_SEED}, got {word!r}")
 
 
 def _yaml_value(word: str) -> object:

@@ -29,6 +29,7 @@ from perada.data.sets.arrays import (
 )
 from perada.data.sets.base import ImageSet
 from perada.data.sets.folders import ImageFolder, ImageMasks, Images, UnlabelledFolder
+from perada.data.sets.parts import RandomPart
 from perada.data.sets.published import CheXpert, OfficeHome, OpenImage, Shakespeare
 from perada.data.sets.scanners import Scanners
 from perada.data.sets.tables import HuggingFace, ImageTable
@@ -71,6 +72,7 @@ __all__ = [
     "Phase",
     "Photographs",
     "QuantitySkew",
+    "RandomPart",
     "RoundPlan",
     "Scanners",
     "Shakespeare",

@@ -75,7 +75,8 @@ class FederatedDataModule(pl.LightningDataModule):
         client_validation: Share of every client's training images, at least one, that it holds out of training.
         evaluate_on: Evaluate on the clients' ``test`` images, or instead on the ``validation`` images that they hold
             out.
-        seed: Seed of the partition, the limits and the shares. Draws during training depend on the run's seed.
+        seed: Seed of the partition, the limits and the shares, and of image sets whose own ``seed`` is null. Draws
+            during training depend on the run's seed.
         batch_size: Images in a client's batch, or full for all images of the client.
         eval_batch_size: Images in a batch of test data.
         num_workers: Processes that read images from files. The batches are the same for any number.
@@ -163,10 +164,11 @@ class FederatedDataModule(pl.LightningDataModule):
                     name="dataset",
                     value=dataset,
                 )
+            public_images = None if public is None else public.with_seed(seed)
             self.division = Division(
-                read_at_size(dataset, image_size),
+                read_at_size(dataset.with_seed(seed), image_size),
                 partition,
-                public=read_at_size(public, image_size),
+                public=read_at_size(public_images, image_size),
                 public_fraction=public_fraction,
                 validation_fraction=validation_fraction,
                 train_limit=train_limit,

@@ -17,7 +17,7 @@ from perada.results.report import unit_of
 from perada.studies.compare.configured import MakeCLI
 from perada.studies.compare.grid import Observation, Point, Sampler, has_range, inside, points, propose
 from perada.studies.compare.plan import CHOSEN_BY, Job, Plan, Row, words
-from perada.studies.compare.results import NO_POINT, Record, Results, Trial, choose, score, score_text
+from perada.studies.compare.results import NO_POINT, Record, Results, Trial, choose, mean_score, score_text
 from perada.studies.compare.running import CarryOut, Result, Task, runner
 from perada.studies.compare.tables import curve_tables, grid_table, summary
 
@@ -40,68 +40,91 @@ class Comparison:
         self.started_at = time.monotonic()
         self.num_started = 0
         self.num_failed = 0
-        self.num_runs = sum(plan.count(row.algorithm) + len(plan.seeds) for row in plan.rows)
+        self.num_runs = 0
+        for row in plan.rows:
+            self.num_runs += plan.count(row.algorithm) * len(plan.tune_seeds) + len(plan.seeds)
 
     def run(self) -> int:
         """Run the grid and the table, and return how many runs failed."""
-        trials_of_row = self._run_grid()
-        chosen_points = self._choose(trials_of_row)
+        tuning_jobs = self._run_grid()
+        chosen_points = self._choose(tuning_jobs)
         final_jobs = []
         for seed in self.plan.seeds:
             for row, point in chosen_points.items():
                 final_jobs.append(self.plan.job(row, seed, "run", point))
         self._run(final_jobs)
-        self.results.arrange([*_all_jobs(trials_of_row), *final_jobs])
+        self.results.arrange([*_all_jobs(tuning_jobs), *final_jobs])
         return self.num_failed
 
     def _run_grid(self) -> dict[Row, list[Job]]:
-        """Run the grid with the first seed, and return the trials of each row."""
+        """Run the grid with each of its seeds, and return the runs of each row."""
         plan = self.plan
-        trials_of_row: dict[Row, list[Job]] = {}
+        jobs_of_row: dict[Row, list[Job]] = {}
         for row in plan.rows:
-            grid_points = points(plan.grids[row.algorithm])
-            trials_of_row[row] = [plan.job(row, plan.seeds[0], "tune", point) for point in grid_points]
-        self._run(_all_jobs(trials_of_row))
+            jobs_of_row[row] = []
+            for point in points(plan.grids[row.algorithm]):
+                jobs_of_row[row] += self._jobs_of_trial(row, point)
+        self._run(_all_jobs(jobs_of_row))
 
         # A trial of a range depends on those before it, so the rows have one trial each at a time.
         rows_with_range = [row for row in plan.rows if has_range(plan.grids[row.algorithm])]
         for number in range(plan.trials):
+            next_jobs = []
             for row in rows_with_range:
-                trials_of_row[row].append(self._next_trial(row, number, trials_of_row[row]))
-            self._run([trials_of_row[row][-1] for row in rows_with_range])
-        return trials_of_row
+                point = self._next_point(row, number, jobs_of_row[row])
+                jobs_of_trial = self._jobs_of_trial(row, point)
+                jobs_of_row[row] += jobs_of_trial
+                next_jobs += jobs_of_trial
+            self._run(next_jobs)
+        return jobs_of_row
 
-    def _next_trial(self, row: Row, number: int, earlier_trials: list[Job]) -> Job:
-        """Return the next trial of a row: one from the file of results, if there is one, or a new one."""
-        seed = self.plan.seeds[0]
+    def _jobs_of_trial(self, row: Row, point: Point) -> list[Job]:
+        """Return the runs that try a point of the grid: one with each seed."""
+        return [self.plan.job(row, seed, "tune", point) for seed in self.plan.tune_seeds]
+
+    def _next_point(self, row: Row, number: int, earlier_jobs: list[Job]) -> Point:
+        """Return what the next trial of a row tries: a point from the file of results, or a new one."""
+        seed = self.plan.tune_seeds[0]
         grid = self.plan.grids[row.algorithm]
-        earlier_points = [trial.point for trial in earlier_trials]
+        earlier_points = [job.point for job in earlier_jobs]
         for record in self.results.records:
             if record["stage"] == "tune" and inside(grid, record["point"]):
                 job = self.plan.job(row, seed, "tune", record["point"])
                 if job.args == record["args"] and job.point not in earlier_points:
-                    return job
-        observations = [Observation(trial.point, score(self.results.find(trial))) for trial in earlier_trials]
-        point = propose(grid, observations, number, self.plan.options.sampler, seed)
-        return self.plan.job(row, seed, "tune", point)
+                    return job.point
+        observations = []
+        for trial in self._trials(earlier_jobs):
+            observations.append(Observation(trial.point, mean_score(trial.records)))
+        return propose(grid, observations, number, self.plan.options.sampler, seed)
 
-    def _choose(self, trials_of_row: dict[Row, list[Job]]) -> dict[Row, Point]:
+    def _trials(self, jobs: Sequence[Job]) -> list[Trial]:
+        """Return the trials of a row with their results, in the order of its runs."""
+        num_seeds = len(self.plan.tune_seeds)
+        trials = []
+        for start in range(0, len(jobs), num_seeds):
+            jobs_of_trial = jobs[start : start + num_seeds]
+            records = [self.results.find(job) for job in jobs_of_trial]
+            trials.append(Trial(jobs_of_trial[0].point, records))
+        return trials
+
+    def _choose(self, jobs_of_row: dict[Row, list[Job]]) -> dict[Row, Point]:
         """Return the best point of each row, an empty one without a grid; a row whose trials all failed is left out."""
         chosen_points: dict[Row, Point] = {}
-        for row, trials in trials_of_row.items():
-            if not trials:
+        for row, jobs in jobs_of_row.items():
+            if not jobs:
                 chosen_points[row] = {}
                 continue
-            best = choose(Trial(trial.point, self.results.find(trial)) for trial in trials)
+            best = choose(self._trials(jobs))
             if best is None:
                 self.num_runs -= len(self.plan.seeds)
                 self.num_failed += 1
-                print(f"{trials[0].label}: {NO_POINT}", file=sys.stderr)
+                print(f"{jobs[0].label}: {NO_POINT}", file=sys.stderr)
                 continue
             chosen_points[row] = best.point
             values = " ".join(words(best.point))
-            unit = unit_of(best.record).symbol
-            print(f"{trials[0].label}: {values} chosen, validation score {score_text(best.record)}{unit}")
+            records = [record for record in best.records if record is not None]
+            unit = unit_of(records[0]).symbol
+            print(f"{jobs[0].label}: {values} chosen, validation score {score_text(records)}{unit}")
         return chosen_points
 
     def _run(self, jobs: Iterable[Job]) -> None:
@@ -119,7 +142,7 @@ class Comparison:
         if self.plan.options.jobs > 1:
             # Seed after seed, so that a comparison that is cut off has some of all rows. Within a seed the longest
             # first, so that no process has nothing to do at the end.
-            seeds = self.plan.seeds
+            seeds = [*self.plan.tune_seeds, *self.plan.seeds]
             pending.sort(key=lambda job: (seeds.index(job.seed), -self.results.seconds(job.label)))
         for number, result in self.carry_out([Task(job.args, job in jobs_with_start) for job in pending]):
             if result is None:
@@ -255,6 +278,11 @@ def _add_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Seeds; every row is run once with each.")
     parser.add_argument(
+        "--redivide",
+        action="store_true",
+        help="Divide the images among the clients anew with each seed: data.seed is the run's seed.",
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -270,11 +298,18 @@ def _add_options(parser: ArgumentParser) -> None:
         default=[],
         metavar="[ALGORITHMS:]NAME=V1,V2",
         help=(
-            "Values of options of `perada fit`. Each is first evaluated with the first seed, on images that the "
+            "Values of options of `perada fit`. Each is first evaluated with --tune_seeds, on images that the "
             "clients hold out, and the best is used for the algorithm. A+B=V1,V2 sets two options to the same value. "
             "With several --tune all combinations are evaluated. ditto,perada:NAME=V1,V2 is for these algorithms "
             "only. NAME=lo..hi is a range, from which --trials settings are drawn; it requires perada[tune]."
         ),
+    )
+    parser.add_argument(
+        "--tune_seeds",
+        nargs="+",
+        type=int,
+        default=[],
+        help="Seeds with which --tune tries each setting, which is judged by its mean score (default: the first seed).",
     )
     parser.add_argument(
         "--trials", type=PositiveInt, help="Number of settings per algorithm whose --tune has a range (default: 10)."

@@ -227,6 +227,7 @@ class Plan:
         self.overrides = overrides
         algorithms = _algorithms_of(options)
         self.seeds = list(dict.fromkeys(options.seeds))
+        self.tune_seeds = list(dict.fromkeys(options.tune_seeds)) or self.seeds[:1]
         vary = parse_grid(options.vary, "--vary")
         self.grids = parse_grids(options.tune, algorithms)
         self.settings = parse_settings(options.set, algorithms)
@@ -256,10 +257,14 @@ class Plan:
         option_words = []
         if options.paper:
             option_words.append("--paper")
+        if options.redivide:
+            option_words.append("--redivide")
         option_words += [f"--tune={argument}" for argument in options.tune]
         option_words += [f"--set={argument}" for argument in options.set]
         if self.trials:
             option_words += [f"--trials={self.trials}", f"--sampler={options.sampler}"]
+        if options.tune_seeds:
+            option_words.append(f"--tune_seeds={','.join(map(str, self.tune_seeds))}")
         if options.tune and options.choose_by != list(CHOSEN_BY):
             option_words.append(f"--choose_by={','.join(options.choose_by)}")
         return option_words
@@ -285,6 +290,9 @@ class Plan:
             raise ValueError(
                 f"--sampler {self.options.sampler} requires a range; add --tune NAME=lo..hi, or leave --sampler out"
             )
+        if self.options.tune_seeds and not self.options.tune:
+            seeds = " ".join(map(str, self.tune_seeds))
+            raise ValueError(f"--tune_seeds {seeds} requires settings to try; add --tune, or leave --tune_seeds out")
         if self.options.choose_by != list(CHOSEN_BY) and not self.options.tune:
             scores = " ".join(self.options.choose_by)
             raise ValueError(
@@ -311,11 +319,21 @@ class Plan:
         if tuned_and_varied:
             raise ValueError(f"--tune and --vary both set {tuned_and_varied[0]}; tune it or vary it")
         overridden = {word[2:].partition("=")[0] for word in self.overrides}
+        if self.options.redivide:
+            self._check_division_seed_is_free(tuned_options | varied_options | overridden)
         given_for_all = sorted((tuned_options | varied_options) & overridden)
         if given_for_all:
             raise ValueError(
                 f"--{given_for_all[0]} is set for every run but also tuned or varied; leave one of them out"
             )
+
+    def _check_division_seed_is_free(self, names: set[str]) -> None:
+        """Raise if an option sets the seed of the division, which --redivide sets for each run."""
+        for settings in (*self.settings.values(), *self.variants.values()):
+            for joined_name in settings:
+                names = names | set(options_of(joined_name))
+        if "data.seed" in names:
+            raise ValueError("--redivide takes data.seed from each run's seed, but data.seed is set too; leave one out")
 
     def _check_row(self, row: Row) -> None:
         """Raise if a run of a row cannot be built, or cannot be chosen for."""
@@ -389,6 +407,8 @@ class Plan:
         if row.algorithm:
             args += entry_of(row.algorithm).words(recipe.cli, self.options.paper)
         args.append(f"--seed_everything={seed}")
+        if self.options.redivide:
+            args.append(f"--data.seed={seed}")
         if stage == "tune":
             args.append(HOLD_OUT)
         args += self.overrides

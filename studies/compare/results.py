@@ -2,9 +2,9 @@
 """The file of results, from which a command resumes, and the choice of the best point of a grid."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from perada.core.digests import check_sealed, sealed
@@ -113,31 +113,46 @@ def _identity(record: Record) -> list[object]:
 
 
 class Trial(NamedTuple):
-    """A point of the grid, and the record of its run; None if there is none."""
+    """A point of the grid, and the record of its run with each seed; None for a run without one."""
 
     point: Point
-    record: Record | None
+    records: list[Record | None]
 
 
-class ScoredTrial(NamedTuple):
-    """A point of the grid, and the record of its run, which has a score."""
+def trials_of(records: Iterable[Record]) -> list[Trial]:
+    """Return the trials of one row, each with the records of all its seeds, in the order of the records."""
+    trials: list[Trial] = []
+    for record in records:
+        for trial in trials:
+            if trial.point == record["point"]:
+                trial.records.append(record)
+                break
+        else:
+            trials.append(Trial(record["point"], [record]))
+    return trials
 
-    point: Point
-    record: Record
 
-
-def choose(trials: Iterable[Trial]) -> ScoredTrial | None:
-    """Return the trial with the best score, the first of several; None if no trial has a score."""
+def choose(trials: Iterable[Trial]) -> Trial | None:
+    """Return the trial with the best mean score, the first of several; None if no trial has a score."""
     best = None
     best_score = None
-    for point, record in trials:
-        value = score(record)
-        if record is None or value is None:
+    for trial in trials:
+        value = mean_score(trial.records)
+        if value is None:
             continue
         if best_score is None or value > best_score:
-            best = ScoredTrial(point, record)
+            best = trial
             best_score = value
     return best
+
+
+def mean_score(records: Sequence[Record | None]) -> float | None:
+    """Return the mean score of a setting over seeds; None if a run has none: a setting must work with every seed."""
+    scores = [score(record) for record in records]
+    known_scores = [value for value in scores if value is not None]
+    if not known_scores or len(known_scores) < len(scores):
+        return None
+    return fmean(known_scores)
 
 
 def score(record: Record | None) -> float | None:
@@ -160,12 +175,21 @@ def score(record: Record | None) -> float | None:
     return fmean(values)
 
 
-def score_text(record: Record) -> str:
-    """Return a score as it is printed, without its unit: an error has no minus, by which it is chosen."""
-    value = score(record)
-    if value is None:
-        return "failed" if "failed" in record else "diverged"
-    return unit_of(record).number(-value if lower_is_better(record) else value)
+def score_text(records: Sequence[Record]) -> str:
+    """Return the mean score of a setting as it is printed, without its unit, with the deviation over several seeds.
+
+    An error has no minus, by which it is chosen.
+    """
+    mean = mean_score(records)
+    if mean is None:
+        has_failed = any("failed" in record for record in records)
+        return "failed" if has_failed else "diverged"
+    number = unit_of(records[0]).number
+    text = number(-mean if lower_is_better(records[0]) else mean)
+    if len(records) > 1:
+        scores = [value for value in map(score, records) if value is not None]
+        text += f" ± {number(stdev(scores))}"
+    return text
 
 
 def lower_is_better(record: Record) -> bool:

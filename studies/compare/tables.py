@@ -28,10 +28,10 @@ from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, named
 from perada.studies.compare.results import (
     NO_POINT,
     Record,
-    Trial,
     choose,
     lower_is_better,
     score_text,
+    trials_of,
 )
 
 
@@ -233,7 +233,7 @@ def _composition_note(records: Sequence[Record]) -> str:
     )
 
 
-IGNORED_WORDS = {"tune": ("--tune=", "--choose_by=", "--trials=", "--sampler=")}
+IGNORED_WORDS = {"tune": ("--tune=", "--tune_seeds=", "--choose_by=", "--trials=", "--sampler=")}
 """By stage, options that make no new row: a grid may be extended by a later command."""
 
 
@@ -279,7 +279,7 @@ def _with_starts(records: Sequence[Record]) -> list[Record]:
 
 
 def grid_table(records: Sequence[Record]) -> str:
-    """Return a table of the grid's scores, a row for each run in the order of the runs, and which one was chosen."""
+    """Return a table of the scores of a grid with a row for each setting, and which one was chosen."""
     trials = [record for record in records if record["stage"] == "tune"]
     options: dict[str, None] = {}  # in order
     chosen_by: dict[str, None] = {}
@@ -288,15 +288,19 @@ def grid_table(records: Sequence[Record]) -> str:
         chosen_by.update(dict.fromkeys(record.get("chosen_by", CHOSEN_BY)))
     rows = []
     for label, records_of_row in _rows_by_name(trials).items():
-        best = choose(Trial(record["point"], record) for record in records_of_row)
-        for record in records_of_row:
-            is_chosen = best is not None and record["point"] == best.point
-            values = [record["point"].get(name, "") for name in options]
-            rows.append([label, *values, score_text(record), "chosen" if is_chosen else ""])
+        trials_of_row = trials_of(records_of_row)
+        best = choose(trials_of_row)
+        for trial in trials_of_row:
+            records_of_trial = [record for record in trial.records if record is not None]
+            values = [trial.point.get(name, "") for name in options]
+            is_chosen = best is not None and trial.point == best.point
+            rows.append([label, *values, score_text(records_of_trial), "chosen" if is_chosen else ""])
     # A file without trials has a table without rows.
     unit = unit_of(trials[0]) if trials else SHARES
     all_lower = all(lower_is_better(record) for record in trials)
     note = _grid_note(list(options), list(chosen_by), lower_chosen=all_lower, unit=unit)
+    if len({record["seed"] for record in trials}) > 1:
+        note += " ± is the sample standard deviation over seeds."
     return _printable([table(["", *options, "score", ""], rows), note, *_failures(trials)])
 
 

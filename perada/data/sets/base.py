@@ -114,6 +114,16 @@ class ImageSet(Dataset[Any], ABC):
         other.train = train  # for a class without this argument
         return other
 
+    def with_seed(self, seed: int) -> Self:
+        """Return the set as this seed draws it, if its option ``seed`` is None; else the set itself.
+
+        The data module calls it with its own seed, so that one seed draws everything of a division.
+        """
+        has_option = "seed" in inspect.signature(type(self)).parameters
+        if not has_option or getattr(self, "seed", 0) is not None:
+            return self
+        return self._rebuilt("seed", seed)
+
     def _rebuilt(self, name: str, value: object) -> Self:
         """Return a set made from the same arguments but for one, which is left unchanged if the class lacks it."""
         bound = self._bound_arguments()

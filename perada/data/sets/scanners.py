@@ -218,7 +218,8 @@ class Scanners(ImageSet):
         test_share: Redraw both splits of ``dataset``: this share of each scanner's images is the test split. Null
             keeps the splits.
         size: Height and width in pixels to which images are resized before they are scanned; null keeps them.
-        seed: A different seed gives a different assignment and different noise.
+        seed: A different seed gives a different assignment, different test images and different noise. Null for the
+            seed of the data module, or 0 without one.
         train: Whether to load the training split or the test split.
 
     Raises:
@@ -233,7 +234,7 @@ class Scanners(ImageSet):
         min_per_scanner: int = 2,
         test_share: float | None = None,
         size: int | None = 32,
-        seed: int = 0,
+        seed: int | None = None,
         train: bool = True,
     ) -> None:
         super().__init__(train)
@@ -244,7 +245,7 @@ class Scanners(ImageSet):
         check_integer("min_per_scanner", min_per_scanner)
         check_number("test_share", test_share, gt=0, lt=1, optional=True, hint="it is a share of all images")
         check_integer("size", size, optional=True)
-        check_integer("seed", seed, 0, le=None)
+        check_integer("seed", seed, 0, le=None, optional=True)
         self.dataset = dataset
         self.kinds = kinds
         self.alpha = alpha
@@ -295,6 +296,16 @@ class Scanners(ImageSet):
         """Download missing files, if the set is configured to."""
         self.dataset.download()
 
+    def with_seed(self, seed: int) -> "Scanners":
+        """Return the set drawn by this seed, and the set behind it, each unless it has a seed of its own."""
+        inner_set = self.dataset.with_seed(seed)
+        scanners = self if inner_set is self.dataset else self._rebuilt("dataset", inner_set)
+        return super(Scanners, scanners).with_seed(seed)
+
+    @property
+    def _seed_of_draws(self) -> int:
+        return 0 if self.seed is None else self.seed
+
     @cached_property
     def _scans(self) -> _Scans:
         """Assign each image of this split to a scanner."""
@@ -333,7 +344,7 @@ class Scanners(ImageSet):
         else:
             scanner = np.concatenate(self._dirichlet([train, test]))
 
-        rng = np.random.default_rng(derive_seed(self.seed, "scanners/test"))
+        rng = np.random.default_rng(derive_seed(self._seed_of_draws, "scanners/test"))
         is_test = np.zeros(len(scanner), dtype=bool)
         is_test[stratified_sample(scanner, test_share, rng)] = True
         in_split = np.flatnonzero(is_test != self.train)
@@ -346,7 +357,7 @@ class Scanners(ImageSet):
 
     def _even(self, count: int, part: int) -> Array:
         """Draw the scanners (N,) of so many images; the scanners' numbers of images differ by at most one."""
-        rng = np.random.default_rng(derive_seed(self.seed, "scanners", part))
+        rng = np.random.default_rng(derive_seed(self._seed_of_draws, "scanners", part))
         scanner: Array = rng.permutation(count) % len(self.names)
         return scanner
 
@@ -362,7 +373,7 @@ class Scanners(ImageSet):
                 )
             splits.append(Split(part.labels.numpy(), np.arange(len(part)), name=type(part).__name__))
         division = Dirichlet(len(self.names), self.alpha, min_per_client=self.min_per_scanner)
-        assigned = division.split(splits[0], splits[1], derive_seed(self.seed, "scanners"))
+        assigned = division.split(splits[0], splits[1], derive_seed(self._seed_of_draws, "scanners"))
         scanners = []
         for split, rows_of_scanners in zip(splits, assigned, strict=True):
             scanner = np.empty(len(split), dtype=np.int64)
@@ -468,7 +479,7 @@ class Scanners(ImageSet):
                 rows = scans.row[places[part]].tolist()
                 seeds = []
                 for source, row in zip(sources, rows, strict=True):
-                    seeds.append(derive_seed(self.seed, "scanner", self._split_of(source), row))
+                    seeds.append(derive_seed(self._seed_of_draws, "scanner", self._split_of(source), row))
                 scanned[part] = scan(images[part], name, seeds)
         return scanned
 

@@ -32,7 +32,7 @@ from perada.studies.compare.command import Comparison
 from perada.studies.compare.entries import ENTRIES
 from perada.studies.compare.grid import parse_grid
 from perada.studies.compare.plan import CHOSEN_BY, Plan
-from perada.studies.compare.results import Results, choose, score
+from perada.studies.compare.results import Results, choose, score, trials_of
 from perada.studies.compare.running import Task, epsilons, runner, same_budget
 from perada.studies.compare.tables import curve_tables, grid_table, summary
 from perada.tasks import Classification, Regression
@@ -536,6 +536,7 @@ def test_an_adapter_for_all_runs_is_not_that_of_algorithms_with_one_of_their_own
     given.update(
         Namespace(tune=[], set=[], variants=[], trials=None, sampler="tpe", choose_by=list(CHOSEN_BY), paper=False)
     )
+    given.update(Namespace(redivide=False, tune_seeds=[]))
     make = partial(PeradaCLI, run=False)
 
     def adapters(*words):
@@ -725,6 +726,72 @@ def test_rows_of_other_options_and_seeds_that_failed():
         "| z |  2 | failed |        |",
     ]
     assert "- z, seed 0, 2: ValueError: too high" in grid_table(records)
+
+
+def test_a_setting_is_judged_by_its_mean_over_the_seeds_of_the_grid():
+    def trial(rate, seed, own, **fields):
+        scores = {"personal/local_test": own, "personal/global_test": own, "diverged": False}
+        return record("z", stage="tune", point={"lr": rate}, seed=seed, **scores, **fields)
+
+    # The second value is best with the first seed only, and the third failed with one of two seeds.
+    records = [
+        trial("1", 7, 0.5),
+        trial("1", 8, 0.7),
+        trial("2", 7, 0.6),
+        trial("2", 8, 0.4),
+        trial("3", 7, 0.9),
+        trial("3", 8, 0.9, failed="ValueError: no"),
+    ]
+    best = choose(trials_of(records))
+    assert best.point == {"lr": "1"}
+    assert choose(trials_of(records[::2])).point == {"lr": "3"}
+    text = grid_table(records)
+    # The sample deviation of 50 and 70, and of 60 and 40.
+    assert text.splitlines()[2:5] == [
+        "| z |  1 | 60.00 ± 14.14 | chosen |",
+        "| z |  2 | 50.00 ± 14.14 |        |",
+        "| z |  3 |        failed |        |",
+    ]
+    assert "± is the sample standard deviation over seeds." in text
+
+
+@pytest.mark.slow
+def test_each_seed_divides_anew_and_others_choose(recipe, read, capsys):
+    words = ["compare", recipe, "--algorithms", "fedavg", "--seeds", "0", "1", "--redivide", *OUT]
+    main([*words, "--tune", "training.lr_local=0.01,0.3", "--tune_seeds", "5", "6"])
+    records = read()
+    tried = [(r["point"]["training.lr_local"], r["seed"]) for r in records if r["stage"] == "tune"]
+    assert tried == [("0.01", 5), ("0.01", 6), ("0.3", 5), ("0.3", 6)]
+    for made in records:
+        assert f"--data.seed={made['seed']}" in made["args"]
+    means = {}
+    for rate in ("0.01", "0.3"):
+        own = [score(r) for r in records if r["stage"] == "tune" and r["point"]["training.lr_local"] == rate]
+        means[rate] = sum(own) / 2
+    best = max(means, key=means.get)
+    finals = [r for r in records if r["stage"] == "run"]
+    assert [(r["point"]["training.lr_local"], r["seed"]) for r in finals] == [(best, 0), (best, 1)]
+    assert f"chosen, validation score {100 * means[best]:.2f} ± " in capsys.readouterr().out
+    # It goes on where it stopped, with further seeds.
+    main([*words, "--tune", "training.lr_local=0.01,0.3", "--tune_seeds", "5", "6", "7"])
+    assert [line.split(", lr")[0] for line in begun(capsys.readouterr().out)] == ["fedavg, seed 7"] * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--tune_seeds", "1"], "--tune_seeds 1 requires settings to try; add --tune"),
+        (["--tune_seeds", "one"], "--tune_seeds: must be an integer, got 'one'"),
+        (["--redivide", "--data.seed=2"], "--redivide takes data.seed from each run's seed, but data.seed is set too"),
+        (["--redivide", "--vary", "data.seed=1,2"], "--redivide takes data.seed"),
+        (["--redivide", "--tune", "data.seed=1,2"], "--redivide takes data.seed"),
+        (["--redivide", "--set", "fedavg:data.seed=1"], "--redivide takes data.seed"),
+        (["--redivide", "--variants", "other={data.seed: 1}"], "--redivide takes data.seed"),
+    ],
+)
+def test_seeds_that_contradict_each_other_are_rejected(recipe, more, message):
+    with pytest.raises(ValueError, match=message):
+        main(["compare", recipe, "--algorithms", "fedavg", *more])
 
 
 @pytest.mark.slow

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of an image set, for parties that must not have the same images."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perada.core.checks import OptionError, check_integer, check_number
+from perada.core.seeding import derive_seed
+from perada.core.text import value_text
+from perada.data.partitions.shares import Array, split_by_group
+from perada.data.sets.base import ImageSet, checked_columns, split_of
+
+
+class RandomPart(ImageSet):
+    """A part of the images of a set, in a random order that is the same for all parts.
+
+    Two parts whose ranges do not overlap have no image in common, so one can be the server's public set and the other
+    be divided among the clients. Images of a group, such as a patient's, are in the same part.
+
+    Args:
+        dataset: The images.
+        start: Share of the images of each split before the part.
+        stop: Share of the images of each split up to the end of the part.
+        seed: A different seed gives a different order. Null for the seed of the data module, or 0 without one.
+        train: Whether to load the training split or the test split.
+
+    Raises:
+        ValueError: If an option is out of range, or no image lies between ``start`` and ``stop``.
+
+    >>> from perada.data import Digits
+    >>> len(RandomPart(Digits(), stop=0.2)), len(RandomPart(Digits(), start=0.2)), len(Digits())
+    (288, 1150, 1438)
+    """
+
+    def __init__(
+        self,
+        dataset: ImageSet,
+        start: float = 0.0,
+        stop: float = 1.0,
+        seed: int | None = None,
+        train: bool = True,
+    ) -> None:
+        super().__init__(train)
+        if not isinstance(dataset, ImageSet):
+            raise TypeError(f"RandomPart: dataset must be an image set such as Digits(), got {value_text(dataset)}")
+        check_number("start", start, ge=0, lt=1, hint="it is a share of the images")
+        check_number("stop", stop, gt=0, le=1, hint="it is a share of the images")
+        if start >= stop:
+            raise OptionError(
+                f"RandomPart: start={start} leaves no images before stop={stop}: choose a smaller start",
+                name="start",
+                value=start,
+            )
+        check_integer("seed", seed, 0, le=None, optional=True)
+        self.dataset = dataset
+        self.start = start
+        self.stop = stop
+        self.seed = seed
+
+    @property
+    def num_classes(self) -> int | None:  # type: ignore[override]  # lazy: the set may read files
+        """Number of classes of the whole set."""
+        return self.dataset.num_classes
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:  # type: ignore[override]  # those of the set
+        """Names of the classes of the whole set."""
+        return self.dataset.classes
+
+    @property
+    def group_column(self) -> str | None:  # type: ignore[override]  # lazy: the set may read files
+        """The column whose values stay together when images are held out, or None."""
+        return self.dataset.group_column
+
+    @property
+    def identities(self) -> Array | None:  # type: ignore[override]  # those of the set
+        """Identity (N,) of each image, or None if the set has none."""
+        identities = self._whole_split.identities
+        return None if identities is None else np.asarray(identities)[self._rows]
+
+    @property
+    def movements(self) -> Sequence[str]:  # type: ignore[override]  # those of the set
+        """Changes of the set's images that move their content, but not their labels."""
+        return self.dataset.movements
+
+    @property
+    def full_scale(self) -> float | None:
+        """The value of white in the set's files, if the set has this option."""
+        scale: float | None = getattr(self.dataset, "full_scale", None)
+        return scale
+
+    @property
+    def columns(self) -> Mapping[str, Array]:
+        """The set's own columns."""
+        columns = self._columns_of_split
+        return {name: column[self._rows] for name, column in columns.items()}
+
+    @property
+    def paths(self) -> list[str | None]:
+        """Paths of the images for messages; None if the set does not name them."""
+        paths = getattr(self._whole_split, "paths", None)
+        if not isinstance(paths, list):
+            return [None] * len(self)
+        return [paths[row] for row in self._rows.tolist()]
+
+    def download(self) -> None:
+        """Download missing files, if the set is configured to."""
+        self.dataset.download()
+
+    def with_seed(self, seed: int) -> "RandomPart":
+        """Return the part drawn by this seed, and the set behind it, each unless it has a seed of its own."""
+        inner_set = self.dataset.with_seed(seed)
+        part = self if inner_set is self.dataset else self._rebuilt("dataset", inner_set)
+        return super(RandomPart, part).with_seed(seed)
+
+    @cached_property
+    def _whole_split(self) -> ImageSet:
+        return self.dataset.with_split(self.train)
+
+    @property
+    def _columns_of_split(self) -> Mapping[str, Array]:
+        return checked_columns(split_of(self._whole_split), self._whole_split.columns, len(self._whole_split))
+
+    @cached_property
+    def _rows(self) -> Array:
+        """Rows (N,) of the part in its split of the set, ascending."""
+        num_images = len(self._whole_split)
+        groups = np.arange(num_images)
+        if self.group_column is not None:
+            groups = self._columns_of_split[self.group_column]
+        first = round(self.start * num_images)
+        last = round(self.stop * num_images)
+        # The order must not depend on the part, or two parts would share images.
+        seed = 0 if self.seed is None else self.seed
+        rng = np.random.default_rng(derive_seed(seed, "random_part", int(self.train)))
+        _, rows, _ = split_by_group(groups, [first, last - first], rng)
+        if not len(rows):
+            raise ValueError(
+                f"RandomPart: of the {num_images} images of {split_of(self._whole_split)}, none lies "
+                f"between start={self.start} and stop={self.stop}: choose a larger part"
+            )
+        return rows
+
+    def _load(self) -> tuple[Tensor | None, Tensor | None]:
+        images = self._whole_split.images
+        labels = self._whole_split.labels
+        rows = torch.from_numpy(self._rows)
+        images_of_part = None if images is None else images[rows]
+        labels_of_part = None if labels is None else labels[rows]
+        return images_of_part, labels_of_part
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Tensor:
+        # A range turns a negative index into the place that it stands for, and raises beyond the end.
+        place = range(len(self))[index]
+        item: tuple[Tensor, Tensor] | Tensor = self._whole_split[int(self._rows[place])]
+        return item
