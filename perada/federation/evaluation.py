@@ -424,18 +424,31 @@ class EvaluationPass:
 
 
 @dataclass(frozen=True)
+class ClientScores:
+    """Scores of the clients' predictions on one set of images.
+
+    Attributes:
+        scores: Score (M,) of each client, NaN for those that were not scored.
+        failed: Mask (M,) of the clients with outputs that are NaN or infinite.
+    """
+
+    scores: Tensor
+    failed: Tensor
+
+
+@dataclass(frozen=True)
 class ModelScores:
     """Scores of a federation's models on one set of images.
 
     Attributes:
-        per_client: Scores (M,) of the personal models, NaN for those that did not run.
+        personal: Scores of the personal models.
         global_score: Score of the global model; NaN if there is none.
-        failed: Mask (M,) of the clients whose model has outputs that are NaN or infinite.
+        both: Scores of predictions with both models of each client; None if clients do not predict so.
     """
 
-    per_client: Tensor
+    personal: ClientScores
     global_score: float
-    failed: Tensor
+    both: ClientScores | None = None
 
 
 class ShiftedEvaluation:
@@ -449,10 +462,20 @@ class ShiftedEvaluation:
         everywhere: Clients whose models are scored.
         others: Whether a client's model is scored only on the images of the other clients, and the global model as if
             it were each client's, mean over clients.
+        both: Predicts with both models of a client, which is then scored too; None not to.
+
+    Attributes:
+        typical_shares: The share (M,) of the images that look like the client's own, NaN for clients that were not
+            scored; filled by :meth:`result`. None if clients do not predict with both models.
     """
 
     def __init__(
-        self, federation: Federation, metrics: Sequence[Metric], everywhere: Sequence[int], others: bool = False
+        self,
+        federation: Federation,
+        metrics: Sequence[Metric],
+        everywhere: Sequence[int],
+        others: bool = False,
+        both: BothModels | None = None,
     ) -> None:
         self.federation = federation
         self.everywhere = everywhere
@@ -463,6 +486,15 @@ class ShiftedEvaluation:
         self._personal = Scores(metrics, task, models=len(everywhere))
         self._global = Scores(metrics, task, models=len(self._global_places))
 
+        # Clients that have one model predict with it.
+        has_both_models = federation.personalized and federation.settings.algorithm.global_model
+        self._both = both if has_both_models else None
+        self._both_scores = Scores(metrics, task, models=len(everywhere))
+        # Numbers of images on which each client was scored, and of those that are typical of it.
+        self._num_images = torch.zeros(federation.num_clients, dtype=torch.int64)
+        self._num_typical = torch.zeros(federation.num_clients, dtype=torch.int64)
+        self.typical_shares: Tensor | None = None
+
     def step(self, batch: EvalBatch, index: int) -> None:
         """Run the models on a batch, the ``index``-th of the evaluation."""
         federation = self.federation
@@ -471,14 +503,21 @@ class ShiftedEvaluation:
         if engine.trunk is not None and tuple(x.shape[1:]) == tuple(engine.trunk.image):
             # Once, and not for each model.
             x = engine.features(x)
+        # All processes have the global model, and share its batches among them.
         is_batch_of_rank = index % federation.ranks.size == federation.ranks.rank
-        if federation.settings.algorithm.global_model and is_batch_of_rank:
+        shared: _SharedOutputs | None = None
+        if federation.settings.algorithm.global_model and (is_batch_of_rank or self._both is not None):
             logits = shared_logits(federation, x)
-            logits = logits.expand(len(self._global_places), *logits.shape)
-            self._update(self._global, logits, batch, self._global_places, self._global_places)
+            if is_batch_of_rank:
+                logits_of_places = logits.expand(len(self._global_places), *logits.shape)
+                self._update(self._global, logits_of_places, batch, self._global_places, self._global_places)
+            if self._both is not None:
+                shared = _SharedOutputs(logits, self._both.statistics(x))
         if federation.personalized:
             for run in everywhere_logits(federation, self.everywhere, x):
                 self._update(self._personal, run.logits, batch, run.places, run.clients)
+                if shared is not None:
+                    self._score_both_models(run, batch, shared)
 
     def _update(
         self, scores: Scores, logits: Tensor, batch: EvalBatch, places: Sequence[int], clients: Sequence[int]
@@ -492,8 +531,23 @@ class ShiftedEvaluation:
             is_of_others = owner != client
             scores.update(client_logits.unsqueeze(0), batch.y, models=[place], counted=is_of_others)
 
+    def _score_both_models(self, run: "ModelsRun", batch: EvalBatch, shared: _SharedOutputs) -> None:
+        """Score predictions with both models of the p clients whose personal models ran on a batch."""
+        assert self._both is not None
+        is_typical = self._both.typical(run.clients, shared.statistics)  # (p, B)
+        shares = self._both.shares(run.clients, run.logits.device).unsqueeze(1)
+        logits = self._both.logits(run.logits, shared.logits, is_typical, shares)
+        self._update(self._both_scores, logits, batch, run.places, run.clients)
+
+        is_scored = torch.ones(len(run.clients), len(batch.owner), dtype=torch.bool)
+        if self.others:
+            is_scored = batch.owner.cpu() != torch.tensor(run.clients).unsqueeze(1)
+        clients = list(run.clients)
+        self._num_images[clients] += is_scored.sum(1)
+        self._num_typical[clients] += (is_typical.cpu() & is_scored).sum(1)
+
     def result(self) -> dict[str, ModelScores]:
-        """Merge the counts of all processes. A collective: all of them must call this.
+        """Merge the counts of all processes. A collective: all of them must call this, once.
 
         Returns:
             The scores by metric. Scores of classes are averaged.
@@ -502,24 +556,37 @@ class ShiftedEvaluation:
         # The order of these collectives must be the same on all ranks.
         self._personal.merge(self.federation.ranks)
         self._global.merge(self.federation.ranks)
-        personal_means = self._personal.means()
+        if self._both is not None:
+            self._both_scores.merge(self.federation.ranks)
+            self.federation.ranks.sum_([self._num_images, self._num_typical])
+            self.typical_shares = self._num_typical.double() / self._num_images
+
         global_failed = self._global.failed_images[:, 0] > 0
-        failed = torch.zeros(num_clients, dtype=torch.bool)
-        if self.federation.personalized:
-            failed[list(self.everywhere)] = self._personal.failed_images[:, 0] > 0
-        else:
-            failed = global_failed.expand(num_clients)
+        personal_of_metrics = self._of_clients(self._personal)
+        both_of_metrics = self._of_clients(self._both_scores)
         results = {}
         for name, scores in self._global.means().items():
             global_scores = scores[:, 0]
-            if self.federation.personalized:
-                per_client = scores.new_full((num_clients,), torch.nan)
-                per_client[list(self.everywhere)] = personal_means[name][:, 0]
-            else:
-                per_client = global_scores.expand(num_clients)
             global_score = math.nan if global_failed.any() else float(global_scores.nanmean())
-            results[name] = ModelScores(per_client, global_score, failed)
+            personal = personal_of_metrics[name]
+            if not self.federation.personalized:
+                # All clients predict with the global model.
+                personal = ClientScores(global_scores.expand(num_clients), global_failed.expand(num_clients))
+            both = None if self._both is None else both_of_metrics[name]
+            results[name] = ModelScores(personal, global_score, both)
         return results
+
+    def _of_clients(self, scores: Scores) -> dict[str, ClientScores]:
+        """Return the merged scores of the models of ``everywhere``, by metric, as scores of all clients."""
+        clients = list(self.everywhere)
+        failed = torch.zeros(self.federation.num_clients, dtype=torch.bool)
+        failed[clients] = scores.failed_images[:, 0] > 0
+        scores_of_metrics: dict[str, ClientScores] = {}
+        for name, means in scores.means().items():
+            client_scores = means.new_full((self.federation.num_clients,), torch.nan)
+            client_scores[clients] = means[:, 0]
+            scores_of_metrics[name] = ClientScores(client_scores, failed)
+        return scores_of_metrics
 
 
 EVERYWHERE_LIMIT = 10**7

@@ -15,7 +15,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan
 from perada.data.shifts import Condition
-from perada.federation.evaluation import ModelScores, ShiftedEvaluation
+from perada.federation.evaluation import ClientScores, ModelScores, ShiftedEvaluation
 from perada.federation.failed_outputs import failed_of_records
 from perada.lightning.results import ShiftScores
 from perada.lightning.round_warnings import warn_of_failed_clients, warn_of_failed_outputs
@@ -113,10 +113,12 @@ class _ConditionScores(NamedTuple):
     Attributes:
         condition: The shifted set.
         by_metric: The scores by metric.
+        typical_shares: :attr:`.ShiftedEvaluation.typical_shares`.
     """
 
     condition: Condition
     by_metric: dict[str, ModelScores]
+    typical_shares: torch.Tensor | None
 
 
 def score_shifts(context: RunContext) -> bool:
@@ -136,9 +138,12 @@ def score_shifts(context: RunContext) -> bool:
     started_at = time.perf_counter()
     results: list[_ConditionScores] = []
     for condition in context.progress_bar(data.conditions, "Shifts"):
-        evaluation = ShiftedEvaluation(context.federation, module.metrics, module.everywhere, condition.others)
+        evaluation = ShiftedEvaluation(
+            context.federation, module.metrics, module.everywhere, condition.others, module.both
+        )
         context.evaluate(data.shift_loader(condition), limit, evaluation.step)
-        results.append(_ConditionScores(condition, evaluation.result()))
+        by_metric = evaluation.result()
+        results.append(_ConditionScores(condition, by_metric, evaluation.typical_shares))
         if len(results) == 1:
             _announce_long_shifts(time.perf_counter() - started_at, len(data.conditions))
     shifted = _summarize(
@@ -214,17 +219,27 @@ def _summarize(
         for metric in metrics:
             name = shift if metric == metrics[0] else f"{shift}_{metric}"
             scores_of_sets = [result.by_metric[metric] for result in shift_results]
-            failed = torch.stack([scores_of_set.failed for scores_of_set in scores_of_sets]).any(0)
-            client_scores = torch.stack([scores_of_set.per_client for scores_of_set in scores_of_sets]).nanmean(0)
-            # Not the mean over those sets on which the outputs are finite.
-            client_scores = client_scores.masked_fill(failed, math.nan)
-            if failed.any() or not client_scores.isnan().all():
-                mean, std = _mean_and_std(client_scores, failed)
-                per_client[f"personal/{name}"] = client_scores
-                scores[f"personal/{name}"] = mean
-                scores[f"personal/{name}_std"] = std
+            predictions = {
+                "personal": [scores_of_set.personal for scores_of_set in scores_of_sets],
+                "both": [scores_of_set.both for scores_of_set in scores_of_sets if scores_of_set.both is not None],
+            }
+            for kind_of_prediction, client_scores_of_sets in predictions.items():
+                if not client_scores_of_sets:
+                    continue
+                client_scores = _mean_over_sets(client_scores_of_sets)
+                if client_scores.failed.any() or not client_scores.scores.isnan().all():
+                    mean, std = _mean_and_std(client_scores)
+                    per_client[f"{kind_of_prediction}/{name}"] = client_scores.scores
+                    scores[f"{kind_of_prediction}/{name}"] = mean
+                    scores[f"{kind_of_prediction}/{name}_std"] = std
             if has_global_model:
                 scores[f"global/{name}"] = fmean(scores_of_set.global_score for scores_of_set in scores_of_sets)
+        shares_of_sets = [result.typical_shares for result in shift_results if result.typical_shares is not None]
+        if shares_of_sets:
+            typical_shares = torch.stack(shares_of_sets).nanmean(0)
+            if not typical_shares.isnan().all():
+                per_client[f"typical/{shift}"] = typical_shares
+                scores[f"typical/{shift}"] = float(typical_shares.nanmean())
         if shift_results[0].condition.kind:
             kinds[shift] = _severity_curves(shift_results, metrics[0])
     return ShiftScores(scores, per_client, kinds, shifts, seconds)
@@ -236,12 +251,19 @@ def _severity_curves(results: Sequence[_ConditionScores], metric: str) -> dict[s
     A curve is left out as a whole: a curve of the other severities would look complete.
     """
     curves: dict[str, dict[str, list[float]]] = {}
-    for condition, by_metric in results:
-        scores = by_metric[metric]
-        mean, std = _mean_and_std(scores.per_client, scores.failed)
-        curve = curves.setdefault(condition.kind, {"severity": []})
-        curve["severity"].append(condition.severity)
-        for name, value in {"personal": mean, "personal_std": std, "global": scores.global_score}.items():
+    for result in results:
+        scores = result.by_metric[metric]
+        mean, std = _mean_and_std(scores.personal)
+        values = {"personal": mean, "personal_std": std, "global": scores.global_score}
+        if scores.both is not None:
+            mean_of_both, std_of_both = _mean_and_std(scores.both)
+            values["both"] = mean_of_both
+            values["both_std"] = std_of_both
+        if result.typical_shares is not None:
+            values["typical"] = float(result.typical_shares.nanmean())
+        curve = curves.setdefault(result.condition.kind, {"severity": []})
+        curve["severity"].append(result.condition.severity)
+        for name, value in values.items():
             curve.setdefault(name, []).append(value)
     complete_curves: dict[str, dict[str, list[float]]] = {}
     for kind, curve in curves.items():
@@ -249,10 +271,18 @@ def _severity_curves(results: Sequence[_ConditionScores], metric: str) -> dict[s
     return complete_curves
 
 
-def _mean_and_std(scores: torch.Tensor, failed: torch.Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation over the clients that have a score; NaN if none has, or one has ``failed``."""
-    scores = scores[~scores.isnan()].double()
-    if len(scores) == 0 or failed.any():
+def _mean_over_sets(client_scores_of_sets: Sequence[ClientScores]) -> ClientScores:
+    """Return the clients' mean scores over several shifted sets."""
+    failed = torch.stack([client_scores.failed for client_scores in client_scores_of_sets]).any(0)
+    means = torch.stack([client_scores.scores for client_scores in client_scores_of_sets]).nanmean(0)
+    # Not the mean over those sets on which the outputs are finite.
+    return ClientScores(means.masked_fill(failed, math.nan), failed)
+
+
+def _mean_and_std(client_scores: ClientScores) -> tuple[float, float]:
+    """Return mean and standard deviation over the clients that have a score; NaN if none has, or one has failed."""
+    scores = client_scores.scores[~client_scores.scores.isnan()].double()
+    if len(scores) == 0 or client_scores.failed.any():
         return math.nan, math.nan
     return float(scores.mean()), float(scores.std(correction=0))
 
@@ -322,8 +352,15 @@ def _score_last_round(context: RunContext, history: History, tuned: bool) -> boo
     module = context.module
     has_new_scores = False
     is_scored = not history or any(name.startswith("personal/") for name in history[-1])
-    if tuned or not is_scored:
+    needs_scores = tuned or not is_scored
+    shifted = context.results.shifted
+    are_outdated = shifted is None or shifted.shifts != _shift_reprs(context)
+    has_shifts = bool(context.data.conditions) and context.data.shifts_when != "test"
+    needs_shifts = has_shifts and bool(history) and are_outdated
+    # A resumed run that stopped at once has not compared any images yet.
+    if needs_scores or needs_shifts or module.both is None:
         prepare_both_models(context)
+    if needs_scores:
         module.on_validation_epoch_start()
         has_new_scores = context.evaluate(
             context.data.val_dataloader(), context.trainer.limit_val_batches, module.validation_step
@@ -331,9 +368,7 @@ def _score_last_round(context: RunContext, history: History, tuned: bool) -> boo
         if has_new_scores:
             module.score()
             warn_of_failed_outputs(context)
-    shifted = context.results.shifted
-    are_outdated = shifted is None or shifted.shifts != _shift_reprs(context)
-    if context.data.shifts_when != "test" and history and are_outdated and score_shifts(context):
+    if needs_shifts and score_shifts(context):
         context.results.include_shifted()
         has_new_scores = True
     return has_new_scores

@@ -18,6 +18,8 @@ SCORES_OF_BOTH = ("both/local_test", "both/global_test")
 """Scores of predictions with both models of a client, which not all runs have."""
 TYPICAL = "typical/local_test"
 """Share of a client's test images that look like its training images."""
+TYPICAL_SHARES = "typical/"
+"""How names of shares of images begin that look like a client's training images."""
 SCORE_GROUPS = ("personal/", "global/", "both/")
 """How names of scores begin."""
 ENTROPY = "global/entropy"
@@ -194,6 +196,8 @@ def title(name: str) -> str:
     ("all clients' images, worst client", 'fog, personal models', 'training loss, local')
     >>> title("personal/local_test_f1_weighted"), title("theory/personal_gradient_std"), title("my_own/metric_b")
     ('own images, weighted F1', 'squared gradient norm, personal, std', 'my own: metric b')
+    >>> title("both/fog"), title("typical/fog")
+    ('fog, both models', 'fog, images that look typical')
     """
     words = TITLES | EPSILONS
     if name in words:
@@ -214,6 +218,8 @@ def title(name: str) -> str:
         return f"{metric}, global model"
     if group == "both" and metric:
         return f"{metric}, both models"
+    if name.startswith(TYPICAL_SHARES) and metric:
+        return f"{metric}, images that look typical"
     if metric:
         return f"{_spaced(group)}: {_spaced(metric)}"
     return _spaced(name)
@@ -428,23 +434,27 @@ def _mean_cell(name: str, values: Sequence[float], unit: ScoreUnit) -> str:
         return mean_and_std(available) if available else "–"
     if not available:
         return "– ± –"
-    return f"{unit.number(fmean(available))} ± {unit.number(pstdev(available))}"
+    return f"{cell(name, fmean(available), unit)} ± {cell(name, pstdev(available), unit)}"
 
 
 def shift_names(names: Iterable[str]) -> list[str]:
     """Return the names of mean scores on shifted test sets, sorted by shift, personal models first.
 
+    Shares of images that look typical are among them.
+
     >>> shift_names(["personal/local_test", "personal/fog", "personal/fog_std", "global/fog", "comm/up_mb"])
     ['personal/fog', 'global/fog']
+    >>> shift_names(["typical/fog", "both/fog", "global/fog", "typical/local_test"])
+    ['global/fog', 'both/fog', 'typical/fog']
     """
-    scores = {name for name in names if name.startswith(SCORE_GROUPS) and not is_spread(name)}
-    order_of_models = ["personal", "global", "both"]
+    scores = {name for name in names if name.startswith((*SCORE_GROUPS, TYPICAL_SHARES)) and not is_spread(name)}
+    order_of_groups = ["personal", "global", "both", "typical"]
 
     def sort_key(name: str) -> tuple[str, int]:
-        model, _, shift = name.partition("/")
-        return shift, order_of_models.index(model)
+        group, _, shift = name.partition("/")
+        return shift, order_of_groups.index(group)
 
-    return sorted(scores - {*SCORES, *SCORES_OF_BOTH, *MODES}, key=sort_key)
+    return sorted(scores - {*SCORES, *SCORES_OF_BOTH, TYPICAL, *MODES}, key=sort_key)
 
 
 def scores_of_both(names: Iterable[str]) -> list[str]:
@@ -462,6 +472,8 @@ def shift_tables(
 ) -> list[str]:
     """Lay out a table of the score by kind of corruption and severity, for each shift and model.
 
+    Runs whose clients predict with both models have a table of the shares of images that look typical, too.
+
     Args:
         shifts: By shift and kind, the ``severity`` values, and the score at each of them by model.
         unit: Unit of the scores.
@@ -471,15 +483,16 @@ def shift_tables(
         all_severities: dict[float, None] = {}  # in order
         for curve in curve_of_kind.values():
             all_severities.update(dict.fromkeys(curve["severity"]))
-        for model in ("personal", "global"):
+        for model in ("personal", "global", "both", "typical"):
             if not all(model in curve for curve in curve_of_kind.values()):
                 continue
-            header = [title(f"{model}/{shift}"), *(f"severity {severity:g}" for severity in all_severities), "mean"]
+            name = f"{model}/{shift}"
+            header = [title(name), *(f"severity {severity:g}" for severity in all_severities), "mean"]
             rows = []
             for kind, curve in curve_of_kind.items():
                 scores = dict(zip(curve["severity"], curve[model], strict=True))
-                cells = [unit.number(scores.get(severity, math.nan)) for severity in all_severities]
-                rows.append([kind, *cells, unit.number(fmean(curve[model]))])
+                cells = [cell(name, scores.get(severity, math.nan), unit) for severity in all_severities]
+                rows.append([kind, *cells, cell(name, fmean(curve[model]), unit)])
             tables.append(table(header, rows))
     return tables
 
@@ -501,7 +514,7 @@ def cell(name: str, value: float, unit: ScoreUnit = SHARES) -> str:
         return f"{value:.4g}"
     if name == ENTROPY:
         return f"{value:.4f} nats"
-    if name == TYPICAL:
+    if name.startswith(TYPICAL_SHARES):
         return percent(value)
     return unit.number(value)
 

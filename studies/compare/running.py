@@ -27,11 +27,11 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.round_warnings import NothingLearnedError
 from perada.lightning.trainer_attributes import callbacks_of
 from perada.models.backbones import build_backbone
-from perada.results.report import PRIVACY
+from perada.results.report import PRIVACY, SCORE_GROUPS, TYPICAL_SHARES
 from perada.studies.compare.configured import ConfiguredRun, MakeCLI
 from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED
 
-SCORED = ("personal/", "global/", *DIAGNOSED)
+SCORED = (*SCORE_GROUPS, TYPICAL_SHARES, *DIAGNOSED)
 """Beginnings of the names of scores."""
 SILENT = "--trainer.enable_progress_bar=false"
 LOCAL_STEPS = "training.local_steps"

@@ -13,6 +13,7 @@ from perada.results.report import (
     MODES,
     SCORES,
     SHARES,
+    TYPICAL_SHARES,
     ScoreUnit,
     epsilon_text,
     percent,
@@ -386,6 +387,8 @@ def _over_seeds(runs: Sequence[Record], name: str, unit: ScoreUnit) -> str:
         text_of = "{:.2f}".format
     elif name.startswith(DIAGNOSED):
         text_of = "{:.4g}".format
+    elif name.startswith(TYPICAL_SHARES):
+        text_of = percent
     else:
         text_of = unit.number
     if any(name in run and run[name] is None for run in runs):

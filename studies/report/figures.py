@@ -44,6 +44,9 @@ TITLES = {
     "both/global_test": "both models, all clients' images",
 }
 
+MODELS_OF_SHIFTS = ("personal", "global", "both")
+"""Models that are scored on shifted test sets, in the order of the figure's columns."""
+
 DrawFigure = Callable[[RunRecord, str], RenderedFigure | None]
 
 
@@ -262,7 +265,7 @@ def communication(record: RunRecord, name: str) -> RenderedFigure | None:
 
 
 def shifts(record: RunRecord, name: str) -> RenderedFigure | None:
-    """Draw the scores of the personal models and of the global model by kind of corruption and severity."""
+    """Draw the scores of the personal models, the global one and both together by kind of corruption and severity."""
     grid = _shift_grid(record)
     if not grid.row_names:
         return None
@@ -309,13 +312,13 @@ def _shift_grid(record: RunRecord) -> ShiftGrid:
         for kind, curve in curve_of_kind.items():
             row_names.append(f"{shift} {kind}" if len(record.shifts) > 1 else kind)
             scores: dict[tuple[str, float], float] = {}
-            for model in ("personal", "global"):
+            for model in MODELS_OF_SHIFTS:
                 if model in curve:
                     for severity, score in zip(curve["severity"], curve[model], strict=True):
                         scores[model, severity] = score
             scores_of_row.append(scores)
             columns.update(scores)
-    ordered_columns = sorted(columns, key=lambda column: (column[0] != "personal", column[1]))
+    ordered_columns = sorted(columns, key=lambda column: (MODELS_OF_SHIFTS.index(column[0]), column[1]))
     rows = []
     for scores in scores_of_row:
         rows.append([record.unit.factor * scores.get(column, math.nan) for column in ordered_columns])

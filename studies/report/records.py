@@ -20,9 +20,11 @@ from perada.results.report import (
     EPSILONS,
     MODES,
     PRIVACY,
+    SCORE_GROUPS,
     SCORES,
     SHIFTS_FILE,
     TEST_MODE,
+    TYPICAL_SHARES,
     ScoreUnit,
     cell,
     first_metric,
@@ -442,7 +444,8 @@ def _check_number_bins(bins_of_targets: Sequence[NumberBins], num_targets: int) 
 
 def _record_of_comparison(path: Path, entry: dict[str, Any]) -> RunRecord:
     """Return the record of a comparison's run: its rounds, if they were kept, and its final scores in the last one."""
-    final_scores = {name: value for name, value in entry.items() if name.startswith(("personal/", "global/", PRIVACY))}
+    groups = (*SCORE_GROUPS, TYPICAL_SHARES, PRIVACY)
+    final_scores = {name: value for name, value in entry.items() if name.startswith(groups)}
     rounds: list[dict[str, float]] = []
     for row in entry.get("history", []):
         rounds.append(row | {"round": row["round"] - 1})  # a comparison counts rounds from 1

@@ -14,6 +14,7 @@ from perada.results.report import (
     SCORE_GROUPS,
     SCORES,
     SHARES,
+    TYPICAL_SHARES,
     ScoreUnit,
     epsilon_text,
     round_text,
@@ -103,16 +104,19 @@ class Table:
 
     def text_of(self, row: Sequence[Cell], column: int) -> str:
         """Return the text of a cell in the page, with the standard deviation if there is one."""
-        text = self._format(column, row[column])
+        # A share of images is in %, whatever the unit of scores.
+        metric = str(row[0]) if self.metrics == "rows" else self.header[column]
+        unit = SHARES if metric.startswith(TYPICAL_SHARES) else self.unit
+        text = self._format(column, row[column], unit)
         next_column = column + 1
         if next_column == len(row) or not self.header[next_column].startswith(SPREAD):
             return text
         spread = row[next_column]
         if isinstance(spread, float) and math.isnan(spread):
             return text
-        return f"{text} ± {self._format(column, spread)}"
+        return f"{text} ± {self._format(column, spread, unit)}"
 
-    def _format(self, column: int, cell: Cell) -> str:
+    def _format(self, column: int, cell: Cell, unit: ScoreUnit) -> str:
         if isinstance(cell, str):
             is_metric = self.metrics == "rows" and column == 0
             return title(cell) if is_metric else cell
@@ -124,7 +128,7 @@ class Table:
         if math.isnan(cell):
             return "–"
         if name not in self.plain:
-            return self.unit.number(cell)
+            return unit.number(cell)
         if "ε" in name:
             return epsilon_text(cell)
         is_large_integer = cell >= 1000 and cell == int(cell)
@@ -232,7 +236,7 @@ def _rounds(record: RunRecord, prefix: str) -> Section:
 
 def _is_score(name: str) -> bool:
     """Return whether a metric is a share, which is shown in %; the entropy of the modes is in nats."""
-    return name.startswith(SCORE_GROUPS) and name != ENTROPY
+    return name.startswith((*SCORE_GROUPS, TYPICAL_SHARES)) and name != ENTROPY
 
 
 def _clients(record: RunRecord, prefix: str) -> Section:
@@ -454,7 +458,7 @@ def _shifts(record: RunRecord, prefix: str) -> Section:
     scores: list[list[Cell]] = []
     for shift, curve_of_kind in record.shifts.items():
         for kind, curve in curve_of_kind.items():
-            for model in ("personal", "global"):
+            for model in ("personal", "global", "both"):
                 if model in curve:
                     for severity, score in zip(curve["severity"], curve[model], strict=True):
                         scores.append([shift, kind, int(severity), model, score])

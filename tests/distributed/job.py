@@ -51,7 +51,7 @@ def unet(norm: bool, dtype: torch.dtype) -> nn.Module:
 
 CASES = {
     "perada": {"algorithm": "perada", **DISTILS},
-    "shifts": {"algorithm": "ditto", "shifted": True, "global_test_clients": 4},
+    "shifts": {"algorithm": "ditto", "shifted": True, "global_test_clients": 4, "prediction": "both"},
     "perada in double precision": {"algorithm": "perada", "dtype": torch.float64, **DISTILS},
     "both models": {"algorithm": "ditto", "prediction": "both", "clients_per_round": 3},
     "a process without clients": {"algorithm": "perada", "clients_per_round": 1, "diagnostics": True, **DISTILS},
