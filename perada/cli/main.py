@@ -285,8 +285,8 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument(
         "--pictures",
         type=Path,
-        help="Folder of `perada predict --config` with masks: the page shows some test images with their true and "
-        "predicted masks. By default it shows no images.",
+        help="Folder of `perada predict --config`: the page shows some test images with their true and predicted "
+        "masks, and test images that look foreign to their clients. By default it shows no images.",
     )
     options = parser.parse_args(words)
     output: Path | None = options.output

@@ -65,6 +65,17 @@ class BothModels:
             is_typical[rows] = self.typical([owner], statistics[rows])[0]
         return is_typical
 
+    def distance_ratios_of_owners(self, owners: Tensor, statistics: Tensor) -> Tensor:
+        """Return the distance ratios (B,) of images for their own client (B,), which is on the CPU.
+
+        See :meth:`.TypicalImages.distance_ratios`.
+        """
+        ratios = statistics.new_zeros(len(owners))
+        for owner in owners.unique().tolist():
+            rows = (owners == owner).nonzero().flatten().to(statistics.device)
+            ratios[rows] = self.typical_images[owner].distance_ratios(statistics[rows])
+        return ratios
+
     def state(self, client: int) -> State:
         """Return what is needed to predict with the models of one client, as tensors by name.
 

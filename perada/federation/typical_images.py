@@ -172,6 +172,21 @@ class TypicalImages:
         scaled = (statistics - self.mean) / self.scale
         return _distances(scaled, self.examples).kthvalue(self.neighbors, 1).values
 
+    def distance_ratios(self, statistics: Tensor) -> Tensor:
+        """Return the distances (B,) of images, relative to the one up to which an image is typical.
+
+        Args:
+            statistics: Statistics (B, D) of the images.
+
+        Returns:
+            Above 1 for images that are not typical. 0 if all images are typical, and infinity for images that differ
+            from training images that are all equal.
+        """
+        if self.neighbors == 0:
+            return statistics.new_zeros(len(statistics))
+        distances = self.distances(statistics)
+        return torch.where(distances == 0, 0.0, distances / self.threshold)
+
     def contains(self, statistics: Tensor) -> Tensor:
         """Return a mask (B,) of the images that are typical, given their statistics (B, D)."""
         if self.neighbors == 0:

@@ -2,10 +2,12 @@
 """Callbacks in addition to the loop: progress of the rounds, as bars or lines, and a table of predictions."""
 
 import csv
+import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,26 @@ def round_progress() -> RoundProgressBar | RoundLines:
     return RoundLines()
 
 
+MAX_FOREIGN_PICTURES = 4
+"""Number of a client's most foreign test images that are written as pictures."""
+FOREIGN_FOLDER = "predictions/foreign"
+
+
+@dataclass(frozen=True)
+class _ForeignImage:
+    """A test image that does not look like its client's training images.
+
+    Attributes:
+        number: Number of the image in the table.
+        distance_ratio: See :meth:`.TypicalImages.distance_ratios`.
+        picture: The image, uint8 (Ch, H, W).
+    """
+
+    number: int
+    distance_ratio: float
+    picture: Tensor
+
+
 class PredictionFile(pl.Callback):
     """Writes ``predictions.csv`` into the run's folder when the trainer predicts, with a row for each test image.
 
@@ -180,6 +202,10 @@ class PredictionFile(pl.Callback):
     what the owner's ``personal`` and the ``global`` model predict (where there is one). The 0/1 labels of a multi-label
     image, and several numbers, are separated by spaces. Masks, and then also the images (``picture``), are PNG files
     beside the table, which has their paths. A cell is empty if outputs of the model for the image are NaN or infinite.
+
+    If clients predict with both models, the column ``distance`` has the distance of each image to its owner's training
+    images, above 1 for an image that does not look like them. Of each client's most distant ones there are PNG files
+    (``foreign_picture``).
 
     Attributes:
         path: The table, once it is written.
@@ -195,6 +221,9 @@ class PredictionFile(pl.Callback):
         # Without a prediction, an entry is None.
         self._rows: list[list[Any]] = []
         self.failed = Counter()
+        self._distance_ratios: list[float] = []
+        # The most distant ones of each client.
+        self._foreign_images: dict[int, list[_ForeignImage]] = {}
 
     def on_predict_batch_end(
         self,
@@ -207,6 +236,8 @@ class PredictionFile(pl.Callback):
     ) -> None:
         """Add the rows of a batch: with ``return_predictions=False`` Lightning keeps none."""
         predictions: Mapping[str, Tensor] = outputs
+        if "distance_ratio" in predictions:
+            self._keep_foreign_images(predictions, batch, trainer)
         models = [name for name in ("personal", "global") if name in predictions]
         labels = predictions["y"]
         assert isinstance(pl_module, FederatedClassifier)
@@ -233,6 +264,36 @@ class PredictionFile(pl.Callback):
             entries_of_columns.append(entries)
         for entries_of_row in zip(*entries_of_columns, strict=True):
             self._rows.append([len(self._rows), *entries_of_row])
+
+    def _keep_foreign_images(self, predictions: Mapping[str, Tensor], batch: object, trainer: pl.Trainer) -> None:
+        """Add the distances of a batch, and keep its images that are among the most distant ones of their clients."""
+        assert isinstance(batch, EvalBatch)
+        first_number = len(self._distance_ratios)
+        ratios = predictions["distance_ratio"].tolist()
+        self._distance_ratios += ratios
+        # Texts and cached features have no pictures.
+        if batch.x.dim() != 4 or batch.x.shape[1] not in (1, 3):
+            return
+        pictures = _pictures_of(batch, trainer)
+        for row, owner in enumerate(predictions["owner"].tolist()):
+            if ratios[row] > 1:
+                image = _ForeignImage(first_number + row, ratios[row], pictures[row].clone())
+                images = [*self._foreign_images.get(owner, []), image]
+                images.sort(key=lambda kept: -kept.distance_ratio)
+                self._foreign_images[owner] = images[:MAX_FOREIGN_PICTURES]
+
+    def _add_distances(self, folder: Path) -> None:
+        """Write the pictures of the most distant images, and add the columns with the distances and their paths."""
+        path_of_image: dict[int, str] = {}
+        for images in self._foreign_images.values():
+            for image in images:
+                path = f"{FOREIGN_FOLDER}/{image.number:06d}.png"
+                save_picture(image.picture, folder / path)
+                path_of_image[image.number] = path
+        self._header += ["distance", "foreign_picture"]
+        for number, row in enumerate(self._rows):
+            ratio = self._distance_ratios[number]
+            row += ["" if math.isnan(ratio) else f"{ratio:.4g}", path_of_image.get(number, "")]
 
     def _add_masks(
         self, trainer: pl.Trainer, columns: Sequence[Tensor], has_prediction: Sequence[Tensor], pictures: Tensor
@@ -271,6 +332,8 @@ class PredictionFile(pl.Callback):
         folder = trainer.log_dir if trainer.loggers else None
         if not self._header or not folder or not trainer.is_global_zero:
             return
+        if self._distance_ratios:
+            self._add_distances(Path(folder))
         self.path = Path(folder) / "predictions.csv"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with writing(self.path), self.path.open("w", newline="", encoding="utf-8") as file:

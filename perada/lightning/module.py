@@ -263,7 +263,8 @@ class FederatedClassifier(pl.LightningModule):
 
         Returns:
             Logits (B, K) of the models, ``personal`` and ``global``, as far as there are such models; ``owner`` (B,)
-            and labels ``y`` of the images.
+            and labels ``y`` of the images. If clients predict with both models, also ``distance_ratio`` (B,), above 1
+            for images that do not look like their owner's (:meth:`.TypicalImages.distance_ratios`).
         """
         federation = self._states()
         predictions = {"owner": batch.owner, "y": batch.y}
@@ -281,6 +282,9 @@ class FederatedClassifier(pl.LightningModule):
         dtype = torch.promote_types(torch.float32, next(self.model.parameters()).dtype)
         predictions["personal"] = logits.to(dtype)
         federation.ranks.sum_([predictions["personal"]])
+        if self.both is not None:
+            statistics = self.both.statistics(batch.x)
+            predictions["distance_ratio"] = self.both.distance_ratios_of_owners(batch.owner.cpu(), statistics)
         return predictions
 
     def _states(self) -> Federation:

@@ -17,7 +17,13 @@ from perada.results.report import SCORES, score_title, scores_beside, title_with
 from perada.results.run_file import RUN_FILE
 from perada.studies.drawing import check_drawing
 from perada.studies.report.figures import OWN_SCORE
-from perada.studies.report.pictures import find_examples, read_example
+from perada.studies.report.pictures import (
+    find_examples,
+    find_foreign_images,
+    has_masks,
+    read_example,
+    read_foreign_image,
+)
 from perada.studies.report.records import RunRecord
 from perada.studies.report.sections import MAX_ROWS, Cell, Section, Table, sections
 from perada.studies.report.several import comparison
@@ -130,7 +136,7 @@ def with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: P
     Args:
         records: The runs of the page.
         scores: See :func:`write_page`.
-        pictures: Folder of ``perada predict --config`` with masks.
+        pictures: Folder of ``perada predict --config`` with masks, or with images that look foreign.
 
     Raises:
         ValueError: If there are several runs, the run is private and its scores are left out, or a file does not fit
@@ -146,9 +152,14 @@ def with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: P
             "or leave --pictures out"
         )
     # All headers are checked before the imports that reading pixels takes.
-    files_of_examples = find_examples(pictures, len(record.client_names))
+    num_clients = len(record.client_names)
+    foreign_files = find_foreign_images(pictures, num_clients)
+    files_of_examples = []
+    if has_masks(pictures) or not foreign_files:
+        files_of_examples = find_examples(pictures, num_clients)
     examples = [read_example(pictures, example_files) for example_files in files_of_examples]
-    return replace(record, examples=examples)
+    foreign_examples = [read_foreign_image(pictures, image) for image in foreign_files]
+    return replace(record, examples=examples, foreign_examples=foreign_examples)
 
 
 def _run_parts(records: Sequence[RunRecord]) -> list[RunPart]:

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test images with their true and predicted masks, read from the files of ``perada predict --config``."""
+"""Test images that a page shows, read from the files of ``perada predict --config``.
+
+They are images with their true and predicted masks, and images that do not look like their client's training images.
+"""
 
 import csv
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,6 +22,14 @@ MAX_CLIENTS = 4
 """Largest number of clients of whom images are shown."""
 IMAGES_PER_CLIENT = 2
 """Largest number of images that are shown of a client."""
+MAX_FOREIGN_CLIENTS = 12
+"""Largest number of clients of whom foreign images are shown."""
+FOREIGN_IMAGES_PER_CLIENT = 4
+"""Largest number of foreign images that are shown of a client."""
+MASK_COLUMNS = ("client", "image", "picture", "label")
+"""Columns of a table with masks."""
+FOREIGN_COLUMNS = ("client", "image", "distance", "foreign_picture")
+"""Columns of a table with foreign images."""
 MODELS = ("personal", "global")
 """Columns of predicted masks."""
 
@@ -85,21 +97,128 @@ def find_examples(folder: Path, num_clients: int) -> list[ExampleFiles]:
     images_of_client: dict[int, int] = {}
     with table.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
-        if not {"client", "image", "picture", "label"} <= {*(rows.fieldnames or ())}:
+        if not {*MASK_COLUMNS} <= {*(rows.fieldnames or ())}:
             raise ValueError(f"--pictures={folder}: {TABLE_FILE} has no masks; its model predicts something else")
         for row in rows:
-            client = _read_number(folder, "client", row)
-            if client >= num_clients:
-                raise ValueError(
-                    f"--pictures={folder}: {TABLE_FILE} has a client {client}, but the run has {num_clients}; choose "
-                    "the predictions of this run"
-                )
+            client = _read_client(folder, row, num_clients)
             if client not in images_of_client and len(images_of_client) == MAX_CLIENTS:
                 break
             images_of_client[client] = images_of_client.get(client, 0) + 1
             if images_of_client[client] <= IMAGES_PER_CLIENT:
                 examples.append(_find_example(folder, client, row))
     return examples
+
+
+def has_masks(folder: Path) -> bool:
+    """Return whether a folder has a table with masks."""
+    table = folder / TABLE_FILE
+    if not table.is_file():
+        return False
+    with table.open(encoding="utf-8", newline="") as file:
+        return {*MASK_COLUMNS} <= {*(csv.DictReader(file).fieldnames or ())}
+
+
+@dataclass(frozen=True)
+class ForeignImageFile:
+    """The file of a test image that does not look like its client's training images.
+
+    Attributes:
+        client: Number of the client whose image it is.
+        number: Number of the image in the table.
+        distance: Its distance, relative to the one up to which images look typical.
+        picture: The image, a PNG file.
+    """
+
+    client: int
+    number: int
+    distance: float
+    picture: Path
+
+
+@dataclass(frozen=True)
+class ForeignExample:
+    """A test image that does not look like its client's training images.
+
+    Attributes:
+        client: Number of the client whose image it is.
+        number: Number of the image in the table.
+        distance: Its distance, relative to the one up to which images look typical.
+        picture: Grey values (H, W) or colours (H, W, 3) of the image, uint8.
+    """
+
+    client: int
+    number: int
+    distance: float
+    picture: Pixels
+
+
+def find_foreign_images(folder: Path, num_clients: int) -> list[ForeignImageFile]:
+    """Find the most foreign test images, and check their files without decoding the pixels.
+
+    Args:
+        folder: Folder of ``predictions.csv``.
+        num_clients: Number of clients of the run.
+
+    Returns:
+        The files by client, the most distant images first; empty if the table has no distances.
+
+    Raises:
+        FileNotFoundError: If a file of the table is missing.
+        ValueError: If the table or a file does not fit.
+    """
+    table = folder / TABLE_FILE
+    if not table.is_file():
+        return []
+    files_of_clients: dict[int, list[ForeignImageFile]] = {}
+    with table.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file)
+        if not {*FOREIGN_COLUMNS} <= {*(rows.fieldnames or ())}:
+            return []
+        for row in rows:
+            if not row["foreign_picture"]:
+                continue
+            client = _read_client(folder, row, num_clients)
+            picture = _find_file(folder, row["foreign_picture"])
+            _size_of_png(folder, picture)
+            number = _read_number(folder, "image", row)
+            distance = _read_distance(folder, row)
+            files_of_clients.setdefault(client, []).append(ForeignImageFile(client, number, distance, picture))
+    for files in files_of_clients.values():
+        files.sort(key=lambda image: -image.distance)
+    most_foreign = sorted(files_of_clients, key=lambda client: -files_of_clients[client][0].distance)
+    shown: list[ForeignImageFile] = []
+    for client in sorted(most_foreign[:MAX_FOREIGN_CLIENTS]):
+        shown += files_of_clients[client][:FOREIGN_IMAGES_PER_CLIENT]
+    return shown
+
+
+def read_foreign_image(folder: Path, image: ForeignImageFile) -> ForeignExample:
+    """Read the pixels of a foreign image of a folder; raise a ValueError if they are damaged."""
+    return ForeignExample(image.client, image.number, image.distance, _read_pixels(folder, image.picture))
+
+
+def _read_client(folder: Path, row: dict[str, str], num_clients: int) -> int:
+    """Read the client of a row of the table, which must be one of the run's."""
+    client = _read_number(folder, "client", row)
+    if client >= num_clients:
+        raise ValueError(
+            f"--pictures={folder}: {TABLE_FILE} has a client {client}, but the run has {num_clients}; choose "
+            "the predictions of this run"
+        )
+    return client
+
+
+def _read_distance(folder: Path, row: dict[str, str]) -> float:
+    """Read the distance of a row of the table, which may be infinite."""
+    try:
+        distance = float(row["distance"])
+    except ValueError:
+        distance = math.nan
+    if math.isnan(distance):
+        raise ValueError(
+            f"--pictures={folder}: distance must be a number in {TABLE_FILE}, got {row['distance']!r}; {REMEDY}"
+        )
+    return distance
 
 
 def read_example(folder: Path, files: ExampleFiles) -> MaskExample:

@@ -38,7 +38,7 @@ from perada.results.report import (
     unit_of,
 )
 from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, published, read_run
-from perada.studies.report.pictures import MaskExample
+from perada.studies.report.pictures import ForeignExample, MaskExample
 from perada.studies.report.privacy_signs import may_be_private, sets_privacy, shows_privacy
 
 Counts = list[list[int]]
@@ -101,6 +101,7 @@ class RunRecord:
         calibration: ``count``, number of ``right`` predictions and mean ``confidence`` of each bin, by model.
         numbers: Counts of each predicted number, by model.
         examples: Test images with their masks, if the page shows any.
+        foreign_examples: Test images that look foreign to their clients, if the page shows any.
         train_sizes: Training images of each client.
         test_images: Test images of each client; for a run of a comparison the fewest and the most of a client.
         command: The command line, word by word.
@@ -126,6 +127,7 @@ class RunRecord:
     numbers: dict[str, list[NumberBins]] = field(default_factory=dict)
     shifts: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
     examples: list[MaskExample] = field(default_factory=list)
+    foreign_examples: list[ForeignExample] = field(default_factory=list)
     train_sizes: list[int] = field(default_factory=list)
     test_images: list[int] = field(default_factory=list)
     command: list[str] = field(default_factory=list)

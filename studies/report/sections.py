@@ -21,7 +21,7 @@ from perada.results.report import (
     shift_names,
     title,
 )
-from perada.studies.report import class_figures, figures, mask_figures, number_figures
+from perada.studies.report import class_figures, figures, foreign_images, mask_figures, number_figures
 from perada.studies.report.facts import (
     accuracies,
     confusion_tables,
@@ -57,6 +57,7 @@ class Table:
         rows: Texts, integers, and scores, which the page shows in ``unit``. The page shows a column whose name
             begins with :data:`SPREAD` in the cells of the column before it.
         plain: Columns whose numbers are not scores.
+        shares: Columns of shares of images, which are in % whatever the unit of scores.
         metrics: Whether the columns, or the first cells of the rows, are metrics. The file has their names, the page
             their titles.
         unit: How the page shows scores.
@@ -67,6 +68,7 @@ class Table:
     header: list[str]
     rows: list[list[Cell]]
     plain: Sequence[str] = ()
+    shares: Sequence[str] = ()
     metrics: Literal["", "columns", "rows"] = ""
     unit: ScoreUnit = SHARES
 
@@ -104,9 +106,9 @@ class Table:
 
     def text_of(self, row: Sequence[Cell], column: int) -> str:
         """Return the text of a cell in the page, with the standard deviation if there is one."""
-        # A share of images is in %, whatever the unit of scores.
         metric = str(row[0]) if self.metrics == "rows" else self.header[column]
-        unit = SHARES if metric.startswith(TYPICAL_SHARES) else self.unit
+        is_share = metric in self.shares or metric.startswith(TYPICAL_SHARES)
+        unit = SHARES if is_share else self.unit
         text = self._format(column, row[column], unit)
         next_column = column + 1
         if next_column == len(row) or not self.header[next_column].startswith(SPREAD):
@@ -185,6 +187,7 @@ def sections(record: RunRecord, prefix: str = "") -> list[Section]:
         _masks(record, prefix),
         _communication(record, prefix),
         _shifts(record, prefix),
+        _foreign_images(record, prefix),
         _privacy(record, prefix),
         _settings(record, prefix),
     ]
@@ -474,6 +477,45 @@ def _shifts(record: RunRecord, prefix: str) -> Section:
         intro="All models on test images that differ from those in training.",
         figures=_draw(record, prefix, [figures.shifts]),
         tables=_tables_with_rows(table_of_means, table_of_kinds),
+    )
+
+
+def _foreign_images(record: RunRecord, prefix: str) -> Section:
+    shares_of_shifts: dict[str, dict[int, float]] = {}
+    for shift in foreign_images.shifts_with_shares(record):
+        shares = foreign_images.foreign_shares(record, f"{TYPICAL_SHARES}{shift}")
+        shares_of_shifts[shift] = {foreign.client: foreign.share for foreign in shares}
+    rows: list[list[Cell]] = []
+    for foreign in foreign_images.foreign_shares(record):
+        row: list[Cell] = [record.client_names[foreign.client]]
+        if record.test_images:
+            row.append(record.test_images[foreign.client])
+        row.append(foreign.share)
+        row += [share_of_client.get(foreign.client, math.nan) for share_of_client in shares_of_shifts.values()]
+        rows.append(row)
+    share_columns = ["own images", *shares_of_shifts]
+    header = ["client", *share_columns]
+    if record.test_images:
+        header.insert(1, "test images")
+    table = Table(
+        name=f"{prefix}foreign_images",
+        caption="Share of the images that look foreign to each client, in %",
+        header=header,
+        rows=rows,
+        shares=share_columns,
+    )
+    intro = (
+        "Share of each client's test images that do not look like its training images. For these, a client predicts "
+        "with the global model, and for others with a mean of both models."
+    )
+    if record.foreign_examples:
+        intro += " Share this page only with those who may see the images."
+    return Section(
+        key="foreign_images",
+        title="Images that look foreign",
+        intro=intro,
+        figures=_draw(record, prefix, [foreign_images.foreign_images, foreign_images.foreign_pictures]),
+        tables=_tables_with_rows(table),
     )
 
 

@@ -128,6 +128,17 @@ def test_distances_are_those_to_the_third_nearest_example(num_examples):
     assert float(typical.threshold) == pytest.approx(threshold, rel=1e-4)
     expected = distances[:, -1] <= threshold
     assert typical.contains(others).tolist() == expected.tolist()
+    ratios = distances[:, -1] / threshold
+    np.testing.assert_allclose(typical.distance_ratios(others).numpy(), ratios, rtol=2e-4)
+
+
+def test_distance_ratios_without_a_scale():
+    """Of too few images, of images that are all equal, and of outputs that are NaN."""
+    few = TypicalImages.of(torch.randn(9, 4, generator=RANDOM))
+    assert few.distance_ratios(torch.ones(2, 4)).tolist() == [0, 0]
+    equal = TypicalImages.of(torch.ones(12, 4))
+    assert equal.distance_ratios(torch.tensor([[1.0, 1, 1, 1], [1.0, 1, 1, 1.1]])).tolist() == [0, torch.inf]
+    assert equal.distance_ratios(torch.full((1, 4), torch.nan)).isnan().all()
 
 
 def test_almost_all_new_images_of_the_same_kind_are_typical_and_hardly_any_of_another():
