@@ -173,16 +173,29 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         help="Format of the files. All but peft write a single model.",
     )
     parser.add_argument("--client", help="Name or number of the client whose model to write.")
+    parser.add_argument(
+        "--prediction",
+        choices=("personal", "global", "both"),
+        default=None,
+        help="Models of the client to write; by default those of the run's option evaluation.prediction. With "
+        "--format=peft personal or both, for the folders of all clients.",
+    )
     parser.add_argument("--scores", type=bool, default=None, help=_SCORES_HELP)
     options = parser.parse_args(words)
     check_output_folder("--output", options.output)
     check_client(options.run, options.client)
+    if options.format == "peft" and options.prediction == "global":
+        raise ValueError(
+            "--prediction=global has no effect with --format=peft, which writes the global adapter into the folder "
+            "global; leave it out, or choose personal or both"
+        )
     with collection_paused():
         from perada.results.clients import check_none_lost
         from perada.results.formats import FILES, export_model
 
     if options.format != "peft":
-        note = export_model(open_run(options.run, trust=options.trust), options.client, options.format, options.output)
+        run = open_run(options.run, trust=options.trust)
+        note = export_model(run, options.client, options.format, options.output, options.prediction)
         print(f"Wrote {options.output / FILES[options.format]}. {note}")
         return
     if layout_of(options.run) == "adapters":
@@ -192,7 +205,8 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         )
     run = open_run(options.run, trust=options.trust)
     check_none_lost(options.output, run.info)
-    print_saved(run, run.export(options.output, client=options.client, scores=options.scores))
+    folder = run.export(options.output, client=options.client, prediction=options.prediction, scores=options.scores)
+    print_saved(run, folder)
     _check_exported_models(run, options.client)
 
 

@@ -91,19 +91,25 @@ class BothModels:
         return torch.tensor([self.personal_shares[client] for client in clients], dtype=torch.double).to(device)
 
     def logits(self, personal: Tensor, shared: Tensor, is_typical: Tensor, shares: Tensor) -> Tensor:
-        """Return the logits (..., B, K) of the prediction.
+        """Return the logits (..., B, K) of the prediction; see :func:`logits_of_both`."""
+        return logits_of_both(self.task, personal, shared, is_typical, shares)
 
-        Args:
-            personal: Logits (..., B, K) of personal models; (..., B, H, W, K) of pixels.
-            shared: Logits (B, K) of the global model.
-            is_typical: Mask (..., B) of the images that are typical of the client whose model it is.
-            shares: Weight α of that client, of a shape that broadcasts with the mask.
-        """
-        shared = shared.to(personal.dtype).expand_as(personal)
-        # Not the mixture where the weight is 0: outputs that are NaN have no effect there.
-        weights = torch.where(is_typical, shares.to(personal.dtype), 0)
-        weights = weights.view(*weights.shape, *[1] * (personal.dim() - weights.dim()))
-        return torch.where(weights > 0, self.task.mixture(personal, shared, weights), shared)
+
+def logits_of_both(task: Task, personal: Tensor, shared: Tensor, is_typical: Tensor, shares: Tensor) -> Tensor:
+    """Return the logits (..., B, K) of the prediction with both models.
+
+    Args:
+        task: What the models predict.
+        personal: Logits (..., B, K) of personal models; (..., B, H, W, K) of pixels.
+        shared: Logits (B, K) of the global model.
+        is_typical: Mask (..., B) of the images that are typical of the client whose model it is.
+        shares: Weight α of that client, of a shape that broadcasts with the mask.
+    """
+    shared = shared.to(personal.dtype).expand_as(personal)
+    # Not the mixture where the weight is 0: outputs that are NaN have no effect there.
+    weights = torch.where(is_typical, shares.to(personal.dtype), 0)
+    weights = weights.view(*weights.shape, *[1] * (personal.dim() - weights.dim()))
+    return torch.where(weights > 0, task.mixture(personal, shared, weights), shared)
 
 
 def both_models_of_state(state: State, task: Task, statistics: ImageStatistics, device: torch.device) -> BothModels:

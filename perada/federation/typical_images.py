@@ -10,6 +10,7 @@ Sun et al., Out-of-distribution detection with deep nearest neighbors, ICML 2022
 distances, in the space of a network's last features.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,27 @@ LEAST_DEVIATION = 1e-3
 LEAST_SCALE = 0.1
 """Lower limit of the scale of a statistic, as a share of the mean scale. One that hardly varies among training images
 would make every other image foreign."""
+
+
+@dataclass(frozen=True)
+class ComparedMap:
+    """A tensor whose statistics images are compared by: the output of a frozen layer, or the pixels.
+
+    Attributes:
+        layer: Path of the layer in the model; None for the pixels.
+        position_axes: Axes of positions in the tensor (B, ...) of a batch. The other axes are images and channels.
+        num_positions: Number of positions, of which a single one has no deviation.
+    """
+
+    layer: str | None
+    position_axes: tuple[int, ...]
+    num_positions: int
+
+    @classmethod
+    def of(cls, layer: str | None, shape: torch.Size, axes: tuple[int, ...]) -> "ComparedMap":
+        """Return the map of a layer, given the shape (...) of its output for one image, and the axes of positions."""
+        num_positions = math.prod(shape[axis - 1] for axis in axes)
+        return cls(layer, axes, num_positions)
 
 
 class ImageStatistics:
@@ -80,42 +102,61 @@ class ImageStatistics:
         """Compute the statistics (B, D), in single precision, of images (B, ...) or of their features (B, F)."""
         with torch.no_grad():
             if self.trunk is None or self._encode is None:
-                return _statistics(x.flatten(2))
+                return statistics_of_map(x, _axes_after_channels(x.dim()))
             features = x if self.trunk.holds(x) else self._encode(x)
             statistics: list[Tensor] = []
             for path, output in self.trunk.parts(features).items():
                 shape = self.trunk.shapes[path]
-                channels_first = _channels_first(output.view(-1, *shape), self.trunk.image)
-                statistics.append(_statistics(channels_first))
+                axes = _position_axes(shape, self.trunk.image)
+                statistics.append(statistics_of_map(output.view(-1, *shape), axes))
             return torch.cat(statistics, 1)
 
+    def compared_maps(self, image: torch.Size) -> list[ComparedMap]:
+        """Return the tensors whose statistics are computed, in their order, for images of a shape."""
+        if self.trunk is None:
+            return [ComparedMap.of(None, image, _axes_after_channels(1 + len(image)))]
+        maps: list[ComparedMap] = []
+        for path in self.trunk.needed:
+            shape = self.trunk.shapes[path]
+            maps.append(ComparedMap.of(path, shape, _position_axes(shape, self.trunk.image)))
+        return maps
 
-def _channels_first(output: Tensor, image: torch.Size) -> Tensor:
-    """Return the output (B, ...) of a layer as (B, channels, positions).
+
+def _axes_after_channels(dims: int) -> tuple[int, ...]:
+    """Return the axes of positions in a tensor (B, C, ...) with so many axes."""
+    return tuple(range(2, dims))
+
+
+def _position_axes(shape: torch.Size, image: torch.Size) -> tuple[int, ...]:
+    """Return the axes of positions in the output (B, ...) of a layer.
 
     Args:
-        output: Maps (B, C, H, W) or (B, H, W, C), tokens (B, N, C), or vectors (B, C).
+        shape: Shape of the output for one image: a map (C, H, W) or (H, W, C), tokens (N, C), or a vector (C,).
         image: Shape of an image, (channels, height, width), whose proportions the maps have.
     """
-    if output.dim() == 2:
-        return output.unsqueeze(2)
-    if output.dim() == 3:
-        return output.movedim(2, 1)
-    if output.dim() == 4 and len(image) == 3:
-        first, second, third = output.shape[1:]
+    if len(shape) == 2:
+        return (1,)
+    if len(shape) == 3 and len(image) == 3:
+        first, second, third = shape
         height, width = image[1:]
         has_channels_first = second * width == third * height
         has_channels_last = first * width == second * height
         if has_channels_last and not has_channels_first:
-            output = output.movedim(3, 1)
-    return output.flatten(2)
+            return (1, 2)
+    return _axes_after_channels(1 + len(shape))
 
 
-def _statistics(maps: Tensor) -> Tensor:
-    """Return the mean and the logarithm of the deviation of each channel, (B, 2 C), from maps (B, C, positions).
+def statistics_of_map(output: Tensor, position_axes: tuple[int, ...]) -> Tensor:
+    """Return the mean and the logarithm of the deviation of each channel, (B, 2 C), of a layer's output (B, ...).
 
     Only the values (B, C) if there is a single position, of which there is no deviation.
+
+    Args:
+        output: The output.
+        position_axes: Its axes of positions.
     """
+    last_axes = tuple(range(-len(position_axes), 0))
+    maps = output.movedim(position_axes, last_axes).unsqueeze(-1).flatten(2)
     maps = maps.float()
     means = maps.mean(2)
     if maps.shape[2] == 1:

@@ -16,6 +16,7 @@ In the record of a single client's adapter, ``others`` of each level is the larg
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,9 @@ from typing import Any, NamedTuple
 import jinja2
 from huggingface_hub import ModelCard
 
+from perada.core.states import State
 from perada.core.text import printable, printable_lines
+from perada.federation.typical_images import LEAST_DEVIATION, ComparedMap
 from perada.models.backbones import size_to_build
 from perada.privacy.options import ClientPrivacy, Privacy, options_of
 from perada.results.models import Models
@@ -62,6 +65,44 @@ def code(value: object) -> str:
     "`a''b'`"
     """
     return f"`{re.sub('[`<>]', chr(39), printable(str(value)))[:100]}`"
+
+
+PREDICTIONS_IN_CODE = {
+    "Classification": "outputs.softmax(1)",
+    "MultiLabel": "outputs.sigmoid()",
+    "Segmentation": "outputs.softmax(1)",
+    "Regression": "outputs",
+}
+"""Python expression of a task's predictions, by the name of its class, without the units of numbers."""
+
+
+@dataclass(frozen=True)
+class BothFiles:
+    """What a card states of predictions with both models of a client.
+
+    Attributes:
+        state: The client's :meth:`.BothModels.state`.
+        compared_maps: The tensors by whose statistics images are compared.
+    """
+
+    state: State
+    compared_maps: Sequence[ComparedMap]
+
+
+def prediction_code(task: Record) -> str:
+    """Return a Python expression of a task's predictions, given the ``outputs`` of a network, from the task's record.
+
+    >>> prediction_code({"class_path": "Regression", "init_args": {"mean": [1.5], "std": None}})
+    'outputs + torch.tensor([1.5])'
+    """
+    expression = PREDICTIONS_IN_CODE[task["class_path"]]
+    if task["class_path"] == "Regression":
+        for name, operator in (("std", "*"), ("mean", "+")):
+            numbers = task["init_args"].get(name)
+            if numbers is not None:
+                values = [float(number) for number in (numbers if isinstance(numbers, Sequence) else [numbers])]
+                expression += f" {operator} torch.tensor({values})"
+    return expression
 
 
 class TaskWords(NamedTuple):
@@ -143,6 +184,7 @@ def _template(name: str) -> jinja2.Template:
     environment.globals |= {"table": table, "percent": percent, "epsilon": epsilon_text, "mean_and_std": mean_and_std}
     environment.globals["TEST_MODE"] = TEST_MODE
     environment.globals |= {"task_words": task_words, "metric_title": metric_title}
+    environment.globals |= {"prediction_code": prediction_code, "least_deviation": LEAST_DEVIATION}
     return environment.get_template(f"{name}.md.j2")
 
 
@@ -160,9 +202,10 @@ class Cards:
         base: Name of the backbone on the Hub or in timm; None for the user's own network.
         scores: Whether the cards have scores.
         license: Licence of the adapters in the Hub's notation.
+        needs_perada: Whether PEFT knows the adapter only after ``import perada.adapters``.
     """
 
-    def __init__(self, run: Models, base: str | None, scores: bool, license: str) -> None:
+    def __init__(self, run: Models, base: str | None, scores: bool, license: str, needs_perada: bool = True) -> None:
         self.run = run
         self.base = base
         self.scores = scores
@@ -177,11 +220,12 @@ class Cards:
             "images": sum(self._images),
             "clients": len(self._images),
             "base": base,
+            "needs_perada": needs_perada,
             # The position embeddings of some backbones depend on the image size.
             "img_size": size_to_build(info["backbone"], info["built_for"]),
         }
 
-    def write(self, path: Path, client: int | None, backbone: str | None) -> None:
+    def write(self, path: Path, client: int | None, backbone: str | None, both: BothFiles | None = None) -> None:
         """Write the card of an adapter.
 
         In an existing card only the header's fields and the part that perada wrote are replaced.
@@ -190,8 +234,9 @@ class Cards:
             path: The card.
             client: The adapter's client; None for the global adapter.
             backbone: Path of the backbone's weights relative to the card; None if they can be downloaded.
+            both: What is beside a client's adapter to predict with both models; None without it.
         """
-        self._write(path, self._text(client, backbone))
+        self._write(path, self._text(client, backbone, both))
 
     def write_run(self, path: Path) -> None:
         """Write the card of a run with the states of all clients; see :meth:`write`."""
@@ -218,7 +263,7 @@ class Cards:
         written_part = f"{_CARD_START}\n{written_text}\n{_CARD_END}\n"
         path.write_text(f"{other_parts}\n\n{written_part}", encoding="utf-8")
 
-    def _text(self, client: int | None, backbone: str | None) -> str:
+    def _text(self, client: int | None, backbone: str | None, both: BothFiles | None) -> str:
         info = self.run.info
         names = info.get("clients")
         client_images = None
@@ -242,6 +287,7 @@ class Cards:
             joined=client in self._images_of_joined,
             scores=scores,
             backbone=backbone,
+            both=both,
             privacy=privacy_card(info.get("privacy"), private_client, self._images_of_joined, client_name),
             **self._facts,
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from perada.core.digests import check_sums
 from perada.core.files import Scratch
 from perada.core.states import Factors, State, get_state, narrowed, set_state, trained_keys, widened
+from perada.core.text import quoted
 from perada.models.adapted import (
     AdaptedModel,
     find_tensor_names,
@@ -36,6 +37,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CARD_FILE = "README.md"
 CLASS_NAMES_FILE = "config.json"
+TYPICAL_NAMES = {"mean", "scale", "examples", "num_examples", "threshold", "neighbors", "personal_share"}
+"""Names in :meth:`.BothModels.state`."""
 _SAVE_AGAIN = "save the run again"
 _CARD = "---\nlibrary_name: peft\n---\n"
 
@@ -193,6 +196,28 @@ class PeftFolders:
         return state
 
 
+def save_typical(state: State, path: Path) -> None:
+    """Write what a client needs to predict with both models; see :meth:`.BothModels.state`."""
+    # The number of empty rows would reveal that of other clients' images.
+    num_examples = int(state["num_examples"])
+    _save_tensors({**state, "examples": state["examples"][:num_examples]}, path)
+
+
+def load_typical(path: Path) -> State:
+    """Read what :func:`save_typical` wrote.
+
+    Raises:
+        FileNotFoundError: If the file is missing.
+        ValueError: If it cannot be read, or has other tensors.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(path)!r} is missing; copy the entire folder")
+    state = _load_tensors(path)
+    if state.keys() != TYPICAL_NAMES:
+        raise ValueError(f"{str(path)!r} must have the tensors {quoted(sorted(TYPICAL_NAMES))}; {_SAVE_AGAIN}")
+    return state
+
+
 def _facts(config: PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, object]:
     """Return the facts that all adapters of a run share, by their names in messages: options and tensor shapes."""
     ignored = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
@@ -256,6 +281,11 @@ def base_name(adapted: AdaptedModel, pretrained: object) -> str | None:
         hub_name: str = timm_config["hf_hub_id"]
         return hub_name
     return name
+
+
+def is_of_perada(config: PeftConfig) -> bool:
+    """Return whether an adapter is one of perada's, which PEFT knows only after ``import perada.adapters``."""
+    return type(config).__module__.startswith("perada.")
 
 
 def read_config(folder: Path) -> PeftConfig:

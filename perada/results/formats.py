@@ -3,11 +3,12 @@
 
 import copy
 import json
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import safe_open
@@ -15,29 +16,36 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.export import Dim
 
-from perada.core.checks import check_choice, installed
-from perada.core.states import images_dtype
+from perada.core.checks import OptionError, check_choice, installed
+from perada.core.states import State, images_dtype
 from perada.data.sets.arrays import Photographs
 from perada.engine.precision import tolerance_of
 from perada.federation.failed_outputs import REMEDY, FailedOutputsError
+from perada.federation.options import Prediction
 from perada.federation.scores import finite_outputs
+from perada.results.both_network import BothModelsNetwork
 from perada.results.cards import privacy_card, render_template
 from perada.results.clients import joined_clients
-from perada.results.models import Ensemble
+from perada.results.models import ChosenPrediction, Ensemble, both_predictor, chosen_prediction
 from perada.results.overwriting import check_exported_model
-from perada.results.predictors import in_dtype_of
+from perada.results.predictors import BatchOutputs, in_dtype_of
 from perada.results.run import Run
 from perada.results.run_file import together
+from perada.tasks.base import make_task
 
 Format = Literal["onnx", "safetensors", "torch-export"]
 FILES: dict[Format, str] = {"onnx": "model.onnx", "safetensors": "model.safetensors", "torch-export": "model.pt2"}
 TOLERANCE = 1e-4
 """Largest difference of logits between the file and the run, relative to the largest logit, in single precision."""
+_ReadModel = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
+"""A model that was read from a file: it maps images to logits, and with both models of a client to a mask, too."""
 _ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
-def export_model(run: Run, client: int | str | None, form: Format, folder: Path) -> str:
-    """Write a client's model, or the global one, with its preprocessing and a README.
+def export_model(
+    run: Run, client: int | str | None, form: Format, folder: Path, prediction: Prediction | None = None
+) -> str:
+    """Write a client's model, both of its models as one, or the global one, with its preprocessing and a README.
 
     If PEFT can merge the adapter into the backbone's weights, it is merged. The file is read again, and its logits
     on photographs are compared with the run's. Existing files in ``folder`` are kept until both files are written.
@@ -47,6 +55,8 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
         client: Number or name of the client; None for the global model.
         form: The format.
         folder: Folder of the file and the README.
+        prediction: Models with which the client predicts: ``personal``, ``global`` or ``both``; by default those of the
+            option ``evaluation.prediction`` of the run.
 
     Returns:
         A sentence on the adapter, and one on the largest difference of the logits.
@@ -59,15 +69,15 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
             infinite (a :class:`.FailedOutputsError`).
     """
     check_choice("format", form, list(FILES))
+    check_choice("prediction", prediction, [None, *get_args(Prediction)])
     check_exported_model(folder, FILES[form])
     if form == "onnx":
         for package in _ONNX_PACKAGES:
             installed(package, "format=onnx", "onnx")
     number = None if client is None else run.number(client)
-    run_model = run.global_model() if number is None else run.personal(number)
-    samples = in_dtype_of(run_model, _samples(run))
-    merged = _merge(run, run_model, number)
-    merged.model.requires_grad_(False)
+    chosen = _chosen(run, client, form, prediction)
+    exported = _exported(run, number, chosen)
+    samples = in_dtype_of(exported.run_model, _samples(run))
     metadata = {
         "preprocessing": json.dumps(run.preprocessing.record()),
         "classes": json.dumps(run.info.get("classes")),
@@ -76,36 +86,69 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
         "backbone": json.dumps(run.info["backbone"]),
     }
     with torch.no_grad(), together(folder) as stage:
-        expected = run_model(samples)
-        num_failed = int((~finite_outputs(expected)).sum())
-        if num_failed:
-            # No file could be compared with the run.
-            raise FailedOutputsError(
-                f"{str(folder / FILES[form])!r} was not written, because outputs of "
-                f"{'the global model' if client is None else f'the model of client {client!r}'} are NaN or infinite "
-                f"for {num_failed} of {len(samples)} samples; {REMEDY}"
-            )
-        logits = _write_and_read(form, merged.model, samples, stage / FILES[form], metadata)
-        difference = float((logits - expected).abs().max())
-        # False if the difference is NaN.
-        limit = tolerance_of(run_model, TOLERANCE) * float(expected.abs().max())
-        is_close = difference <= limit
-        if not is_close:
-            raise ValueError(
-                f"{str(folder / FILES[form])!r} was not written, because its logits would differ from the run's by "
-                f"{difference:.1e}, more than {limit:.1e}; choose a different format"
-            )
+        for variant in exported.variants(samples):
+            variant.model.requires_grad_(False)
+            expected = variant.run_outputs(samples)
+            num_failed = int((~finite_outputs(expected.logits)).sum())
+            if num_failed:
+                # No file could be compared with the run.
+                raise FailedOutputsError(
+                    f"{str(folder / FILES[form])!r} was not written, because outputs of "
+                    f"{'the global model' if client is None else f'the model of client {client!r}'} are NaN or "
+                    f"infinite for {num_failed} of {len(samples)} samples; {REMEDY}"
+                )
+            found = _write_and_read(form, variant.model, samples, stage / FILES[form], metadata)
+            difference = _difference(found, expected)
+            # False if the difference is NaN.
+            limit = tolerance_of(exported.run_model, TOLERANCE) * float(expected.logits.abs().max())
+            is_close = difference <= limit
+            if not is_close:
+                raise ValueError(
+                    f"{str(folder / FILES[form])!r} was not written, because its logits would differ from the run's by "
+                    f"{difference:.1e}, more than {limit:.1e}; choose a different format"
+                )
+        description = exported.description
+        if chosen.prediction == "personal" and prediction is None and run.info.get("prediction") == "both":
+            description += " It is the client's personal model only."
         summary = (
-            f"{merged.description} Its logits on {len(samples)} samples differ from the run's by at most "
-            f"{difference:.1e}."
+            f"{description} Its logits on {len(samples)} samples differ from the run's by at most {difference:.1e}."
         )
-        text = _readme(run, client, number, form, summary)
+        text = _readme(run, client, number, form, chosen, summary)
         (stage / "README.md").write_text(f"{text}\n", encoding="utf-8")
     return summary
 
 
-def _write_and_read(form: Format, model: nn.Module, samples: Tensor, path: Path, metadata: dict[str, str]) -> Tensor:
-    """Write a model to a file, and return the logits of the model that is read from it.
+def _chosen(run: Run, client: int | str | None, form: Format, prediction: Prediction | None) -> ChosenPrediction:
+    """Return which models of a client are exported: the personal one if the format cannot hold both.
+
+    Raises:
+        OptionError: If both are asked for, and the run or the format cannot have them.
+    """
+    if form != "safetensors":
+        return chosen_prediction(run, client, prediction)
+    if prediction == "both":
+        raise OptionError(
+            "prediction='both' is not supported with format='safetensors', which holds the tensors of one network; "
+            "choose the format onnx, torch-export or peft",
+            name="prediction",
+            value="both",
+        )
+    if prediction is None and client is not None and run.info.get("prediction") != "global":
+        prediction = "personal"
+    return chosen_prediction(run, client, prediction)
+
+
+def _difference(found: BatchOutputs, expected: BatchOutputs) -> float:
+    """Return the largest difference of logits; infinity if not the same images are typical."""
+    if expected.typical is not None and not torch.equal(found.typical, expected.typical):
+        return math.inf
+    return float((found.logits - expected.logits).abs().max())
+
+
+def _write_and_read(
+    form: Format, model: nn.Module, samples: Tensor, path: Path, metadata: dict[str, str]
+) -> BatchOutputs:
+    """Write a model to a file, and return the outputs of the model that is read from it.
 
     Raises:
         OSError: If the file cannot be written.
@@ -114,7 +157,7 @@ def _write_and_read(form: Format, model: nn.Module, samples: Tensor, path: Path,
     writers = {"onnx": _write_onnx, "safetensors": _write_safetensors, "torch-export": _write_torch_export}
     try:
         read_model = writers[form](model, samples, path, metadata)
-        return read_model(samples)
+        outputs = read_model(samples)
     except OSError:
         # An error of the disk, which no other format avoids.
         raise
@@ -123,9 +166,12 @@ def _write_and_read(form: Format, model: nn.Module, samples: Tensor, path: Path,
         raise ValueError(
             f"the model cannot be exported as {form} ({reason}); choose a different format, or use Run.save"
         ) from error
+    return BatchOutputs(*outputs) if isinstance(outputs, tuple) else BatchOutputs(outputs)
 
 
-def _readme(run: Run, client: int | str | None, number: int | None, form: Format, summary: str) -> str:
+def _readme(
+    run: Run, client: int | str | None, number: int | None, form: Format, chosen: ChosenPrediction, summary: str
+) -> str:
     """Return the README of an exported model.
 
     Args:
@@ -133,6 +179,7 @@ def _readme(run: Run, client: int | str | None, number: int | None, form: Format
         client: The client, as it was requested; None for the global model.
         number: Number of the client.
         form: The format.
+        chosen: The models of the client.
         summary: What is said of the adapter and the logits.
     """
     private_client = number if number in run.own_clients() else None
@@ -141,6 +188,7 @@ def _readme(run: Run, client: int | str | None, number: int | None, form: Format
         "model",
         form=form,
         client=client,
+        prediction=chosen.prediction,
         info=run.info,
         shape=run.preprocessing.shape,
         summary=summary,
@@ -159,6 +207,83 @@ def _samples(run: Run) -> Tensor:
     if preprocessing.kind == "tokens":
         raise ValueError("a run on texts cannot be exported to this format; save its adapters with Run.save")
     return torch.randn(8, *preprocessing.shape, generator=torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A network to write.
+
+    Attributes:
+        model: The network.
+        run_outputs: Returns the run's own outputs for images, which those of the network are compared with.
+    """
+
+    model: nn.Module
+    run_outputs: Callable[[Tensor], BatchOutputs]
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """What is exported of a run.
+
+    Attributes:
+        run_model: The model, or the personal one of both, as the run predicts with it.
+        variants: Returns the networks to write and compare, given the samples. The last one is kept.
+        description: A sentence on the adapter.
+    """
+
+    run_model: nn.Module
+    variants: Callable[[Tensor], list[_Variant]]
+    description: str
+
+
+def _exported(run: Run, client: int | None, chosen: ChosenPrediction) -> _Exported:
+    """Return what is exported of a run: the chosen models of a client, or the global one (None)."""
+    if chosen.state_of_both is not None:
+        assert client is not None
+        return _both_models(run, client, chosen.state_of_both)
+    if client is None or chosen.prediction == "global":
+        client = None
+        run_model = run.global_model()
+    else:
+        run_model = run.personal(client)
+    merged = _merge(run, run_model, client)
+    variant = _Variant(merged.model, lambda images: BatchOutputs(run_model(images)))
+    return _Exported(run_model, lambda samples: [variant], merged.description)
+
+
+def _both_models(run: Run, client: int, state_of_both: State) -> _Exported:
+    """Return the prediction with both models of a client as one network.
+
+    Few samples, or none, look like the client's images, so the personal model would hardly be compared. The network is
+    therefore also written with a threshold for which half of the samples are typical.
+    """
+    task = make_task(run.info["task"])
+    personal = run.personal(client)
+
+    def variant(state: State) -> _Variant:
+        predictor = both_predictor(run, client, state, torch.device("cpu"))
+        network = BothModelsNetwork(run.personal(client), run.global_model(), state, predictor.compared_maps, task)
+
+        def run_outputs(images: Tensor) -> BatchOutputs:
+            outputs = predictor(images)
+            logits = outputs.logits.movedim(-1, 1) if task.per_pixel else outputs.logits
+            return BatchOutputs(logits, outputs.typical)
+
+        return _Variant(network.eval(), run_outputs)
+
+    def variants(samples: Tensor) -> list[_Variant]:
+        if int(state_of_both["neighbors"]) == 0:
+            return [variant(state_of_both)]
+        distances = both_predictor(run, client, state_of_both, torch.device("cpu")).distances(samples)
+        state_for_half = state_of_both | {"threshold": distances.quantile(0.5)}
+        return [variant(state_for_half), variant(state_of_both)]
+
+    return _Exported(
+        personal,
+        variants,
+        "It predicts with the client's personal and the global model together, whose adapters are kept as layers.",
+    )
 
 
 @dataclass(frozen=True)
@@ -191,7 +316,7 @@ def _merge(run: Run, run_model: nn.Module, client: int | None) -> _Merged:
 # Each of the following functions writes a file and returns the model that it reads from it.
 
 
-def _write_safetensors(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str]) -> Callable[[Tensor], Tensor]:
+def _write_safetensors(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str]) -> _ReadModel:
     tensors = {name: value.cpu().clone().contiguous() for name, value in model.state_dict().items()}
     path.write_bytes(save(tensors, metadata))
     read_model = copy.deepcopy(model)
@@ -203,18 +328,17 @@ def _write_safetensors(model: nn.Module, x: Tensor, path: Path, metadata: dict[s
     return read_model
 
 
-def _write_torch_export(
-    model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str]
-) -> Callable[[Tensor], Tensor]:
+def _write_torch_export(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str]) -> _ReadModel:
     exported = torch.export.export(model, (x,), dynamic_shapes=({0: Dim("batch")},))
     torch.export.save(exported, path, extra_files={"metadata.json": json.dumps(metadata)})
-    read_model: Callable[[Tensor], Tensor] = torch.export.load(path).module()
+    read_model: _ReadModel = torch.export.load(path).module()
     return read_model
 
 
-def _write_onnx(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str]) -> Callable[[Tensor], Tensor]:
+def _write_onnx(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str]) -> _ReadModel:
     import onnxruntime
 
+    output_names = ["logits", "typical"] if isinstance(model, BothModelsNetwork) else ["logits"]
     if images_dtype(model) == torch.float64:
         # onnxruntime has no convolutions in double precision.
         model = copy.deepcopy(model).float()
@@ -227,10 +351,26 @@ def _write_onnx(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str
             dynamo=True,
             dynamic_shapes=({0: Dim("batch")},),
             input_names=["images"],
-            output_names=["logits"],
+            output_names=output_names,
+            custom_translation_table={torch.ops.aten.logaddexp.default: _onnx_logaddexp},
             verbose=False,
         )
     program.model.metadata_props.update(metadata)
     program.save(path)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(None, {"images": images.to(x.dtype).numpy()})[0])
+
+    def read_model(images: Tensor) -> Tensor | tuple[Tensor, ...]:
+        outputs = session.run(None, {"images": images.to(x.dtype).numpy()})
+        tensors = tuple(torch.from_numpy(output) for output in outputs)
+        return tensors if len(tensors) > 1 else tensors[0]
+
+    return read_model
+
+
+def _onnx_logaddexp(first: Any, second: Any) -> Any:  # noqa: ANN401  # tensors of a graph in ONNX
+    """Return the graph of log(exp(a) + exp(b)). The exporter's own one overflows, and is -inf for small values."""
+    from onnxscript import opset18
+
+    larger = opset18.Max(first, second)
+    distance = opset18.Abs(opset18.Sub(first, second))
+    return opset18.Add(larger, opset18.Softplus(opset18.Neg(distance)))

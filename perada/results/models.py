@@ -4,6 +4,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -46,6 +47,19 @@ class Ensemble(nn.Module):
             return self.task.ensemble(outputs, self.average)
         # (M, B, K, H, W): tasks have the classes last, and networks do not.
         return self.task.ensemble(outputs.movedim(2, -1), self.average).movedim(-1, 1)
+
+
+@dataclass(frozen=True)
+class ChosenPrediction:
+    """Which models predict for a client.
+
+    Attributes:
+        prediction: ``personal``, ``global`` or ``both``.
+        state_of_both: What the client needs to predict with both models; None for a single model.
+    """
+
+    prediction: Prediction
+    state_of_both: State | None = None
 
 
 class Models:
@@ -94,6 +108,28 @@ class Models:
         algorithm = self.info.get("algorithm", "unknown")
         num_rounds = len(self.metrics["rounds"])
         return f"<{type(self).__name__}: {algorithm}, {self.num_clients} clients, {num_rounds} rounds>"
+
+    def _known_state_of_both(self, client: int) -> State | None:
+        """Return what a client needs to predict with both models (:meth:`.BothModels.state`); None without it."""
+        if self._state_of_both is None:
+            return None
+        return self._state_of_both(client)
+
+    def _required_state_of_both(self, client: int | str) -> State:
+        """Return what a client needs to predict with both models (:meth:`.BothModels.state`).
+
+        Raises:
+            OptionError: If the run does not have it.
+        """
+        state_of_both = self._known_state_of_both(self.number(client))
+        if state_of_both is None:
+            raise OptionError(
+                f"prediction='both': the run has no statistics of the training images of client {client!r}, which "
+                "images are compared with; train with evaluation.prediction=both, or choose prediction='personal'",
+                name="prediction",
+                value="both",
+            )
+        return state_of_both
 
     def state(self, role: str, client: int | str | None = None) -> State:
         """Return a copy of one state on the CPU, ``{name in the single model: tensor}``.
@@ -280,47 +316,14 @@ class Models:
             OptionError: If there is no client, and another model than the global one is asked for; or the client lacks
                 what it needs to predict with both models.
         """
-        task = make_task(self.info["task"])
-        if client is None:
-            if prediction not in (None, "global"):
-                raise without_effect("prediction", prediction, "client=None, the global model", "name a client")
-            return NetworkPredictor(self.global_model(), task, device)
-        number = self.number(client)
-        state_of_both: State | None = None
-        if self._state_of_both is not None:
-            state_of_both = self._state_of_both(number)
-        if prediction is None:
-            prediction = self.info.get("prediction", "personal")
-            if prediction == "both" and state_of_both is None and self.info["global_model"] and self.personalized:
-                # Such as a client that joined later, or an exported adapter.
-                warnings.warn(
-                    f"client {client!r} predicts with its personal model only, since the run has no statistics of its "
-                    "training images (docs/prediction.md); prediction='personal' turns this warning off",
-                    stacklevel=3,
-                )
-            if prediction == "both" and state_of_both is None:
-                prediction = "personal"
-        if prediction == "global":
-            return NetworkPredictor(self.global_model(), task, device)
-        if prediction == "personal":
-            return NetworkPredictor(self.personal(number), task, device)
-        if state_of_both is None:
-            raise OptionError(
-                f"prediction='both': the run has no statistics of the training images of client {client!r}, which they "
-                "are compared with; train with evaluation.prediction=both, or choose 'personal' or 'global'",
-                name="prediction",
-                value="both",
-            )
-        return BothModelsPredictor(
-            self._adapted.model,
-            self.state("personal", number),
-            self.states("global"),
-            state_of_both,
-            task,
-            self.info["average"],
-            _noise(self.preprocessing)[0],
-            device,
-        )
+        chosen = chosen_prediction(self, client, prediction)
+        if chosen.state_of_both is not None:
+            return both_predictor(self, self.number(client), chosen.state_of_both, device)
+        if client is None or chosen.prediction == "global":
+            network = self.global_model()
+        else:
+            network = self.personal(client)
+        return NetworkPredictor(network, make_task(self.info["task"]), device)
 
     @property
     def personalized(self) -> bool:
@@ -363,6 +366,62 @@ class Models:
         set_state(model, state)
         setattr(model, IMAGE, self._adapted.backbone.image)
         return model.eval()
+
+
+def chosen_prediction(run: Models, client: int | str | None, prediction: Prediction | None) -> ChosenPrediction:
+    """Return which models of a run predict for a client, or that the global one does (None).
+
+    Warns if the run's option asks for both models, and the client lacks what that needs.
+
+    Args:
+        run: The run.
+        client: Number or name of the client.
+        prediction: The models; None for those of the run's option.
+
+    Raises:
+        OptionError: If there is no client, and another model than the global one is asked for; or the client lacks what
+            it needs to predict with both models.
+    """
+    if client is None:
+        if prediction not in (None, "global"):
+            raise without_effect("prediction", prediction, "client=None, the global model", "name a client")
+        return ChosenPrediction("global")
+    state_of_both = run._known_state_of_both(run.number(client))
+    if prediction is None:
+        prediction = run.info.get("prediction", "personal")
+        if prediction == "both" and state_of_both is None:
+            if run.info["global_model"] and run.personalized:
+                # Such as a client that joined later, or an adapter from the Hub.
+                warnings.warn(
+                    f"client {client!r} predicts with its personal model only, since the run has no statistics of its "
+                    "training images (docs/prediction.md); prediction='personal' turns this warning off",
+                    stacklevel=4,
+                )
+            prediction = "personal"
+    if prediction != "both":
+        return ChosenPrediction(prediction)
+    return ChosenPrediction("both", run._required_state_of_both(client))
+
+
+def both_predictor(run: Models, client: int, state_of_both: State, device: torch.device) -> BothModelsPredictor:
+    """Return the prediction with both models of a client of a run.
+
+    Args:
+        run: The run.
+        client: Number of the client.
+        state_of_both: The client's :meth:`.BothModels.state`.
+        device: Device of the passes.
+    """
+    return BothModelsPredictor(
+        run._adapted.model,
+        run.state("personal", client),
+        run.states("global"),
+        state_of_both,
+        make_task(run.info["task"]),
+        run.info["average"],
+        _noise(run.preprocessing)[0],
+        device,
+    )
 
 
 def _noise(preprocessing: Preprocessing) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from perada.core.digests import SUMS_FILE
-from perada.results.run_file import RUN_FILE, STATE_FILE, finish
+from perada.results.run_file import RUN_FILE, STATE_FILE, TYPICAL_FILE, finish
 
 MODEL_README = re.compile(r"# .* of a run of perada\n")
 """First line of the README of an exported model."""
@@ -19,7 +19,14 @@ _BEGINNING_OF_RUN = re.compile(rb'\{\s*"(sha256|format)":')
 _ADAPTER_FOLDER = re.compile(r"(client|global)(_\d+)?")
 _RUN_FILES = re.compile(rf"adapter_config\.json|backbone\.safetensors|{STATE_FILE.pattern}")
 """Names of the files of a saved run, except for its README, in which users may write."""
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "backbone.safetensors", "config.json", SUMS_FILE)
+_ADAPTER_FILES = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "backbone.safetensors",
+    "config.json",
+    TYPICAL_FILE,
+    SUMS_FILE,
+)
 """Names of the files of an adapter's folder, except for its README."""
 
 

@@ -13,7 +13,7 @@ from perada.core.states import State, images_dtype, stack, to_device
 from perada.engine.engine import Engine, classes_last
 from perada.engine.fold import fold
 from perada.federation.both_models import both_models_of_state
-from perada.federation.typical_images import ImageStatistics
+from perada.federation.typical_images import ComparedMap, ImageStatistics
 from perada.tasks import Task
 from perada.tasks.base import Average
 
@@ -75,6 +75,9 @@ class BothModelsPredictor(Predictor):
         average: Which outputs of an ensemble's members are averaged.
         example: A prepared image, for the shapes of the frozen layers' outputs.
         device: Device of the passes.
+
+    Attributes:
+        compared_maps: The tensors by whose statistics images are compared.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class BothModelsPredictor(Predictor):
         example = in_dtype_of(self._network, example).to(device)
         self._engine.find_trunk(example)
         statistics = ImageStatistics.of(self._engine, example)
+        self.compared_maps: list[ComparedMap] = statistics.compared_maps(example.shape)
         self._both = both_models_of_state(state_of_both, task, statistics, device)
         self._members = to_device(stack([personal_state, *global_states]), device)
 
@@ -110,6 +114,11 @@ class BothModelsPredictor(Predictor):
         shares = self._both.shares([0], self._device)
         logits = self._both.logits(logits_of_members[0], shared, is_typical, shares)
         return BatchOutputs(logits.cpu(), is_typical.cpu())
+
+    def distances(self, images: Tensor) -> Tensor:
+        """Return the distance (B,) of images to the client's training images; see :class:`.TypicalImages`."""
+        x = in_dtype_of(self._network, images).to(self._device)
+        return self._both.typical_images[0].distances(self._both.statistics(x)).cpu()
 
 
 def in_dtype_of(model: nn.Module, images: Tensor) -> Tensor:

@@ -3,21 +3,31 @@
 
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from perada.algorithms import Algorithm
-from perada.core.checks import check_choice, check_name, check_type, checked_path
+from perada.core.checks import OptionError, check_choice, check_name, check_type, checked_path
 from perada.core.digests import digest_of, write_sums
 from perada.core.files import check_output_folder
 from perada.core.ranks import this_rank
 from perada.core.states import State, get_state
 from perada.data.preprocessing import Preprocessing
+from perada.federation.typical_images import ComparedMap
 from perada.models.adapted import warn_of_ends
-from perada.results.cards import UNKNOWN, Cards, check_record, is_test_mode, protection
+from perada.results.cards import (
+    PREDICTIONS_IN_CODE,
+    UNKNOWN,
+    BothFiles,
+    Cards,
+    check_record,
+    is_test_mode,
+    protection,
+)
 from perada.results.clients import with_joined
 from perada.results.export import (
     BACKBONE_FILE,
@@ -27,14 +37,17 @@ from perada.results.export import (
     WEIGHTS_FILE,
     PeftFolders,
     base_name,
+    is_of_perada,
+    load_typical,
     needs_backbone_file,
     parse_config,
     push,
     read_config,
     save_backbone,
+    save_typical,
     shared_run_file,
 )
-from perada.results.models import Models
+from perada.results.models import Models, both_predictor
 from perada.results.overwriting import check_saved_run
 from perada.results.report import TEST_MODE
 from perada.results.restore import rebuilt, restored
@@ -44,6 +57,7 @@ from perada.results.run_file import (
     PERSONAL,
     RUN_FILE,
     TYPICAL,
+    TYPICAL_FILE,
     Layout,
     RunFile,
     StateIndex,
@@ -137,6 +151,7 @@ class Run(Models):
         folder: str | Path,
         *,
         client: int | str | None = None,
+        prediction: Literal["personal", "both"] | None = None,
         license: str = UNKNOWN,
         scores: bool | None = None,
     ) -> Path:
@@ -149,28 +164,88 @@ class Run(Models):
         Args:
             folder: The folder.
             client: Number or name of a client to write only its folder, for PEFT; :meth:`load` needs all folders.
+            prediction: ``both`` also writes what clients need to predict with both models (docs/prediction.md): the
+                file ``typical.safetensors`` in each client's folder, with statistics of its training images, a part of
+                the card with code, and with ``client`` also the folder ``global``. By default as in the option
+                ``evaluation.prediction`` of the run.
             license: Licence of the adapters in the Hub's notation, such as ``mit``.
             scores: Whether scores, losses and diagnostics are written to the cards and to ``run.json``. By default not
                 for a private run: they depend on the clients' images, and ε does not cover them.
 
         Raises:
             FileExistsError: If a file would be replaced that perada did not write.
+            OptionError: If ``prediction`` is ``both``, and a client cannot predict so, or not without perada.
             ValueError: If the folder has a run that :meth:`save` wrote.
         """
         folder = _checked_output(folder, license, scores)
+        check_choice("prediction", prediction, [None, "personal", "both"])
         number = None if client is None else self.number(client)
+        clients_with_both = self._clients_with_both(number, prediction)
         if this_rank():
             return folder
         self._warn_of_test_mode(folder)
         _check_layout(folder, "adapters")
         with_scores = self._with_scores(scores)
+        folders = list(self._folders())
+        if number is not None:
+            folders = [("global", None)] if clients_with_both else []
+            folders.append((f"client_{number}", number))
         with together(folder) as stage:
-            if number is not None:
-                self._write_adapters(stage, folder, [(f"client_{number}", number)], license, with_scores)
-            else:
-                digests = self._write_adapters(stage, folder, self._folders(), license, with_scores)
+            digests = self._write_adapters(stage, folder, folders, license, with_scores, clients_with_both)
+            if number is None:
                 self._write_run_file(stage, digests, with_scores)
+        for name, folder_client in folders:
+            if folder_client not in clients_with_both:
+                # That of an earlier export.
+                (folder / name / TYPICAL_FILE).unlink(missing_ok=True)
         return folder
+
+    def _clients_with_both(self, client: int | None, prediction: Literal["personal", "both"] | None) -> frozenset[int]:
+        """Return the clients that are exported with all that they need to predict with both models.
+
+        Args:
+            client: The client that is exported; None for all.
+            prediction: See :meth:`export`.
+
+        Raises:
+            OptionError: See :meth:`export`.
+        """
+        wanted = prediction or self.info.get("prediction", "personal")
+        # Without two models per client the run's option has no effect, which set-up has reported.
+        has_both = self.personalized and self.info["global_model"]
+        if wanted != "both" or (prediction is None and not has_both):
+            return frozenset()
+        clients = self._remaining if client is None else [client]
+        # The states of thousands of clients would fill the memory, so they are read again when they are written.
+        without_state = [number for number in clients if self._known_state_of_both(number) is None]
+        if without_state and prediction == "both":
+            self._required_state_of_both(without_state[0])
+        obstacle = self._obstacle_outside_perada()
+        if obstacle is not None and prediction == "both":
+            raise OptionError(
+                f"prediction='both' cannot be exported, because {obstacle}; use Run.save or the format onnx, or choose "
+                "prediction='personal'",
+                name="prediction",
+                value="both",
+            )
+        without = clients if obstacle is not None else without_state
+        if without:
+            reason = obstacle or "the run has no statistics of their training images"
+            warnings.warn(
+                f"the exported folders of {len(without)} of {len(clients)} clients have the personal adapter only, "
+                f"because {reason} (docs/prediction.md); prediction='personal' turns this warning off",
+                stacklevel=3,
+            )
+        return frozenset(clients) - frozenset(without)
+
+    def _obstacle_outside_perada(self) -> str | None:
+        """Return why a few lines of PyTorch cannot predict with both models of a client, or None."""
+        if len(self._global) > 1:
+            return f"the global model averages {len(self._global)} models"
+        task = self.info["task"]["class_path"]
+        if task not in PREDICTIONS_IN_CODE:
+            return f"the predictions of the task {task} are not known outside perada"
+        return None
 
     def add_client(self, folder: str | Path, client: int | str, *, scores: bool | None = None) -> Path:
         """Write a client that joined into the folder of its run.
@@ -260,6 +335,7 @@ class Run(Models):
         folders: Iterable[tuple[str, int | None]],
         license: str = UNKNOWN,
         scores: bool = True,
+        clients_with_both: Collection[int] = (),
     ) -> dict[str, str]:
         """Write adapters with their cards and digests, and the backbone if its weights are not available elsewhere.
 
@@ -269,6 +345,7 @@ class Run(Models):
             folders: Names of the adapters' folders, with the client, or None for a global adapter.
             license: See :meth:`save`.
             scores: Whether the cards have scores.
+            clients_with_both: Clients whose folders get what they need to predict with both models.
 
         Returns:
             The digests of all tensors' files, by path in the folder.
@@ -277,7 +354,7 @@ class Run(Models):
         warn_of_ends(adapted)
         base = base_name(adapted, self.info["pretrained"])
         peft_folders = PeftFolders(adapted, base)
-        cards = Cards(self, base, scores, license)
+        cards = Cards(self, base, scores, license, needs_perada=is_of_perada(adapted.config))
         has_backbone_file = needs_backbone_file(self.info)
         if has_backbone_file:
             save_backbone(adapted, stage)
@@ -287,8 +364,14 @@ class Run(Models):
             file_names.append(CLASS_NAMES_FILE)
         if adapted.beside:
             file_names.append(BACKBONE_FILE)
-        file_names += [CONFIG_FILE, WEIGHTS_FILE]
+        file_names.append(CONFIG_FILE)
 
+        compared_maps: list[ComparedMap] = []
+        if clients_with_both:
+            # They are the same for all clients.
+            some_client = next(iter(clients_with_both))
+            state_of_both = self._required_state_of_both(some_client)
+            compared_maps = both_predictor(self, some_client, state_of_both, torch.device("cpu")).compared_maps
         digests: dict[str, str] = {}
         # Global adapters come first, in the order of their states.
         for index, (name, client) in enumerate(folders):
@@ -301,10 +384,18 @@ class Run(Models):
                 backbone_path = BACKBONE_FILE
             elif has_backbone_file:
                 backbone_path = f"../{BACKBONE_FILE}"
-            cards.write(folder / CARD_FILE, client, backbone_path)
+            both: BothFiles | None = None
+            tensor_files = [WEIGHTS_FILE]
+            if client is not None and client in clients_with_both:
+                state_of_both = self._required_state_of_both(client)
+                save_typical(state_of_both, folder / TYPICAL_FILE)
+                both = BothFiles(state_of_both, compared_maps)
+                tensor_files.append(TYPICAL_FILE)
+            cards.write(folder / CARD_FILE, client, backbone_path, both)
             peft_folders.save(state, folder, self.info.get("classes"), _lora_rank(self.info, client))
-            folder_digests = write_sums(folder, file_names)
-            digests[f"{name}/{WEIGHTS_FILE}".lstrip("/")] = folder_digests[WEIGHTS_FILE]
+            folder_digests = write_sums(folder, [*file_names, *tensor_files])
+            for file_name in tensor_files:
+                digests[f"{name}/{file_name}".lstrip("/")] = folder_digests[file_name]
         if has_backbone_file:
             digests[BACKBONE_FILE] = digest_of(stage / BACKBONE_FILE)
         return digests
@@ -523,7 +614,14 @@ class Run(Models):
             if client not in absent:
                 rank = _lora_rank(info, client)
                 personal_states[client] = peft_folders.load(folder / f"client_{client}", config, rank)
-        return cls(adapted, global_states, personal_states.__getitem__, saved.num_clients, saved.metrics, info)
+
+        def state_of_both(client: int) -> State | None:
+            path = f"client_{client}/{TYPICAL_FILE}"
+            return load_typical(folder / path) if path in saved.files else None
+
+        return cls(
+            adapted, global_states, personal_states.__getitem__, saved.num_clients, saved.metrics, info, state_of_both
+        )
 
 
 def _check_publication(license: object, scores: object) -> None:

@@ -134,6 +134,8 @@ FIXED = "fixed"
 """Kind of the adapter's tensors that are not trained, such as random projections, in one row."""
 TYPICAL = "typical"
 """Kind of what clients need to predict with both models (:meth:`.BothModels.state`)."""
+TYPICAL_FILE = f"{TYPICAL}.safetensors"
+"""File beside an exported adapter, with what its client needs to predict with both models."""
 STATE_FILE = re.compile(rf"({GLOBAL}|{PERSONAL}|{FIXED}|{TYPICAL})(_\d+)?\.safetensors")
 """Names of the files of states: ``personal.safetensors``, and ``personal_2.safetensors`` etc. if there are several."""
 _DIGEST = re.compile("[0-9a-f]{64}")

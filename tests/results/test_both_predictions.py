@@ -57,9 +57,13 @@ def test_a_model_of_no_client_is_rejected(run, prediction):
         run.predict(torch.zeros(1, 1, 8, 8), prediction=prediction)
 
 
-@pytest.mark.parametrize("kind", ["saved", "checkpoint"])
+@pytest.mark.parametrize("kind", ["saved", "exported", "checkpoint"])
 def test_a_loaded_run_predicts_alike(run, tiny, tmp_path, kind):
-    folder = run.folder if kind == "checkpoint" else run.save(tmp_path / "run")
+    folder = run.folder
+    if kind == "saved":
+        folder = run.save(tmp_path / "run")
+    elif kind == "exported":
+        folder = run.export(tmp_path / "run")
     loaded = perada.Run.load(folder, backbone=tiny.net())
     images, _ = shifted(tiny).test[2].tensors
     for client in range(5):
@@ -69,8 +73,8 @@ def test_a_loaded_run_predicts_alike(run, tiny, tmp_path, kind):
         assert torch.equal(found.typical, expected.typical)
 
 
-def test_an_exported_run_says_that_it_has_no_statistics(run, tiny, tmp_path):
-    loaded = perada.Run.load(run.export(tmp_path / "run"), backbone=tiny.net())
+def test_an_exported_run_without_statistics_says_so(run, tiny, tmp_path):
+    loaded = perada.Run.load(run.export(tmp_path / "run", prediction="personal"), backbone=tiny.net())
     images, _ = shifted(tiny).test[2].tensors
     with pytest.warns(UserWarning, match="client 2 predicts with its personal model only"):
         found = loaded.predict(images, 2)
