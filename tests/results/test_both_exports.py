@@ -15,7 +15,7 @@ from perada.results import formats
 from perada.results.both_network import BothModelsNetwork
 from perada.results.formats import export_model
 from perada.results.models import both_predictor
-from perada.tasks import Regression
+from perada.tasks import Regression, Segmentation
 from perada.tasks.base import make_task
 from tests.options import sections
 
@@ -69,11 +69,14 @@ def code_of_card(folder):
     return blocks[1]
 
 
-def check_code_of_card(run, folder, monkeypatch, client=0):
-    """Compare the code in a client's card with the run."""
+def check_code_of_card(run, folder, monkeypatch, client=0, network=None):
+    """Compare the code in a client's card with the run, with a function that makes a network of one's own."""
     monkeypatch.chdir(folder / f"client_{client}")
-    names = {}
-    exec(code_of_card(folder / f"client_{client}"), names)  # what the card tells readers to run
+    names = {"network": network}
+    code = code_of_card(folder / f"client_{client}")
+    if network is not None:
+        code = code.replace("backbone = ...", "backbone = network()")
+    exec(code, names)  # what the card tells readers to run
     images = new_images()
     expected = run.predict(images, client, prediction="both")
     # Images of both kinds, or one of the two models would not be compared.
@@ -129,6 +132,24 @@ def test_a_card_converts_numbers_into_the_units_of_the_targets(tmp_path, monkeyp
     run = fitted("lora", data=data, task=Regression(mean=(10.0, -3.0), std=(2.0, 0.5)))
     run.export(tmp_path)
     check_code_of_card(run, tmp_path, monkeypatch)
+
+
+def classifier_of_pixels():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 3, 1))
+
+
+def test_masks_are_predicted_with_both_models(tmp_path, monkeypatch):
+    masks = torch.randint(0, 3, (24, 32, 32), generator=torch.Generator().manual_seed(6))
+    data = federation(targets=masks)
+    data.train[0] = TensorDataset(images_of(0), masks.clamp(max=1))
+    run = fitted("head", classifier_of_pixels(), data, task=Segmentation(), num_classes=3)
+    run.export(tmp_path)
+    check_code_of_card(run, tmp_path, monkeypatch, network=classifier_of_pixels)
+    logits, typical = outputs_of_network(run, 0)
+    expected = run.predict(new_images(), 0)
+    assert torch.equal(typical, expected.typical)
+    torch.testing.assert_close(logits.softmax(1), expected.probabilities.movedim(-1, 1), rtol=0, atol=1e-5)
 
 
 def test_a_client_with_few_images_finds_all_typical(tmp_path, monkeypatch):
@@ -187,6 +208,17 @@ def test_tensors_of_one_network_do_not_hold_both_models(lora, tmp_path):
     assert "It is the client's personal model only." in note
 
 
+def outputs_of_network(run, client):
+    """The outputs of the network that is exported, for new images."""
+    state = run._state_of_both(client)
+    predictor = both_predictor(run, client, state, torch.device("cpu"))
+    task = make_task(run.info["task"])
+    personal = run.personal(client)
+    network = BothModelsNetwork(personal, run.global_model(), state, predictor.compared_maps, task).eval()
+    with torch.no_grad():
+        return network(run.preprocessing.batch(list(new_images())))
+
+
 def check_outputs(run, client, logits, typical):
     """Compare the outputs of a network for new images with the run's."""
     expected = run.predict(new_images(), client, prediction="both")
@@ -198,12 +230,7 @@ def check_outputs(run, client, logits, typical):
 @pytest.mark.parametrize("adapter", ["lora", "full"])
 def test_one_network_predicts_with_both_models(lora, adapter):
     run = lora if adapter == "lora" else fitted(adapter)
-    state = run._state_of_both(0)
-    predictor = both_predictor(run, 0, state, torch.device("cpu"))
-    task = make_task(run.info["task"])
-    network = BothModelsNetwork(run.personal(0), run.global_model(), state, predictor.compared_maps, task).eval()
-    with torch.no_grad():
-        logits, typical = network(run.preprocessing.batch(list(new_images())))
+    logits, typical = outputs_of_network(run, 0)
     check_outputs(run, 0, logits, typical)
 
 
