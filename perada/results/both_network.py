@@ -29,6 +29,12 @@ class BothModelsNetwork(nn.Module):
         task: What the models predict.
     """
 
+    mean: Tensor
+    scale: Tensor
+    examples: Tensor
+    threshold: Tensor
+    personal_share: Tensor
+
     def __init__(
         self,
         personal: nn.Module,

@@ -140,8 +140,10 @@ def _chosen(run: Run, client: int | str | None, form: Format, prediction: Predic
 
 def _difference(found: BatchOutputs, expected: BatchOutputs) -> float:
     """Return the largest difference of logits; infinity if not the same images are typical."""
-    if expected.typical is not None and not torch.equal(found.typical, expected.typical):
-        return math.inf
+    if expected.typical is not None:
+        assert found.typical is not None
+        if not torch.equal(found.typical, expected.typical):
+            return math.inf
     return float((found.logits - expected.logits).abs().max())
 
 
