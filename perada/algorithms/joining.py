@@ -28,6 +28,10 @@ class Joining(ClientSideWrapper):
 
     Args:
         base: The other algorithm.
+
+    Attributes:
+        global_model: Whether the run's global model, which does not change, is scored, too: only where the client
+            predicts with both models.
     """
 
     inference = "personal"

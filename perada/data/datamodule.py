@@ -496,10 +496,15 @@ class FederatedDataModule(pl.LightningDataModule):
             limit: Number of images, evenly spaced in the training set, if it has more.
             device: Device of the batches.
         """
-        size = self.checked.train.sizes[client]
+        return self.examples_in(self.samples_of(self.checked.train), client, limit, device)
+
+    def examples_in(
+        self, store: Samples, client: int, limit: int, device: torch.device | str
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what :meth:`examples` yields, from a store of training images."""
+        size = store.sizes[client]
         count = min(size, limit)
         indices = torch.arange(count) * size // count
-        store = self.samples_of(self.checked.train)
         for batch_indices in indices.split(self.eval_batch_size):
             owners = torch.full_like(batch_indices, client)
             images, labels, failed = store.read(owners, batch_indices, (self.prepare.seed, EXAMPLES_STREAM))

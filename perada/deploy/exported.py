@@ -65,7 +65,9 @@ def export_site_run(client: Client, state: RunState, name: str) -> Run:
     if stacked_personal is not None:
         personal = unstack(stacked_personal)[0]
         personal_of = lambda _: personal  # noqa: E731  # the state of any client, of which there is one
-    return Run(recipe.module.adapted, _members(recipe, shared, {}), personal_of, 1, metrics, info)
+    state_of_both = client.state_of_both(shared, state)
+    members = _members(recipe, shared, {})
+    return Run(recipe.module.adapted, members, personal_of, 1, metrics, info, lambda _: state_of_both)
 
 
 def export_server_run(recipe: ServerRecipe, progress: RunProgress, states: Mapping[str, Any]) -> Run:

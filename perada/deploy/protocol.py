@@ -63,6 +63,8 @@ MAX_MAGNITUDE = 1e6
 """Largest magnitude of a floating-point number in a tensor."""
 MAX_COUNT = 2**40
 """Largest value of an integer in a tensor."""
+SCORED_MODELS = ("both", "global", "personal")
+"""What a site scores: its personal model, the global one, and predictions with both models."""
 _SECTION = "perada"
 """Key of the header among the metadata of the safetensors file."""
 Spec = dict[str, tuple[str, tuple[int, ...]]]
@@ -201,9 +203,9 @@ class Response(Header):
         answers: Digest of the request that it answers.
         facts: What the site allows to be sent: ``size`` (training images), ``tests`` (test images), ``labels`` (a
             digest of the classes), ``losses`` by role, ``counts`` (correct and all predictions), ``sums`` (lists of
-            numbers by metric, from which its score is computed) and ``scores`` (by metric) of the ``personal`` and the
-            ``global`` model, ``failed_models`` (those of the two whose outputs are NaN or infinite for a test image),
-            and ``epsilon`` by ledger.
+            numbers by metric, from which its score is computed) and ``scores`` (by metric) of each of the
+            :data:`SCORED_MODELS`, ``failed_models`` (those of them whose outputs are NaN or infinite for a test image),
+            ``typical`` (share of the test images that look like the site's training images), and ``epsilon`` by ledger.
         sums: Content of a step of a secure sum.
     """
 
@@ -232,9 +234,13 @@ def _check_fact(name: str, value: Any) -> None:  # noqa: ANN401  # anything that
         # ε is never negative, and a record with such an ε could not be read again.
         _check_numbers(value, optional=True, least=0)
     elif name == "failed_models":
-        if value not in (["personal"], ["global"], ["global", "personal"]):
-            raise ValueError(f"failed_models must list global, personal or both, got {value!r}")
-    elif name in ("scores", "sums", "counts") and set(value) <= {"personal", "global"}:
+        if not value or not isinstance(value, list) or [each for each in SCORED_MODELS if each in value] != value:
+            raise ValueError(
+                f"failed_models must list some of {', '.join(SCORED_MODELS)}, in this order; got {value!r}"
+            )
+    elif name == "typical":
+        check_number(name, value, ge=0, le=1)
+    elif name in ("scores", "sums", "counts") and set(value) <= {*SCORED_MODELS}:
         for value_of_model in value.values():
             _check_fact_of_model(name, value_of_model)
     else:

@@ -223,13 +223,18 @@ class Recipe:
     def contents_of_scores(self) -> Contents:
         """Return the layout of a site's contribution to a secure sum of scores."""
         assert self.loop.secure_sums is not None
-        names = summand_names(self.module.metrics, self.num_summands)
+        names = summand_names(self.module.metrics, self.num_summands, self.predicts_with_both)
         return Contents(self.loop.secure_sums, {}, metric_names=tuple(names))
 
     @cached_property
     def num_summands(self) -> dict[str, int]:
         """Number of sums of each metric that is computed from sums over images, by name."""
         return count_summands(self.module.metrics, self.module.task, self.module.num_classes or 0)
+
+    @property
+    def predicts_with_both(self) -> bool:
+        """Whether sites predict with both models, too, as soon as they have a personal one beside the global one."""
+        return self.loop.evaluation.prediction == "both" and self.loop.algorithm.global_model
 
     @property
     def max_pixels(self) -> float:

@@ -21,6 +21,55 @@ from perada.tasks import Task
 
 Facts = Mapping[str, Any]
 """What a site sends beside its update (:class:`perada.deploy.protocol.Response`)."""
+PREDICTING = ("personal", "global")
+"""The model that a site predicts with is the first of these that it has."""
+BOTH = ("both",)
+"""In place of :data:`PREDICTING`, for predictions with both models."""
+
+
+@dataclass(frozen=True)
+class _OwnScore:
+    """A score of each site on its own images, whose mean over the sites the server computes.
+
+    Attributes:
+        name: Name of the mean.
+        models: The models whose score it is: that of the first one that a site has.
+        score: Name of the score in a secure sum.
+        square: Name of its square there.
+        weighted: Name of its product with the number of test images.
+        failed: Name of the number of sites at which outputs of the model are NaN or infinite.
+    """
+
+    name: str
+    models: Sequence[str]
+    score: str
+    square: str
+    weighted: str
+    failed: str
+
+    def summand_names(self, metric: Metric) -> list[str]:
+        """Return the names of the three numbers of a metric in a secure sum."""
+        return [f"{self.score}/{metric.name}", f"{self.square}/{metric.name}", f"{self.weighted}/{metric.name}"]
+
+
+_PREDICTING_SCORE = _OwnScore("personal/local_test", PREDICTING, "own", "square", "weighted", "own/failed")
+_BOTH_SCORE = _OwnScore("both/local_test", BOTH, "both", "both_square", "both_weighted", "both/failed")
+_TYPICAL = "own/typical"
+"""Name in a secure sum of the share of a site's test images that look like its training images."""
+
+
+def _own_scores(with_both: bool) -> list[_OwnScore]:
+    """Return the scores of sites on their own images."""
+    return [_PREDICTING_SCORE, _BOTH_SCORE] if with_both else [_PREDICTING_SCORE]
+
+
+def describe_model(model: str) -> str:
+    """Return what a message calls one of :data:`perada.deploy.protocol.SCORED_MODELS`.
+
+    >>> describe_model("personal"), describe_model("both")
+    ('the personal model', 'both models together')
+    """
+    return "both models together" if model == "both" else f"the {model} model"
 
 
 def count_summands(metrics: Sequence[Metric], task: Task, classes: int) -> dict[str, int]:
@@ -108,11 +157,11 @@ def impossible_sums(
         for name, values in sums_of_metrics.items():
             metric = summed.get(name)
             if metric is None:
-                return f"{name!r} of the {model} model is not computed from sums"
+                return f"{name!r} of {describe_model(model)} is not computed from sums"
             if len(values) != num_summands[name]:
-                return f"{name!r} of the {model} model has {len(values)} sums, expected {num_summands[name]}"
+                return f"{name!r} of {describe_model(model)} has {len(values)} sums, expected {num_summands[name]}"
             if not metric.is_possible(_as_sums(values), num_images, max_pixels):
-                return f"{name!r} of the {model} model has sums that no {num_images} test images can have"
+                return f"{name!r} of {describe_model(model)} has sums that no {num_images} test images can have"
     return ""
 
 
@@ -155,6 +204,7 @@ def mean_scores(
     metrics: Sequence[Metric],
     facts: Sequence[Facts],
     recent: Sequence[bool] | None = None,
+    with_both: bool = False,
 ) -> dict[str, float]:
     """Average the scores of the sites' models on their own images, and score the global model on all images.
 
@@ -164,27 +214,32 @@ def mean_scores(
         metrics: Metrics of the run; the names of scores of the first one have no suffix.
         facts: What each site has sent.
         recent: Whether each site took part in one of the last rounds (:class:`.Participation`).
+        with_both: Whether sites predict with both models, too.
     """
     scores: dict[str, float] = {}
     weights = _test_sizes(facts)
     for suffix, metric in by_suffix(metrics).items():
-        local_scores = [local_score(site_facts, metric) for site_facts in facts]
-        local_failed = [_local_model_failed(site_facts) for site_facts in facts]
-        if any(local_failed) or any(map(math.isfinite, local_scores)):
-            scores |= spread(
-                f"personal/local_test{suffix}",
-                torch.tensor(local_scores),
-                metric.lower_is_better,
-                weights,
-                recent,
-                torch.tensor(local_failed),
-            )
+        for own_score in _own_scores(with_both):
+            local_scores = [local_score(site_facts, metric, own_score.models) for site_facts in facts]
+            local_failed = [_local_model_failed(site_facts, own_score.models) for site_facts in facts]
+            if any(local_failed) or any(map(math.isfinite, local_scores)):
+                scores |= spread(
+                    f"{own_score.name}{suffix}",
+                    torch.tensor(local_scores),
+                    metric.lower_is_better,
+                    weights,
+                    recent,
+                    torch.tensor(local_failed),
+                )
         global_failed = any(_has_failed(site_facts, "global") for site_facts in facts)
         global_score = math.nan
         if not global_failed:
             global_score = _pooled_accuracy(facts) if metric.is_accuracy else _pooled_score(metric, facts)
         if global_failed or math.isfinite(global_score):
             scores[f"global/global_test{suffix}"] = global_score
+    shares_typical = [site_facts["typical"] for site_facts in facts if "typical" in site_facts]
+    if with_both and shares_typical:
+        scores["typical/local_test"] = float(torch.tensor(shares_typical, dtype=torch.float64).mean())
     return scores
 
 
@@ -223,9 +278,9 @@ def _pooled_score(metric: Metric, facts: Sequence[Facts]) -> float:
     return _score(metric, reduce(metric.summed.combine, sums_of_sites))
 
 
-def local_score(facts: Facts, metric: Metric) -> float:
-    """Return a site's score of the model that it predicts with; NaN if it sends none."""
-    for model in ("personal", "global"):
+def local_score(facts: Facts, metric: Metric, models: Sequence[str] = PREDICTING) -> float:
+    """Return a site's score of the first of some models of which it sends any; NaN if it sends none."""
+    for model in models:
         if _has_failed(facts, model):
             # Not the score of the global model in place of the personal one.
             return math.nan
@@ -241,32 +296,43 @@ def local_score(facts: Facts, metric: Metric) -> float:
     return math.nan
 
 
-def _local_model_failed(facts: Facts) -> bool:
-    """Return whether the model that a site predicts with has outputs that are NaN or infinite."""
-    if _has_failed(facts, "personal"):
-        return True
-    has_personal_model = any("personal" in facts.get(fact, {}) for fact in ("counts", "sums", "scores"))
-    return _has_failed(facts, "global") and not has_personal_model
+def _local_model_failed(facts: Facts, models: Sequence[str] = PREDICTING) -> bool:
+    """Return whether the first of some models that a site has has outputs that are NaN or infinite."""
+    for model in models:
+        if _has_failed(facts, model):
+            return True
+        if any(model in facts.get(fact, {}) for fact in ("counts", "sums", "scores")):
+            return False
+    return False
 
 
-def summand_names(metrics: Sequence[Metric], num_summands: Mapping[str, int]) -> list[str]:
+def summand_names(metrics: Sequence[Metric], num_summands: Mapping[str, int], with_both: bool = False) -> list[str]:
     """Return the names of a site's contribution to a secure sum of scores.
 
     Of the site's own model these are, for each metric, the score, its square, and its product with the number of test
     images. Of the global model they are the sums of each metric that is computed from sums over images, and the numbers
     of correct and of all predictions. Of both they are 1 if the model has no scores because outputs are NaN or
-    infinite, and otherwise 0, so that the server learns whether any site has such a model, but not which.
+    infinite, and otherwise 0, so that the server learns whether any site has such a model, but not which. Of
+    predictions with both models there are the same numbers as of the site's own model, and the share of the test images
+    that look like the site's training images.
 
     Args:
         metrics: Metrics of the run.
         num_summands: Number of sums of each such metric, from :func:`count_summands`.
+        with_both: Whether sites predict with both models, too.
     """
+    own_scores = _own_scores(with_both)
     names = []
-    for metric in metrics:
-        names += [f"own/{metric.name}", f"square/{metric.name}", f"weighted/{metric.name}"]
+    for own_score in own_scores:
+        for metric in metrics:
+            names += own_score.summand_names(metric)
     for name, length in num_summands.items():
         names += _pooled_names(name, length)
-    return [*names, "own/tests", "global/right", "global/all", "own/failed", "global/failed"]
+    names += ["own/tests", "global/right", "global/all", "global/failed"]
+    names += [own_score.failed for own_score in own_scores]
+    if with_both:
+        names.append(_TYPICAL)
+    return names
 
 
 def _pooled_names(metric_name: str, length: int) -> list[str]:
@@ -283,29 +349,39 @@ def claimed_name(name: str) -> str:
     return name.partition(":")[0]
 
 
-def score_summands(metrics: Sequence[Metric], facts: Facts, limit: float = math.inf) -> dict[str, float]:
+def score_summands(
+    metrics: Sequence[Metric], facts: Facts, limit: float = math.inf, with_both: bool = False
+) -> dict[str, float]:
     """Return a site's contribution to a secure sum of scores, limited to those that may leave it.
 
     Args:
         metrics: Metrics of the run.
         facts: What may leave the site.
         limit: Magnitude below which numbers can be summed. A metric with larger sums is left out.
+        with_both: Whether sites predict with both models, too.
 
     Returns:
         Numbers by some of the names of :func:`summand_names`.
     """
     summands: dict[str, float] = {}
-    for metric in metrics:
-        score = local_score(facts, metric)
-        if math.isfinite(score):
-            summands[f"own/{metric.name}"] = score
-            summands[f"square/{metric.name}"] = score**2
+    own_scores = _own_scores(with_both)
+    for own_score in own_scores:
+        for metric in metrics:
+            score = local_score(facts, metric, own_score.models)
+            if not math.isfinite(score):
+                continue
+            score_name, square_name, weighted_name = own_score.summand_names(metric)
+            summands[score_name] = score
+            summands[square_name] = score**2
             if "tests" in facts:
-                summands[f"weighted/{metric.name}"] = score * facts["tests"]
+                summands[weighted_name] = score * facts["tests"]
     if "tests" in facts:
         summands["own/tests"] = float(facts["tests"])
+    if "typical" in facts and with_both:
+        summands[_TYPICAL] = facts["typical"]
     if facts:
-        summands["own/failed"] = float(_local_model_failed(facts))
+        for own_score in own_scores:
+            summands[own_score.failed] = float(_local_model_failed(facts, own_score.models))
         summands["global/failed"] = float(_has_failed(facts, "global"))
     summed = {metric.name: metric.summed for metric in metrics}
     for name, statistics in facts.get("sums", {}).get("global", {}).items():
@@ -322,7 +398,11 @@ def score_summands(metrics: Sequence[Metric], facts: Facts, limit: float = math.
 
 
 def scores_of_sums(
-    metrics: Sequence[Metric], num_summands: Mapping[str, int], result: SumResult, max_pixels: float = math.inf
+    metrics: Sequence[Metric],
+    num_summands: Mapping[str, int],
+    result: SumResult,
+    max_pixels: float = math.inf,
+    with_both: bool = False,
 ) -> dict[str, float]:
     """Return the scores of :func:`mean_scores` that can be computed from sums over the sites: no quantiles.
 
@@ -331,32 +411,43 @@ def scores_of_sums(
         num_summands: Number of sums of each metric, from :func:`count_summands`.
         result: Sums and means over the sites of the numbers of :func:`score_summands`.
         max_pixels: Largest number of pixels of an image.
+        with_both: Whether sites predict with both models, too.
     """
     means = result.metrics
-    own_failed = result.totals.get("own/failed", 0) > 0
     global_failed = result.totals.get("global/failed", 0) > 0
     scores: dict[str, float] = {}
     accuracy = math.nan
     if "global/right" in means and means.get("global/all"):
         accuracy = means["global/right"] / means["global/all"]
     for suffix, metric in by_suffix(metrics).items():
-        name = f"personal/local_test{suffix}"
-        # A lying site can make either of them missing.
-        mean = means.get(f"own/{metric.name}", math.nan)
-        mean_square = means.get(f"square/{metric.name}", math.nan)
-        if own_failed:
-            scores |= dict.fromkeys((name, f"{name}_std", f"{name}_weighted"), math.nan)
-        elif math.isfinite(mean) and math.isfinite(mean_square):
-            scores[name] = mean
-            scores[f"{name}_std"] = math.sqrt(max(0.0, mean_square - mean**2))
-            if f"weighted/{metric.name}" in means and means.get("own/tests"):
-                scores[f"{name}_weighted"] = means[f"weighted/{metric.name}"] / means["own/tests"]
+        for own_score in _own_scores(with_both):
+            scores |= _own_score_of_sums(own_score, suffix, metric, result)
         global_score = math.nan
         if not global_failed:
             global_score = accuracy if metric.is_accuracy else _score_of_total(metric, num_summands, result, max_pixels)
         if global_failed or math.isfinite(global_score):
             scores[f"global/global_test{suffix}"] = global_score
+    if with_both and _TYPICAL in means:
+        scores["typical/local_test"] = means[_TYPICAL]
     return scores
+
+
+def _own_score_of_sums(own_score: _OwnScore, suffix: str, metric: Metric, result: SumResult) -> dict[str, float]:
+    """Return the statistics of the sites' own scores that can be computed from sums; nothing without such scores."""
+    means = result.metrics
+    name = f"{own_score.name}{suffix}"
+    if result.totals.get(own_score.failed, 0) > 0:
+        return dict.fromkeys((name, f"{name}_std", f"{name}_weighted"), math.nan)
+    score_name, square_name, weighted_name = own_score.summand_names(metric)
+    # A lying site can make either of them missing.
+    mean = means.get(score_name, math.nan)
+    mean_square = means.get(square_name, math.nan)
+    if not (math.isfinite(mean) and math.isfinite(mean_square)):
+        return {}
+    statistics = {name: mean, f"{name}_std": math.sqrt(max(0.0, mean_square - mean**2))}
+    if weighted_name in means and means.get("own/tests"):
+        statistics[f"{name}_weighted"] = means[weighted_name] / means["own/tests"]
+    return statistics
 
 
 def _score_of_total(metric: Metric, num_summands: Mapping[str, int], result: SumResult, max_pixels: float) -> float:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions with both models of a client: its personal one for images like its own, and the global one for others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from perada.core.checks import OptionError
 from perada.core.states import State
+from perada.engine.engine import Engine
+from perada.federation.settings import Settings
 from perada.federation.typical_images import ImageStatistics, TypicalImages
 from perada.tasks import Task
 
@@ -15,6 +18,72 @@ LEAST_SHARE = 0.5
 """Weight of the personal model of a client for whose training images the global model is right as well."""
 SHARE_OF_ERRORS = 2.0
 """How much that weight grows with the error rate of the global model: it is 1 where a quarter is wrong."""
+NO_EXAMPLES = (
+    "prediction='both' compares images with a client's training images, none of which can be read; restore them, or "
+    "choose prediction='personal'"
+)
+"""Message for a client whose training images have all become unreadable."""
+Examples = Iterable[tuple[Tensor, Tensor]]
+"""Batches of training images (B, ...) of a client, and their labels (:meth:`.FederatedDataModule.examples`)."""
+
+
+def check_both_models(settings: Settings, num_classes: int) -> None:
+    """Check that clients can predict with both models.
+
+    Args:
+        settings: Settings of the run.
+        num_classes: Number of classes.
+
+    Raises:
+        OptionError: If training is private, or the task cannot mix predictions.
+    """
+    if settings.private:
+        raise OptionError(
+            f"prediction='both' is not supported with {settings.privacy_options}: it compares images with the training "
+            "images, which no ledger accounts for; choose prediction='personal' or 'global'",
+            name="prediction",
+            value="both",
+        )
+    logits = torch.zeros(1, num_classes)
+    settings.training.task.mixture(logits, logits, torch.tensor(0.5))
+
+
+def has_both_models(settings: Settings) -> bool:
+    """Return whether clients have personal models, at least after a final fine-tuning, and there is a global one."""
+    return settings.has_personal_models and settings.algorithm.global_model
+
+
+def statistics_for(engine: Engine, examples: Examples) -> ImageStatistics:
+    """Return the statistics by which images are compared for a model, given some images in the model's format.
+
+    Raises:
+        OptionError: If the inputs are texts, and no layer is frozen.
+    """
+    for images, _ in examples:
+        return ImageStatistics.of(engine, images[0])
+    raise ValueError(NO_EXAMPLES)
+
+
+def typical_images_of(statistics: ImageStatistics, examples: Examples) -> TypicalImages:
+    """Return what is typical of a client, from its training images."""
+    statistics_of_batches = [statistics(images) for images, _ in examples]
+    if not statistics_of_batches:
+        raise ValueError(NO_EXAMPLES)
+    return TypicalImages.of(torch.cat(statistics_of_batches))
+
+
+def personal_share_of(examples: Examples, shared_logits: Callable[[Tensor], Tensor], task: Task) -> float:
+    """Return the weight α of a client's personal model (:func:`personal_share`), from its training images.
+
+    Args:
+        examples: The training images.
+        shared_logits: Computes the logits (B, K) of the global model for images (B, ...).
+        task: What the models predict.
+    """
+    error_rates: list[Tensor] = []
+    for images, targets in examples:
+        error_rates.append(task.error_rates(shared_logits(images), targets).double().cpu())
+    return personal_share(float(torch.cat(error_rates).mean()))
 
 
 def personal_share(error_rate: float) -> float:

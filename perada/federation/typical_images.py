@@ -11,7 +11,7 @@ distances, in the space of a network's last features.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -271,6 +271,17 @@ class TypicalImages:
             threshold=state["threshold"],
             neighbors=int(state["neighbors"]),
         )
+
+
+def padded_states(states: Mapping[int, State]) -> dict[int, State]:
+    """Return states of :meth:`TypicalImages.state` by client, padded to the same number of rows of ``examples``."""
+    num_rows = max((len(state["examples"]) for state in states.values()), default=0)
+    padded: dict[int, State] = {}
+    for client, state in states.items():
+        examples = state["examples"]
+        padding = examples.new_zeros(num_rows - len(examples), examples.shape[1])
+        padded[client] = state | {"examples": torch.cat([examples, padding])}
+    return padded
 
 
 def _distances(first: Tensor, second: Tensor) -> Tensor:

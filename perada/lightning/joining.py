@@ -51,7 +51,7 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
     client's number of images. Only the release ledger is limited, since nothing is sent.
 
     Args:
-        run: The run. It is not changed.
+        run: The run. It is not changed. If its clients predict with both models, the new one does, too.
         data: The client's images: those of its only client, or of the one called ``name``. If it has names of classes,
             labels are matched with the run's by name. Images are preprocessed like the run's.
         name: The client's name in the run; by default its name in the data.
@@ -109,10 +109,12 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
     module = FederatedClassifier(adapted.backbone.name)
     # Otherwise the module would build a new network of that name.
     module.adapted = adapted
+    # The run's global model is the server's, which does not change.
+    client_algorithm.global_model = info.get("prediction") == "both" and base.global_model
     loop = FederatedLoop(
         client_algorithm,
         training=_recorded_training(run, lr),
-        evaluation=Evaluation(metric=training["metric"]),
+        evaluation=_evaluation(info, with_both=client_algorithm.global_model),
         privacy=_release_privacy(info),
         seed=seed,
     )
@@ -203,6 +205,14 @@ def _recorded_training(run: Run, lr: float | None) -> Training:
     if lr is not None:
         options |= {"lr_personal": lr, "lr_local": lr}
     return Training(**options)
+
+
+def _evaluation(info: Mapping[str, Any], with_both: bool) -> Evaluation:
+    """Return the evaluation options of the run, with predictions by both models of the client or by its own."""
+    metric = info["training"]["metric"]
+    if not with_both:
+        return Evaluation(metric=metric)
+    return Evaluation(metric=metric, prediction="both", personal_share=info.get("personal_share"))
 
 
 def _privacy_options(info: Mapping[str, Any]) -> str:

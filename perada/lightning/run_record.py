@@ -200,6 +200,7 @@ def describe_run(
         "average": algorithm.average,
         "global_model": algorithm.global_model,
         "prediction": module.evaluation.prediction,
+        "personal_share": module.evaluation.personal_share,
         "task": module.task.record(),
         "classes": None if facts.classes is None else list(facts.classes),
         "clients": None if facts.client_names is None else list(facts.client_names),

@@ -130,7 +130,10 @@ def with_joined(run: Models, single: Models, record: dict[str, Any]) -> tuple[di
         entries[f"clients/{name}"] = values[0]
     for part, rows in single.metrics.get("partition", {}).items():
         entries[f"partition/{part}"] = rows[0]
-    entries["clients/personal/global_test"] = math.nan
+    # Of the new client alone, "all" images are its own.
+    for name in single.metrics["clients"]:
+        if name.partition("/")[2].startswith("global_test"):
+            entries[f"clients/{name}"] = math.nan
     # NaN and not 0 ("never took part"), for which the personal model would be called old.
     entries[f"clients/{LAST_ROUND}"] = math.nan
     entries["global/local_test"] = record["before"]

@@ -109,19 +109,13 @@ class Models:
         num_rounds = len(self.metrics["rounds"])
         return f"<{type(self).__name__}: {algorithm}, {self.num_clients} clients, {num_rounds} rounds>"
 
-    def _known_state_of_both(self, client: int) -> State | None:
-        """Return what a client needs to predict with both models (:meth:`.BothModels.state`); None without it."""
-        if self._state_of_both is None:
-            return None
-        return self._state_of_both(client)
-
     def _required_state_of_both(self, client: int | str) -> State:
         """Return what a client needs to predict with both models (:meth:`.BothModels.state`).
 
         Raises:
             OptionError: If the run does not have it.
         """
-        state_of_both = self._known_state_of_both(self.number(client))
+        state_of_both = self.state_of_both(self.number(client))
         if state_of_both is None:
             raise OptionError(
                 f"prediction='both': the run has no statistics of the training images of client {client!r}, which "
@@ -330,6 +324,18 @@ class Models:
         """Whether clients have personal states."""
         return self._personal is not None
 
+    @property
+    def predicts_with_both(self) -> bool:
+        """Whether some client has what it needs to predict with both models (docs/prediction.md).
+
+        :meth:`perada.Run.save` and :meth:`perada.Run.export` write it.
+        """
+        return any(self.state_of_both(client) is not None for client in self._remaining)
+
+    def state_of_both(self, client: int) -> State | None:
+        """Return what a client needs to predict with both models (:meth:`.BothModels.state`); None if it is missing."""
+        return None if self._state_of_both is None else self._state_of_both(client)
+
     def merged(self, client: int | None) -> nn.Module:
         """Return a client's model, or the global one (None), with the adapter merged into the backbone's weights.
 
@@ -386,12 +392,12 @@ def chosen_prediction(run: Models, client: int | str | None, prediction: Predict
         if prediction not in (None, "global"):
             raise without_effect("prediction", prediction, "client=None, the global model", "name a client")
         return ChosenPrediction("global")
-    state_of_both = run._known_state_of_both(run.number(client))
+    state_of_both = run.state_of_both(run.number(client))
     if prediction is None:
         prediction = run.info.get("prediction", "personal")
         if prediction == "both" and state_of_both is None:
-            if run.info["global_model"] and run.personalized:
-                # Such as a client that joined later, or an adapter from the Hub.
+            if run.info["global_model"] and run.number(client) in run.own_clients():
+                # Such as an adapter from the Hub.
                 warnings.warn(
                     f"client {client!r} predicts with its personal model only, since the run has no statistics of its "
                     "training images (docs/prediction.md); prediction='personal' turns this warning off",

@@ -17,7 +17,7 @@ from perada.core.files import check_output_folder
 from perada.core.ranks import this_rank
 from perada.core.states import State, get_state
 from perada.data.preprocessing import Preprocessing
-from perada.federation.typical_images import ComparedMap
+from perada.federation.typical_images import ComparedMap, padded_states
 from perada.models.adapted import warn_of_ends
 from perada.results.cards import (
     PREDICTIONS_IN_CODE,
@@ -98,7 +98,10 @@ class Run(Models):
                 return self._global[0]
             return other_states(client)
 
-        return Run(self._adapted, self._global, personal, new_client + 1, metrics, info, self._state_of_both)
+        def state_of_both(client: int) -> State | None:
+            return single.state_of_both(0) if client == new_client else self.state_of_both(client)
+
+        return Run(self._adapted, self._global, personal, new_client + 1, metrics, info, state_of_both)
 
     def save(
         self,
@@ -217,7 +220,7 @@ class Run(Models):
             return frozenset()
         clients = self._remaining if client is None else [client]
         # The states of thousands of clients would fill the memory, so they are read again when they are written.
-        without_state = [number for number in clients if self._known_state_of_both(number) is None]
+        without_state = [number for number in clients if self.state_of_both(number) is None]
         if without_state and prediction == "both":
             self._required_state_of_both(without_state[0])
         obstacle = self._obstacle_outside_perada()
@@ -262,27 +265,40 @@ class Run(Models):
         with_scores = self._with_scores(scores)
         if this_rank():
             return folder
+        clients_with_both: frozenset[int] = frozenset()
+        if self.state_of_both(number) is not None:
+            clients_with_both = self._clients_with_both(number, prediction=None)
         with together(folder) as stage:
             saved = read_run(folder)
             if saved.layout == "states":
                 new_rows = write_states(
                     stage, PERSONAL, [number], lambda client: self.state("personal", client), saved.states
                 )
+                state_of_both = self.state_of_both(number)
+                if state_of_both is not None:
+                    new_rows |= write_states(stage, TYPICAL, [number], lambda _: state_of_both, saved.states)
                 self._write_card(stage, folder, UNKNOWN, with_scores)
                 self._write_run_file(stage, saved.files, with_scores, saved.states | new_rows)
             else:
-                digests = self._write_adapters(stage, folder, [(f"client_{number}", number)], scores=with_scores)
+                digests = self._write_adapters(
+                    stage,
+                    folder,
+                    [(f"client_{number}", number)],
+                    scores=with_scores,
+                    clients_with_both=clients_with_both,
+                )
                 self._write_run_file(stage, saved.files | digests, with_scores)
         return folder
 
     def _write_states_of_both(self, stage: Path) -> StateIndex:
         """Write what clients need to predict with both models, and return the rows of the files."""
         states_of_both: dict[int, State] = {}
-        if self._state_of_both is not None:
-            for client in self._remaining:
-                state = self._state_of_both(client)
-                if state is not None:
-                    states_of_both[client] = state
+        for client in self._remaining:
+            state = self.state_of_both(client)
+            if state is not None:
+                states_of_both[client] = state
+        # A client that joined later may have another number of examples.
+        states_of_both = padded_states(states_of_both)
         return write_states(stage, TYPICAL, list(states_of_both), states_of_both.__getitem__)
 
     def _with_scores(self, scores: bool | None) -> bool:

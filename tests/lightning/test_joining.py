@@ -2,6 +2,7 @@
 """A client that joins a finished run: what it trains, what stays as it is, what is rejected."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
 from perada.privacy import Privacy
 from perada.tasks import Classification
+from tests.federation.test_both_models import is_typical_by_hand, share_by_hand
 from tests.options import sections
 
 # A few steps on few images may make a model worse, which is warned of, and tested below.
@@ -287,6 +289,72 @@ def test_one_client_is_taken_from_several_by_name(tiny):
         ValueError, match=r"2 clients, but no client was chosen; choose one of far, late, or pass the images"
     ):
         perada.personalize(run, several)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "fixed_share", "size"),
+    [("perada", None, 30), pytest.param("fedavg", 0.3, 12, marks=pytest.mark.slow)],
+)
+def test_a_newcomer_predicts_with_both_models(tiny, tmp_path, algorithm, fixed_share, size):
+    evaluation = {"prediction": "both", "personal_share": fixed_share}
+    run = perada.Run.load(
+        finished(tiny, algorithm, evaluation=evaluation).save(tmp_path / "run"), backbone=network(tiny)
+    )
+    data = newcomer(size)
+    joined = perada.personalize(run, data, "late", rounds=1, accelerator="cpu")
+    joined.add_client(tmp_path / "run", "late")
+    joined.save(tmp_path / "whole")
+
+    training_images, training_labels = data.train[0].tensors
+    test_images, test_labels = data.test[0].tensors
+    images = torch.cat([test_images, test_images + 3])
+    is_typical = is_typical_by_hand(training_images, images)
+    assert is_typical.any() and not is_typical.all()
+    share = fixed_share
+    if share is None:
+        share = share_by_hand(run, training_images, training_labels)
+        assert 0.5 < share <= 1
+    with torch.no_grad():
+        personal = joined.personal("late")(images).softmax(1)
+        shared = run.global_model()(images).softmax(1)
+    expected = torch.where(is_typical.unsqueeze(1), share * personal + (1 - share) * shared, shared)
+    folders = (tmp_path / "run", tmp_path / "whole")
+    for predicting in (joined, *(perada.Run.load(folder, backbone=network(tiny)) for folder in folders)):
+        found = predicting.predict(images, "late")
+        assert found.typical.tolist() == is_typical.tolist()
+        torch.testing.assert_close(found.probabilities, expected)
+        assert torch.equal(predicting.predict(images, 4).probabilities, run.predict(images, 4).probabilities)
+
+    scores = joined.metrics["clients"]
+    if algorithm == "fedavg":
+        assert "both/local_test" not in scores
+        return
+    right = expected[: len(test_images)].argmax(1) == test_labels
+    assert scores["both/local_test"][5] == pytest.approx(float(right.float().mean()), abs=1e-6)
+    assert scores["typical/local_test"][5] == pytest.approx(float(is_typical[: len(test_images)].double().mean()))
+    # It has none of the others' images.
+    assert math.isnan(scores["both/global_test"][5]) and not math.isnan(scores["both/global_test"][4])
+    without_test_images = perada.personalize(run, newcomer(size, test=0), "late", rounds=1, accelerator="cpu")
+    assert without_test_images.predict(images, "late").typical is not None
+
+
+def test_a_newcomers_folder_of_adapters_has_its_statistics(tiny, tmp_path):
+    folder = finished(tiny, "ditto", evaluation={"prediction": "both"}).export(tmp_path / "run")
+    run = perada.Run.load(folder, backbone=network(tiny))
+    joined = perada.personalize(run, newcomer(), "late", rounds=1, accelerator="cpu")
+    images, _ = newcomer().test[0].tensors
+    images = torch.cat([images, images + 3])
+    joined.add_client(folder, "late")
+    joined.export(tmp_path / "whole")
+    expected = joined.predict(images, "late")
+    assert expected.typical.any() and not expected.typical.all()
+    for written in (folder, tmp_path / "whole"):
+        loaded = perada.Run.load(written, backbone=network(tiny))
+        found = loaded.predict(images, "late")
+        assert torch.equal(found.typical, expected.typical)
+        assert torch.equal(found.probabilities, expected.probabilities)
+        # The others are what they were.
+        assert torch.equal(loaded.predict(images, 0).probabilities, run.predict(images, 0).probabilities)
 
 
 def test_an_ensemble_cannot_be_joined(tiny):

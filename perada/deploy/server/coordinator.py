@@ -57,6 +57,7 @@ from perada.deploy.server.waits import SiteWaits, next_wait
 from perada.deploy.sums.progress import MAX_HEARD_ROUNDS
 from perada.deploy.sums.vector import SPOILED, Contents, SumResult, check_cryptography
 from perada.deploy.transport import Terms, Transport
+from perada.federation.both_models import check_both_models
 from perada.federation.failed_outputs import REMEDY
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.secure_sums import check_secure_sums
@@ -224,6 +225,8 @@ class Coordinator:
         check_distilled_batch_norm(settings, self.recipe.module.tensor_names, self.images.public_size)
         check_factors(settings, self.recipe.module.tensor_names, self.recipe.template.sent)
         check_rule(settings)
+        if self.recipe.loop.evaluation.prediction == "both":
+            check_both_models(settings, self.recipe.num_classes)
         if self.sample is not None and self.sample < terms.min_sites:
             raise ValueError(
                 f"min_sites={terms.min_sites} cannot be met: the recipe's clients_per_round asks only {self.sample} "
@@ -946,6 +949,9 @@ class Coordinator:
         """Log the sites at which outputs of a model are NaN or infinite, so that there is no score of it."""
         for name, response in responses.items():
             for model in response.facts.get("failed_models", ()):
+                if model == "both":
+                    # One of the two models has failed, too.
+                    continue
                 log.warning(
                     "round %d: outputs of the %s model are NaN or infinite for test images of site %s, so it has no "
                     "score, and means over the sites are NaN; %s",
@@ -973,7 +979,7 @@ class Coordinator:
         recent_by_number = participation_of(self.progress, self.sample).recent
         recent = [recent_by_number[self.roster.numbers[name]] for name in responses]
         facts = [response.facts for response in responses.values()]
-        return mean_scores(self.recipe.module.metrics, facts, recent)
+        return mean_scores(self.recipe.module.metrics, facts, recent, self.recipe.predicts_with_both)
 
     def _scores_of_sum(self, responses: Mapping[str, Response]) -> dict[str, float]:
         """Compute scores from a secure sum over the sites; if it fails, from what they have sent outside of it."""
@@ -1000,7 +1006,9 @@ class Coordinator:
                     len(candidates),
                     REMEDY,
                 )
-        return scores_of_sums(recipe.module.metrics, recipe.num_summands, result, recipe.max_pixels)
+        return scores_of_sums(
+            recipe.module.metrics, recipe.num_summands, result, recipe.max_pixels, recipe.predicts_with_both
+        )
 
     def _ensemble_members(self, state: State) -> State:
         """Return the global models (models, ...) to be scored; nothing if they follow from the global state."""

@@ -5,8 +5,8 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -28,11 +28,20 @@ from perada.deploy.site.level import SitePrivacy
 from perada.deploy.state import IMAGES_LEDGER, RunState, SummingState
 from perada.deploy.sums.vector import Uint64Vector
 from perada.engine.engine import compare
+from perada.federation.both_models import (
+    BothModels,
+    Examples,
+    check_both_models,
+    personal_share_of,
+    statistics_for,
+    typical_images_of,
+)
 from perada.federation.chunk import LocalRound
 from perada.federation.cohort import ClientResults, Cohort
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.scores import Scores
 from perada.federation.settings import Settings
+from perada.federation.typical_images import MAX_EXAMPLES
 from perada.lightning.privacy_setup import check_private, plan_privacy
 from perada.lightning.run_context import RunContext
 from perada.lightning.setup import check_first_batch, configure_rounds
@@ -60,6 +69,21 @@ class TrainingResult(NamedTuple):
     trained: ClientResults
     losses: dict[str, float]
     failure: str
+
+
+@dataclass(frozen=True)
+class SiteScores:
+    """Scores of a site's models on its own test images.
+
+    Attributes:
+        models: Scores of the ``personal`` and the ``global`` model, and of predictions with ``both``, as far as there
+            are any.
+        typical: Share of the test images that look like the site's training images; None without predictions with both
+            models, or without test images.
+    """
+
+    models: dict[str, Scores]
+    typical: float | None
 
 
 class Client:
@@ -108,10 +132,15 @@ class Client:
             check_private(simulated)
             self._check_public_images()
             check_first_batch(simulated, self.data.first_batch([0]), trains=True)
+            if recipe.loop.evaluation.prediction == "both":
+                check_both_models(simulated.settings, self.data.num_classes)
         self.site_privacy = SitePrivacy(recipe, limits) if recipe.noisy else None
         self._trainer = LocalTrainer(self.module.engine, self.module.tensor_names, self.settings, self._protection)
         self.images = recipe.public_images()
         self._public_digests: dict[int, str] = {}  # of the public images of the last round, by the round
+        # Of the site's training images, without the weight of the personal model. By the site's number in a run, on
+        # which the draws of random datasets depend.
+        self._typical_images: dict[int, BothModels] = {}
         self.planned = self._plan_steps()
         self.budget = SiteBudget(limits, limits.max_epsilon, self.planned)
 
@@ -423,8 +452,8 @@ class Client:
                 metrics[name] = value
         return self.recipe.contents_of_scores().vector({}, 1.0, None, metrics, num_sites)
 
-    def score(self, request: Request, shared: State, members: State, state: RunState) -> dict[str, Scores]:
-        """Score the ``personal`` and the ``global`` model, as far as they exist, on the site's test images.
+    def score(self, request: Request, shared: State, members: State, state: RunState) -> SiteScores:
+        """Score the models, as far as they exist, on the site's test images.
 
         Args:
             request: Request of the server.
@@ -443,13 +472,69 @@ class Client:
             server_states = {"members": to_device(members, self.recipe.device)} if members else {}
             models["global"] = algorithm.members(shared, server_states)
         scores = {name: Scores(module.metrics, module.task) for name in models}
+        both: BothModels | None = None
+        if self.recipe.predicts_with_both and models.keys() == {"personal", "global"}:
+            both = self._both_models(request.client, models["global"])
+            scores["both"] = Scores(module.metrics, module.task)
+        masks_of_batches: list[Tensor] = []
         with torch.no_grad(), self.recipe.context():
             for x, y in self.test_batches(request.client):
-                for name, states in models.items():
-                    member_logits = module.engine.shared_logits(states, x)
-                    logits = module.task.ensemble(member_logits, algorithm.average)
-                    scores[name].update(logits.unsqueeze(0), y)
-        return scores
+                logits = {name: self._logits(states, x) for name, states in models.items()}
+                if both is not None:
+                    is_typical = both.typical([0], both.statistics(x))[0]
+                    shares = both.shares([0], x.device)
+                    logits["both"] = both.logits(logits["personal"], logits["global"], is_typical, shares)
+                    masks_of_batches.append(is_typical)
+                for name, logits_of_model in logits.items():
+                    scores[name].update(logits_of_model.unsqueeze(0), y)
+        typical: float | None = None
+        if masks_of_batches:
+            typical = float(torch.cat(masks_of_batches).double().mean())
+        return SiteScores(scores, typical)
+
+    def _logits(self, states: State, x: Tensor) -> Tensor:
+        """Return the logits (B, K) of a model, or of the members (models, ...) of an ensemble, for images (B, ...)."""
+        logits_of_members = self.module.engine.shared_logits(states, x)
+        return self.module.task.ensemble(logits_of_members, self.settings.algorithm.average)
+
+    def _both_models(self, number: int, members: State) -> BothModels:
+        """Return the prediction with both models of this site, whose number in it is 0.
+
+        Args:
+            number: The site's number in the run.
+            members: States (models, ...) of the global model, which determine the weight of the personal one.
+        """
+        task = self.module.task
+        with torch.no_grad(), self.recipe.context():
+            if number not in self._typical_images:
+                statistics = statistics_for(self.module.engine, self._examples(number))
+                typical_images = typical_images_of(statistics, self._examples(number))
+                self._typical_images[number] = BothModels(task, statistics, {0: typical_images}, personal_shares={})
+            share = self.module.evaluation.personal_share
+            if share is None:
+                share = personal_share_of(self._examples(number), partial(self._logits, members), task)
+        return replace(self._typical_images[number], personal_shares={0: share})
+
+    def _examples(self, number: int) -> Examples:
+        """Yield the training images that others are compared with, as a simulation does for client ``number``."""
+        data = self.data
+        store = with_client_index(data.samples_of(data.checked.train), number)
+        return data.examples_in(store, number, MAX_EXAMPLES, self.recipe.device)
+
+    def state_of_both(self, shared: State, state: RunState) -> State | None:
+        """Return what the site needs to predict with both of its models (:meth:`.BothModels.state`).
+
+        Args:
+            shared: The global state.
+            state: The site's state in the run.
+
+        Returns:
+            None if the recipe does not ask for it, or if the site has only one model so far.
+        """
+        if not self.recipe.predicts_with_both or self.personal(shared, state) is None:
+            return None
+        members = self.settings.algorithm.members(shared, {})
+        return self._both_models(state.client or 0, members).state(0)
 
     def personal(self, shared: State, state: RunState) -> State | None:
         """Return the state (1, ...) that the site predicts with; None if it is the global one."""

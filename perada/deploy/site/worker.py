@@ -371,7 +371,8 @@ class SiteWorker:
         metrics: dict[str, float] = {}
         secure_sums = client.settings.secure_sums
         if secure_sums is not None:
-            metrics = score_summands(client.module.metrics, facts, secure_sums.limit(request.clients))
+            limit = secure_sums.limit(request.clients)
+            metrics = score_summands(client.module.metrics, facts, limit, client.recipe.predicts_with_both)
             facts = {}
         ledger = self.store.totals.ledger
         if client.site_privacy is None and (facts or metrics):
@@ -399,10 +400,15 @@ class SiteWorker:
         if client.site_privacy is not None or not self.may_send & {"counts", "scores"}:
             return {}
         scores = client.score(request, models.shared, models.members, state)
-        values = {name: _mean_scores(score) for name, score in scores.items() if score}
-        counts = counts_of(scores, client.test_size)
+        values = {name: _mean_scores(score) for name, score in scores.models.items() if score}
+        counts = counts_of(scores.models, client.test_size)
+        facts = self._allowed("counts", counts) | self._allowed("scores", {"scores": values})
         # Either kind tells whether a model has scores.
-        return self._allowed("counts", counts) | self._allowed("scores", {"scores": values}) | failed_models_of(scores)
+        facts |= failed_models_of(scores.models)
+        if scores.typical is not None:
+            # It is a score, and times the number of test images a count.
+            facts["typical"] = scores.typical
+        return facts
 
     def _allowed(self, kind: str, facts: dict[str, Any]) -> dict[str, Any]:
         """Return facts of a kind if they may leave the site."""
