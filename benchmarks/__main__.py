@@ -45,6 +45,10 @@ BENCHMARKS = {
     "private_memory": "private_step",
     "privacy_audit": "privacy_audit",
     "privacy_trials": "privacy_trials",
+    "prediction_detectors": "prediction_rules",
+    "prediction_weights": "prediction_rules",
+    "prediction_rules": "prediction_rules",
+    "prediction_cost": "prediction_cost",
     "few_shot": "few_shot",
     "rare_classes": "rare_labels",
     "unknown_labels": "rare_labels",
@@ -82,8 +86,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"names:\n{names}",
         description="Speed, as ratios within one run, memory, the audit of the reported ε, accuracy under\nattack, "
-        "clients that join, and options of tasks. `python -m benchmarks faults` puts\nfaults into runs instead, and "
-        "`python -m benchmarks peers` runs other frameworks beside\nperada.",
+        "clients that join, rules of prediction, and options of tasks. `python -m benchmarks\nfaults` puts faults into "
+        "runs instead, and `python -m benchmarks peers` runs other\nframeworks beside perada.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="Benchmarks to run, see below; by default all.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 from torch.nn import functional
 
 import perada
-from benchmarks import protocol, scanner_tasks
+from benchmarks import prediction_rules, protocol, scanner_tasks
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.experiments import mean_and_spread
 from benchmarks.faults.hostile import _put_link
@@ -29,11 +29,15 @@ from benchmarks.faults.labels import LABELS
 from benchmarks.faults.processes import Content, JobFailed, Reference, References
 from benchmarks.limit import operations
 from benchmarks.naive import Naive
+from benchmarks.prediction_runs import HeldOutImages, RunOutputs, TrainingImages
 from benchmarks.roofline import OperatorMeter
 from benchmarks.round import Turns
 from benchmarks.workload import Workload
 from perada.data import Digits
+from perada.federation.both_models import BothModels, personal_share
+from perada.federation.typical_images import TypicalImages
 from perada.studies.compare.file import leaves
+from perada.tasks import Classification
 
 
 @pytest.mark.slow
@@ -103,6 +107,9 @@ def test_every_benchmark_runs(tmp_path):
             "private_memory",
             "privacy_audit",
             "privacy_trials",
+            "prediction_detectors",
+            "prediction_weights",
+            "prediction_rules",
             "few_shot",
             "rare_classes",
             "unknown_labels",
@@ -311,3 +318,132 @@ def test_unknown_benchmarks_are_rejected(capsys, monkeypatch):
     with pytest.raises(SystemExit, match=r"^2$"):
         main()
     assert "NAME='privacy_adit' is unknown; did you mean 'privacy_audit'?" in capsys.readouterr().err
+
+
+CLIENTS, IMAGES, CLASSES = 3, 40, 4
+
+
+@pytest.fixture
+def outputs_of_a_run():
+    """Random outputs; the images of each client have statistics around its number, and so do its training images."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return 2 * torch.randn(*shape, dtype=torch.double, generator=random)
+
+    owners = torch.arange(IMAGES) % CLIENTS
+    held_out = HeldOutImages(
+        targets=torch.randint(CLASSES, (IMAGES,), generator=random),
+        owners=owners,
+        personal=draw(CLIENTS, IMAGES, CLASSES),
+        shared=draw(IMAGES, CLASSES),
+        statistics=(4 * owners.unsqueeze(1) + draw(IMAGES, 5)).float(),
+        features=draw(IMAGES, 6).float(),
+    )
+    training = []
+    for client in range(CLIENTS):
+        targets = torch.randint(CLASSES, (30,), generator=random)
+        # The global model is right on nearly all of them.
+        shared = draw(30, CLASSES) + 4 * functional.one_hot(targets, CLASSES)
+        statistics = (4 * client + draw(30, 5)).float()
+        training.append(TrainingImages(targets, draw(30, CLASSES), shared, statistics, draw(30, 6).float()))
+    return RunOutputs(held_out, training)
+
+
+def test_the_rule_of_perada_that_others_are_compared_with_is_that_of_evaluations(outputs_of_a_run):
+    held_out = outputs_of_a_run.held_out
+    typical_images = {}
+    personal_shares = {}
+    for client, images in enumerate(outputs_of_a_run.training):
+        typical_images[client] = TypicalImages.of(images.statistics)
+        errors = sum(int(row.argmax()) != int(label) for row, label in zip(images.shared, images.targets, strict=True))
+        personal_shares[client] = personal_share(errors / len(images.targets))
+    assert len(set(personal_shares.values())) > 1
+    both = BothModels(Classification(), None, typical_images, personal_shares)
+    clients = range(CLIENTS)
+    is_typical = both.typical(clients, held_out.statistics)
+    assert is_typical.any() and not is_typical.all()
+    shares = both.shares(clients, torch.device("cpu")).unsqueeze(1)
+    expected = both.logits(held_out.personal, held_out.shared, is_typical, shares).softmax(-1)
+    torch.testing.assert_close(prediction_rules.PERADA(outputs_of_a_run), expected)
+
+
+def test_scores_of_rules_are_means_over_clients(outputs_of_a_run):
+    held_out = outputs_of_a_run.held_out
+    probabilities = held_out.personal.softmax(-1)
+    scores = prediction_rules.RuleScores.of(outputs_of_a_run, probabilities)
+    for client in range(CLIENTS):
+        right, losses = {"own": [], "all": []}, {"own": [], "all": []}
+        for image in range(IMAGES):
+            target = int(held_out.targets[image])
+            for name in ("own", "all") if held_out.owners[image] == client else ("all",):
+                right[name].append(int(probabilities[client, image].argmax()) == target)
+                losses[name].append(-math.log(probabilities[client, image, target]))
+        assert float(scores.own[client]) == pytest.approx(np.mean(right["own"]))
+        assert float(scores.everyone[client]) == pytest.approx(np.mean(right["all"]))
+        assert float(scores.own_loss[client]) == pytest.approx(np.mean(losses["own"]))
+        assert float(scores.everyone_loss[client]) == pytest.approx(np.mean(losses["all"]))
+
+
+def test_weights_of_fedthe_are_optimized_for_each_image(outputs_of_a_run):
+    """One image at a time, with Adam written out and central differences for gradients."""
+    held_out = outputs_of_a_run.held_out
+    found = prediction_rules.fedthe_weight(outputs_of_a_run)
+    centres = [images.features.double().mean(0).numpy() for images in outputs_of_a_run.training]
+    centre = np.mean(centres, 0)
+
+    def softmax(values):
+        powers = np.exp(values - np.max(values))
+        return powers / powers.sum()
+
+    for client, image in ((0, 0), (1, 7), (2, 5)):
+        p = held_out.personal[client, image].numpy()
+        q = held_out.shared[image].numpy()
+        h = held_out.features[image].double().numpy()
+        cosine = softmax(p) @ softmax(q) / np.linalg.norm(softmax(p)) / np.linalg.norm(softmax(q))
+        distances = np.array([np.linalg.norm(h - centres[client]), np.linalg.norm(h - centre)])
+
+        def loss(both, p=p, q=q, cosine=cosine, distances=distances):
+            weights = softmax(both)
+            mixed = softmax(weights[0] * p + weights[1] * q)
+            return cosine * -(mixed * np.log(mixed)).sum() + (1 - cosine) * weights @ distances
+
+        both, mean, square = np.zeros(2), np.zeros(2), np.zeros(2)
+        for step in range(1, 21):
+            gradient = np.array([(loss(both + d) - loss(both - d)) / 2e-5 for d in 1e-5 * np.eye(2)])
+            mean = 0.9 * mean + 0.1 * gradient
+            square = 0.999 * square + 0.001 * gradient**2
+            both = both - 0.1 * (mean / (1 - 0.9**step)) / (np.sqrt(square / (1 - 0.999**step)) + 1e-8)
+        assert abs(softmax(both)[0] - 0.5) > 0.05
+        assert float(found[client, image]) == pytest.approx(softmax(both)[0], abs=1e-5)
+
+
+def test_distances_to_the_gaussian_are_those_of_its_shrunk_covariance(outputs_of_a_run):
+    examples = outputs_of_a_run.training[1].statistics.double()
+    images = outputs_of_a_run.held_out.statistics[:6].double()
+    found = prediction_rules.mahalanobis(examples, images)
+    scale = examples.numpy().std(0)
+    scaled = (examples.numpy() - examples.numpy().mean(0)) / scale
+    covariance = np.cov(scaled.T)
+    shrunk = 0.8 * covariance + 0.2 * np.diag(np.diag(covariance)) + 0.01 * np.eye(5)
+    for image, distance in zip(images.numpy(), found, strict=True):
+        from_mean = (image - examples.numpy().mean(0)) / scale
+        assert float(distance) == pytest.approx(from_mean @ np.linalg.inv(shrunk) @ from_mean)
+
+
+def test_no_held_out_image_chooses_how_it_is_predicted(outputs_of_a_run):
+    """A rule that needs held-out images does not depend on the labels or the scores of those that it is scored on."""
+    for client in range(CLIENTS):
+        is_predicted = torch.zeros(IMAGES, dtype=torch.int)
+        for predicted, known in prediction_rules.splits_of(outputs_of_a_run, client):
+            assert known.any() and not (predicted & known & outputs_of_a_run.is_own[client]).any()
+            assert not (known & ~outputs_of_a_run.is_own[client]).any()
+            is_predicted += predicted
+        assert (is_predicted == 1).all()
+    own = outputs_of_a_run.is_own[0].nonzero().flatten().tolist()
+    targets = outputs_of_a_run.held_out.targets.clone()
+    targets[own[0]] = (targets[own[0]] + 1) % CLASSES
+    changed = replace(outputs_of_a_run, held_out=replace(outputs_of_a_run.held_out, targets=targets))
+    before = prediction_rules.likeliest_weight(outputs_of_a_run)[0]
+    after = prediction_rules.likeliest_weight(changed)[0]
+    assert torch.equal(before[own[::2]], after[own[::2]])

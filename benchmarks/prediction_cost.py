@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of predictions with both models of a client against one model."""
+
+import statistics
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+import perada
+from benchmarks.timing import processor_clock, ratio, take_turns
+from perada.data import FederatedData
+from perada.results.predictors import BothModelsPredictor, Predictor
+
+CLIENTS = 2
+IMAGES_PER_CLIENT = 40
+"""Training images, with whose statistics those of an image are compared."""
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network whose last two blocks have adapters, as in the recipe `quickstart`.
+
+    Attributes:
+        backbone: Name in timm.
+        side: Height and width of images in pixels.
+        batch_sizes: Numbers of images that are predicted at once.
+    """
+
+    backbone: str
+    side: int
+    batch_sizes: tuple[int, ...]
+
+
+NETWORKS = (
+    Network("test_resnet", 32, (1, 64)),
+    Network("resnet18", 224, (1, 16)),
+    Network("vit_small_patch16_224", 224, (1, 16)),
+)
+QUICK_NETWORKS = (Network("test_resnet", 32, (1,)),)
+
+
+def prediction_cost(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """Time predictions of a client by its personal model, and by both, in processor time on a CPU."""
+    for network in QUICK_NETWORKS if quick else NETWORKS:
+        one_model, both = _predictors(network, device)
+        for batch_size in network.batch_sizes:
+            images = torch.randn(batch_size, 3, network.side, network.side)
+            ways = {"one": partial(one_model, images), "both": partial(both, images)}
+            with torch.no_grad():
+                seconds = take_turns(ways, device, repeats, warm_up=2, clock=processor_clock)
+            row: dict[str, Any] = {"network": network.backbone, "side": network.side, "images at once": batch_size}
+            for name, title in (("one", "one model"), ("both", "both models")):
+                row[f"{title}, ms per image"] = round(1e3 * statistics.median(seconds[name]) / batch_size, 2)
+            yield row | {"both / one model": ratio(seconds["both"], seconds["one"]), "frozen": _frozen_share(both)}
+
+
+def _predictors(network: Network, device: torch.device) -> tuple[Predictor, BothModelsPredictor]:
+    """Return what predicts with the personal model of a client, and with both, after one step of training."""
+    random = torch.Generator().manual_seed(0)
+    shape = (IMAGES_PER_CLIENT, 3, network.side, network.side)
+    clients = []
+    for _ in range(CLIENTS):
+        images = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
+        labels = torch.arange(IMAGES_PER_CLIENT) % CLASSES
+        clients.append(TensorDataset(images, labels))
+    test = [TensorDataset(client.tensors[0][:2], client.tensors[1][:2]) for client in clients]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = perada.finetune(
+            network.backbone,
+            FederatedData(clients, test),
+            algorithm="ditto",
+            adapter_options={"last_blocks": 2},
+            pretrained=False,
+            rounds=1,
+            local_steps=1,
+            batch_size=2,
+            evaluation={"prediction": "both"},
+            accelerator=device.type,
+            logger=False,
+            enable_progress_bar=False,
+        )
+    both = run._predictor(0, "both", device)
+    assert isinstance(both, BothModelsPredictor)
+    return run._predictor(0, "personal", device), both
+
+
+def _frozen_share(both: BothModelsPredictor) -> str:
+    """Return the share of a pass that the frozen layers before the first adapter take, which run once."""
+    trunk = both._engine.trunk
+    return "0 %" if trunk is None else f"{100 * trunk.share:.0f} %"
