@@ -28,21 +28,23 @@ class Network:
 
     Attributes:
         backbone: Name in timm.
+        adapter: What is trained.
         side: Height and width of images in pixels.
         batch_sizes: Numbers of images that are predicted at once.
     """
 
     backbone: str
+    adapter: str
     side: int
     batch_sizes: tuple[int, ...]
 
 
 NETWORKS = (
-    Network("test_resnet", 32, (1, 64)),
-    Network("resnet18", 224, (1, 16)),
-    Network("vit_small_patch16_224", 224, (1, 16)),
+    Network("test_resnet", "residual", 32, (1, 64)),
+    Network("resnet18", "residual", 224, (1, 16)),
+    Network("vit_small_patch16_224", "bottleneck", 224, (1, 16)),
 )
-QUICK_NETWORKS = (Network("test_resnet", 32, (1,)),)
+QUICK_NETWORKS = (Network("test_resnet", "residual", 32, (1,)),)
 
 
 def prediction_cost(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
@@ -76,6 +78,7 @@ def _predictors(network: Network, device: torch.device) -> tuple[Predictor, Both
             network.backbone,
             FederatedData(clients, test),
             algorithm="ditto",
+            adapter=network.adapter,
             adapter_options={"last_blocks": 2},
             pretrained=False,
             rounds=1,

@@ -10,7 +10,7 @@ Shapes: M clients, N held-out images, R training images of a client, K classes, 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from statistics import fmean
 from typing import Any
 
@@ -143,6 +143,7 @@ def row_of(scores: ScoresBySetting, reference: ScoresBySetting) -> dict[str, Any
 # Detectors
 
 
+@cache
 def nearest_images(run: RunOutputs, typical_share: float = TYPICAL_SHARE) -> Tensor:
     """Take images whose third nearest training image is near: perada's detector if the share is not set."""
     masks = []
@@ -177,6 +178,7 @@ def _distances_to_others(examples: Tensor) -> Tensor:
     return distances.kthvalue(NEIGHBORS, 1).values
 
 
+@cache
 def gaussian(run: RunOutputs, typical_share: float = 0.95) -> Tensor:
     """Take images with a small Mahalanobis distance to the training images (Lee et al., NeurIPS 2018).
 

@@ -161,9 +161,9 @@ class TrainingImages:
     features: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunOutputs:
-    """All that a rule of prediction may use of a run, and the targets that score it.
+    """All that a rule of prediction may use of a run, and the targets that score it. Compared by identity.
 
     Attributes:
         held_out: Held-out images of all clients.
