@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules by which a client predicts with its personal and the global model, compared on held-out images.
 
-perada's rule has two parts, which are replaced one at a time: the detector, which tells images that are typical of a
-client, and the weight of the personal model for these. Published rules are compared as a whole. Rules marked † need
+perada's rule has three parts: the detector, which tells images that are typical of a client, the weight of the personal
+model for these, and the classes of which the client has too few images, which are left to the global model. Detectors
+are replaced in one table, weights and classes in another. Published rules are compared as a whole. Rules marked † need
 images that the client holds out. Then each of its own images is predicted with what the other half of them gives.
 
 Shapes: M clients, N held-out images, R training images of a client, K classes, D statistics, F features.
@@ -22,6 +23,7 @@ from benchmarks.experiments import mean_and_spread
 from benchmarks.prediction_runs import FULL, QUICK, RunOutputs, outputs_by_setting
 from perada.federation.both_models import personal_share
 from perada.federation.typical_images import MIN_EXAMPLES, NEIGHBORS, TYPICAL_SHARE, TypicalImages
+from perada.tasks.classification import LEAST_IMAGES_OF_CLASS
 
 HELD_OUT_SHARE_KEPT = 0.95
 """Share of a client's own held-out images that detectors with a threshold from these keep."""
@@ -361,6 +363,18 @@ def mixture(run: RunOutputs, detector: Detector, weight: Weight) -> Tensor:
     return weights * run.held_out.personal.softmax(-1) + (1 - weights) * run.held_out.shared.softmax(-1)
 
 
+def both_models(run: RunOutputs, detector: Detector, least_images: int = LEAST_IMAGES_OF_CLASS) -> Tensor:
+    """Mix with perada's weight, after leaving classes with fewer training images to the global model."""
+    alpha = perada_weight(run)
+    trust = (2 * (1 - alpha)).clamp(max=1).unsqueeze(-1)
+    is_unknown = (class_counts(run) < least_images).unsqueeze(1)
+    shared = run.held_out.shared.softmax(-1)
+    of_unknown = trust * shared * is_unknown
+    completed = of_unknown + (1 - of_unknown.sum(-1, keepdim=True)) * run.held_out.personal.softmax(-1)
+    weights = torch.where(detector(run), alpha, 0.0).unsqueeze(-1)
+    return weights * completed + (1 - weights) * shared
+
+
 def sum_of_logits(run: RunOutputs) -> Tensor:
     """Add the logits, as FedRoD does with a generic and a personal head (Chen and Chao, ICLR 2022)."""
     return (run.held_out.personal + run.held_out.shared).softmax(-1)
@@ -401,7 +415,7 @@ def always(weight: float) -> Rule:
     return partial(mixture, detector=partial(everything, is_typical=True), weight=partial(fixed_weight, weight=weight))
 
 
-PERADA = partial(mixture, detector=nearest_images, weight=perada_weight)
+PERADA = partial(both_models, detector=nearest_images)
 """perada's rule (docs/prediction.md)."""
 DETECTORS: dict[str, Detector] = {
     "3rd nearest training image, 99 % (perada)": nearest_images,
@@ -419,9 +433,9 @@ DETECTORS: dict[str, Detector] = {
     "all images are typical": partial(everything, is_typical=True),
     "no image is typical": partial(everything, is_typical=False),
 }
-"""Detectors, each with perada's weight."""
+"""Detectors, each with perada's weight, and unknown classes left to the global model."""
 WEIGHT_RULES: dict[str, Weight] = {
-    "½ + 2 e (perada)": perada_weight,
+    "½ + 2 e": perada_weight,
     "½ + e": partial(perada_weight, growth=1.0),
     "½ + 4 e": partial(perada_weight, growth=4.0),
     "1": partial(fixed_weight, weight=1.0),
@@ -432,7 +446,7 @@ WEIGHT_RULES: dict[str, Weight] = {
     "exp(−entropy)": entropy_weight,
     "FedTHE's": fedthe_weight,
 }
-"""Weights of the personal model, each with perada's detector."""
+"""Weights of the personal model, each with perada's detector, for all classes."""
 RULES: dict[str, Rule] = {
     "`both` (perada)": PERADA,
     "`personal`": always(1.0),
@@ -457,7 +471,7 @@ def prediction_detectors(device: torch.device, repeats: int, quick: bool) -> Ite
     runs = _runs(quick)
     reference = scores_by_setting(PERADA, runs)
     for name, detector in DETECTORS.items():
-        scores = scores_by_setting(partial(mixture, detector=detector, weight=perada_weight), runs)
+        scores = scores_by_setting(partial(both_models, detector=detector), runs)
         own_shares: dict[str, float] = {}
         foreign_shares: dict[str, float] = {}
         for setting, runs_of_setting in runs.items():
@@ -475,6 +489,10 @@ def prediction_weights(device: torch.device, repeats: int, quick: bool) -> Itera
     """Give the scores of weights of the personal model with perada's detector."""
     runs = _runs(quick)
     reference = scores_by_setting(PERADA, runs)
+    for least_images in (LEAST_IMAGES_OF_CLASS, 1, 5):
+        rule = partial(both_models, detector=nearest_images, least_images=least_images)
+        name = f"½ + 2 e; classes with fewer than {least_images} images left to the global model"
+        yield {"weight α": name} | row_of(scores_by_setting(rule, runs), reference)
     for name, weight in WEIGHT_RULES.items():
         scores = scores_by_setting(partial(mixture, detector=nearest_images, weight=weight), runs)
         yield {"weight α": name} | row_of(scores, reference)

@@ -332,8 +332,8 @@ def _check_scores(outputs: RunOutputs, cli: PeradaCLI) -> None:
     held_out = outputs.held_out
     clients = range(outputs.num_clients)
     is_typical = both.typical(clients, held_out.statistics)
-    shares = both.shares(clients, torch.device("cpu")).unsqueeze(1)
-    predicted = both.logits(held_out.personal, held_out.shared, is_typical, shares).argmax(-1)
+    weights = both.weights(clients, torch.device("cpu")).of_batches()
+    predicted = both.logits(held_out.personal, held_out.shared, is_typical, weights).argmax(-1)
     for client in clients:
         is_right = predicted[client] == held_out.targets
         for name, images in (("local", held_out.owners == client), ("global", torch.ones_like(is_right))):

@@ -343,6 +343,8 @@ def outputs_of_a_run():
     training = []
     for client in range(CLIENTS):
         targets = torch.randint(CLASSES, (30,), generator=random)
+        # Each client lacks a class.
+        targets[targets == client] = CLASSES - 1
         # The global model is right on nearly all of them.
         shared = draw(30, CLASSES) + 4 * functional.one_hot(targets, CLASSES)
         statistics = (4 * client + draw(30, 5)).float()
@@ -355,7 +357,8 @@ def test_the_rule_of_perada_that_others_are_compared_with_is_that_of_evaluations
     typical_images = {}
     personal_shares = {}
     for client, images in enumerate(outputs_of_a_run.training):
-        typical_images[client] = TypicalImages.of(images.statistics)
+        known_classes = torch.tensor([int((images.targets == number).sum()) >= 3 for number in range(CLASSES)])
+        typical_images[client] = replace(TypicalImages.of(images.statistics), known_classes=known_classes)
         errors = sum(int(row.argmax()) != int(label) for row, label in zip(images.shared, images.targets, strict=True))
         personal_shares[client] = personal_share(errors / len(images.targets))
     assert len(set(personal_shares.values())) > 1
@@ -363,8 +366,9 @@ def test_the_rule_of_perada_that_others_are_compared_with_is_that_of_evaluations
     clients = range(CLIENTS)
     is_typical = both.typical(clients, held_out.statistics)
     assert is_typical.any() and not is_typical.all()
-    shares = both.shares(clients, torch.device("cpu")).unsqueeze(1)
-    expected = both.logits(held_out.personal, held_out.shared, is_typical, shares).softmax(-1)
+    weights = both.weights(clients, torch.device("cpu")).of_batches()
+    assert not weights.known_classes.all()
+    expected = both.logits(held_out.personal, held_out.shared, is_typical, weights).softmax(-1)
     torch.testing.assert_close(prediction_rules.PERADA(outputs_of_a_run), expected)
 
 

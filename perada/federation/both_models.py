@@ -2,7 +2,7 @@
 """Predictions with both models of a client: its personal one for images like its own, and the global one for others."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,12 +64,17 @@ def statistics_for(engine: Engine, examples: Examples) -> ImageStatistics:
     raise ValueError(NO_EXAMPLES)
 
 
-def typical_images_of(statistics: ImageStatistics, examples: Examples) -> TypicalImages:
-    """Return what is typical of a client, from its training images."""
-    statistics_of_batches = [statistics(images) for images, _ in examples]
+def typical_images_of(statistics: ImageStatistics, examples: Examples, task: Task, num_classes: int) -> TypicalImages:
+    """Return what is typical of a client, and which classes it knows, from its training images."""
+    statistics_of_batches: list[Tensor] = []
+    targets_of_batches: list[Tensor] = []
+    for images, targets in examples:
+        statistics_of_batches.append(statistics(images))
+        targets_of_batches.append(targets)
     if not statistics_of_batches:
         raise ValueError(NO_EXAMPLES)
-    return TypicalImages.of(torch.cat(statistics_of_batches))
+    known_classes = task.known_classes(torch.cat(targets_of_batches), num_classes)
+    return replace(TypicalImages.of(torch.cat(statistics_of_batches)), known_classes=known_classes)
 
 
 def personal_share_of(examples: Examples, shared_logits: Callable[[Tensor], Tensor], task: Task) -> float:
@@ -103,12 +108,31 @@ def personal_share(error_rate: float) -> float:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """How far clients rely on each of their two models, for images that are typical of them.
+
+    Attributes:
+        personal_shares: Weight α of the personal model, of a shape (...) that broadcasts with masks of images.
+        known_classes: Mask (..., K) of the classes that the client knows; without elements for a task of which each
+            model knows everything.
+    """
+
+    personal_shares: Tensor
+    known_classes: Tensor
+
+    def of_batches(self) -> "Weights":
+        """Return the weights (p, 1) of p clients that predict the same batch of images (B, ...), given those (p,)."""
+        return Weights(self.personal_shares.unsqueeze(1), self.known_classes.unsqueeze(1))
+
+
+@dataclass(frozen=True)
 class BothModels:
     """Predicts with the personal and the global model of a client.
 
     For an image that is typical of the client's training images (:class:`.TypicalImages`), the prediction is
-    α p + (1 − α) q, with p of the personal model and q of the global one. For any other image it is q. The weight α of
-    a client is by default that of :func:`personal_share`.
+    α p̃ + (1 − α) q, with q of the global model, and p̃ of the personal one, which leaves classes that the client does
+    not know to the global model (:meth:`.Task.completed`). For any other image it is q. The weight α of a client is by
+    default that of :func:`personal_share`.
 
     Attributes:
         task: What the models predict.
@@ -155,16 +179,18 @@ class BothModels:
         state["personal_share"] = torch.tensor(self.personal_shares[client], dtype=torch.double)
         return {name: value.cpu() for name, value in state.items()}
 
-    def shares(self, clients: Sequence[int], device: torch.device) -> Tensor:
-        """Return the weights α (p,) of p clients."""
-        return torch.tensor([self.personal_shares[client] for client in clients], dtype=torch.double).to(device)
+    def weights(self, clients: Sequence[int], device: torch.device) -> Weights:
+        """Return the weights (p,) of p clients."""
+        personal_shares = torch.tensor([self.personal_shares[client] for client in clients], dtype=torch.double)
+        known_classes = torch.stack([self.typical_images[client].known_classes for client in clients])
+        return Weights(personal_shares.to(device), known_classes.to(device))
 
-    def logits(self, personal: Tensor, shared: Tensor, is_typical: Tensor, shares: Tensor) -> Tensor:
+    def logits(self, personal: Tensor, shared: Tensor, is_typical: Tensor, weights: Weights) -> Tensor:
         """Return the logits (..., B, K) of the prediction; see :func:`logits_of_both`."""
-        return logits_of_both(self.task, personal, shared, is_typical, shares)
+        return logits_of_both(self.task, personal, shared, is_typical, weights)
 
 
-def logits_of_both(task: Task, personal: Tensor, shared: Tensor, is_typical: Tensor, shares: Tensor) -> Tensor:
+def logits_of_both(task: Task, personal: Tensor, shared: Tensor, is_typical: Tensor, weights: Weights) -> Tensor:
     """Return the logits (..., B, K) of the prediction with both models.
 
     Args:
@@ -172,13 +198,18 @@ def logits_of_both(task: Task, personal: Tensor, shared: Tensor, is_typical: Ten
         personal: Logits (..., B, K) of personal models; (..., B, H, W, K) of pixels.
         shared: Logits (B, K) of the global model.
         is_typical: Mask (..., B) of the images that are typical of the client whose model it is.
-        shares: Weight α of that client, of a shape that broadcasts with the mask.
+        weights: Those of that client.
     """
     shared = shared.to(personal.dtype).expand_as(personal)
+    shares = weights.personal_shares.to(personal.dtype)
+    if weights.known_classes.shape[-1]:
+        # The global model is trusted as far as it is right at home: fully if its error is 0, where α is 1/2.
+        trust = (2 * (1 - shares)).clamp(max=1).unsqueeze(-1)
+        personal = task.completed(personal, shared, weights.known_classes, trust)
     # Not the mixture where the weight is 0: outputs that are NaN have no effect there.
-    weights = torch.where(is_typical, shares.to(personal.dtype), 0)
-    weights = weights.view(*weights.shape, *[1] * (personal.dim() - weights.dim()))
-    return torch.where(weights > 0, task.mixture(personal, shared, weights), shared)
+    shares = torch.where(is_typical, shares, 0)
+    shares = shares.view(*shares.shape, *[1] * (personal.dim() - shares.dim()))
+    return torch.where(shares > 0, task.mixture(personal, shared, shares), shared)
 
 
 def both_models_of_state(state: State, task: Task, statistics: ImageStatistics, device: torch.device) -> BothModels:

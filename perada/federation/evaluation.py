@@ -181,8 +181,8 @@ class EvaluationPass:
         assert self._both is not None
         owners = batch.owner.cpu()
         is_typical = self._both.typical_of_owners(owners, shared.statistics)
-        shares = self._both.shares(owners.tolist(), owner_logits.device)
-        logits = self._both.logits(owner_logits, shared.logits, is_typical, shares)
+        weights = self._both.weights(owners.tolist(), owner_logits.device)
+        logits = self._both.logits(owner_logits, shared.logits, is_typical, weights)
         owner = to_device_async(batch.owner, logits.device)
         self._both_client_scores.update(logits.unsqueeze(0), batch.y, owner, counted=counted)
         if counted is not None:
@@ -203,8 +203,8 @@ class EvaluationPass:
             self._everywhere_scores.update(run.logits, batch.y, models=run.places)
             if self._both is not None and shared is not None:
                 is_typical = self._both.typical(run.clients, shared.statistics)
-                shares = self._both.shares(run.clients, run.logits.device).unsqueeze(1)
-                logits_of_both = self._both.logits(run.logits, shared.logits, is_typical, shares)
+                weights = self._both.weights(run.clients, run.logits.device).of_batches()
+                logits_of_both = self._both.logits(run.logits, shared.logits, is_typical, weights)
                 self._both_everywhere_scores.update(logits_of_both, batch.y, models=run.places)
             clients = to_device_async(torch.tensor(run.clients), owner.device)
             is_owner = owner.unsqueeze(1) == clients  # (B, p)
@@ -535,8 +535,8 @@ class ShiftedEvaluation:
         """Score predictions with both models of the p clients whose personal models ran on a batch."""
         assert self._both is not None
         is_typical = self._both.typical(run.clients, shared.statistics)  # (p, B)
-        shares = self._both.shares(run.clients, run.logits.device).unsqueeze(1)
-        logits = self._both.logits(run.logits, shared.logits, is_typical, shares)
+        weights = self._both.weights(run.clients, run.logits.device).of_batches()
+        logits = self._both.logits(run.logits, shared.logits, is_typical, weights)
         self._update(self._both_scores, logits, batch, run.places, run.clients)
 
         is_scored = torch.ones(len(run.clients), len(batch.owner), dtype=torch.bool)

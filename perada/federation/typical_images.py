@@ -12,7 +12,7 @@ distances, in the space of a network's last features.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -165,6 +165,11 @@ def statistics_of_map(output: Tensor, position_axes: tuple[int, ...]) -> Tensor:
     return torch.cat([means, (deviations + LEAST_DEVIATION).log()], 1)
 
 
+def _no_classes() -> Tensor:
+    """Return the mask of known classes of a task without any."""
+    return torch.zeros(0, dtype=torch.bool)
+
+
 @dataclass(frozen=True)
 class TypicalImages:
     """The training images of a client, for comparison with other images.
@@ -176,6 +181,8 @@ class TypicalImages:
         threshold: Distance () up to which an image is typical.
         neighbors: The number k: the distance of an image is that to its k-th nearest example. 0 if the client has fewer
             than :data:`MIN_EXAMPLES` training images: all images are typical then.
+        known_classes: Mask (K,) of the classes that the client knows, on the CPU (:meth:`.Task.known_classes`); without
+            elements for a task of which each model knows everything.
     """
 
     mean: Tensor
@@ -183,10 +190,11 @@ class TypicalImages:
     examples: Tensor
     threshold: Tensor
     neighbors: int
+    known_classes: Tensor = field(default_factory=_no_classes)
 
     @classmethod
     def of(cls, statistics: Tensor) -> "TypicalImages":
-        """Return the images of a client, given their statistics (R, D), R > 0.
+        """Return the images of a client, given their statistics (R, D), R > 0, as yet without known classes.
 
         >>> images = TypicalImages.of(torch.arange(12.0).unsqueeze(1))
         >>> images.contains(torch.tensor([[2.5], [30.0]])).tolist()
@@ -242,6 +250,7 @@ class TypicalImages:
             examples=self.examples.to(device),
             threshold=self.threshold.to(device),
             neighbors=self.neighbors,
+            known_classes=self.known_classes,
         )
 
     def state(self, num_rows: int) -> State:
@@ -259,6 +268,7 @@ class TypicalImages:
             "num_examples": torch.tensor(len(self.examples)),
             "threshold": self.threshold,
             "neighbors": torch.tensor(self.neighbors),
+            "known_classes": self.known_classes,
         }
 
     @classmethod
@@ -270,6 +280,7 @@ class TypicalImages:
             examples=state["examples"][: int(state["num_examples"])],
             threshold=state["threshold"],
             neighbors=int(state["neighbors"]),
+            known_classes=state["known_classes"].cpu(),
         )
 
 

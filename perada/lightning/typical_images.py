@@ -62,12 +62,14 @@ def states_of_both(context: RunContext) -> dict[int, State]:
 def _compare_training_images(context: RunContext) -> BothModels:
     """Return the prediction with both models, as yet without weights of the personal ones."""
     data = context.data
+    task = context.settings.training.task
     device = context.module.device
     statistics = statistics_for(context.module.engine, data.examples(0, MAX_EXAMPLES, device))
     typical_images: dict[int, TypicalImages] = {}
     for client in context.progress_bar(range(data.num_clients), "Typical images"):
-        typical_images[client] = typical_images_of(statistics, data.examples(client, MAX_EXAMPLES, device))
-    return BothModels(context.settings.training.task, statistics, typical_images, personal_shares={})
+        examples = data.examples(client, MAX_EXAMPLES, device)
+        typical_images[client] = typical_images_of(statistics, examples, task, data.num_classes)
+    return BothModels(task, statistics, typical_images, personal_shares={})
 
 
 def _personal_shares(context: RunContext) -> dict[int, float]:

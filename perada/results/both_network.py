@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from perada.core.states import State
 from perada.engine.engine import classes_last
-from perada.federation.both_models import logits_of_both
+from perada.federation.both_models import Weights, logits_of_both
 from perada.federation.typical_images import ComparedMap, statistics_of_map
 from perada.results.models import Ensemble
 from perada.tasks import Task
@@ -34,6 +34,7 @@ class BothModelsNetwork(nn.Module):
     examples: Tensor
     threshold: Tensor
     personal_share: Tensor
+    known_classes: Tensor
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class BothModelsNetwork(nn.Module):
         self.register_buffer("examples", state_of_both["examples"][:num_examples])
         self.register_buffer("threshold", state_of_both["threshold"])
         self.register_buffer("personal_share", state_of_both["personal_share"].float())
+        self.register_buffer("known_classes", state_of_both["known_classes"])
         # Outputs of frozen layers in the current pass, by path.
         self._outputs: dict[str, Tensor] = {}
         first_member = shared.members[0] if isinstance(shared, Ensemble) else shared
@@ -73,12 +75,13 @@ class BothModelsNetwork(nn.Module):
         personal = self.personal(images)
         self._outputs.clear()
         is_typical = self._contains(torch.cat(statistics, 1))
+        weights = Weights(self.personal_share, self.known_classes)
         if not self._task.per_pixel:
-            return logits_of_both(self._task, personal, shared, is_typical, self.personal_share), is_typical
+            return logits_of_both(self._task, personal, shared, is_typical, weights), is_typical
         # Tasks have the classes last, and networks do not.
         personal = classes_last(personal)
         shared = classes_last(shared)
-        logits = logits_of_both(self._task, personal, shared, is_typical, self.personal_share)
+        logits = logits_of_both(self._task, personal, shared, is_typical, weights)
         return logits.movedim(-1, 1), is_typical
 
     def _contains(self, statistics: Tensor) -> Tensor:

@@ -37,7 +37,16 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CARD_FILE = "README.md"
 CLASS_NAMES_FILE = "config.json"
-TYPICAL_NAMES = {"mean", "scale", "examples", "num_examples", "threshold", "neighbors", "personal_share"}
+TYPICAL_NAMES = {
+    "mean",
+    "scale",
+    "examples",
+    "num_examples",
+    "threshold",
+    "neighbors",
+    "known_classes",
+    "personal_share",
+}
 """Names in :meth:`.BothModels.state`."""
 _SAVE_AGAIN = "save the run again"
 _CARD = "---\nlibrary_name: peft\n---\n"

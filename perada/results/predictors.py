@@ -111,8 +111,8 @@ class BothModelsPredictor(Predictor):
         logits_of_members = self._engine.shared_logits(self._members, x)
         shared = self._task.ensemble(logits_of_members[1:], self._average)
         is_typical = self._both.typical([0], self._both.statistics(x))[0]
-        shares = self._both.shares([0], self._device)
-        logits = self._both.logits(logits_of_members[0], shared, is_typical, shares)
+        weights = self._both.weights([0], self._device)
+        logits = self._both.logits(logits_of_members[0], shared, is_typical, weights)
         return BatchOutputs(logits.cpu(), is_typical.cpu())
 
     def distances(self, images: Tensor) -> Tensor:

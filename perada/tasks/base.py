@@ -195,6 +195,24 @@ class Task(ABC):
             value="both",
         )
 
+    def known_classes(self, targets: Tensor, classes: int) -> Tensor:
+        """Return a mask (K,) of the classes that a client knows, given the targets (N, ...) of its training images.
+
+        A mask without elements, which is the default, stands for a task of which each model knows everything.
+        """
+        return torch.zeros(0, dtype=torch.bool)
+
+    def completed(self, personal: Tensor, shared: Tensor, known_classes: Tensor, trust: Tensor) -> Tensor:
+        """Return logits (..., K) of a personal model that leaves classes that its client does not know to another one.
+
+        Args:
+            personal: Logits (..., K) of the personal model.
+            shared: Logits (..., K) of the global model.
+            known_classes: Mask of the classes that the client knows, of a shape that broadcasts with the logits.
+            trust: How far the global model is trusted, from 0 to 1, of a shape (..., 1) that broadcasts with them.
+        """
+        return personal
+
     @abstractmethod
     def distillation_loss(self, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
         """Compute how far the student is from the teacher, averaged over images: a scalar.

@@ -23,6 +23,9 @@ from perada.tasks.weights import (
     weights_per_client,
 )
 
+LEAST_IMAGES_OF_CLASS = 3
+"""Number of training images from which on a client knows a class: fewer teach a model little about it."""
+
 
 @dataclass(frozen=True, repr=False)
 class Classification(ClassTask):
@@ -165,6 +168,26 @@ class Classification(ClassTask):
         [0.4, 0.6]
         """
         return log_mixture(first.log_softmax(-1), second.log_softmax(-1), share)
+
+    def known_classes(self, targets: Tensor, classes: int) -> Tensor:
+        """Return the classes of at least :data:`LEAST_IMAGES_OF_CLASS` images."""
+        return targets.cpu().bincount(minlength=classes) >= LEAST_IMAGES_OF_CLASS
+
+    def completed(self, personal: Tensor, shared: Tensor, known_classes: Tensor, trust: Tensor) -> Tensor:
+        """Return the logarithms of p̃(y) = τ u q(y | unknown) + (1 − τ u) p(y).
+
+        The global model decides whether the class is unknown to the client, with its probability u of all unknown
+        classes and the trust τ, and which of them it is.
+
+        >>> personal, shared = torch.tensor([0.9, 0.1, 0.0]).log(), torch.tensor([0.2, 0.2, 0.6]).log()
+        >>> known_classes = torch.tensor([True, True, False])
+        >>> completed = Classification().completed(personal, shared, known_classes, torch.tensor([0.5]))
+        >>> [round(p, 6) for p in completed.exp().tolist()]
+        [0.63, 0.07, 0.3]
+        """
+        unknown_probability = shared.softmax(-1).masked_fill(known_classes, 0).sum(-1, keepdim=True)
+        shared_of_unknown = shared.masked_fill(known_classes, torch.finfo(shared.dtype).min)
+        return self.mixture(shared_of_unknown, personal, trust * unknown_probability)
 
     def distillation_loss(self, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
         """Compute the divergence of the distributions over classes.

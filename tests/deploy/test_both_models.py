@@ -163,7 +163,8 @@ def test_statistics_stay_at_the_site(tiny, tmp_path):
     (client,) = workers["site2"].clients.values()
     state = read_state(folder / "state.safetensors").state
     names = set(client.state_of_both(state.scoring.global_state, state))
-    assert names == {"mean", "scale", "examples", "num_examples", "threshold", "neighbors", "personal_share"}
+    of_images = {"mean", "scale", "examples", "num_examples", "threshold", "neighbors"}
+    assert names == of_images | {"known_classes", "personal_share"}
     log = (folder / "audit.jsonl").read_text()
     assert '"typical"' in log
     assert not any(f'"{name}"' in log for name in names)

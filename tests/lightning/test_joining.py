@@ -14,7 +14,7 @@ from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
 from perada.privacy import Privacy
 from perada.tasks import Classification
-from tests.federation.test_both_models import is_typical_by_hand, share_by_hand
+from tests.federation.test_both_models import is_typical_by_hand, mixed_by_hand, share_by_hand
 from tests.options import sections
 
 # A few steps on few images may make a model worse, which is warned of, and tested below.
@@ -317,7 +317,8 @@ def test_a_newcomer_predicts_with_both_models(tiny, tmp_path, algorithm, fixed_s
     with torch.no_grad():
         personal = joined.personal("late")(images).softmax(1)
         shared = run.global_model()(images).softmax(1)
-    expected = torch.where(is_typical.unsqueeze(1), share * personal + (1 - share) * shared, shared)
+    mixture = mixed_by_hand(personal, shared, share, training_labels)
+    expected = torch.where(is_typical.unsqueeze(1), mixture, shared)
     folders = (tmp_path / "run", tmp_path / "whole")
     for predicting in (joined, *(perada.Run.load(folder, backbone=network(tiny)) for folder in folders)):
         found = predicting.predict(images, "late")

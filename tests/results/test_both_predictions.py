@@ -33,7 +33,9 @@ def test_predictions_are_those_that_were_scored(run, tiny):
         share = share_by_hand(run, training_images, training_labels)
         assert found.typical.tolist() == is_typical.tolist()
         assert found.answered_by == ["both" if typical else "global" for typical in is_typical.tolist()]
-        assert found.labels.tolist() == predicted_by_hand(run, client, is_typical, share, images).tolist()
+        assert (
+            found.labels.tolist() == predicted_by_hand(run, client, is_typical, share, images, training_labels).tolist()
+        )
         accuracy = float((found.labels == labels).float().mean())
         assert accuracy == pytest.approx(run.metrics["clients"]["both/local_test"][client], abs=1e-6)
 

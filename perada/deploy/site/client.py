@@ -482,8 +482,8 @@ class Client:
                 logits = {name: self._logits(states, x) for name, states in models.items()}
                 if both is not None:
                     is_typical = both.typical([0], both.statistics(x))[0]
-                    shares = both.shares([0], x.device)
-                    logits["both"] = both.logits(logits["personal"], logits["global"], is_typical, shares)
+                    weights = both.weights([0], x.device)
+                    logits["both"] = both.logits(logits["personal"], logits["global"], is_typical, weights)
                     masks_of_batches.append(is_typical)
                 for name, logits_of_model in logits.items():
                     scores[name].update(logits_of_model.unsqueeze(0), y)
@@ -508,7 +508,8 @@ class Client:
         with torch.no_grad(), self.recipe.context():
             if number not in self._typical_images:
                 statistics = statistics_for(self.module.engine, self._examples(number))
-                typical_images = typical_images_of(statistics, self._examples(number))
+                num_classes = self.data.num_classes
+                typical_images = typical_images_of(statistics, self._examples(number), task, num_classes)
                 self._typical_images[number] = BothModels(task, statistics, {0: typical_images}, personal_shares={})
             share = self.module.evaluation.personal_share
             if share is None:
