@@ -491,7 +491,7 @@ def prediction_weights(device: torch.device, repeats: int, quick: bool) -> Itera
     reference = scores_by_setting(PERADA, runs)
     for least_images in (LEAST_IMAGES_OF_CLASS, 1, 5):
         rule = partial(both_models, detector=nearest_images, least_images=least_images)
-        name = f"½ + 2 e; classes with fewer than {least_images} images left to the global model"
+        name = f"½ + 2 e, classes of fewer than {least_images} images left to the global model"
         yield {"weight α": name} | row_of(scores_by_setting(rule, runs), reference)
     for name, weight in WEIGHT_RULES.items():
         scores = scores_by_setting(partial(mixture, detector=nearest_images, weight=weight), runs)

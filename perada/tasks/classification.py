@@ -186,8 +186,10 @@ class Classification(ClassTask):
         [0.63, 0.07, 0.3]
         """
         unknown_probability = shared.softmax(-1).masked_fill(known_classes, 0).sum(-1, keepdim=True)
+        # A sum of all probabilities may be rounded to more than 1.
+        share_of_unknown = (trust * unknown_probability).clamp(max=1)
         shared_of_unknown = shared.masked_fill(known_classes, torch.finfo(shared.dtype).min)
-        return self.mixture(shared_of_unknown, personal, trust * unknown_probability)
+        return self.mixture(shared_of_unknown, personal, share_of_unknown)
 
     def distillation_loss(self, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
         """Compute the divergence of the distributions over classes.

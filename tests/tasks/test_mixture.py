@@ -38,6 +38,37 @@ def test_classes_that_a_model_rules_out(share):
     torch.testing.assert_close(mixed, expected)
 
 
+@pytest.mark.parametrize("trust", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("known", [[0, 1, 2, 3], [1, 2], [3], []])
+def test_classes_that_a_client_does_not_know_are_left_to_the_other_model(known, trust):
+    """Each probability by itself; all classes may be known, or none."""
+    random = torch.Generator().manual_seed(0)
+    personal = 4 * torch.randn(6, 4, generator=random, dtype=torch.double)
+    shared = 4 * torch.randn(6, 4, generator=random, dtype=torch.double)
+    # The other model may rule a class out.
+    shared[2, 1] = -torch.inf
+    mask = torch.tensor([number in known for number in range(4)])
+    trust_of_images = torch.full((6, 1), trust, dtype=torch.double)
+    found = Classification().completed(personal, shared, mask, trust_of_images).softmax(-1)
+    for image in range(6):
+        p = personal[image].softmax(0).tolist()
+        q = shared[image].softmax(0).tolist()
+        unknown_probability = sum(q[number] for number in range(4) if number not in known)
+        for number in range(4):
+            expected = (1 - trust * unknown_probability) * p[number]
+            if number not in known:
+                expected += trust * q[number]
+            assert float(found[image, number]) == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+def test_a_client_knows_classes_of_three_images():
+    targets = torch.tensor([4, 0, 0, 0, 2, 2, 4, 4, 4])
+    assert Classification().known_classes(targets, 6).tolist() == [True, False, False, False, True, False]
+    # Other tasks have no classes of whole images.
+    for task in (MultiLabel(), Segmentation(), Regression()):
+        assert len(task.known_classes(targets, 6)) == 0
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_an_output_that_is_nan_is_not_hidden(name):
     task, shape = TASKS[name]
