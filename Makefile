@@ -18,7 +18,7 @@ comma := ,
 .PHONY: help quickstart deploy-demo test test-all bench gpu check docs format surface tables commands dist matrix audit sbom lock clean
 
 help:
-	@echo "make quickstart  set up .venv and compare six methods on 12 hospitals (recipes/hospitals.yaml)"
+	@echo "make quickstart  set up .venv and compare seven methods on 12 hospitals (recipes/hospitals.yaml)"
 	@echo "make deploy-demo set up .venv and run three sites on this machine over Flower"
 	@echo "make test        set up .venv and run the quick tests; of one package: make test ROOM=engine"
 	@echo "make test-all    the slow tests too"

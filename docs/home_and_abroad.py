@@ -1,41 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw home_and_abroad.svg from the table of README.md: `python docs/home_and_abroad.py`.
 
-A method is a circle: to the right are good scores on own images, at the top good scores on all clients' images, and the
-area is what a client sends in a round.
+A method is a point: to the right are good scores on own images, at the top good scores on all clients' images. An arrow
+leads from the personal models of a method to its prediction with both models.
 """
 
-import math
-import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FIGURE = ROOT / "docs" / "home_and_abroad.svg"
-HOME, ABROAD, SENT = "own images", "all clients' images", "MB sent"
+PREDICTS_WITH, HOME, ABROAD = "predicts with", "own images", "all clients' images"
+BOTH, PERSONAL = "both models", "personal model"
+"""Cells of the second column in rows of methods with a personal and a global model."""
 
 # A phone shows the figure about 340 pixels wide, where 14 units of 420 are 11 pixels.
 WIDTH, HEIGHT, FONT_SIZE = 420, 420, 14
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 40, 60
 # Ten classes are guessed with 10 %.
-X_RANGE, Y_RANGE = (50, 96), (10, 70)
-LARGEST_RADIUS, RING_RADIUS = 14.0, 4.0
+X_RANGE, Y_RANGE = (50, 96), (10, 80)
+RADIUS, SMALL_RADIUS = 6.0, 3.5
 LETTER_WIDTH, LINE_HEIGHT, GAP = 0.6 * FONT_SIZE, 1.1 * FONT_SIZE, 4
 
 # An image in a page cannot see the page's colours, but it does see whether the reader's system is dark.
 STYLE = """<style>
 .back { fill: #ffffff } .grid { stroke: #d8dee4 } text { fill: #24292f }
 .perada { fill: #b3261e; stroke: #b3261e } .other { fill: #0b5cad; stroke: #0b5cad }
-.ring { fill: none; stroke-width: 2 }
+.arrow { stroke-width: 2; stroke-dasharray: 5 4 }
 text.perada { stroke: none; font-weight: bold } text.other { stroke: none }
 @media (prefers-color-scheme: dark) {
 .back { fill: #0d1117 } .grid { stroke: #30363d } text { fill: #e6edf3 }
-.perada { fill: #ff8f85; stroke: #ff8f85 } .other { fill: #79b8ff; stroke: #79b8ff } .ring { fill: none }
+.perada { fill: #ff8f85; stroke: #ff8f85 } .other { fill: #79b8ff; stroke: #79b8ff }
 }
 </style>"""
 
 
-class Box(NamedTuple):
+@dataclass(frozen=True)
+class Scores:
+    """Scores of one row of the table, in %."""
+
+    home: float
+    abroad: float
+
+
+@dataclass(frozen=True)
+class Method:
+    """The scores of a method.
+
+    Attributes:
+        best: Those that its point shows: of both models together where it has them.
+        personal: Those of its personal models alone; None for a method without a second row.
+    """
+
+    best: Scores
+    personal: Scores | None = None
+
+
+@dataclass(frozen=True)
+class Box:
     """A rectangle in the units of the figure."""
 
     left: float
@@ -45,13 +67,14 @@ class Box(NamedTuple):
 
     def overlaps(self, other: "Box") -> bool:
         """Whether two boxes share more than an edge."""
-        return (
-            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
-        )
+        beside = self.right <= other.left or other.right <= self.left
+        above = self.bottom <= other.top or other.bottom <= self.top
+        return not (beside or above)
 
 
-class Circle(NamedTuple):
-    """The circle of a method."""
+@dataclass(frozen=True)
+class Point:
+    """A point of the figure, drawn as a circle."""
 
     x: float
     y: float
@@ -63,83 +86,81 @@ class Circle(NamedTuple):
         return Box(self.x - self.radius, self.y - self.radius, self.x + self.radius, self.y + self.radius)
 
 
-def read_table(text: str) -> dict[str, dict[str, float]]:
-    """Read the first table of a page that has the columns of the figure.
-
-    Returns:
-        For each method the value by column, without what follows the ±.
-    """
+def read_table(text: str) -> dict[str, Method]:
+    """Read the first table of a page that has the columns of the figure, without what follows the ±."""
     lines = text.splitlines()
-    header = next(place for place, line in enumerate(lines) if HOME in line and ABROAD in line and line.startswith("|"))
+    header = next(place for place, line in enumerate(lines) if line.startswith("|") and HOME in line and ABROAD in line)
     columns = [cell.strip() for cell in lines[header].split("|")[1:-1]]
-    methods: dict[str, dict[str, float]] = {}
+    scores: dict[str, dict[str, Scores]] = {}
     for line in lines[header + 2 :]:
         if not line.startswith("|"):
             break
         cells = [cell.strip("* ") for cell in line.split("|")[1:-1]]
-        values = {}
-        for column, cell in zip(columns, cells, strict=True):
-            number = re.match(r"[\d.]+", cell)
-            if column in (HOME, ABROAD, SENT) and number:
-                values[column] = float(number[0])
-        methods[cells[0]] = values
+        value_of = dict(zip(columns, cells, strict=True))
+        numbers = [float(value_of[column].split()[0]) for column in (HOME, ABROAD)]
+        scores.setdefault(cells[0], {})[value_of[PREDICTS_WITH]] = Scores(*numbers)
+    methods: dict[str, Method] = {}
+    for name, scores_of_method in scores.items():
+        if BOTH in scores_of_method:
+            methods[name] = Method(scores_of_method[BOTH], scores_of_method[PERSONAL])
+        else:
+            (only_scores,) = scores_of_method.values()
+            methods[name] = Method(only_scores)
     return methods
 
 
-def x_of(score: float) -> float:
-    """Horizontal place of a score on own images."""
-    return LEFT + (score - X_RANGE[0]) / (X_RANGE[1] - X_RANGE[0]) * (WIDTH - LEFT - RIGHT)
+def point_of(scores: Scores, radius: float) -> Point:
+    """Return the place of scores in the figure."""
+    x_share = (scores.home - X_RANGE[0]) / (X_RANGE[1] - X_RANGE[0])
+    y_share = (scores.abroad - Y_RANGE[0]) / (Y_RANGE[1] - Y_RANGE[0])
+    x = LEFT + x_share * (WIDTH - LEFT - RIGHT)
+    y = HEIGHT - BOTTOM - y_share * (HEIGHT - TOP - BOTTOM)
+    return Point(x, y, radius)
 
 
-def y_of(score: float) -> float:
-    """Vertical place of a score on all clients' images."""
-    return HEIGHT - BOTTOM - (score - Y_RANGE[0]) / (Y_RANGE[1] - Y_RANGE[0]) * (HEIGHT - TOP - BOTTOM)
-
-
-def place_label(lines: list[str], circle: Circle, taken: list[Box]) -> Box:
-    """Find room for a label beside its circle.
+def place_label(text: str, point: Point, taken: list[Box]) -> Box:
+    """Find room for a label beside its point.
 
     Args:
-        lines: The lines of the label.
-        circle: The circle that the label names.
-        taken: Boxes of all circles, and of the labels that have their place.
+        text: The label.
+        point: The point that the label names.
+        taken: Boxes of all points, and of the labels that have their place.
 
     Raises:
-        ValueError: There is no free place on any side of the circle.
+        ValueError: There is no free place on any side of the point.
     """
-    width = max(map(len, lines)) * LETTER_WIDTH
-    height = len(lines) * LINE_HEIGHT
-    around = circle.box
+    width = len(text) * LETTER_WIDTH
+    around = point.box
     places = [
-        (around.right + GAP, circle.y - height / 2),
-        (around.left - GAP - width, circle.y - height / 2),
-        (circle.x - width / 2, around.bottom + GAP),
-        (circle.x - width / 2, around.top - GAP - height),
+        (around.right + GAP, point.y - LINE_HEIGHT / 2),
+        (around.left - GAP - width, point.y - LINE_HEIGHT / 2),
+        (point.x - width / 2, around.top - GAP - LINE_HEIGHT),
+        (point.x - width / 2, around.bottom + GAP),
     ]
     plot = Box(LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
     for left, top in places:
-        label = Box(left, top, left + width, top + height)
-        inside = plot.left <= label.left and label.right <= plot.right and plot.top <= label.top
-        inside = inside and label.bottom <= plot.bottom
-        if inside and not any(label.overlaps(box) for box in taken):
+        label = Box(left, top, left + width, top + LINE_HEIGHT)
+        fits_across = plot.left <= label.left and label.right <= plot.right
+        fits_down = plot.top <= label.top and label.bottom <= plot.bottom
+        if fits_across and fits_down and not any(label.overlaps(box) for box in taken):
             return label
-    raise ValueError(f"no room for the label {' '.join(lines)!r}: widen X_RANGE or Y_RANGE, or make circles smaller")
+    raise ValueError(f"no room for the label {text!r}: widen X_RANGE or Y_RANGE, or make points smaller")
 
 
 def draw_axes() -> list[str]:
     """Draw the background, grid, ticks and titles."""
     parts = [f'<rect class="back" width="{WIDTH}" height="{HEIGHT}" rx="6"/>']
     for score in range(X_RANGE[0], X_RANGE[1] + 1, 10):
-        x = f"{x_of(score):.1f}"
+        x = f"{point_of(Scores(score, 0), 0).x:.1f}"
         parts.append(f'<path class="grid" d="M{x} {TOP} V{HEIGHT - BOTTOM}"/>')
         parts.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{score}</text>')
     for score in range(Y_RANGE[0], Y_RANGE[1] + 1, 10):
-        y = f"{y_of(score):.1f}"
+        y = f"{point_of(Scores(0, score), 0).y:.1f}"
         parts.append(f'<path class="grid" d="M{LEFT} {y} H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y}" dy="5" text-anchor="end">{score}</text>')
     middle_x = (LEFT + WIDTH - RIGHT) / 2
     middle_y = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(f'<text x="{middle_x}" y="24" text-anchor="middle">area of a circle: MB sent in a round</text>')
+    parts.append(f'<text x="{middle_x}" y="24" text-anchor="middle">Good at home, and abroad</text>')
     parts.append(f'<text x="{middle_x}" y="{HEIGHT - 14}" text-anchor="middle">accuracy on own images, %</text>')
     parts.append(
         f'<text transform="translate(17 {middle_y}) rotate(-90)" text-anchor="middle">'
@@ -148,37 +169,35 @@ def draw_axes() -> list[str]:
     return parts
 
 
-def draw_figure(methods: dict[str, dict[str, float]]) -> str:
-    """Draw a circle and a label for each method, as the text of an SVG file."""
-    most = max(values[SENT] for values in methods.values())
-    circles = {}
-    for method, values in methods.items():
-        radius = LARGEST_RADIUS * math.sqrt(values[SENT] / most) if values[SENT] else RING_RADIUS
-        circles[method] = Circle(x_of(values[HOME]), y_of(values[ABROAD]), radius)
-    taken = [circle.box for circle in circles.values()]
+def draw_figure(methods: dict[str, Method]) -> str:
+    """Draw a point and a label for each method, and its arrow, as the text of an SVG file."""
+    best_points = {name: point_of(method.best, RADIUS) for name, method in methods.items()}
+    personal_points: dict[str, Point] = {}
+    for name, method in methods.items():
+        if method.personal is not None:
+            personal_points[name] = point_of(method.personal, SMALL_RADIUS)
+    taken = [point.box for point in (*best_points.values(), *personal_points.values())]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         f'font-family="Helvetica, Arial, sans-serif" font-size="{FONT_SIZE}" role="img" '
-        'aria-label="Accuracy of each method on own images and on all clients\' images, and MB sent in a round.">',
+        'aria-label="Accuracy of each method on own images and on all clients\' images, and with both models.">',
         STYLE,
         *draw_axes(),
     ]
-    for method, circle in circles.items():
-        sent = methods[method][SENT]
-        colour = "perada" if method == "perada" else "other"
-        ring = "" if sent else " ring"
-        parts.append(
-            f'<circle class="{colour}{ring}" cx="{circle.x:.1f}" cy="{circle.y:.1f}" r="{circle.radius:.2f}"/>'
-        )
-        lines = [method, f"{sent:g} MB" if sent == 0 else f"{sent:.2f} MB"]
-        label = place_label(lines, circle, taken)
+    for name, point in best_points.items():
+        colour = "perada" if name == "perada" else "other"
+        if name in personal_points:
+            start = personal_points[name]
+            parts.append(
+                f'<path class="{colour} arrow" d="M{start.x:.1f} {start.y:.1f} L{point.x:.1f} {point.y:.1f}"/>'
+            )
+            parts.append(f'<circle class="{colour}" cx="{start.x:.1f}" cy="{start.y:.1f}" r="{start.radius}"/>')
+        parts.append(f'<circle class="{colour}" cx="{point.x:.1f}" cy="{point.y:.1f}" r="{point.radius}"/>')
+        label = place_label(name, point, taken)
         taken.append(label)
         middle = (label.left + label.right) / 2
-        for number, line in enumerate(lines):
-            baseline = label.top + (number + 0.8) * LINE_HEIGHT
-            parts.append(
-                f'<text class="{colour}" x="{middle:.1f}" y="{baseline:.1f}" text-anchor="middle">{line}</text>'
-            )
+        baseline = label.top + 0.8 * LINE_HEIGHT
+        parts.append(f'<text class="{colour}" x="{middle:.1f}" y="{baseline:.1f}" text-anchor="middle">{name}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

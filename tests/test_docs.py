@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -273,15 +274,21 @@ def test_the_figure_of_the_readme_is_drawn_from_its_table():
     assert list(methods) == yaml.safe_load((ROOT / "recipes" / "hospitals.yaml").read_text())["compare"]["algorithms"]
     figure = (ROOT / "docs" / "home_and_abroad.svg").read_text()
     assert figure == drawing["draw_figure"](methods)
-    for method, values in methods.items():
-        sent = f"{values['MB sent']:.2f} MB" if values["MB sent"] else "0 MB"
-        assert re.search(rf">{method}</text>\n<text [^>]*>{sent}</text>", figure), method
+
+
+def test_methods_with_two_models_have_a_row_of_both_in_the_readme():
+    drawing = figure_script()
+    methods = drawing["read_table"]((ROOT / "README.md").read_text())
+    for name, method in methods.items():
+        algorithm = make_algorithm(name)
+        has_personal = algorithm.inference == "personal" or algorithm.personalization() is not None
+        assert (method.personal is not None) == (has_personal and algorithm.global_model), name
 
 
 SVG = {"svg": "http://www.w3.org/2000/svg"}
 
 
-def test_the_figure_shows_the_bytes_as_areas_and_covers_no_name():
+def test_the_figure_shows_the_scores_and_covers_no_name():
     root = ElementTree.parse(ROOT / "docs" / "home_and_abroad.svg").getroot()
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     font_size = float(root.attrib["font-size"])
@@ -290,10 +297,19 @@ def test_the_figure_shows_the_bytes_as_areas_and_covers_no_name():
         [float(circle.attrib[name]) for name in ("cx", "cy", "r")] for circle in root.iterfind("svg:circle", SVG)
     ]
     labels = [text for text in root.iterfind("svg:text", SVG) if "class" in text.attrib]
-    sent = [float(text.text.removesuffix(" MB")) for text in labels if text.text.endswith(" MB")]
-    assert len(circles) == len(sent) == 6
-    per_megabyte = [radius**2 / size for (_, _, radius), size in zip(circles, sent, strict=True) if size]
-    assert per_megabyte == pytest.approx([per_megabyte[0]] * 5, rel=0.02)
+
+    # Places are a straight line of the scores, which follow from the ticks of the axes.
+    ticks = [text for text in root.iterfind("svg:text", SVG) if (text.text or "").isdigit()]
+    across = sorted((int(text.text), float(text.attrib["x"])) for text in ticks if "middle" in text.attrib.values())
+    up = sorted((int(text.text), float(text.attrib["y"])) for text in ticks if "end" in text.attrib.values())
+    expected = []
+    for method in figure_script()["read_table"]((ROOT / "README.md").read_text()).values():
+        for scores in (method.personal, method.best):
+            if scores is not None:
+                x = np.polyval(np.polyfit(*zip(*across, strict=True), 1), scores.home)
+                y = np.polyval(np.polyfit(*zip(*up, strict=True), 1), scores.abroad)
+                expected.append([x, y])
+    assert [circle[:2] for circle in circles] == pytest.approx(np.array(expected), abs=0.1)
 
     boxes = []
     for text in labels:
@@ -308,8 +324,6 @@ def test_the_figure_shows_the_bytes_as_areas_and_covers_no_name():
         for x, y, radius in circles:
             nearest = (min(max(x, left), right), min(max(y, top), bottom))
             assert math.dist((x, y), nearest) > radius
-    for one, other in itertools.combinations(circles, 2):
-        assert math.dist(one[:2], other[:2]) > one[2] + other[2]
 
 
 def contrast(one, other):

@@ -220,7 +220,9 @@ def write_recipe(
     answers = {"algorithm": algorithm, "rounds": rounds, "epsilon": epsilon, "task": task, "images": images}
     for name, answer in answers.items():
         check_answer(name, answer)
-    distils = make_algorithm(algorithm).uses_distillation
+    chosen_algorithm = make_algorithm(algorithm)
+    distils = chosen_algorithm.uses_distillation
+    has_personal = chosen_algorithm.inference == "personal" or chosen_algorithm.personalization() is not None
     template = TEMPLATES.get_template("recipe.yaml.jinja")
     values: dict[str, Any] = {
         "images": images,
@@ -228,6 +230,8 @@ def write_recipe(
         "rounds": int(rounds),
         "epsilon": epsilon,
         "distils": distils,
+        # A private run rejects it.
+        "predicts_with_both": has_personal and chosen_algorithm.global_model and not epsilon,
         "public_fraction": 0.1,
     }
     if not images:

@@ -63,6 +63,8 @@ def test_what_init_writes_runs(words, capsys, validator):
     written = read("new/my.yaml")
     assert (written["trainer"]["max_epochs"], "privacy" in written) == (1, bool(words))
     assert [*validator.iter_errors(written)] == []
+    # A private run rejects it, and FedAvg has one model only.
+    assert written.get("evaluation") == (None if words else {"prediction": "both"})
     few = ["--data.partition.num_clients=4", *([] if words else ["--distillation.steps=1"])]
     main(["fit", "--config", "new/my.yaml", *SMALL, *few])
     assert "mean ± std" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from perada.cli import main
 from perada.data import ByDomain, Digits, FederatedDataModule, ImageSet, Photographs, RandomPart, Scanners
 
 
@@ -151,3 +152,27 @@ def test_sets_within_sets_get_the_seed():
     assert fixed.with_seed(7) is fixed
     test_split = Scanners(Digits(), train=False).with_seed(1)
     assert not test_split.train and test_split.seed == 1
+
+
+def test_the_quickstart_can_be_deployed(tmp_path, monkeypatch):
+    """Its public images are the server's own: sites train on all of theirs."""
+    monkeypatch.chdir(tmp_path)
+    main(["deploy", "init", "quickstart", "federation", "--host", "localhost"])
+    assert (tmp_path / "federation").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config", "privacy/sample"],
+        # It protects whole clients, whose updates must not be teachers.
+        ["--config", "privacy/client", "--distillation.steps=0"],
+    ],
+)
+def test_the_quickstart_passes_the_checks_of_a_private_run(tmp_path, monkeypatch, capsys, words):
+    """With norms that a private run can train, and no image of a client at the server."""
+    monkeypatch.chdir(tmp_path)
+    norms = "--model.adapter_options={last_blocks: 3, norm: group, train_norms: false}"
+    main(["check", "--config", "quickstart", *words, norms])
+    assert "ε" in capsys.readouterr().out
