@@ -414,7 +414,8 @@ def test_recipe_says_what_it_is_and_fixes_its_seed(path):
     assert first.endswith(".")
     content = yaml.safe_load(path.read_text())
     if path.parent.name == "privacy":
-        assert list(content) == ["data", "federated", {"sample": "privacy", "client": "client_privacy"}[path.stem]]
+        section = {"sample": "privacy", "client": "client_privacy"}[path.stem]
+        assert list(content) == ["data", "federated", section, "evaluation"]
         return
     if path.parent.name == "paper":
         assert path.read_text().splitlines()[1].startswith(("# The paper ", "# The paper's "))

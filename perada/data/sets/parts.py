@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of an image set, for parties that must not have the same images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from perada.core.checks import OptionError, check_integer, check_number
 from perada.core.seeding import derive_seed
-from perada.core.text import value_text
 from perada.data.partitions.shares import Array, split_by_group
 from perada.data.sets.base import ImageSet, checked_columns, split_of
+from perada.data.sets.derived import DerivedSet
 
 
-class RandomPart(ImageSet):
+class RandomPart(DerivedSet):
     """A part of the images of a set, in a random order that is the same for all parts.
 
     Two parts whose ranges do not overlap have no image in common, so one can be the server's public set and the other
@@ -44,9 +44,7 @@ class RandomPart(ImageSet):
         seed: int | None = None,
         train: bool = True,
     ) -> None:
-        super().__init__(train)
-        if not isinstance(dataset, ImageSet):
-            raise TypeError(f"RandomPart: dataset must be an image set such as Digits(), got {value_text(dataset)}")
+        super().__init__(dataset, train)
         check_number("start", start, ge=0, lt=1, hint="it is a share of the images")
         check_number("stop", stop, gt=0, le=1, hint="it is a share of the images")
         if start >= stop:
@@ -56,42 +54,15 @@ class RandomPart(ImageSet):
                 value=start,
             )
         check_integer("seed", seed, 0, le=None, optional=True)
-        self.dataset = dataset
         self.start = start
         self.stop = stop
         self.seed = seed
-
-    @property
-    def num_classes(self) -> int | None:  # type: ignore[override]  # lazy: the set may read files
-        """Number of classes of the whole set."""
-        return self.dataset.num_classes
-
-    @property
-    def classes(self) -> tuple[str, ...] | None:  # type: ignore[override]  # those of the set
-        """Names of the classes of the whole set."""
-        return self.dataset.classes
-
-    @property
-    def group_column(self) -> str | None:  # type: ignore[override]  # lazy: the set may read files
-        """The column whose values stay together when images are held out, or None."""
-        return self.dataset.group_column
 
     @property
     def identities(self) -> Array | None:  # type: ignore[override]  # those of the set
         """Identity (N,) of each image, or None if the set has none."""
         identities = self._whole_split.identities
         return None if identities is None else np.asarray(identities)[self._rows]
-
-    @property
-    def movements(self) -> Sequence[str]:  # type: ignore[override]  # those of the set
-        """Changes of the set's images that move their content, but not their labels."""
-        return self.dataset.movements
-
-    @property
-    def full_scale(self) -> float | None:
-        """The value of white in the set's files, if the set has this option."""
-        scale: float | None = getattr(self.dataset, "full_scale", None)
-        return scale
 
     @property
     def columns(self) -> Mapping[str, Array]:
@@ -106,16 +77,6 @@ class RandomPart(ImageSet):
         if not isinstance(paths, list):
             return [None] * len(self)
         return [paths[row] for row in self._rows.tolist()]
-
-    def download(self) -> None:
-        """Download missing files, if the set is configured to."""
-        self.dataset.download()
-
-    def with_seed(self, seed: int) -> "RandomPart":
-        """Return the part drawn by this seed, and the set behind it, each unless it has a seed of its own."""
-        inner_set = self.dataset.with_seed(seed)
-        part = self if inner_set is self.dataset else self._rebuilt("dataset", inner_set)
-        return super(RandomPart, part).with_seed(seed)
 
     @cached_property
     def _whole_split(self) -> ImageSet:

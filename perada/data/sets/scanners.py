@@ -16,10 +16,11 @@ from torch import Tensor
 
 from perada.core.checks import check_choice, check_integer, check_number, invalid_option
 from perada.core.seeding import derive_seed
-from perada.core.text import dtype_name, value_text
+from perada.core.text import dtype_name
 from perada.data.partitions import Dirichlet, Split
 from perada.data.partitions.shares import Array, stratified_sample
 from perada.data.sets.base import ImageSet, checked_columns, split_of
+from perada.data.sets.derived import DerivedSet
 
 COLUMN = "scanner"
 """The column that names each image's scanner."""
@@ -200,7 +201,7 @@ class _Scans:
     scanner: Array
 
 
-class Scanners(ImageSet):
+class Scanners(DerivedSet):
     """A set of images, each seen through one of several simulated scanners, as in hospitals with different devices.
 
     Each image belongs to one scanner, which the column ``scanner`` names. ``ByDomain(column="scanner")`` makes a client
@@ -237,37 +238,19 @@ class Scanners(ImageSet):
         seed: int | None = None,
         train: bool = True,
     ) -> None:
-        super().__init__(train)
-        if not isinstance(dataset, ImageSet):
-            raise TypeError(f"Scanners: dataset must be an image set such as Digits(), got {value_text(dataset)}")
+        super().__init__(dataset, train)
         self.names = _names(kinds)
         check_number("alpha", alpha, gt=0, optional=True, hint="0.1 is very unequal, 100 even")
         check_integer("min_per_scanner", min_per_scanner)
         check_number("test_share", test_share, gt=0, lt=1, optional=True, hint="it is a share of all images")
         check_integer("size", size, optional=True)
         check_integer("seed", seed, 0, le=None, optional=True)
-        self.dataset = dataset
         self.kinds = kinds
         self.alpha = alpha
         self.min_per_scanner = min_per_scanner
         self.test_share = test_share
         self.size = size
         self.seed = seed
-
-    @property
-    def num_classes(self) -> int | None:  # type: ignore[override]  # lazy: the set may read files
-        """Number of classes of the set."""
-        return self.dataset.num_classes
-
-    @property
-    def classes(self) -> tuple[str, ...] | None:  # type: ignore[override]  # those of the set
-        """Names of the set's classes."""
-        return self.dataset.classes
-
-    @property
-    def group_column(self) -> str | None:  # type: ignore[override]  # lazy: the set may read files
-        """The column whose values stay together when images are held out, or None."""
-        return self.dataset.group_column
 
     @property
     def identities(self) -> Array | None:  # type: ignore[override]  # those of the set
@@ -285,22 +268,6 @@ class Scanners(ImageSet):
         names = [name for kind in self.names for name in kind.split("+")]
         moving = dict.fromkeys(name for name in names if name in MOVING)
         return [*self.dataset.movements, *moving]
-
-    @property
-    def full_scale(self) -> float | None:
-        """The value of white in the set's files, if the set has this option."""
-        scale: float | None = getattr(self.dataset, "full_scale", None)
-        return scale
-
-    def download(self) -> None:
-        """Download missing files, if the set is configured to."""
-        self.dataset.download()
-
-    def with_seed(self, seed: int) -> "Scanners":
-        """Return the set drawn by this seed, and the set behind it, each unless it has a seed of its own."""
-        inner_set = self.dataset.with_seed(seed)
-        scanners = self if inner_set is self.dataset else self._rebuilt("dataset", inner_set)
-        return super(Scanners, scanners).with_seed(seed)
 
     @property
     def _seed_of_draws(self) -> int:

@@ -32,7 +32,7 @@ from perada.studies.compare.command import Comparison
 from perada.studies.compare.entries import ENTRIES
 from perada.studies.compare.grid import parse_grid
 from perada.studies.compare.plan import CHOSEN_BY, Plan
-from perada.studies.compare.results import Results, choose, score, trials_of
+from perada.studies.compare.results import Results, Trial, choose, score, trials_of
 from perada.studies.compare.running import Task, epsilons, runner, same_budget
 from perada.studies.compare.tables import curve_tables, grid_table, summary
 from perada.tasks import Classification, Regression
@@ -339,11 +339,14 @@ def test_choice():
     def scored(local, everywhere, diverged=False):
         return {"personal/local_test": local, "personal/global_test": everywhere, "diverged": diverged}
 
-    tried = [({"lr": "1"}, scored(0.9, 0.1)), ({"lr": "2"}, scored(0.4, 0.8)), ({"lr": "3"}, scored(0.8, 0.4))]
+    records = [scored(0.9, 0.1), scored(0.4, 0.8), scored(0.8, 0.4)]
+    tried = [Trial({"lr": str(number)}, [record]) for number, record in enumerate(records)]
     assert choose(tried) == choose(tried[1:]) == tried[1]
-    assert [score(record) for _, record in tried] == pytest.approx([0.5, 0.6, 0.6])
-    assert choose([*tried, ({"lr": "4"}, scored(None, None, True)), ({"lr": "5"}, {"failed": "x"})]) == choose(tried)
-    assert choose([({"lr": "4"}, scored(1.0, 1.0, True)), ({"lr": "5"}, None)]) is None
+    assert [score(record) for record in records] == pytest.approx([0.5, 0.6, 0.6])
+    diverged = Trial({"lr": "4"}, [scored(None, None, True)])
+    failed = Trial({"lr": "5"}, [{"failed": "x"}])
+    assert choose([*tried, diverged, failed]) == choose(tried)
+    assert choose([Trial({"lr": "4"}, [scored(1.0, 1.0, True)]), Trial({"lr": "5"}, [None])]) is None
 
 
 @pytest.mark.every(8)
@@ -1218,7 +1221,8 @@ def test_the_lower_error_is_chosen():
         )
     ]
     assert [score(record) for record in records] == pytest.approx([-0.3, -0.1, 0.15])
-    assert choose([({"lr": str(n)}, record) for n, record in enumerate(records[:2])]) == ({"lr": "1"}, records[1])
+    best = choose([Trial({"lr": str(number)}, [record]) for number, record in enumerate(records[:2])])
+    assert best == Trial({"lr": "1"}, [records[1]])
     run = {"stage": "tune", "label": "ditto", "recipe": "r", "seed": 0, "variant": ["--tune=lr=0,1"]}
     tried = [run | record | {"point": {"lr": str(n)}} for n, record in enumerate(records[:2])]
     shown = grid_table(tried)
