@@ -59,10 +59,18 @@ class Setting:
     corrupted: str = ""
 
 
+TWO_BLOCKS = (
+    "--config=quickstart",
+    "--model.adapter_options.last_blocks=2",
+    "--data.dataset.init_args.dataset=Digits",
+    "--data.public=null",
+    "--data.public_fraction=0.25",
+)
+"""The recipe `quickstart` as it was when the rule was chosen."""
 SEEDS_OF_SCANNERS = ("seed_everything", "data.seed", "data.dataset.seed")
 SETTINGS = (
-    Setting("scanners", ("--config=quickstart",), SEEDS_OF_SCANNERS, corrupted="corruptions"),
-    Setting("scanners and labels", ("--config=quickstart", "--data.dataset.alpha=0.1"), SEEDS_OF_SCANNERS),
+    Setting("scanners", TWO_BLOCKS, SEEDS_OF_SCANNERS, corrupted="corruptions"),
+    Setting("scanners and labels", (*TWO_BLOCKS, "--data.dataset.alpha=0.1"), SEEDS_OF_SCANNERS),
     Setting("labels", ("--config=digits", "--federated.algorithm.prox_strength=1")),
     Setting(
         "own folders",
