@@ -93,6 +93,7 @@ def test_other_runs_have_no_such_scores(algorithm, prediction, tiny, tmp_path):
     assert client.state_of_both(state.scoring.global_state, state) is None
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("may_send", [["scores"], ["counts"], ["sizes", "losses"]])
 def test_a_site_sends_only_what_it_may(may_send, tiny, tmp_path):
     made = parties(tiny, tmp_path)
@@ -132,7 +133,7 @@ def test_private_recipes_are_rejected_by_the_server_and_by_sites(privacy, tiny, 
         made.coordinator(LocalTransport({}))
 
 
-@pytest.mark.parametrize("algorithm", ["ditto", "fedavg_ft"])
+@pytest.mark.parametrize("algorithm", ["ditto", pytest.param("fedavg_ft", marks=pytest.mark.slow)])
 def test_a_sites_exported_run_predicts_as_the_simulation(algorithm, tiny, tmp_path):
     made = parties(tiny, tmp_path, algorithm, rounds=3)
     loop, module = made.simulated()
