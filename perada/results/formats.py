@@ -97,8 +97,8 @@ def export_model(
                     f"{'the global model' if client is None else f'the model of client {client!r}'} are NaN or "
                     f"infinite for {num_failed} of {len(samples)} samples; {REMEDY}"
                 )
-            found = _write_and_read(form, variant.model, samples, stage / FILES[form], metadata)
-            difference = _difference(found, expected)
+            read_outputs = _write_and_read(form, variant.model, samples, stage / FILES[form], metadata)
+            difference = _difference(read_outputs, expected)
             # False if the difference is NaN.
             limit = tolerance_of(exported.run_model, TOLERANCE) * float(expected.logits.abs().max())
             is_close = difference <= limit

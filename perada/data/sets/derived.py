@@ -33,7 +33,7 @@ class DerivedSet(ImageSet):
         return self.dataset.num_classes
 
     @property
-    def classes(self) -> tuple[str, ...] | None:  # type: ignore[override]  # those of the set
+    def classes(self) -> tuple[str, ...] | None:  # type: ignore[override]  # an attribute of other sets
         """Names of the set's classes."""
         return self.dataset.classes
 
@@ -43,7 +43,7 @@ class DerivedSet(ImageSet):
         return self.dataset.group_column
 
     @property
-    def movements(self) -> Sequence[str]:  # type: ignore[override]  # those of the set
+    def movements(self) -> Sequence[str]:  # type: ignore[override]  # an attribute of other sets
         """Changes of the set's images that move their content, but not their labels."""
         return self.dataset.movements
 

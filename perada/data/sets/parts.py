@@ -59,7 +59,7 @@ class RandomPart(DerivedSet):
         self.seed = seed
 
     @property
-    def identities(self) -> Array | None:  # type: ignore[override]  # those of the set
+    def identities(self) -> Array | None:  # type: ignore[override]  # an attribute of other sets
         """Identity (N,) of each image, or None if the set has none."""
         identities = self._whole_split.identities
         return None if identities is None else np.asarray(identities)[self._rows]
@@ -98,7 +98,9 @@ class RandomPart(DerivedSet):
         # The order must not depend on the part, or two parts would share images.
         seed = 0 if self.seed is None else self.seed
         rng = np.random.default_rng(derive_seed(seed, "random_part", int(self.train)))
-        _, rows, _ = split_by_group(groups, [first, last - first], rng)
+        rows_of_parts = split_by_group(groups, [first, last - first], rng)
+        # The images before the part come first, those after it last.
+        rows = rows_of_parts[1]
         if not len(rows):
             raise ValueError(
                 f"RandomPart: of the {num_images} images of {split_of(self._whole_split)}, none lies "
