@@ -91,6 +91,7 @@ def segmented(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:client 'late'. its personal model is worse:UserWarning")
+@pytest.mark.every(2)
 @pytest.mark.parametrize("source", ["", "table.csv"])
 def test_masks_of_a_folder_or_a_table_are_those_of_the_run(segmented, tmp_path, source, capsys):
     folder = write_pairs(tmp_path / "late", 8, 1)
@@ -133,6 +134,7 @@ def binary(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:client 'late'. its personal model is worse:UserWarning")
+@pytest.mark.every(2)
 @pytest.mark.parametrize("source", ["", "table.csv"])
 def test_black_and_white_masks_are_those_of_a_run_with_two_classes(binary, tmp_path, source):
     states = []

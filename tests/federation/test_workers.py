@@ -165,7 +165,8 @@ def test_chunks_behind_a_frozen_backbone_train_side_by_side(two_threads):
     torch.testing.assert_close(state, expected)
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg, Ditto, lambda: PerAda(distill=False)])
+@pytest.mark.every(3)
+@pytest.mark.parametrize("algorithm", [Ditto, FedAvg, lambda: PerAda(distill=False)])
 def test_threads_train_in_the_precision_of_the_run(algorithm, two_threads):
     """Autocast is a setting of each thread: states are those of one thread in bfloat16, not in single precision."""
     states = trained(algorithm(), precision="bf16-mixed")

@@ -141,6 +141,7 @@ def test_a_predicted_mask_does_not_replace_its_image(tmp_path):
         masks.save_masks(tmp_path / "masks")
 
 
+@pytest.mark.slow
 def test_other_pages_and_their_files_are_left(run, tmp_path):
     records = read_records(run.save(tmp_path / "run"))
     page = write_page(tmp_path / "page", records)
