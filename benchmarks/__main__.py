@@ -49,6 +49,8 @@ BENCHMARKS = {
     "prediction_weights": "prediction_rules",
     "prediction_rules": "prediction_rules",
     "prediction_cost": "prediction_cost",
+    "advice_aa": "verdicts",
+    "advice_known": "verdicts",
     "few_shot": "few_shot",
     "rare_classes": "rare_labels",
     "unknown_labels": "rare_labels",

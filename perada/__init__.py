@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from perada.lightning.joining import personalize
     from perada.privacy import ClientPrivacy, Privacy
     from perada.results.run import Run
+    from perada.studies.compare.comparison import Comparison
 
 __all__ = [
     "Algorithm",
     "ClientPrivacy",
+    "Comparison",
     "Evaluation",
     "FederatedClassifier",
     "FederatedData",
@@ -47,6 +49,7 @@ _PUBLIC_MODULES = (
     "lightning",
     "api",
     "lightning.joining",
+    "studies.compare.comparison",
 )
 """Modules with the public names, each after those that it imports."""
 

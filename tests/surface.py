@@ -22,7 +22,8 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from jsonargparse import ArgumentParser
 
 OPEN = (
-    "Run FederatedData Algorithm Broadcast ClientStep ServerStep TensorNames ImageSet Partition Shift Phase RoundPlan"
+    "Run Comparison FederatedData Algorithm Broadcast ClientStep ServerStep TensorNames ImageSet Partition Shift Phase "
+    "RoundPlan"
 )
 OPEN = {*f"{OPEN} ServerRule Aggregation Updates Distiller Ledger Ledgers AddedLayer AddingModel".split()}
 """Classes that users call methods of, or derive theirs from: what they have is promised too; of others, how to make

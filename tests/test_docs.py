@@ -189,7 +189,7 @@ class Reader:
                 raise Parsed
 
             with self.monkeypatch.context() as patch, pytest.raises(Parsed):
-                patch.setattr(comparing.Comparison, "run", stop)
+                patch.setattr(comparing.ComparisonRunner, "run", stop)
                 main(["perada" if word == "all" else word for word in given])  # to parse each would take half a minute
             return
         if given[0] == "report":  # it has no option that only parses

@@ -247,7 +247,7 @@ def plan_of(words, monkeypatch):
         plans.append(comparison.plan)
         raise Planned
 
-    monkeypatch.setattr(command.Comparison, "run", stop)
+    monkeypatch.setattr(command.ComparisonRunner, "run", stop)
     with pytest.raises(Planned):
         main(words)
     return plans[0]

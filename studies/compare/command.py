@@ -20,11 +20,12 @@ from perada.studies.compare.plan import CHOSEN_BY, Job, Plan, Row, words
 from perada.studies.compare.results import NO_POINT, Record, Results, Trial, choose, mean_score, score_text
 from perada.studies.compare.running import CarryOut, Result, Task, runner
 from perada.studies.compare.tables import curve_tables, grid_table, summary
+from perada.studies.compare.verdict import verdict
 
 REPEATABLE_OPTIONS = ("--set", "--tune", "--variants", "--vary")
 
 
-class Comparison:
+class ComparisonRunner:
     """Executes the runs of a plan that are missing in the file of results.
 
     Args:
@@ -136,6 +137,8 @@ class Comparison:
                 pending.append(job)
             else:
                 record |= vars(job)  # its label or options may differ from those of the earlier command
+                if self.plan.options.anonymous:
+                    record["client_names"] = None
                 self.num_started += 1
                 self._count_failed_outputs(job, record)
         jobs_with_start = self._jobs_with_start(pending)
@@ -216,9 +219,9 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     if len(set(counts.values())) > 1:
         counts_text = ", ".join(f"{name} {count}" for name, count in counts.items())
         print(f"Algorithms differ in their number of settings: {counts_text}", file=sys.stderr)
-    with runner(make_cli, options.threads, options.jobs) as carry_out:
-        num_failed = Comparison(plan, results, carry_out).run()
-    tables = [curve_tables(results.records), summary(results.records)]
+    with runner(make_cli, options.threads, options.jobs, options.anonymous) as carry_out:
+        num_failed = ComparisonRunner(plan, results, carry_out).run()
+    tables = [curve_tables(results.records), summary(results.records), verdict(results.records)]
     if options.tune:
         tables.insert(0, grid_table(results.records))
     print("", *(text for text in tables if text), sep="\n\n")
@@ -350,3 +353,8 @@ def _add_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=PositiveInt, default=1, help="Threads per run.")
     parser.add_argument("--output", type=Path, help="JSON file of results; runs that it contains are not repeated.")
+    parser.add_argument(
+        "--anonymous",
+        action="store_true",
+        help="Write and print numbers instead of the names of clients; reasons of failed runs may still name files.",
+    )

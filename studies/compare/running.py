@@ -27,13 +27,15 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.round_warnings import NothingLearnedError
 from perada.lightning.trainer_attributes import callbacks_of
 from perada.models.backbones import build_backbone
-from perada.results.report import PRIVACY, SCORE_GROUPS, TYPICAL_SHARES
+from perada.results.report import PRIVACY, SCORE_GROUPS, SCORES_OF_BOTH, TYPICAL_SHARES
 from perada.studies.compare.configured import ConfiguredRun, MakeCLI
 from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED
 
 SCORED = (*SCORE_GROUPS, TYPICAL_SHARES, *DIAGNOSED)
 """Beginnings of the names of scores."""
 SILENT = "--trainer.enable_progress_bar=false"
+CLIENT_SCORES = ("personal/local_test", "personal/global_test", *SCORES_OF_BOTH)
+"""Scores that are written for each client."""
 LOCAL_STEPS = "training.local_steps"
 LOCAL_EPOCHS = "training.local_epochs"
 Result = dict[str, Any]
@@ -88,21 +90,21 @@ class Stopwatch(pl.Callback):
     on_validation_end = on_train_start
 
 
-def attempt(make_cli: MakeCLI, args: Sequence[str], scores_start: bool, threads: int) -> Result:
+def attempt(make_cli: MakeCLI, task: Task, threads: int, anonymous: bool = False) -> Result:
     """Make a run, and turn an error into its reason.
 
     Args:
         make_cli: See :data:`~perada.studies.compare.configured.MakeCLI`.
-        args: Options of ``perada fit``.
-        scores_start: Whether to score the initial model too.
+        task: The run.
         threads: Threads of torch, on which the last digits of the results depend.
+        anonymous: Whether to leave out the names of clients.
     """
     threads_before = torch.get_num_threads()
     started_at = time.perf_counter()
     try:
         torch.set_num_threads(threads)
         with info_messages_disabled():
-            result = _run(make_cli, args, scores_start)
+            result = _run(make_cli, task, anonymous)
     except Exception as error:  # whatever it is, the other runs continue
         result = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     finally:
@@ -110,13 +112,13 @@ def attempt(make_cli: MakeCLI, args: Sequence[str], scores_start: bool, threads:
     return result | {"seconds": time.perf_counter() - started_at}
 
 
-def _run(make_cli: MakeCLI, args: Sequence[str], scores_start: bool) -> Result:
-    cli = make_cli(args)
+def _run(make_cli: MakeCLI, task: Task, anonymous: bool) -> Result:
+    cli = make_cli(task.args)
     budget = same_budget(cli)
     if budget:
-        cli = make_cli([*args, *budget])
+        cli = make_cli([*task.args, *budget])
     result: Result = {}
-    if scores_start:
+    if task.scores_start:
         cli.trainer.test(cli.model, cli.datamodule, verbose=False)  # with the shifts
         result["start"] = _json_numbers(cli.model.scores) | _facts_of_scores(cli)
     seconds = _fit(cli)
@@ -124,13 +126,14 @@ def _run(make_cli: MakeCLI, args: Sequence[str], scores_start: bool) -> Result:
     federation = loop.context.federation
     result["run"] = _json_numbers(cli.model.scores) | {
         "diverged": _has_diverged(cli),
-        **_failed_outputs(cli),
+        **_failed_outputs(cli, anonymous),
         "local_steps": loop.history[-1]["step"],
         "num_clients": loop.num_clients,
         "last_rounds": list(federation.last_rounds),
         "stale_clients": len(federation.participation.stale) if federation.keeps_personal_models else 0,
         "test_images": _fewest_and_most(cli.model.results.details.get("test_images", [])),
         **per_client(loop.history, loop.clients_per_round or loop.num_clients),
+        **_clients(cli, anonymous),
         **_facts_of_scores(cli),
         **_full_model_size(cli.model),
         "seconds_per_round": seconds / len(loop.history),
@@ -138,6 +141,22 @@ def _run(make_cli: MakeCLI, args: Sequence[str], scores_start: bool) -> Result:
         **curves(loop.history),
     }
     return result
+
+
+def _clients(cli: ConfiguredRun, anonymous: bool) -> Result:
+    """Return the scores of each client, their numbers of test images, and their names."""
+    results = cli.model.results
+    scores_by_name: dict[str, list[float | None]] = {}
+    for name in CLIENT_SCORES:
+        if name in results.per_client:
+            scores = results.per_client[name].tolist()
+            scores_by_name[name] = [value if math.isfinite(value) else None for value in scores]
+    names = None if anonymous else cli.datamodule.client_names
+    return {
+        "clients": scores_by_name,
+        "client_test_images": results.details.get("test_images", []),
+        "client_names": None if names is None else list(names),
+    }
 
 
 def _facts_of_scores(cli: ConfiguredRun) -> Result:
@@ -160,13 +179,13 @@ def _fit(cli: ConfiguredRun) -> float:
     return seconds
 
 
-def _failed_outputs(cli: ConfiguredRun) -> Result:
+def _failed_outputs(cli: ConfiguredRun, anonymous: bool) -> Result:
     """Return a message about models without scores in ``failed_outputs``; nothing if all have some."""
     failed = cli.model.results.failed_outputs
     if not failed:
         return {}
-    private = cli.loop.context.settings.private
-    return {"failed_outputs": describe_failed(failed, cli.datamodule.client_names, anonymous=private)}
+    without_names = anonymous or cli.loop.context.settings.private
+    return {"failed_outputs": describe_failed(failed, cli.datamodule.client_names, anonymous=without_names)}
 
 
 def _has_diverged(cli: ConfiguredRun) -> bool:
@@ -280,7 +299,7 @@ def _json_numbers(scores: dict[str, float]) -> dict[str, float | None]:
 
 
 @contextmanager
-def runner(make_cli: MakeCLI, threads: int, jobs: int) -> Iterator[CarryOut]:
+def runner(make_cli: MakeCLI, threads: int, jobs: int, anonymous: bool = False) -> Iterator[CarryOut]:
     """Provide the function that runs tasks, in this process or in several others.
 
     The processes end with the ``with`` statement, and are killed if it ends with an error.
@@ -289,16 +308,18 @@ def runner(make_cli: MakeCLI, threads: int, jobs: int) -> Iterator[CarryOut]:
         make_cli: See :data:`~perada.studies.compare.configured.MakeCLI`.
         threads: Threads of each run.
         jobs: Runs at once; several have a process each.
+        anonymous: Whether to leave out the names of clients.
     """
+    attempt_task = partial(attempt, make_cli, threads=threads, anonymous=anonymous)
     if jobs == 1:
-        yield partial(_run_in_process, make_cli, threads)
+        yield partial(_run_in_process, attempt_task)
         return
     environment = dict(os.environ)
     # Inherited by the processes: libraries read the first as they are imported, Python reads the second.
     os.environ.update({"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"})
     pools = [_new_pool() for _ in range(jobs)]
     try:
-        yield partial(_run_in_pools, pools, make_cli, threads)
+        yield partial(_run_in_pools, pools, attempt_task)
     except BaseException:
         for process in active_children():
             process.kill()
@@ -310,10 +331,10 @@ def runner(make_cli: MakeCLI, threads: int, jobs: int) -> Iterator[CarryOut]:
         os.environ.update(environment)
 
 
-def _run_in_process(make_cli: MakeCLI, threads: int, tasks: Sequence[Task]) -> Generator[Event]:
+def _run_in_process(attempt_task: Callable[[Task], Result], tasks: Sequence[Task]) -> Generator[Event]:
     for number, task in enumerate(tasks):
         yield Event(number, None)
-        yield Event(number, attempt(make_cli, task.args, task.scores_start, threads))
+        yield Event(number, attempt_task(task))
 
 
 @dataclass(frozen=True)
@@ -325,7 +346,7 @@ class RunningTask:
 
 
 def _run_in_pools(
-    pools: list[ProcessPoolExecutor], make_cli: MakeCLI, threads: int, tasks: Sequence[Task]
+    pools: list[ProcessPoolExecutor], attempt_task: Callable[[Task], Result], tasks: Sequence[Task]
 ) -> Generator[Event]:
     """Run tasks, started in this order. Each pool has one process, so a process that dies ends only its own run."""
     next_number = 0
@@ -336,7 +357,8 @@ def _run_in_pools(
             task = tasks[next_number]
             yield Event(next_number, None)
             pool = free_pools.pop()
-            future = pools[pool].submit(attempt, make_cli, [*task.args, SILENT], task.scores_start, threads)
+            silent_task = task._replace(args=[*task.args, SILENT])
+            future = pools[pool].submit(attempt_task, silent_task)
             running[future] = RunningTask(next_number, pool)
             next_number += 1
         for future in wait(running, return_when=FIRST_COMPLETED).done:

@@ -31,6 +31,7 @@ from perada.studies.compare.results import (
     Record,
     choose,
     lower_is_better,
+    records_of_rows,
     score_text,
     trials_of,
 )
@@ -87,7 +88,7 @@ def summary(records: Sequence[Record]) -> str:
     requested with different options have these in their names.
     """
     final_records = _with_starts([record for record in records if record["stage"] != "tune"])
-    rows_by_name = _rows_by_name(final_records)
+    rows_by_name = records_of_rows(final_records)
     columns = _summary_columns(final_records)
     table_rows = []
     for name, records_of_row in rows_by_name.items():
@@ -234,29 +235,6 @@ def _composition_note(records: Sequence[Record]) -> str:
     )
 
 
-IGNORED_WORDS = {"tune": ("--tune=", "--tune_seeds=", "--choose_by=", "--trials=", "--sampler=")}
-"""By stage, options that make no new row: a grid may be extended by a later command."""
-
-
-def _rows_by_name(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return records by the name of their row: the label, and the options that other rows of the label do not have."""
-    rows: dict[tuple[str, tuple[str, ...]], list[Record]] = {}
-    for record in records:
-        ignored = IGNORED_WORDS.get(record["stage"], ())
-        variant = tuple(word for word in record["variant"] if not word.startswith(ignored))
-        if record["stage"] == "start":
-            variant = ()  # the initial model is one row, whichever command scored it
-        rows.setdefault((record["label"], variant), []).append(record)
-    common_words: dict[str, set[str]] = {}
-    for label, variant in rows:
-        common_words[label] = common_words.get(label, set(variant)) & set(variant)
-    rows_by_name = {}
-    for (label, variant), records_of_row in rows.items():
-        distinguishing = [word for word in variant if word not in common_words[label]]
-        rows_by_name[" ".join([label, *distinguishing])] = records_of_row
-    return rows_by_name
-
-
 def _with_starts(records: Sequence[Record]) -> list[Record]:
     """Return the records with each initial model once.
 
@@ -288,7 +266,7 @@ def grid_table(records: Sequence[Record]) -> str:
         options.update(dict.fromkeys(record["point"]))
         chosen_by.update(dict.fromkeys(record.get("chosen_by", CHOSEN_BY)))
     rows = []
-    for label, records_of_row in _rows_by_name(trials).items():
+    for label, records_of_row in records_of_rows(trials).items():
         trials_of_row = trials_of(records_of_row)
         best = choose(trials_of_row)
         for trial in trials_of_row:
@@ -338,7 +316,7 @@ def curve_tables(records: Sequence[Record]) -> str:
     tables = []
     for name in (*SCORES, *diagnostics):
         rows = []
-        for label, records_of_row in _rows_by_name(runs).items():
+        for label, records_of_row in records_of_rows(runs).items():
             histories = [_history_by_round(record) for record in records_of_row]
             if not any(name in metrics for history in histories for metrics in history.values()):
                 continue

@@ -443,7 +443,7 @@ def plan_of(monkeypatch, comparison_name):
         plans.append(comparison.plan)
         raise Planned
 
-    monkeypatch.setattr(command.Comparison, "run", stop)
+    monkeypatch.setattr(command.ComparisonRunner, "run", stop)
     with pytest.raises(Planned):
         main(["compare", comparison_name])
     (plan,) = plans

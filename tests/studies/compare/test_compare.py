@@ -28,7 +28,7 @@ from perada.core.rounds import sample_cohort
 from perada.data import Digits
 from perada.federation.metrics import score_names
 from perada.studies.compare import command, file
-from perada.studies.compare.command import Comparison
+from perada.studies.compare.command import ComparisonRunner
 from perada.studies.compare.entries import ENTRIES
 from perada.studies.compare.grid import parse_grid
 from perada.studies.compare.plan import CHOSEN_BY, Plan
@@ -54,7 +54,8 @@ class BlankDigits(Digits):
 
 
 def rows(text):
-    """The rows of the last table by their first cell."""
+    """The rows of the last table before the advice, by their first cell."""
+    text = text.split("\n\nWhich row to take")[0]
     lines = [line for line in text.split("\n\n|")[-1].splitlines() if "|" in line]
     split = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: dict(zip(split[0][1:], row[1:], strict=True)) for row in split[2:]}
@@ -399,7 +400,7 @@ def algorithm(*words):
 def test_each_name_is_one_row_and_all_stands_for_every_one(recipe, monkeypatch, asked, planned):
     rows = []
     monkeypatch.setattr(Plan, "_check_row", lambda plan, row: rows.append(row[1]))  # which parses each
-    monkeypatch.setattr(Comparison, "run", lambda comparison: 0)
+    monkeypatch.setattr(ComparisonRunner, "run", lambda comparison: 0)
     main(["compare", recipe, "--algorithms", *asked])
     assert rows == planned
 
@@ -418,7 +419,7 @@ class Mine(Ditto):
 def test_a_class_of_ones_own_is_a_row_by_its_path(recipe, monkeypatch):
     Path("own_rows.py").write_text(MINE)
     plans = []
-    monkeypatch.setattr(Comparison, "run", lambda comparison: plans.append(comparison.plan) or 0)
+    monkeypatch.setattr(ComparisonRunner, "run", lambda comparison: plans.append(comparison.plan) or 0)
     tune = "--tune=own_rows.Mine:federated.algorithm.strength=0.5,2"
     main(["compare", recipe, "--algorithms", "fedavg", "own_rows.Mine", tune])
     (plan,) = plans
@@ -923,7 +924,7 @@ def test_settings_of_some_algorithms_reach_their_runs_only(recipe, monkeypatch):
         plans.append(comparison.plan)
         raise Planned
 
-    monkeypatch.setattr(Comparison, "run", stop)
+    monkeypatch.setattr(ComparisonRunner, "run", stop)
     words = [
         "--set",
         "fedavg,ditto:training.lr_local+training.lr_personal=0.3",
@@ -954,7 +955,7 @@ def test_variants_are_rows_of_several_changes_each(recipe, tmp_path, monkeypatch
     section = {"recipes": [recipe], "algorithms": ["ditto", "fedavg"], "variants": {"as it is": {}, "both": CHANGED}}
     (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"compare": section, "training": {"lr_local": 0.7}}))
     plans = []
-    monkeypatch.setattr(Comparison, "run", lambda comparison: plans.append(comparison.plan) or 0)
+    monkeypatch.setattr(ComparisonRunner, "run", lambda comparison: plans.append(comparison.plan) or 0)
     main(["compare", "rows.yaml"])
     (plan,) = plans
     jobs = [plan.job(row, 0, "run", {}) for row in plan.rows]

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scores of a comparison by row, seed and client, and the differences between its rows."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from perada.core.checks import check_known
+from perada.results.report import ScoreUnit, unit_of
+from perada.studies.compare.differences import Difference, ScoreMatrix, adjust, difference, seed_variance
+from perada.studies.compare.results import Record, Results, lower_is_better, records_of_rows
+
+OWN = "own"
+EVERYONE = "all"
+MEAN = "mean"
+CRITERIA = {OWN: "own images", EVERYONE: "all clients' images", MEAN: "mean of the two"}
+"""What rows are compared by, with its title: scores on a client's own test images, on those of all clients, and the
+mean of these two scores."""
+MODELS = {"personal": "personal model", "both": "both models"}
+"""What clients predict with, by the beginning of the scores' names."""
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """A row of a comparison, with one way to predict.
+
+    Attributes:
+        name: Its name in the table, followed by what clients predict with if its algorithm leaves a choice.
+        scores: Scores (S, M) of the M clients with each of S seeds, by criterion (:data:`CRITERIA`); NaN for clients
+            without a score.
+        megabytes: Megabytes that a client sends in a round, mean over seeds.
+        trains_alone: Whether its clients send nothing.
+    """
+
+    name: str
+    scores: Mapping[str, ScoreMatrix]
+    megabytes: float
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether its clients send nothing."""
+        return self.megabytes == 0
+
+    def mean(self, criterion: str) -> float:
+        """Return the mean score over clients and seeds, without the clients that lack a score."""
+        scores = self.scores[criterion]
+        return float(scores[:, np.isfinite(scores).all(0)].mean())
+
+
+class NotComparableError(ValueError):
+    """The rows of a comparison have no clients, test images or seeds in common.
+
+    Attributes:
+        is_worth_saying: Whether there were several rows, so that a reader would expect a comparison.
+    """
+
+    def __init__(self, message: str, is_worth_saying: bool = True) -> None:
+        super().__init__(message)
+        self.is_worth_saying = is_worth_saying
+
+
+class Comparison:
+    """A finished comparison, whose rows are compared client by client and seed by seed.
+
+    Args:
+        records: Records of ``perada compare``, such as those of its ``--output``.
+
+    Attributes:
+        rows: The rows with scores of clients. An algorithm with personal models and a global one has a row for each way
+            to predict, if it was scored with ``evaluation.prediction: both``.
+        seeds: The seeds that all rows have.
+        client_names: Names of the clients; their numbers if they have none, or if the names were not to be written.
+        criteria: The keys of :data:`CRITERIA` that all rows have scores for.
+        unit: Unit of the scores.
+        lower_is_better: Whether a lower score is better.
+
+    Raises:
+        NotComparableError: If there are no two rows with scores of the same clients on the same images.
+
+    >>> Comparison.from_file("hospitals.json").differences("own")  # doctest: +SKIP
+    """
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        finished = []
+        for record in records:
+            if record["stage"] == "run" and "failed" not in record and record.get("clients"):
+                finished.append(record)
+        records_by_name = records_of_rows(finished)
+        self.seeds = _common_seeds(records_by_name.values())
+        records_of_row: dict[str, list[Record]] = {}
+        for name, records_with_name in records_by_name.items():
+            by_seed = {record["seed"]: record for record in records_with_name}
+            records_of_row[name] = [by_seed[seed] for seed in self.seeds]
+        _check_same_images(records_of_row)
+
+        first_records = next(iter(records_of_row.values()))
+        self.unit: ScoreUnit = unit_of(first_records[0])
+        self.lower_is_better = lower_is_better(first_records[0])
+        num_clients = len(first_records[0]["client_test_images"])
+        self.client_names: list[str] = first_records[0].get("client_names") or [str(i) for i in range(num_clients)]
+        self.rows: list[ComparedRow] = []
+        for name, records_with_name in records_of_row.items():
+            self.rows += _rows_of(name, records_with_name)
+        if len(self.rows) < 2:
+            raise NotComparableError("there is one row; compare it with another one", is_worth_saying=False)
+        self.criteria = [name for name in CRITERIA if all(name in row.scores for row in self.rows)]
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Comparison":
+        """Read the file of ``perada compare --output``.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If it is not a file of ``perada compare``, or has no rows that can be compared.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{str(path)!r} does not exist; name the file of `perada compare --output`")
+        return cls(Results(path).records)
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return len(self.client_names)
+
+    def best(self, criterion: str) -> ComparedRow:
+        """Return the row with the best mean score, the first of several.
+
+        Args:
+            criterion: A key of :data:`CRITERIA`.
+        """
+        sign = -1 if self.lower_is_better else 1
+        return max(self.rows, key=lambda row: sign * row.mean(criterion))
+
+    def differences(self, criterion: str = OWN, reference: str | None = None) -> list[Difference]:
+        """Compare every other row with one row.
+
+        Args:
+            criterion: ``own``, each client's own test images; ``all``, those of all clients; ``mean``, the mean of both
+                scores.
+            reference: Name of the row that the others are compared with, by default that with the best mean score.
+
+        Returns:
+            A difference for each other row, in the order of the rows: the reference's score minus that of the row,
+            positive if the reference is better. p-values are corrected for the number of rows.
+
+        Raises:
+            ValueError: If there is no such criterion or row.
+        """
+        check_known("criterion", criterion, self.criteria)
+        rows_by_name = {row.name: row for row in self.rows}
+        if reference is None:
+            reference = self.best(criterion).name
+        check_known("reference", reference, rows_by_name)
+        pooled = seed_variance([_without_missing([row.scores[criterion]])[0] for row in self.rows])
+        differences = []
+        for row in self.rows:
+            if row.name == reference:
+                continue
+            of_reference, of_row = _without_missing([rows_by_name[reference].scores[criterion], row.scores[criterion]])
+            entry = difference(
+                reference,
+                row.name,
+                of_reference,
+                of_row,
+                pooled_seed_variance=pooled,
+                num_rows=len(self.rows),
+                lower_is_better=self.lower_is_better,
+            )
+            differences.append(entry)
+        return adjust(differences)
+
+
+def _common_seeds(records_of_all_rows: Iterable[Sequence[Record]]) -> list[int]:
+    """Return the seeds that all rows have, in the order of the first row."""
+    seeds: list[int] | None = None
+    for records in records_of_all_rows:
+        seeds_of_row = [record["seed"] for record in records]
+        seeds = seeds_of_row if seeds is None else [seed for seed in seeds if seed in seeds_of_row]
+    if seeds is None:
+        raise NotComparableError("no run has scores of its clients", is_worth_saying=False)
+    if not seeds:
+        raise NotComparableError("no seed has finished runs of all rows")
+    return list(dict.fromkeys(seeds))
+
+
+def _check_same_images(records_of_row: Mapping[str, Sequence[Record]]) -> None:
+    """Raise a NotComparableError if rows were tested on other clients or images, or by other metrics."""
+    names = iter(records_of_row)
+    first = next(names)
+    for name in names:
+        for record, record_of_first in zip(records_of_row[name], records_of_row[first], strict=True):
+            for key, what in (
+                ("client_test_images", "test images"),
+                ("client_names", "clients"),
+                ("metric", "metrics"),
+            ):
+                if record.get(key) != record_of_first.get(key):
+                    raise NotComparableError(f"{first} and {name} have different {what} with seed {record['seed']}")
+
+
+def _rows_of(name: str, records: Sequence[Record]) -> list[ComparedRow]:
+    """Return the rows of an algorithm, one for each way to predict, from its records with each seed."""
+    megabytes = fmean(record.get("mb_sent", 0.0) for record in records)
+    models = [model for model in MODELS if all(f"{model}/local_test" in record["clients"] for record in records)]
+    rows = []
+    for model in models:
+        own = _matrix(records, f"{model}/local_test")
+        scores = {OWN: own}
+        if all(f"{model}/global_test" in record["clients"] for record in records):
+            everyone = _matrix(records, f"{model}/global_test")
+            scores[EVERYONE] = everyone
+            scores[MEAN] = (own + everyone) / 2
+        row_name = name if len(models) == 1 else f"{name}, {MODELS[model]}"
+        rows.append(ComparedRow(row_name, scores, megabytes))
+    return rows
+
+
+def _matrix(records: Sequence[Record], score: str) -> ScoreMatrix:
+    """Return the clients' scores (S, M) of all seeds, NaN where a client has none."""
+    rows = []
+    for record in records:
+        rows.append([np.nan if value is None else value for value in record["clients"][score]])
+    return np.array(rows, dtype=np.float64)
+
+
+def _without_missing(matrices: Sequence[ScoreMatrix]) -> list[ScoreMatrix]:
+    """Return the columns of the clients that have all scores in all matrices (S, M)."""
+    complete = np.ones(matrices[0].shape[1], dtype=bool)
+    for matrix in matrices:
+        complete &= np.isfinite(matrix).all(0)
+    return [matrix[:, complete] for matrix in matrices]
