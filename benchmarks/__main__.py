@@ -49,6 +49,7 @@ BENCHMARKS = {
     "prediction_weights": "prediction_rules",
     "prediction_rules": "prediction_rules",
     "prediction_cost": "prediction_cost",
+    "defaults": "defaults",
     "advice_aa": "verdicts",
     "advice_known": "verdicts",
     "few_shot": "few_shot",

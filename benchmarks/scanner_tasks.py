@@ -150,41 +150,43 @@ class Experiment:
 
 def rotation_angle(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Give the mean absolute error in degrees of the predicted angle of rotated digits; mean ± std over seeds."""
-    yield from _rows(
-        Experiment(
-            name="rotation_angle",
-            task=AngleRegression("huber", mean=0.0, std=STD_OF_ANGLES),
-            make_images=_rotated_digits,
-            backbone=lambda size: "test_resnet",
-            weights="perada:fashion_test_resnet",
-            adapter_options={},
-            side=ROTATED_SIDE,
-            rates=(0.01, 0.03, 0.1),
-            lower_is_better=True,
-            scale=1,
-        ),
-        device,
-        quick,
+    yield from _rows(rotated_digits(), device, quick)
+
+
+def rotated_digits() -> Experiment:
+    """Return the prediction of the angle of rotated digits."""
+    return Experiment(
+        name="rotation_angle",
+        task=AngleRegression("huber", mean=0.0, std=STD_OF_ANGLES),
+        make_images=_rotated_digits,
+        backbone=lambda size: "test_resnet",
+        weights="perada:fashion_test_resnet",
+        adapter_options={},
+        side=ROTATED_SIDE,
+        rates=(0.01, 0.03, 0.1),
+        lower_is_better=True,
+        scale=1,
     )
 
 
 def segmentation(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Give the Dice coefficient in % of the masks of digits pasted into pictures; mean ± std over seeds."""
-    yield from _rows(
-        Experiment(
-            name="segmentation",
-            task=Segmentation("both", include_background=False),
-            make_images=_pasted_digits,
-            backbone=_pretrained_unet,
-            weights=False,
-            adapter_options={"target_modules": ADAPTED_LAYERS},
-            side=PICTURE_SIDE,
-            rates=(0.03, 0.1, 0.3),
-            lower_is_better=False,
-            scale=100,
-        ),
-        device,
-        quick,
+    yield from _rows(segmented_digits(), device, quick)
+
+
+def segmented_digits() -> Experiment:
+    """Return the segmentation of digits that are pasted into pictures."""
+    return Experiment(
+        name="segmentation",
+        task=Segmentation("both", include_background=False),
+        make_images=_pasted_digits,
+        backbone=_pretrained_unet,
+        weights=False,
+        adapter_options={"target_modules": ADAPTED_LAYERS},
+        side=PICTURE_SIDE,
+        rates=(0.03, 0.1, 0.3),
+        lower_is_better=False,
+        scale=100,
     )
 
 
@@ -252,7 +254,7 @@ class _Comparison:
             options["distillation"] = {"steps": size.distillation_steps, "batch_size": 64}
         run = perada.finetune(
             copy.deepcopy(experiment.backbone(size)),
-            _hospitals(experiment, size, on_test_images=seed != CHOICE_SEED),
+            hospitals(experiment, size, on_test_images=seed != CHOICE_SEED),
             task=experiment.task,
             algorithm=method.algorithm,
             adapter=method.adapter,
@@ -310,7 +312,7 @@ class RunLog:
         return scores
 
 
-def _hospitals(experiment: Experiment, size: Size, on_test_images: bool) -> FederatedData:
+def hospitals(experiment: Experiment, size: Size, on_test_images: bool) -> FederatedData:
     """Return the images of all hospitals, each of its own scanner, and public images of all scanners.
 
     A hospital is scored on its test images, or on a fifth of its training images, which are then not trained on.

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
+from perada import Training
 from perada.api import argument_texts, to_yaml_value
 from perada.cli import main
 from perada.cli.runs import PeradaCLI
@@ -88,6 +89,25 @@ def test_rates_fall_as_python_says(call, tiny):
     initial = call(rounds=0, **options).state("global")
     for key, value in one.state("global").items():
         assert torch.equal(value, more.state("global")[key]) and not torch.equal(value, initial[key])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (0.03, 0.1, 0.9)),
+        ({"training": {"local_steps": 1}}, (0.03, 0.1, 0.9)),
+        ({"lr_local": 0.2}, (0.01, 0.2, 0.0)),
+        ({"training": {"momentum": 0.5}}, (0.01, 0.01, 0.5)),
+        ({"training": {"optimizer": "adamw"}}, (0.01, 0.01, 0.0)),
+        ({"training": Training()}, (0.01, 0.01, 0.0)),
+        ({"privacy": {"noise_multiplier": 1.0, "secure_rng": False}}, (0.01, 0.01, 0.0)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:secure_rng=False:UserWarning")
+def test_rates_that_nobody_sets_are_those_of_init_without_privacy(tiny, options, expected):
+    run = perada.finetune(tiny.net(), tiny.data(public=False), rounds=0, adapter="head", logger=False, **options)
+    training = run.info["training"]
+    assert (training["lr_personal"], training["lr_local"], training["momentum"]) == expected
 
 
 def test_distillation_defaults_to_whether_there_is_a_public_set(call, tiny):

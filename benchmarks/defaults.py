@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rates that ``perada init`` writes, and those that it wrote before, on five kinds of clients.
+
+All methods have the same rates, rounds and epochs. Scores are those of held-out training images, on which the rates
+were chosen.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import perada
+from benchmarks.experiments import CHOICE_SEED
+from benchmarks.scanner_tasks import FULL as FULL_TASKS
+from benchmarks.scanner_tasks import QUICK as QUICK_TASKS
+from benchmarks.scanner_tasks import Experiment, hospitals, rotated_digits, segmented_digits
+from perada.data import ByDomain, Digits, Dirichlet, FederatedData, FederatedDataModule, Photographs
+from perada.data.sets.scanners import Scanners
+
+METHODS = ("standalone", "fedavg", "fedbn", "ditto", "perada")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates and momentum of SGD.
+
+    Attributes:
+        personal: Rate of the personal adapters.
+        local: Rate of the local ones.
+        momentum: Momentum of both.
+    """
+
+    personal: float
+    local: float
+    momentum: float
+
+
+RATES = {"before": Rates(0.01, 0.01, 0.0), "now": Rates(0.03, 0.1, 0.9)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Clients, and what they train.
+
+    Attributes:
+        data: Makes the data of a run; its argument is whether the server needs public images.
+        backbone: Makes the network, or returns its name.
+        pretrained: Weights of a network that is given by name.
+        adapter: What is trained.
+        options: Further options of :func:`perada.finetune`.
+        factor: Factor of scores in the table.
+    """
+
+    data: Callable[[bool], FederatedDataModule | FederatedData]
+    backbone: Callable[[], str | nn.Module]
+    pretrained: str | bool
+    adapter: str
+    options: dict[str, Any] = field(default_factory=dict)
+    factor: float = 100
+
+
+def defaults(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """Give scores on own and on all images of each method, with the former rates and with those of now."""
+    warnings.simplefilter("ignore")
+    for name, setting in _settings(quick).items():
+        for method in METHODS:
+            row: dict[str, Any] = {"setting": name, "method": method}
+            for label, rates in RATES.items():
+                row |= _scores(setting, method, rates, label, device, rounds=1 if quick else 10)
+            yield row
+
+
+def _settings(quick: bool) -> dict[str, Setting]:
+    """Return the settings by name."""
+    fashion_weights = "perada:fashion_test_resnet"
+    return {
+        "five devices": Setting(partial(_devices, quick), lambda: "test_resnet", fashion_weights, "residual"),
+        "labels differ": Setting(partial(_labels, quick), lambda: "test_resnet", fashion_weights, "residual"),
+        "labels differ, ViT": Setting(partial(_labels, quick), lambda: "test_vit", "perada:shapes_test_vit", "lora"),
+        "regression": _setting_of_task(rotated_digits(), quick, factor=1),
+        "segmentation": _setting_of_task(segmented_digits(), quick, factor=100),
+    }
+
+
+def _devices(quick: bool, public: bool) -> FederatedDataModule:
+    """Return digits seen through five scanners, one a client; the server has parts of two photographs."""
+    return FederatedDataModule(
+        dataset=Scanners(Digits(), kinds=5, alpha=0.5),
+        partition=ByDomain("scanner"),
+        public=Photographs(count=500, size=32, gray=True) if public else None,
+        batch_size=32,
+        image_size=32,
+        client_validation=0.2,
+        evaluate_on="validation",
+        train_limit=100 if quick else None,
+    )
+
+
+def _labels(quick: bool, public: bool) -> FederatedDataModule:
+    """Return digits of twenty clients whose classes differ; the server has a tenth of the images, without labels."""
+    return FederatedDataModule(
+        dataset=Digits(),
+        partition=Dirichlet(num_clients=20, alpha=0.3),
+        public_fraction=0.1,
+        batch_size=16,
+        image_size=32,
+        client_validation=0.2,
+        evaluate_on="validation",
+        train_limit=200 if quick else None,
+    )
+
+
+def _setting_of_task(experiment: Experiment, quick: bool, factor: float) -> Setting:
+    """Return a setting of the benchmarks of tasks."""
+    size = QUICK_TASKS if quick else FULL_TASKS
+
+    def data(public: bool) -> FederatedData:
+        return hospitals(experiment, size, on_test_images=False)
+
+    return Setting(
+        data=data,
+        backbone=lambda: copy.deepcopy(experiment.backbone(size)),
+        pretrained=experiment.weights,
+        adapter="residual",
+        options={
+            "task": experiment.task,
+            "batch_size": 16,
+            "image_size": experiment.side,
+            "adapter_options": experiment.adapter_options,
+        },
+        factor=factor,
+    )
+
+
+def _scores(
+    setting: Setting, method: str, rates: Rates, label: str, device: torch.device, rounds: int
+) -> dict[str, str]:
+    """Train a method, and return its scores as the table shows them."""
+    options = dict(setting.options)
+    if method == "perada":
+        options["distillation"] = {"steps": 20, "batch_size": 64, "lr": 1e-4}
+    run = perada.finetune(
+        setting.backbone(),
+        setting.data(method == "perada"),
+        algorithm=method,
+        adapter=setting.adapter,
+        pretrained=setting.pretrained,
+        rounds=rounds,
+        lr_personal=rates.personal,
+        lr_local=rates.local,
+        training={"momentum": rates.momentum},
+        evaluation={"prediction": "both"},
+        seed=CHOICE_SEED,
+        accelerator=device.type,
+        check_val_every_n_epoch=rounds,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    last = run.metrics["rounds"][-1]
+    scores = {}
+    for model in ("personal", "both"):
+        if f"{model}/local_test" in last:
+            own = setting.factor * last[f"{model}/local_test"]
+            everyone = setting.factor * last[f"{model}/global_test"]
+            scores[f"{label}, {model}"] = f"{own:.1f} / {everyone:.1f}"
+        else:
+            scores[f"{label}, {model}"] = "–"
+    return scores
