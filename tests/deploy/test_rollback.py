@@ -146,6 +146,31 @@ def test_any_files_that_are_put_back_are_noticed_but_all_together(case, tiny, tm
     assert tried > 100
 
 
+def test_files_of_a_copy_that_went_on_by_itself_are_noticed(tiny, tmp_path):
+    """Both have written as many lines and states since, so that only the lines themselves differ."""
+
+    def after(folder, earlier, run, round):
+        """The files of a site, which begins with those of an earlier one, after another message."""
+        site = Parties(tiny, folder, "ditto", rounds=3).worker(0)
+        store = site.store.folder
+        site.store.close()
+        put_back(store, earlier, {}, ())
+        site = Parties(tiny, folder, "ditto", rounds=3).worker(0)
+        client = only_client(site)
+        message = pack(Request("train", run, client.recipe.digest, round, clients=3), sending(client))
+        assert code(site.answer(message, ""), message) == "ok"
+        site.store.close()
+        return files_of(store)
+
+    common = after(tmp_path / "first", {}, RUN, 0)
+    now = after(tmp_path / "first", common, RUN, 1)
+    other = after(tmp_path / "second", common, OTHER_RUN, 0)
+    assert lines(now) == lines(other)
+    others = [name for name in {**now, **other} if name != LOCK]
+    put_back(tmp_path / "put-back", {**other, **now}, other, others)
+    assert "restore " in rejection(tmp_path / "put-back")
+
+
 def rejection_of(tmp_path, now, before, names):
     put_back(tmp_path / "put-back", now, before, names)
     return rejection(tmp_path / "put-back")

@@ -13,8 +13,10 @@ from sklearn.neighbors import NearestNeighbors
 
 import perada
 from perada.core.checks import OptionError
+from perada.federation.both_models import Weights, logits_of_both
 from perada.federation.typical_images import LEAST_DEVIATION
 from perada.lightning import typical_images
+from perada.tasks import Classification
 from tests.options import sections
 
 OPTIONS = {"evaluation": {"prediction": "both"}, "logger": False, "rounds": 2}
@@ -133,6 +135,22 @@ def test_scores_are_those_of_a_plain_loop(tiny, algorithm, fixed_share):
     for name in ("both/local_test", "both/global_test", "typical/local_test"):
         assert last[name] == pytest.approx(np.mean(clients[name]))
     assert last["both/local_test_std"] == pytest.approx(np.std(clients["both/local_test"]))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.8, 1.0])
+def test_probabilities_are_those_of_the_rule(share):
+    """Of typical images, by hand; those of other images are the global model's."""
+    generator = torch.Generator().manual_seed(0)
+    personal = torch.randn(6, 5, generator=generator)
+    shared = torch.randn(6, 5, generator=generator)
+    training_labels = torch.tensor([0] * 7 + [1] * 3 + [2] * 2 + [4])  # classes 2, 3 and 4 have fewer than 3 images
+    known_classes = torch.tensor([[True, True, False, False, False]])
+    is_typical = torch.tensor([True, True, True, True, False, False])
+    weights = Weights(torch.tensor([share], dtype=torch.double), known_classes)
+    logits = logits_of_both(Classification(), personal, shared, is_typical, weights)
+    expected = mixed_by_hand(personal.softmax(-1), shared.softmax(-1), share, training_labels)
+    torch.testing.assert_close(logits.softmax(-1)[:4], expected[:4], check_dtype=False)
+    torch.testing.assert_close(logits[4:], shared[4:])
 
 
 def test_other_scores_are_the_same_without(tiny):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients keep, wherever it is held."""
 
+import hashlib
 import os
 from functools import partial
 
@@ -289,6 +290,20 @@ def test_a_changed_bit_and_another_clients_file_are_found_when_a_run_is_resumed(
     saved["files"] = saved["files"] | {3: former.name}
     with pytest.raises(ValueError, match="is damaged or a different file"):
         resumed()
+
+
+def test_a_file_of_something_else_is_rejected_though_its_name_has_its_digest(tmp_path):
+    """A checkpoint of a stranger may name any file: what is not a client's states is not even adopted."""
+    store = DiskStore(initial(), tmp_path)
+    store.scatter([3], kept(1))
+    saved = store.state_dict()
+    path = tmp_path / saved["files"][3]
+    content = b"x" * path.stat().st_size
+    forged = path.with_name(f"client_3-0123abcd-1-{hashlib.sha256(content).hexdigest()[:32]}.safetensors")
+    forged.write_bytes(content)
+    saved["files"] = {3: forged.name}
+    with pytest.raises(ValueError, match=r"client_3-.*is damaged or a different file"):
+        store.files_of(saved)
 
 
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):

@@ -9,8 +9,6 @@ from perada.deploy.site.file import Limits
 from perada.deploy.state import SITE_LEDGER, RunState
 from perada.privacy.accounting import Ledger
 from perada.privacy.clipping import check_bound
-from perada.privacy.dry_run_checks import check_client_level
-from perada.server import Mean
 
 
 class SitePrivacy:
@@ -33,7 +31,6 @@ class SitePrivacy:
 
     def __init__(self, recipe: Recipe, limits: Limits) -> None:
         loop = recipe.loop
-        check_client_level(loop.algorithm, Mean(), loop.weighting, bool(loop.distillation.steps))
         assert loop.secure_sums is not None
         self._min_sites = loop.secure_sums.min_sites
         client_level = recipe.level(self._min_sites)
