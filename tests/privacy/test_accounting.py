@@ -5,8 +5,10 @@ import io
 import json
 import logging
 import math
+import re
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -276,3 +278,22 @@ def test_the_import_of_opacus_leaves_the_root_logger_as_it_was(tmp_path, monkeyp
     finally:
         logging.root.handlers[:] = before
         logging.root.setLevel(level)
+
+
+@pytest.mark.filterwarnings("ignore:Optimal order is the:UserWarning")
+def test_the_page_says_what_a_person_with_several_images_has():
+    """Gradients of k images, all in each step, move the sum k times as far: the noise is a k-th as large beside it."""
+
+    def epsilon(noise_multiplier):
+        accountant = RDPAccountant()
+        accountant.history = [(noise_multiplier, 1.0, 40)]
+        return accountant.get_epsilon(1e-5)
+
+    page = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text()
+    rows = re.findall(r"^\| ε of (?:one image|a person with (\d) images) \|(.*)\|$", page, re.MULTILINE)
+    assert [count for count, _ in rows] == ["", "2", "5"]
+    (_, of_one_image), *of_persons = [(count, [float(cell) for cell in cells.split("|")]) for count, cells in rows]
+    for count, values in of_persons:
+        for target, value in zip(of_one_image, values, strict=True):
+            noise_multiplier = brentq(lambda noise, target=target: epsilon(noise) - target, 0.5, 200)
+            assert value == pytest.approx(epsilon(noise_multiplier / int(count)), abs=0.051)
