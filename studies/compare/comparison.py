@@ -145,25 +145,34 @@ class Comparison:
 
         Returns:
             A difference for each other row, in the order of the rows: the reference's score minus that of the row,
-            positive if the reference is better. p-values are corrected for the number of rows.
+            positive if the reference is better. p-values are corrected for the number of rows and of criteria.
 
         Raises:
             ValueError: If there is no such criterion or row.
         """
         check_known("criterion", criterion, self.criteria)
-        rows_by_name = {row.name: row for row in self.rows}
-        if reference is None:
-            reference = self.best(criterion).name
-        check_known("reference", reference, rows_by_name)
-        pooled = seed_variance([_without_missing([row.scores[criterion]])[0] for row in self.rows])
+        if reference is not None:
+            check_known("reference", reference, [row.name for row in self.rows])
+        # Advice on several criteria has that many more chances to be wrong, so all are corrected together.
+        of_criteria: list[Difference] = []
+        for name in self.criteria:
+            of_criteria += self._uncorrected_differences(name, self.best(name).name if reference is None else reference)
+        num_differences = len(self.rows) - 1
+        start = self.criteria.index(criterion) * num_differences
+        return adjust(of_criteria)[start : start + num_differences]
+
+    def _uncorrected_differences(self, criterion: str, reference: str) -> list[Difference]:
+        """Compare every other row with one row, without correcting the p-values for their number."""
+        scores_by_name = {row.name: row.scores[criterion] for row in self.rows}
+        pooled = seed_variance([_without_missing([scores])[0] for scores in scores_by_name.values()])
         differences = []
-        for row in self.rows:
-            if row.name == reference:
+        for name, scores in scores_by_name.items():
+            if name == reference:
                 continue
-            of_reference, of_row = _without_missing([rows_by_name[reference].scores[criterion], row.scores[criterion]])
+            of_reference, of_row = _without_missing([scores_by_name[reference], scores])
             entry = difference(
                 reference,
-                row.name,
+                name,
                 of_reference,
                 of_row,
                 pooled_seed_variance=pooled,
@@ -171,7 +180,7 @@ class Comparison:
                 lower_is_better=self.lower_is_better,
             )
             differences.append(entry)
-        return adjust(differences)
+        return differences
 
 
 def _common_seeds(records_of_all_rows: Iterable[Sequence[Record]]) -> list[int]:

@@ -129,7 +129,7 @@ def _note(comparison: Comparison) -> str:
     unit = "percentage points" if comparison.unit is SHARES else "the unit of the scores"
     note = (
         f"Differences from the best row of each column in {unit}, with 95 % confidence intervals. {MAYBE_CHANCE}: "
-        "chance may explain the difference (p ≥ 0.05 after Holm's correction for the number of rows)."
+        "chance may explain the difference (p ≥ 0.05 after Holm's correction for all differences of the table)."
     )
     if comparison.lower_is_better:
         note += " Lower scores are better; a negative difference is a worse score."

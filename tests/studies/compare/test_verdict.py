@@ -124,6 +124,19 @@ def test_differences_are_paired_and_have_the_sign_of_the_reference():
         comparison.differences("global")
 
 
+def test_p_values_are_corrected_for_all_columns():
+    first = scores(0.52, noise=0.05)
+    second = scores(0.5, noise=0.05)
+    (alone,) = Comparison([*records_of("a", first), *records_of("b", second)]).differences("own")
+    assert alone.adjusted_p_value == alone.p_value
+    # The same scores in three columns: three equal p-values, each times three.
+    three = Comparison([*records_of("a", first, first), *records_of("b", second, second)])
+    for criterion in ("own", "all", "mean"):
+        (entry,) = three.differences(criterion)
+        assert entry.p_value == pytest.approx(alone.p_value)
+        assert entry.adjusted_p_value == pytest.approx(min(1, 3 * alone.p_value))
+
+
 def test_clients_without_a_score_are_left_out_of_all_rows():
     first = scores(0.9)
     second = scores(0.5)
