@@ -153,7 +153,7 @@ class Reader:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         assert given[0] == "install"
         name, _, extras = given[1].removesuffix("]").partition("[")
-        assert name == project["name"]
+        assert name in (project["name"], ".")  # a dot in a clone
         assert set(filter(None, extras.split(","))) <= set(project["optional-dependencies"])
 
     def torchrun(self, given, parse_only):

@@ -163,6 +163,10 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
     with writing(output):
         output.write_text(text, encoding="utf-8")
     print(f"Wrote {output}; run it with: perada fit --config {output}")
+    if not answers["epsilon"]:
+        # Runs with privacy would spend it once more for each method.
+        methods = " ".join(dict.fromkeys(["standalone", "fedavg", "ditto", answers["algorithm"]]))
+        print(f"See which method suits your images with: perada compare {output} --algorithms {methods} --seeds 0 1 2")
 
 
 def _declared_options(options: Namespace) -> dict[str, list[Any]]:

@@ -72,7 +72,7 @@ class Comparison:
         rows: The rows with scores of clients. An algorithm with personal models and a global one has a row for each way
             to predict, if it was scored with ``evaluation.prediction: both``.
         seeds: The seeds that all rows have.
-        client_names: Names of the clients; their numbers if they have none, or if the names were not to be written.
+        client_names: Names of the clients; ``client 0`` and so on if they have none, or if names were not written.
         criteria: The keys of :data:`CRITERIA` that all rows have scores for.
         unit: Unit of the scores.
         lower_is_better: Whether a lower score is better.
@@ -100,7 +100,8 @@ class Comparison:
         self.unit: ScoreUnit = unit_of(first_records[0])
         self.lower_is_better = lower_is_better(first_records[0])
         num_clients = len(first_records[0]["client_test_images"])
-        self.client_names: list[str] = first_records[0].get("client_names") or [str(i) for i in range(num_clients)]
+        names = first_records[0].get("client_names")
+        self.client_names: list[str] = names or [f"client {number}" for number in range(num_clients)]
         self.rows: list[ComparedRow] = []
         for name, records_with_name in records_of_row.items():
             self.rows += _rows_of(name, records_with_name)

@@ -3,6 +3,7 @@
 
 import copy
 import json
+import shlex
 import warnings
 from inspect import signature
 from pathlib import Path
@@ -21,6 +22,7 @@ from perada.cli.recipes import RECIPES
 from perada.cli.runs import PeradaCLI
 from perada.data import ImageMasks, Images
 from perada.server import ServerRule
+from perada.studies.compare.command import ComparisonRunner
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +70,19 @@ def test_what_init_writes_runs(words, capsys, validator):
     few = ["--data.partition.num_clients=4", *([] if words else ["--distillation.steps=1"])]
     main(["fit", "--config", "new/my.yaml", *SMALL, *few])
     assert "mean ± std" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("algorithm", ["perada", "fedavg"])
+def test_the_comparison_that_is_proposed_can_be_run(algorithm, capsys, monkeypatch):
+    plans = []
+    monkeypatch.setattr(ComparisonRunner, "run", lambda runner: plans.append(runner.plan) or 0)
+    main(["init", "--yes", "--algorithm", algorithm, "--output", "my.yaml"])
+    proposal = capsys.readouterr().out.splitlines()[-1].partition("with: perada ")[2]
+    main(shlex.split(proposal))
+    assert [row.algorithm for row in plans[0].rows][:3] == ["standalone", "fedavg", "ditto"]
+    assert plans[0].seeds == [0, 1, 2]
+    main(["init", "--yes", "--epsilon", "8", "--output", "private.yaml"])
+    assert "perada compare" not in capsys.readouterr().out
 
 
 def test_answers_are_asked_for(monkeypatch):

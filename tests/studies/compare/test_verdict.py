@@ -221,4 +221,4 @@ def test_a_comparison_ends_with_advice_and_its_file_has_the_clients(tmp_path, mo
     assert "negative" not in [
         name for record in Results(tmp_path / "r.json").records for name in record.get("client_names") or []
     ]
-    assert Comparison.from_file(tmp_path / "r.json").client_names == ["0", "1"]
+    assert Comparison.from_file(tmp_path / "r.json").client_names == ["client 0", "client 1"]
