@@ -231,6 +231,8 @@ LONG = (
 )
 
 
+# Runs are shortened to a step, after which a client that joins may well have a worse model.
+@pytest.mark.filterwarnings("ignore:client 'newcomer'. its personal model is worse:UserWarning")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=[pytest.mark.slow] * page.removeprefix("docs/").startswith(LONG)) for page in FOLLOWED],

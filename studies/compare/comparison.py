@@ -2,7 +2,7 @@
 """The scores of a comparison by row, seed and client, and the differences between its rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -46,8 +46,7 @@ class ComparedRow:
 
     def mean(self, criterion: str) -> float:
         """Return the mean score over clients and seeds, without the clients that lack a score."""
-        scores = self.scores[criterion]
-        return float(scores[:, np.isfinite(scores).all(0)].mean())
+        return float(np.nanmean(self.scores[criterion]))
 
 
 class NotComparableError(ValueError):
@@ -107,7 +106,14 @@ class Comparison:
             self.rows += _rows_of(name, records_with_name)
         if len(self.rows) < 2:
             raise NotComparableError("there is one row; compare it with another one", is_worth_saying=False)
-        self.criteria = [name for name in CRITERIA if all(name in row.scores for row in self.rows)]
+        self.criteria: list[str] = []
+        for criterion in CRITERIA:
+            if all(criterion in row.scores for row in self.rows):
+                has_scores = _leave_out_incomplete([row.scores[criterion] for row in self.rows])
+                if has_scores:
+                    self.criteria.append(criterion)
+        if not self.criteria:
+            raise NotComparableError("no client has a score in all rows")
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Comparison":
@@ -165,22 +171,25 @@ class Comparison:
     def _uncorrected_differences(self, criterion: str, reference: str) -> list[Difference]:
         """Compare every other row with one row, without correcting the p-values for their number."""
         scores_by_name = {row.name: row.scores[criterion] for row in self.rows}
-        pooled = seed_variance([_without_missing([scores])[0] for scores in scores_by_name.values()])
+        has_score = np.isfinite(scores_by_name[reference]).all(0)  # (M,), the same clients in all rows
+        pooled = seed_variance([scores[:, has_score] for scores in scores_by_name.values()])
         differences = []
         for name, scores in scores_by_name.items():
             if name == reference:
                 continue
-            of_reference, of_row = _without_missing([scores_by_name[reference], scores])
             entry = difference(
                 reference,
                 name,
-                of_reference,
-                of_row,
+                scores_by_name[reference][:, has_score],
+                scores[:, has_score],
                 pooled_seed_variance=pooled,
                 num_rows=len(self.rows),
                 lower_is_better=self.lower_is_better,
             )
-            differences.append(entry)
+            # One value for each client, in their order.
+            of_clients = np.full(self.num_clients, np.nan)
+            of_clients[has_score] = entry.of_clients
+            differences.append(replace(entry, of_clients=tuple(of_clients.tolist())))
         return differences
 
 
@@ -237,9 +246,13 @@ def _matrix(records: Sequence[Record], score: str) -> ScoreMatrix:
     return np.array(rows, dtype=np.float64)
 
 
-def _without_missing(matrices: Sequence[ScoreMatrix]) -> list[ScoreMatrix]:
-    """Return the columns of the clients that have all scores in all matrices (S, M)."""
-    complete = np.ones(matrices[0].shape[1], dtype=bool)
+def _leave_out_incomplete(matrices: Sequence[ScoreMatrix]) -> bool:
+    """Set the scores (S, M) of clients that lack one in any matrix to NaN in all, so that rows have the same clients.
+
+    Returns:
+        Whether a client is left.
+    """
+    complete = np.isfinite(np.stack(matrices)).all((0, 1))  # (M,)
     for matrix in matrices:
-        complete &= np.isfinite(matrix).all(0)
-    return [matrix[:, complete] for matrix in matrices]
+        matrix[:, ~complete] = np.nan
+    return bool(complete.any())

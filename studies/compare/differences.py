@@ -33,7 +33,7 @@ class Difference:
         num_worse: Number of clients for which it is worse.
         sign_p_value: p-value of the exact sign test over the clients. It takes them to be independent, which clients
             that share one global model are not.
-        of_clients: Mean difference (M,) of each client over the seeds.
+        of_clients: Mean difference (M,) of each client over the seeds; NaN for a client without a score.
     """
 
     first: str

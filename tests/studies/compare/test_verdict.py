@@ -145,6 +145,19 @@ def test_clients_without_a_score_are_left_out_of_all_rows():
     (entry,) = Comparison(records).differences("own")
     complete = [0, 1, 3, 4, 5]
     assert entry.mean == pytest.approx((first[:, complete] - second[:, complete]).mean())
+    assert entry.of_clients == pytest.approx(
+        [*(first - second).mean(0)[:2], np.nan, *(first - second).mean(0)[3:]], nan_ok=True
+    )
+    for record in records:
+        record["mb_sent"] = 0.0 if record["label"] == "b" else 0.1
+    assert "of 6 clients" in verdict(records)
+
+
+def test_no_client_with_a_score_is_no_comparison():
+    records = [*records_of("a", scores(0.9)), *records_of("b", scores(0.5))]
+    for record in records:
+        record["clients"]["personal/local_test"] = [None] * 6
+    assert "No advice" in verdict(records)
 
 
 def test_errors_are_better_if_they_are_lower():
