@@ -314,6 +314,8 @@ def runner(make_cli: MakeCLI, threads: int, jobs: int, anonymous: bool = False) 
     if jobs == 1:
         yield partial(_run_in_process, attempt_task)
         return
+    # Processes of others, such as those that read images for a run of the caller, are left alone.
+    other_children = active_children()
     environment = dict(os.environ)
     # Inherited by the processes: libraries read the first as they are imported, Python reads the second.
     os.environ.update({"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"})
@@ -322,7 +324,8 @@ def runner(make_cli: MakeCLI, threads: int, jobs: int, anonymous: bool = False) 
         yield partial(_run_in_pools, pools, attempt_task)
     except BaseException:
         for process in active_children():
-            process.kill()
+            if process not in other_children:
+                process.kill()
         raise
     finally:
         for pool in pools:
