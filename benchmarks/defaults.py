@@ -68,29 +68,31 @@ class Setting:
 def defaults(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Give scores on own and on all images of each method, with the former rates and with those of now."""
     warnings.simplefilter("ignore")
-    for name, setting in _settings(quick).items():
+    for name, setting in _make_settings(quick).items():
         for method in METHODS:
             if method == "fedbn" and setting.adapter == "lora":
                 continue  # adapters of a ViT have no normalisation layers to keep
             row: dict[str, Any] = {"setting": name, "method": method}
             for label, rates in RATES.items():
-                row |= _scores(setting, method, rates, label, device, rounds=1 if quick else 10)
+                row |= _train_and_score(setting, method, rates, label, device, rounds=1 if quick else 10)
             yield row
 
 
-def _settings(quick: bool) -> dict[str, Setting]:
+def _make_settings(quick: bool) -> dict[str, Setting]:
     """Return the settings by name."""
     fashion_weights = "perada:fashion_test_resnet"
     return {
-        "five devices": Setting(partial(_devices, quick), lambda: "test_resnet", fashion_weights, "residual"),
-        "labels differ": Setting(partial(_labels, quick), lambda: "test_resnet", fashion_weights, "residual"),
-        "labels differ, ViT": Setting(partial(_labels, quick), lambda: "test_vit", "perada:shapes_test_vit", "lora"),
+        "five devices": Setting(partial(_make_devices, quick), lambda: "test_resnet", fashion_weights, "residual"),
+        "labels differ": Setting(partial(_make_labels, quick), lambda: "test_resnet", fashion_weights, "residual"),
+        "labels differ, ViT": Setting(
+            partial(_make_labels, quick), lambda: "test_vit", "perada:shapes_test_vit", "lora"
+        ),
         "regression": _setting_of_task(rotated_digits(), quick, factor=1),
         "segmentation": _setting_of_task(segmented_digits(), quick, factor=100),
     }
 
 
-def _devices(quick: bool, public: bool) -> FederatedDataModule:
+def _make_devices(quick: bool, public: bool) -> FederatedDataModule:
     """Return digits seen through five scanners, one a client; the server has parts of two photographs."""
     return FederatedDataModule(
         dataset=Scanners(Digits(), kinds=5, alpha=0.5),
@@ -104,7 +106,7 @@ def _devices(quick: bool, public: bool) -> FederatedDataModule:
     )
 
 
-def _labels(quick: bool, public: bool) -> FederatedDataModule:
+def _make_labels(quick: bool, public: bool) -> FederatedDataModule:
     """Return digits of twenty clients whose classes differ; the server has a tenth of the images, without labels."""
     return FederatedDataModule(
         dataset=Digits(),
@@ -140,7 +142,7 @@ def _setting_of_task(experiment: Experiment, quick: bool, factor: float) -> Sett
     )
 
 
-def _scores(
+def _train_and_score(
     setting: Setting, method: str, rates: Rates, label: str, device: torch.device, rounds: int
 ) -> dict[str, str]:
     """Train a method, and return its scores as the table shows them."""

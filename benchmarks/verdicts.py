@@ -76,7 +76,7 @@ class Setting:
     worse: frozenset[str]
 
 
-def _digits() -> tuple[Tensor, Tensor]:
+def _read_digits() -> tuple[Tensor, Tensor]:
     """Return all digits, (N, 1, S, S) as uint8, and their classes (N,)."""
     images = []
     labels = []
@@ -88,7 +88,7 @@ def _digits() -> tuple[Tensor, Tensor]:
     return torch.stack(images), torch.tensor(labels)
 
 
-def _client(images: Tensor, labels: Tensor, num_train: int, num_test: int) -> Client:
+def _make_client(images: Tensor, labels: Tensor, num_train: int, num_test: int) -> Client:
     """Divide the images of a client, in their order."""
     end = num_train + num_test
     return Client(
@@ -99,17 +99,17 @@ def _client(images: Tensor, labels: Tensor, num_train: int, num_test: int) -> Cl
 
 def alike(generator: torch.Generator) -> list[Client]:
     """Few images of one distribution at each client: the more are trained on together, the better."""
-    images, labels = _digits()
+    images, labels = _read_digits()
     order = torch.randperm(len(labels), generator=generator)
     clients = []
     for rows in order[: CLIENTS * 140].split(140):
-        clients.append(_client(images[rows], labels[rows], num_train=20, num_test=120))
+        clients.append(_make_client(images[rows], labels[rows], num_train=20, num_test=120))
     return clients
 
 
 def devices(generator: torch.Generator) -> list[Client]:
     """Each client sees the digits in another way, with few images."""
-    images, labels = _digits()
+    images, labels = _read_digits()
     order = torch.randperm(len(labels), generator=generator)
     changes: list[Callable[[Tensor], Tensor]] = [
         lambda pixels: pixels,
@@ -121,37 +121,37 @@ def devices(generator: torch.Generator) -> list[Client]:
     ]
     clients = []
     for rows, change in zip(order[: CLIENTS * 240].split(240), changes, strict=True):
-        clients.append(_client(change(images[rows]), labels[rows], num_train=120, num_test=120))
+        clients.append(_make_client(change(images[rows]), labels[rows], num_train=120, num_test=120))
     return clients
 
 
 def labels_apart(generator: torch.Generator) -> list[Client]:
     """Each client has images of two classes, and other clients have other ones."""
-    images, labels = _digits()
+    images, labels = _read_digits()
     order = torch.randperm(len(labels), generator=generator)
     classes = torch.randperm(CLASSES, generator=generator).tolist()
     clients = []
     for client in range(CLASSES // 2):
         is_of_client = (labels[order] == classes[2 * client]) | (labels[order] == classes[2 * client + 1])
         rows = order[is_of_client][:240]
-        clients.append(_client(images[rows], labels[rows], num_train=120, num_test=120))
+        clients.append(_make_client(images[rows], labels[rows], num_train=120, num_test=120))
     return clients
 
 
 def labels_renamed(generator: torch.Generator) -> list[Client]:
     """Each client numbers the classes in another order: nothing can be learned from another client's labels."""
-    images, labels = _digits()
+    images, labels = _read_digits()
     order = torch.randperm(len(labels), generator=generator)
     clients = []
     for rows in order[: CLIENTS * 240].split(240):
         renamed = torch.randperm(CLASSES, generator=generator)[labels[rows]]
-        clients.append(_client(images[rows], renamed, num_train=120, num_test=120))
+        clients.append(_make_client(images[rows], renamed, num_train=120, num_test=120))
     return clients
 
 
 def one_large(generator: torch.Generator) -> list[Client]:
     """One client has most of the images, which are of one distribution: the others gain from it."""
-    images, labels = _digits()
+    images, labels = _read_digits()
     order = torch.randperm(len(labels), generator=generator)
     sizes = [(600, 120), *[(20, 120)] * (CLIENTS - 1)]
     clients = []
@@ -159,7 +159,7 @@ def one_large(generator: torch.Generator) -> list[Client]:
     for num_train, num_test in sizes:
         rows = order[start : start + num_train + num_test]
         start += num_train + num_test
-        clients.append(_client(images[rows], labels[rows], num_train, num_test))
+        clients.append(_make_client(images[rows], labels[rows], num_train, num_test))
     return clients
 
 
@@ -189,7 +189,7 @@ SETTINGS: Mapping[str, Setting] = {
 """Settings in which the best rows are known. Rows that are in neither set may be either."""
 
 
-def _network() -> nn.Module:
+def _make_network() -> nn.Module:
     """Return a small network, which is the same each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -202,7 +202,7 @@ def _network() -> nn.Module:
         )
 
 
-def _train(clients: list[Client], method: str, seed: int, rounds: int, device: torch.device) -> Run:
+def _train_method(clients: list[Client], method: str, seed: int, rounds: int, device: torch.device) -> Run:
     """Train a method on some clients."""
     data = FederatedDataModule(
         data=FederatedData(
@@ -216,7 +216,7 @@ def _train(clients: list[Client], method: str, seed: int, rounds: int, device: t
     if method == "ditto":
         algorithm = Ditto(prox_strength=0.1)
     return perada.finetune(
-        _network(),
+        _make_network(),
         data,
         algorithm=algorithm,
         adapter="full",
@@ -234,7 +234,7 @@ def _train(clients: list[Client], method: str, seed: int, rounds: int, device: t
     )
 
 
-def _record(run: Run, label: str, seed: int) -> Record:
+def _make_record(run: Run, label: str, seed: int) -> Record:
     """Return what ``perada compare`` would write of a run."""
     clients = run.metrics["clients"]
     scores = {name: values for name, values in clients.items() if name.startswith(("personal/", "both/"))}
@@ -259,23 +259,23 @@ def advice_known(device: torch.device, repeats: int, quick: bool) -> Iterator[di
         for draw in range(size.draws):
             key = (setting.make, draw)  # two settings may have the same clients
             if key not in comparisons:
-                comparisons[key] = _comparison(setting, draw, size, device)
-            counts[_judge(setting, comparisons[key])] += 1
+                comparisons[key] = _compare_methods(setting, draw, size, device)
+            counts[_judge_advice(setting, comparisons[key])] += 1
         yield {"setting": name, "best": ", ".join(sorted(setting.best)), **counts}
 
 
-def _comparison(setting: Setting, draw: int, size: Size, device: torch.device) -> Comparison:
+def _compare_methods(setting: Setting, draw: int, size: Size, device: torch.device) -> Comparison:
     """Compare the methods on a draw of a setting's clients, with three seeds."""
     clients = setting.make(torch.Generator().manual_seed(draw))
     records = []
     for seed in range(SEEDS_OF_COMPARISON):
         for method in METHODS:
-            run = _train(clients, method, 1000 * draw + seed, size.rounds, device)
-            records.append(_record(run, method, seed))
+            run = _train_method(clients, method, 1000 * draw + seed, size.rounds, device)
+            records.append(_make_record(run, method, seed))
     return Comparison(records)
 
 
-def _judge(setting: Setting, comparison: Comparison) -> str:
+def _judge_advice(setting: Setting, comparison: Comparison) -> str:
     """Return whether the advice is right.
 
     It is right if a row that may be recommended is best and is better than all that must not be; wrong if a row that
@@ -297,7 +297,7 @@ def advice_aa(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[
     for method in ("fedavg", "ditto"):
         records = []
         for seed in range(size.runs_of_method):
-            records.append(_record(_train(clients, method, seed, size.rounds, device), method, seed))
+            records.append(_make_record(_train_method(clients, method, seed, size.rounds, device), method, seed))
         for num_rows in (2, 4):
             for exchange in (False, True):
                 yield {
@@ -329,7 +329,7 @@ def _count_told_apart(records: list[Record], num_rows: int, num_comparisons: int
                 record = records[drawn[row * num_seeds + seed]]
                 rows.append(record | {"label": f"row {row}", "seed": seed, "mb_sent": 1.0})
         if exchange:
-            rows = _exchanged(rows, num_rows, num_seeds, generator)
+            rows = _exchange_clients(rows, num_rows, num_seeds, generator)
         comparison = Comparison(rows)
         # With one seed nothing is called better.
         if num_seeds > 1 and any(_has_significant(comparison, criterion) for criterion in comparison.criteria):
@@ -341,7 +341,7 @@ def _has_significant(comparison: Comparison, criterion: str) -> bool:
     return any(entry.is_significant for entry in comparison.differences(criterion))
 
 
-def _exchanged(rows: list[Record], num_rows: int, num_seeds: int, generator: torch.Generator) -> list[Record]:
+def _exchange_clients(rows: list[Record], num_rows: int, num_seeds: int, generator: torch.Generator) -> list[Record]:
     """Exchange the scores of single clients between the rows at random, with each seed."""
     exchanged = copy.deepcopy(rows)
     for seed in range(num_seeds):

@@ -10,7 +10,7 @@ import numpy as np
 
 from perada.core.checks import check_known
 from perada.results.report import ScoreUnit, unit_of
-from perada.studies.compare.differences import Difference, ScoreMatrix, adjust, difference, seed_variance
+from perada.studies.compare.differences import Difference, ScoreMatrix, correct_p_values, difference, seed_variance
 from perada.studies.compare.results import Record, Results, lower_is_better, records_of_rows
 
 OWN = "own"
@@ -88,7 +88,7 @@ class Comparison:
             if record["stage"] == "run" and "failed" not in record and record.get("clients"):
                 finished.append(record)
         records_by_name = records_of_rows(finished)
-        self.seeds = _common_seeds(records_by_name.values())
+        self.seeds = _find_common_seeds(records_by_name.values())
         records_of_row: dict[str, list[Record]] = {}
         for name, records_with_name in records_by_name.items():
             by_seed = {record["seed"]: record for record in records_with_name}
@@ -103,7 +103,7 @@ class Comparison:
         self.client_names: list[str] = names or [f"client {number}" for number in range(num_clients)]
         self.rows: list[ComparedRow] = []
         for name, records_with_name in records_of_row.items():
-            self.rows += _rows_of(name, records_with_name)
+            self.rows += _make_rows(name, records_with_name)
         if len(self.rows) < 2:
             raise NotComparableError("there is one row; compare it with another one", is_worth_saying=False)
         self.criteria: list[str] = []
@@ -166,7 +166,7 @@ class Comparison:
             of_criteria += self._uncorrected_differences(name, self.best(name).name if reference is None else reference)
         num_differences = len(self.rows) - 1
         start = self.criteria.index(criterion) * num_differences
-        return adjust(of_criteria)[start : start + num_differences]
+        return correct_p_values(of_criteria)[start : start + num_differences]
 
     def _uncorrected_differences(self, criterion: str, reference: str) -> list[Difference]:
         """Compare every other row with one row, without correcting the p-values for their number."""
@@ -193,7 +193,7 @@ class Comparison:
         return differences
 
 
-def _common_seeds(records_of_all_rows: Iterable[Sequence[Record]]) -> list[int]:
+def _find_common_seeds(records_of_all_rows: Iterable[Sequence[Record]]) -> list[int]:
     """Return the seeds that all rows have, in the order of the first row."""
     seeds: list[int] | None = None
     for records in records_of_all_rows:
@@ -221,16 +221,16 @@ def _check_same_images(records_of_row: Mapping[str, Sequence[Record]]) -> None:
                     raise NotComparableError(f"{first} and {name} have different {what} with seed {record['seed']}")
 
 
-def _rows_of(name: str, records: Sequence[Record]) -> list[ComparedRow]:
+def _make_rows(name: str, records: Sequence[Record]) -> list[ComparedRow]:
     """Return the rows of an algorithm, one for each way to predict, from its records with each seed."""
     megabytes = fmean(record.get("mb_sent", 0.0) for record in records)
     models = [model for model in MODELS if all(f"{model}/local_test" in record["clients"] for record in records)]
     rows = []
     for model in models:
-        own = _matrix(records, f"{model}/local_test")
+        own = _read_scores(records, f"{model}/local_test")
         scores = {OWN: own}
         if all(f"{model}/global_test" in record["clients"] for record in records):
-            everyone = _matrix(records, f"{model}/global_test")
+            everyone = _read_scores(records, f"{model}/global_test")
             scores[EVERYONE] = everyone
             scores[MEAN] = (own + everyone) / 2
         row_name = name if len(models) == 1 else f"{name}, {MODELS[model]}"
@@ -238,7 +238,7 @@ def _rows_of(name: str, records: Sequence[Record]) -> list[ComparedRow]:
     return rows
 
 
-def _matrix(records: Sequence[Record], score: str) -> ScoreMatrix:
+def _read_scores(records: Sequence[Record], score: str) -> ScoreMatrix:
     """Return the clients' scores (S, M) of all seeds, NaN where a client has none."""
     rows = []
     for record in records:

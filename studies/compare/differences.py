@@ -116,8 +116,8 @@ def difference(
         lower_is_better: Whether a lower score is better.
 
     Returns:
-        The difference. ``adjusted_p_value`` is not corrected yet, see :func:`adjust`. With one seed the interval and
-        the p-value cover the draw of the clients only.
+        The difference. ``adjusted_p_value`` is not corrected yet, see :func:`correct_p_values`. With one seed the
+        interval and the p-value cover the draw of the clients only.
     """
     from scipy import stats
 
@@ -125,7 +125,7 @@ def difference(
     if lower_is_better:
         differences = -differences
     mean = float(differences.mean())
-    uncertainty = _uncertainty(differences, pooled_seed_variance, num_rows)
+    uncertainty = _estimate_uncertainty(differences, pooled_seed_variance, num_rows)
     low = high = mean
     p_value = 1.0
     if math.isnan(uncertainty.variance):
@@ -161,7 +161,7 @@ def difference(
     )
 
 
-def _uncertainty(differences: ScoreMatrix, pooled_seed_variance: float, num_rows: int) -> _Uncertainty:
+def _estimate_uncertainty(differences: ScoreMatrix, pooled_seed_variance: float, num_rows: int) -> _Uncertainty:
     """Estimate the variance of the mean of differences (S, M) over seeds and clients, both drawn at random."""
     num_seeds, num_clients = differences.shape
     of_seeds = differences.mean(1)
@@ -202,7 +202,7 @@ def _uncertainty(differences: ScoreMatrix, pooled_seed_variance: float, num_rows
     return _Uncertainty(variance, degrees_of_freedom)
 
 
-def adjust(differences: Sequence[Difference]) -> list[Difference]:
+def correct_p_values(differences: Sequence[Difference]) -> list[Difference]:
     """Correct the p-values of differences for their number (Holm, Scandinavian Journal of Statistics 6, 1979)."""
     p_values = holm([entry.p_value for entry in differences])
     return [replace(entry, adjusted_p_value=p_value) for entry, p_value in zip(differences, p_values, strict=True)]

@@ -133,7 +133,7 @@ def _run(make_cli: MakeCLI, task: Task, anonymous: bool) -> Result:
         "stale_clients": len(federation.participation.stale) if federation.keeps_personal_models else 0,
         "test_images": _fewest_and_most(cli.model.results.details.get("test_images", [])),
         **per_client(loop.history, loop.clients_per_round or loop.num_clients),
-        **_clients(cli, anonymous),
+        **_scores_of_clients(cli, anonymous),
         **_facts_of_scores(cli),
         **_full_model_size(cli.model),
         "seconds_per_round": seconds / len(loop.history),
@@ -143,7 +143,7 @@ def _run(make_cli: MakeCLI, task: Task, anonymous: bool) -> Result:
     return result
 
 
-def _clients(cli: ConfiguredRun, anonymous: bool) -> Result:
+def _scores_of_clients(cli: ConfiguredRun, anonymous: bool) -> Result:
     """Return the scores of each client, their numbers of test images, and their names."""
     results = cli.model.results
     scores_by_name: dict[str, list[float | None]] = {}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from perada.studies.compare.differences import adjust, difference, holm, seed_variance
+from perada.studies.compare.differences import correct_p_values, difference, holm, seed_variance
 
 
 def test_one_seed_is_the_paired_t_test_over_clients():
@@ -128,6 +128,6 @@ def test_rows_of_one_method_are_seldom_told_apart(noise):
             if scores is not best:
                 entry = difference("best", "other", best, scores, pooled_seed_variance=pooled, num_rows=5)
                 entries.append(entry)
-        num_told_apart += any(entry.is_significant for entry in adjust(entries))
+        num_told_apart += any(entry.is_significant for entry in correct_p_values(entries))
     # The 99.9 % quantile of a binomial with 400 draws of 5 % is 34.
     assert num_told_apart <= 34
