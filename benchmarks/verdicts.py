@@ -12,6 +12,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class Setting:
     worse: frozenset[str]
 
 
+@cache
 def _read_digits() -> tuple[Tensor, Tensor]:
     """Return all digits, (N, 1, S, S) as uint8, and their classes (N,)."""
     images = []
@@ -286,7 +288,8 @@ def _judge_advice(setting: Setting, comparison: Comparison) -> str:
     significant = {entry.second for entry in differences if entry.is_significant}
     if best in setting.worse:
         return "wrong" if setting.best <= significant else "cannot be told"
-    return "right" if setting.worse <= significant else "cannot be told"
+    is_right = best in setting.best and setting.worse <= significant
+    return "right" if is_right else "cannot be told"
 
 
 def advice_aa(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:

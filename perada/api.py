@@ -123,8 +123,8 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
         lr_personal: ``lr_personal`` of ``training``: learning rate of the personal adapters. If neither a rate, nor
             momentum, an optimizer or privacy is set, training begins with the rates 0.03 and 0.1 and a momentum of 0.9,
             like the recipes of ``perada init`` (docs/results_appendix.md); otherwise the default is 0.01.
-        lr_local: ``lr_local`` of ``training``: learning rate of the local adapters; the default is that of
-            ``lr_personal``, or 0.1 as above.
+        lr_local: ``lr_local`` of ``training``: learning rate of the local adapters: 0.1 by default if none of
+            these is set, and otherwise 0.01.
         local_epochs: ``local_epochs`` of ``training``: passes of a client over its data in a round, 1 by default.
         local_steps: ``local_steps`` of ``training``: local steps in a round, instead of epochs.
         training: Options of local training (:class:`perada.Training`).

@@ -32,7 +32,6 @@ class ComparedRow:
         scores: Scores (S, M) of the M clients with each of S seeds, by criterion (:data:`CRITERIA`); NaN for clients
             without a score.
         megabytes: Megabytes that a client sends in a round, mean over seeds.
-        trains_alone: Whether its clients send nothing.
     """
 
     name: str
@@ -70,6 +69,8 @@ class Comparison:
     Attributes:
         rows: The rows with scores of clients. An algorithm with personal models and a global one has a row for each way
             to predict, if it was scored with ``evaluation.prediction: both``.
+        without_scores: Names of the rows that are left out, since a run diverged, or a model of it has outputs that are
+            NaN or infinite. A comparison on the other clients would favour such a row.
         seeds: The seeds that all rows have.
         client_names: Names of the clients; ``client 0`` and so on if they have none, or if names were not written.
         criteria: The keys of :data:`CRITERIA` that all rows have scores for.
@@ -88,6 +89,9 @@ class Comparison:
             if record["stage"] == "run" and "failed" not in record and record.get("clients"):
                 finished.append(record)
         records_by_name = records_of_rows(finished)
+        self.without_scores = [name for name, of_row in records_by_name.items() if any(map(_lacks_scores, of_row))]
+        for name in self.without_scores:
+            del records_by_name[name]
         self.seeds = _find_common_seeds(records_by_name.values())
         records_of_row: dict[str, list[Record]] = {}
         for name, records_with_name in records_by_name.items():
@@ -191,6 +195,11 @@ class Comparison:
             of_clients[has_score] = entry.of_clients
             differences.append(replace(entry, of_clients=tuple(of_clients.tolist())))
         return differences
+
+
+def _lacks_scores(record: Record) -> bool:
+    """Return whether a run diverged, or one of its models has outputs that are NaN or infinite."""
+    return bool(record.get("diverged")) or "failed_outputs" in record
 
 
 def _find_common_seeds(records_of_all_rows: Iterable[Sequence[Record]]) -> list[int]:

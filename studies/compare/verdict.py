@@ -138,6 +138,8 @@ def _format_note(comparison: Comparison) -> str:
     )
     if comparison.lower_is_better:
         note += " Lower scores are better; a negative difference is a worse score."
+    if comparison.without_scores:
+        note += f" Left out, since a run diverged or a model has no score: {_join_names(comparison.without_scores)}."
     if len(comparison.seeds) == 1:
         note += (
             " With one seed, intervals cover the choice of clients only. Another seed may reverse a difference that is "

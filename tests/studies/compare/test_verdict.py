@@ -153,6 +153,18 @@ def test_clients_without_a_score_are_left_out_of_all_rows():
     assert "own images gain at 5 (" in verdict(records)
 
 
+@pytest.mark.parametrize("fields", [{"failed_outputs": "client 2 has none"}, {"diverged": True}])
+def test_a_row_of_which_a_model_has_no_score_is_left_out(fields):
+    """On the clients that are left it would be the best."""
+    records = [*records_of("a", scores(0.7)), *records_of("b", scores(0.5)), *records_of("broken", scores(0.9))]
+    records[-1]["clients"]["personal/local_test"][2] = None
+    records[-1] |= fields
+    comparison = Comparison(records)
+    assert [row.name for row in comparison.rows] == ["a", "b"]
+    assert comparison.best("own").mean("own") == pytest.approx(scores(0.7).mean())
+    assert "Left out, since a run diverged or a model has no score: broken." in verdict(records)
+
+
 def test_no_client_with_a_score_is_no_comparison():
     records = [*records_of("a", scores(0.9)), *records_of("b", scores(0.5))]
     for record in records:
