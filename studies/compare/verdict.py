@@ -154,6 +154,8 @@ def _format_signed(value: float, unit: ScoreUnit) -> str:
         text = f"{unit.factor * value:+.1f}"
     else:
         text = f"{value:+.3g}"
+    if float(text) == 0:
+        return "0"  # not −0.0
     return text.replace("-", "−")
 
 

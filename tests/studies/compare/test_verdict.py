@@ -165,6 +165,12 @@ def test_a_row_of_which_a_model_has_no_score_is_left_out(fields):
     assert "Left out, since a run diverged or a model has no score: broken." in verdict(records)
 
 
+def test_rows_that_are_equal_have_no_sign():
+    text = verdict([*records_of("a", scores(0.7)), *records_of("b", scores(0.7) - 1e-13)])
+    assert "≈ 0 [0, 0]" in text
+    assert "−0" not in text
+
+
 def test_no_client_with_a_score_is_no_comparison():
     records = [*records_of("a", scores(0.9)), *records_of("b", scores(0.5))]
     for record in records:
