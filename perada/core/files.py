@@ -29,6 +29,8 @@ _LOCK_BYTES = 512
 """Maximum size of this file in bytes: one sector of a disk."""
 PREFIX = "perada-scratch-"
 """Prefix of the names of temporary folders."""
+_LOCK_ATTEMPTS = 10
+"""Number of times that a new file or folder is created again if another process deletes it before it is locked."""
 _SYNC_THREADS = 16
 """Number of files that are synced at the same time, which a file system writes together."""
 _NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
@@ -195,12 +197,7 @@ def open_atomic(
     mode = 0o600 if private else 0o666
     try:
         with _naming_target(partial, path):
-            # A partial file from a crash is not reused: another process may have it open, or it may be a foreign link.
-            partial.unlink(missing_ok=True)
-            with writing(path), open(partial, "xb", opener=opener(mode)) as file:
-                # Some file systems have no locks.
-                with suppress(OSError):
-                    try_lock(file.fileno())
+            with writing(path), _create_locked_file(partial, mode) as file:
                 yield file
                 file.flush()
                 if durable:
@@ -217,6 +214,27 @@ def open_atomic(
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+def _create_locked_file(path: Path, mode: int) -> BinaryIO:
+    """Create a file, replacing any other of this name, and lock it.
+
+    Another process may take the file for one that a killed process left (see :func:`clear`), and delete it before it is
+    locked. It is then created again.
+    """
+    for _ in range(_LOCK_ATTEMPTS):
+        # A file from a crash is not reused: another process may have it open, or it may be a foreign link.
+        path.unlink(missing_ok=True)
+        file = open(path, "xb", opener=opener(mode))
+        try:
+            is_locked = try_lock(file.fileno())
+        except OSError:
+            # The file system has no locks, so no process deletes the files of others.
+            return file
+        if is_locked and _is_in_place(file.fileno(), path):
+            return file
+        file.close()
+    raise FileNotFoundError(errno.ENOENT, "another process deletes the file as soon as it is created", str(path))
 
 
 def write_atomic(path: Path, content: bytes, **options: Any) -> None:
@@ -388,11 +406,7 @@ class Scratch:
 
     def __init__(self) -> None:
         clear(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        handle = None
-        # Some file systems have no locks.
-        with suppress(OSError):
-            handle = _open_locked(self.path)
+        self.path, handle = _create_locked_folder()
         self.close = weakref.finalize(self, _remove, self.path, handle)
 
     def __enter__(self) -> Path:
@@ -400,6 +414,42 @@ class Scratch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _create_locked_folder() -> tuple[Path, int | None]:
+    """Create a temporary folder, and lock it.
+
+    Another process may take the folder for one that a killed process left (see :func:`clear`), and delete it before it
+    is locked. Another one is then created.
+
+    Returns:
+        The folder, and the handle that locks it; ``None`` on file systems without locks.
+    """
+    for _ in range(_LOCK_ATTEMPTS):
+        path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        try:
+            handle = _open_locked(path)
+        except (BlockingIOError, FileNotFoundError):
+            # Another process is deleting it, or has deleted it.
+            continue
+        except OSError:
+            # The file system has no locks, so no process deletes the folders of others.
+            return path, None
+        if _is_in_place(handle, path):
+            return path, handle
+        os.close(handle)
+    raise FileNotFoundError(
+        errno.ENOENT, "another process deletes temporary folders as soon as they are created", tempfile.gettempdir()
+    )
+
+
+def _is_in_place(handle: int, path: Path) -> bool:
+    """Return whether a path still leads to the file or folder of a handle."""
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(handle), status)
 
 
 def _remove(path: Path, handle: int | None) -> None:

@@ -10,8 +10,10 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import filelock
 import pytest
 
 from perada.core.files import (
@@ -68,6 +70,68 @@ def test_a_temporary_folder_goes_with_its_owner_or_when_the_next_is_made(tempora
     with Scratch() as folder:
         assert list(temporary.iterdir()) == [folder]
     assert not os.listdir(temporary)
+
+
+@pytest.mark.parametrize("moment", ["before it is opened", "while it is being locked", "still at it"])
+def test_a_folder_that_another_process_clears_before_it_is_locked_is_made_again(temporary, monkeypatch, moment):
+    make_folder, lock = tempfile.mkdtemp, filelock.lock_descriptor
+    made = []
+
+    def mkdtemp(**options):
+        folder = make_folder(**options)
+        made.append(folder)
+        if len(made) == 1 and moment == "before it is opened":
+            clear([Path(folder)])
+        if len(made) == 1 and moment == "still at it":
+            lock(os.open(folder, os.O_RDONLY), blocking=False)
+        return folder
+
+    def lock_descriptor(handle, *, blocking):
+        if len(made) == 1 and moment == "while it is being locked":
+            os.rmdir(made[0])
+        return lock(handle, blocking=blocking)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(filelock, "lock_descriptor", lock_descriptor)
+    with Scratch() as folder:
+        assert [str(folder)] == made[1:] and folder.is_dir()
+        clear([folder])
+        assert folder.is_dir()  # it is locked
+    assert not folder.exists()
+
+
+def test_a_file_that_another_process_clears_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    path, partial = tmp_path / "x", tmp_path / ".x.partial"
+    lock = filelock.lock_descriptor
+    cleared = []
+
+    def lock_descriptor(handle, *, blocking):
+        if not cleared:
+            cleared.append(True)
+            clear([partial])
+        return lock(handle, blocking=blocking)
+
+    monkeypatch.setattr(filelock, "lock_descriptor", lock_descriptor)
+    with open_atomic(path) as file:
+        file.write(b"whole")
+        file.flush()
+        clear([partial])
+        assert partial.read_text() == "whole"  # it is locked
+    assert (cleared, path.read_text(), os.listdir(tmp_path)) == ([True], "whole", ["x"])
+
+
+def test_files_and_folders_that_are_always_cleared_are_an_error_that_names_them(temporary, monkeypatch):
+    make_folder = tempfile.mkdtemp
+
+    def mkdtemp(**options):
+        folder = make_folder(**options)
+        os.rmdir(folder)
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with pytest.raises(FileNotFoundError, match="another process") as error:
+        Scratch()
+    assert error.value.filename == str(temporary)
 
 
 def test_a_link_in_the_place_of_what_is_written_is_not_followed(tmp_path):
