@@ -104,15 +104,15 @@ def test_a_point_follows_from_what_is_told_alone():
 COMMAND = ["compare", "tiny.yaml", "--algorithms", "fedavg", "ditto", "--tune", f"{RATE}=0.001..1"]
 
 
-def quick(make_cli, args, start, threads):
+def quick(make_cli, task, threads, anonymous):
     """In place of a run: scores that follow from the rate, best at 0.01; ditto fails above 0.3."""
-    given = dict(word.split("=", 1) for word in args if "=" in word)
+    given = dict(word.split("=", 1) for word in task.args if "=" in word)
     rate = float(given["--training.lr_local"])
-    if rate > 0.3 and any("Ditto" in word for word in args):
+    if rate > 0.3 and any("Ditto" in word for word in task.args):
         return {"failed": "too large", "seconds": 0.1}
     value = 1 - abs(math.log10(rate) + 2) / 4
     scores = {"personal/local_test": value, "personal/global_test": value / 2, "global/global_test": value}
-    return {"run": scores | {"diverged": False}, "seconds": 0.1} | ({"start": scores} if start else {})
+    return {"run": scores | {"diverged": False}, "seconds": 0.1} | ({"start": scores} if task.scores_start else {})
 
 
 def of(records, stage, label):
