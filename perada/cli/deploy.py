@@ -43,6 +43,7 @@ from perada.deploy.site.worker import SiteWorker
 from perada.deploy.state import RunState, SiteStore, read_runs
 from perada.deploy.sums.vector import check_cryptography
 from perada.deploy.transport import LocalTransport, Terms, Transport
+from perada.federation.both_models import without_both_models
 from perada.privacy.accounting import Ledger
 from perada.results.clients import check_none_lost
 from perada.results.run import Run
@@ -122,6 +123,9 @@ def _describe_recipe(path: Path, site_file: SiteFile, ledger: Ledger) -> list[st
     ]
     if client.site_privacy is not None:
         lines.append(f"the entire site: {format_site_privacy(client, ledger)}")
+    no_effect = without_both_models(client.settings, client.recipe.loop.evaluation.prediction)
+    if no_effect is not None:
+        lines.append(no_effect)
     return lines
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from perada.core.checks import OptionError
 from perada.core.states import State
 from perada.engine.engine import Engine
+from perada.federation.options import Prediction
 from perada.federation.settings import Settings
 from perada.federation.typical_images import ImageStatistics, TypicalImages
 from perada.tasks import Task
@@ -51,6 +52,21 @@ def check_both_models(settings: Settings, num_classes: int) -> None:
 def has_both_models(settings: Settings) -> bool:
     """Return whether clients have personal models, at least after a final fine-tuning, and there is a global one."""
     return settings.has_personal_models and settings.algorithm.global_model
+
+
+def without_both_models(settings: Settings, prediction: Prediction) -> str | None:
+    """Return a sentence that a run's option ``prediction`` has no effect on its scores; None if it has.
+
+    Args:
+        settings: Settings of the run.
+        prediction: The option.
+    """
+    if prediction != "both" or has_both_models(settings):
+        return None
+    return (
+        f"evaluation: prediction='both' has no effect with {settings.algorithm.kind}, whose clients have only one "
+        "model to predict with"
+    )
 
 
 def statistics_for(engine: Engine, examples: Examples) -> ImageStatistics:

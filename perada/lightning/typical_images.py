@@ -14,6 +14,7 @@ from perada.federation.both_models import (
     personal_share_of,
     statistics_for,
     typical_images_of,
+    without_both_models,
 )
 from perada.federation.evaluation import shared_logits
 from perada.federation.typical_images import MAX_EXAMPLES, TypicalImages
@@ -26,15 +27,12 @@ def check_prediction(context: RunContext) -> None:
     Raises:
         OptionError: If clients predict with both models, and training is private, or the task cannot mix predictions.
     """
-    if context.module.evaluation.prediction != "both":
-        return
-    settings = context.settings
-    check_both_models(settings, context.data.num_classes)
-    if not has_both_models(settings):
-        rank_zero_info(
-            f"evaluation: prediction='both' has no effect with {settings.algorithm.kind}, whose clients have only one "
-            "model to predict with"
-        )
+    prediction = context.module.evaluation.prediction
+    if prediction == "both":
+        check_both_models(context.settings, context.data.num_classes)
+    no_effect = without_both_models(context.settings, prediction)
+    if no_effect is not None:
+        rank_zero_info(no_effect)
 
 
 def prepare_both_models(context: RunContext) -> None:

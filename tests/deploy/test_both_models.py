@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sites that predict with both of their models: scores and exported models are those of the simulation."""
 
+import logging
 import math
 
 import pytest
@@ -91,6 +92,21 @@ def test_other_runs_have_no_such_scores(algorithm, prediction, tiny, tmp_path):
     (client,) = workers["site0"].clients.values()
     state = read_state(workers["site0"].store.folder / "state.safetensors").state
     assert client.state_of_both(state.scoring.global_state, state) is None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "prediction", "has_line"),
+    [("fedavg", "both", True), ("fedbn", "both", True), ("fedavg", "personal", False), ("fedavg_ft", "both", False)],
+)
+def test_server_and_sites_say_that_the_prediction_has_no_effect(
+    algorithm, prediction, has_line, tiny, tmp_path, caplog
+):
+    made = parties(tiny, tmp_path, algorithm, loop={"prediction": prediction})
+    caplog.set_level(logging.INFO, "perada")
+    made.worker(0)
+    made.coordinator(LocalTransport({}))
+    lines = [record for record in caplog.records if "prediction='both' has no effect with" in record.getMessage()]
+    assert [record.name for record in lines] == (["perada.site", "perada.deploy"] if has_line else [])
 
 
 @pytest.mark.every(2)

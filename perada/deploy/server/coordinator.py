@@ -57,7 +57,7 @@ from perada.deploy.server.waits import SiteWaits, next_wait
 from perada.deploy.sums.progress import MAX_HEARD_ROUNDS
 from perada.deploy.sums.vector import SPOILED, Contents, SumResult, check_cryptography
 from perada.deploy.transport import Terms, Transport
-from perada.federation.both_models import check_both_models
+from perada.federation.both_models import check_both_models, without_both_models
 from perada.federation.failed_outputs import REMEDY
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.secure_sums import check_secure_sums
@@ -158,6 +158,9 @@ class Coordinator:
         self.sample = terms.sample or self.settings.clients_per_round
         self.images = recipe.public_images()
         self._check_recipe()
+        no_effect = without_both_models(self.settings, recipe.loop.evaluation.prediction)
+        if no_effect is not None:
+            log.info("%s", no_effect)
         self.server = Server(LocalTrainer(module.engine, module.tensor_names, self.settings), module.initial_state)
         if not terms.resume and (folder / SERVER_STATE).exists():
             raise ValueError(

@@ -39,6 +39,7 @@ from perada.deploy.site.budget import add_step_without_noise, explain_image_epsi
 from perada.deploy.site.client import Client, TrainingResult
 from perada.deploy.site.file import Limits
 from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteStore, SiteTotals, SummingState, TrainingState
+from perada.federation.both_models import without_both_models
 from perada.federation.scores import Scores
 from perada.privacy.account import Account, Cost
 from perada.privacy.accounting import Ledger
@@ -94,6 +95,9 @@ class SiteWorker:
             # It reads all files, which the deadline of the first round should not wait for.
             _ = client.fingerprint
             self._warn_of_infinite_epsilon(client)
+            no_effect = without_both_models(client.settings, client.recipe.loop.evaluation.prediction)
+            if no_effect is not None:
+                self.log.info("recipe %.8s: %s", client.recipe.digest, no_effect)
 
     @property
     def max_bytes(self) -> int:
