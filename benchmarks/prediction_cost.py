@@ -14,11 +14,12 @@ from torch.utils.data import TensorDataset
 import perada
 from benchmarks.timing import processor_clock, ratio, take_turns
 from perada.data import FederatedData
+from perada.federation.typical_images import MAX_EXAMPLES
 from perada.results.predictors import BothModelsPredictor, Predictor
 
 CLIENTS = 2
-IMAGES_PER_CLIENT = 40
-"""Training images, with whose statistics those of an image are compared."""
+IMAGES_PER_CLIENT = MAX_EXAMPLES
+"""Training images, with whose statistics those of an image are compared: as many as there can be."""
 CLASSES = 10
 
 
@@ -31,16 +32,18 @@ class Network:
         adapter: What is trained.
         side: Height and width of images in pixels.
         batch_sizes: Numbers of images that are predicted at once.
+        passes: Number of predictions in a turn, since one of a small network takes less time than a clock's tick.
     """
 
     backbone: str
     adapter: str
     side: int
     batch_sizes: tuple[int, ...]
+    passes: int = 1
 
 
 NETWORKS = (
-    Network("test_resnet", "residual", 32, (1, 64)),
+    Network("test_resnet", "residual", 32, (1, 16, 64), passes=20),
     Network("resnet18", "residual", 224, (1, 16)),
     Network("vit_small_patch16_224", "bottleneck", 224, (1, 16)),
 )
@@ -53,13 +56,23 @@ def prediction_cost(device: torch.device, repeats: int, quick: bool) -> Iterator
         one_model, both = _predictors(network, device)
         for batch_size in network.batch_sizes:
             images = torch.randn(batch_size, 3, network.side, network.side)
-            ways = {"one": partial(one_model, images), "both": partial(both, images)}
-            with torch.no_grad():
+            ways = {
+                "one": partial(_predict, one_model, images, network.passes),
+                "both": partial(_predict, both, images, network.passes),
+            }
+            with torch.inference_mode():
                 seconds = take_turns(ways, device, repeats, warm_up=2, clock=processor_clock)
             row: dict[str, Any] = {"network": network.backbone, "side": network.side, "images at once": batch_size}
             for name, title in (("one", "one model"), ("both", "both models")):
-                row[f"{title}, ms per image"] = round(1e3 * statistics.median(seconds[name]) / batch_size, 2)
+                seconds_per_pass = statistics.median(seconds[name]) / network.passes
+                row[f"{title}, ms per image"] = round(1e3 * seconds_per_pass / batch_size, 2)
             yield row | {"both / one model": ratio(seconds["both"], seconds["one"]), "frozen": _frozen_share(both)}
+
+
+def _predict(predictor: Predictor, images: torch.Tensor, passes: int) -> None:
+    """Predict the same images several times."""
+    for _ in range(passes):
+        predictor(images)
 
 
 def _predictors(network: Network, device: torch.device) -> tuple[Predictor, BothModelsPredictor]:
@@ -96,5 +109,5 @@ def _predictors(network: Network, device: torch.device) -> tuple[Predictor, Both
 
 def _frozen_share(both: BothModelsPredictor) -> str:
     """Return the share of a pass that the frozen layers before the first adapter take, which run once."""
-    trunk = both._engine.trunk
+    trunk = both._trunk
     return "0 %" if trunk is None else f"{100 * trunk.share:.0f} %"

@@ -11,8 +11,9 @@ logits as their images.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -30,6 +31,19 @@ from perada.engine.without_numbers import share_before_trained
 
 class _FeaturesComplete(Exception):
     """Raised to end a pass through the model early, once all features have been computed."""
+
+
+@dataclass(frozen=True)
+class RecordedPass:
+    """A pass on images, and the outputs of frozen layers in it.
+
+    Attributes:
+        logits: What the model returned.
+        outputs: Outputs (R, ...) of the needed modules, by path and in the order of their calls.
+    """
+
+    logits: Tensor
+    outputs: dict[str, Tensor]
 
 
 class FrozenTrunk:
@@ -68,6 +82,8 @@ class FrozenTrunk:
         self._cut_outputs: dict[str, Tensor] | None = None
         # Outputs that were computed so far, by path; None unless the current pass computes features.
         self._recorded_outputs: dict[str, Tensor] | None = None
+        # Whether the current pass ends as soon as all features are known.
+        self._ends_early = True
         # The dtype of images, which features need not have: with autocast they are of lower precision.
         self._image_dtype: torch.dtype | None = None
         # The dtypes and memory formats of the outputs, by path, which concatenated features do not have any more.
@@ -100,16 +116,28 @@ class FrozenTrunk:
         self._cut_outputs = None
         if not self.holds(x_R):
             return x_R
-        self.rows = len(x_R)
         self._cut_outputs = {}
         for path, part in self.parts(x_R).items():
             dtype, layout = self._formats.get(path, (part.dtype, torch.contiguous_format))
             output = part.view(-1, *self.shapes[path])
             # A copy, since a model may change the output in place.
             self._cut_outputs[path] = output.to(dtype, copy=True, memory_format=layout)
+        return self._blank_images(len(x_R), x_R)
+
+    def _blank_images(self, rows: int, like: Tensor) -> Tensor:
+        """Return the input of a pass that takes the outputs of constant modules from elsewhere.
+
+        Args:
+            rows: Number R of images.
+            like: Tensor on the device of the pass.
+
+        Returns:
+            Images (R, ...).
+        """
+        self.rows = rows
         blank = torch.nan if self.spoil else 0.0
         # A view of a single number, which takes no memory.
-        return x_R.new_full((), blank, dtype=self._image_dtype).expand(self.rows, *self.image)
+        return like.new_full((), blank, dtype=self._image_dtype).expand(rows, *self.image)
 
     def features(self, model: nn.Module, x_R: Tensor) -> Tensor:
         """Compute the features of images.
@@ -136,6 +164,43 @@ class FrozenTrunk:
         flat_outputs = [outputs[path].flatten(1) for path in self.needed]
         return torch.cat(flat_outputs, 1)
 
+    def run(self, model: nn.Module, x_R: Tensor) -> RecordedPass:
+        """Run a pass on images, and keep what other models with the same frozen layers can take from it.
+
+        Args:
+            model: A model in evaluation mode that was folded with :meth:`wrap`.
+            x_R: Images (R, ...).
+        """
+        self._cut_outputs = None
+        self._recorded_outputs = {}
+        self._ends_early = False
+        if x_R.is_floating_point():
+            self._image_dtype = x_R.dtype
+        try:
+            logits = model(x_R)
+            outputs = self._recorded_outputs
+        finally:
+            self._recorded_outputs = None
+            self._ends_early = True
+        return RecordedPass(logits, outputs)
+
+    def run_from(self, model: nn.Module, outputs: Mapping[str, Tensor]) -> Tensor:
+        """Run a pass from the outputs of the needed modules on.
+
+        Args:
+            model: A model in evaluation mode that was folded with :meth:`wrap`.
+            outputs: The outputs (R, ...) of a :class:`RecordedPass`, which are not changed.
+
+        Returns:
+            What the model returns for the images of that pass.
+        """
+        # Copies, since a model may change an output in place.
+        self._cut_outputs = {path: output.clone() for path, output in outputs.items()}
+        first_output = next(iter(outputs.values()))
+        logits: Tensor = model(self._blank_images(len(first_output), first_output))
+        self._cut_outputs = None
+        return logits
+
     def output(self, path: str, run: Callable[[], Tensor], like: Tensor) -> Tensor:
         """Return the output of a constant module in the current pass: computed now, or cut from the features.
 
@@ -156,7 +221,7 @@ class FrozenTrunk:
         if self._recorded_outputs is not None and path in self.needed:
             # A copy, since a model may change the output in place.
             self._recorded_outputs[path] = out.clone()
-            if len(self._recorded_outputs) == len(self.needed):
+            if self._ends_early and len(self._recorded_outputs) == len(self.needed):
                 raise _FeaturesComplete
         return out
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perada.core.states import State, images_dtype, stack, to_device
+from perada.core.states import State, images_dtype, set_state
 from perada.engine.engine import Engine, classes_last
 from perada.engine.fold import fold
 from perada.federation.both_models import both_models_of_state
 from perada.federation.typical_images import ComparedMap, ImageStatistics
+from perada.models.usage import share_frozen
 from perada.tasks import Task
 from perada.tasks.base import Average
 
@@ -51,12 +52,13 @@ class NetworkPredictor(Predictor):
     def __init__(self, network: nn.Module, task: Task, device: torch.device) -> None:
         # The frozen layers of a folded model are faster.
         self._network = fold(network.to(device), random_only=True).model.eval()
+        self._dtype = images_dtype(self._network)
         self._task = task
         self._device = device
 
     def __call__(self, images: Tensor) -> BatchOutputs:
         """Return the network's outputs."""
-        logits = self._network(in_dtype_of(self._network, images).to(self._device)).cpu()
+        logits = self._network(in_dtype(self._dtype, images).to(self._device)).cpu()
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self._task.per_pixel:
             logits = classes_last(logits)
@@ -91,37 +93,68 @@ class BothModelsPredictor(Predictor):
         example: Tensor,
         device: torch.device,
     ) -> None:
-        self._network = copy.deepcopy(network).to(device)
+        adapted = copy.deepcopy(network).to(device).eval()
         self._task = task
         self._average = average
         self._device = device
-        self._engine = Engine(self._network, "loop", per_pixel=task.per_pixel)
-        example = in_dtype_of(self._network, example).to(device)
-        self._engine.find_trunk(example)
-        statistics = ImageStatistics.of(self._engine, example)
+        self._dtype = images_dtype(adapted)
+        example = in_dtype(self._dtype, example).to(device)
+        statistics = ImageStatistics.of(Engine(adapted, "loop"), example)
         self.compared_maps: list[ComparedMap] = statistics.compared_maps(example.shape)
         self._both = both_models_of_state(state_of_both, task, statistics, device)
-        self._members = to_device(stack([personal_state, *global_states]), device)
+        self._weights = self._both.weights([0], device)
+        self._trunk = statistics.trunk
+        # One network for each state: to call one with other tensors takes longer than the adapters of a small network.
+        self._personal = self._network(adapted, personal_state)
+        self._members = [self._network(adapted, state) for state in global_states]
+
+    def _network(self, adapted: nn.Module, state: State) -> nn.Module:
+        """Return a copy of the network in a state, which shares the frozen parameters."""
+        network = share_frozen(adapted)
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                # In the memory format of states, so that the last bits are those of the run's scores.
+                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        set_state(network, state)
+        wrap = None if self._trunk is None else self._trunk.wrap
+        # The frozen layers of a folded model are faster.
+        return fold(network, random_only=True, wrap=wrap).model.eval()
 
     def __call__(self, images: Tensor) -> BatchOutputs:
         """Return the outputs of both models together."""
-        x = in_dtype_of(self._network, images).to(self._device)
-        if self._engine.trunk is not None:
-            x = self._engine.features(x)
-        logits_of_members = self._engine.shared_logits(self._members, x)
-        shared = self._task.ensemble(logits_of_members[1:], self._average)
-        is_typical = self._both.typical([0], self._both.statistics(x))[0]
-        weights = self._both.weights([0], self._device)
-        logits = self._both.logits(logits_of_members[0], shared, is_typical, weights)
+        x = in_dtype(self._dtype, images).to(self._device)
+        if self._trunk is None:
+            personal = self._personal(x)
+            shared_of_members = [member(x) for member in self._members]
+            statistics = self._both.statistics(x)
+        else:
+            first_pass = self._trunk.run(self._members[0], x)
+            shared_of_members = [first_pass.logits]
+            for member in self._members[1:]:
+                shared_of_members.append(self._trunk.run_from(member, first_pass.outputs))
+            personal = self._trunk.run_from(self._personal, first_pass.outputs)
+            statistics = self._both.statistics.of_outputs(first_pass.outputs)
+        shared = self._task.ensemble(torch.stack([self._logits(output) for output in shared_of_members]), self._average)
+        is_typical = self._both.typical([0], statistics)[0]
+        logits = self._both.logits(self._logits(personal), shared, is_typical, self._weights)
         return BatchOutputs(logits.cpu(), is_typical.cpu())
+
+    def _logits(self, output: Tensor) -> Tensor:
+        """Return logits with the classes last, in single precision at least, for the output of a network."""
+        logits = output.to(torch.promote_types(output.dtype, torch.float32))
+        return classes_last(logits) if self._task.per_pixel else logits
 
     def distances(self, images: Tensor) -> Tensor:
         """Return the distance (B,) of images to the client's training images; see :class:`.TypicalImages`."""
-        x = in_dtype_of(self._network, images).to(self._device)
+        x = in_dtype(self._dtype, images).to(self._device)
         return self._both.typical_images[0].distances(self._both.statistics(x)).cpu()
 
 
 def in_dtype_of(model: nn.Module, images: Tensor) -> Tensor:
     """Convert floating-point images to the dtype in which a model takes them."""
-    dtype = images_dtype(model)
+    return in_dtype(images_dtype(model), images)
+
+
+def in_dtype(dtype: torch.dtype | None, images: Tensor) -> Tensor:
+    """Convert floating-point images to a dtype (:func:`.images_dtype`); None to leave them as they are."""
     return images if dtype is None or not images.is_floating_point() else images.to(dtype)

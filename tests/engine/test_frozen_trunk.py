@@ -15,6 +15,8 @@ from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.features import BLOCK, FeatureCache, FeatureStore
 from perada.data.batches.samples import make_store
 from perada.engine import Engine
+from perada.engine.fold import fold
+from perada.engine.frozen_trunk import find_trunk
 from perada.engine.without_numbers import share_before_trained
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
@@ -210,6 +212,43 @@ def test_what_comes_after_dropout_is_not_constant():
     model[-1].requires_grad_(True)
     prefix = Engine(model).find_trunk(torch.randn(3, SIDE, SIDE))
     assert prefix is not None and prefix.needed == ("0",)
+
+
+def folded_with(prefix, model):
+    return fold(model, random_only=True, wrap=prefix.wrap).model.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.every(2)
+@torch.no_grad()
+def test_a_second_model_continues_where_the_first_one_left_the_frozen_layers(name):
+    make = MODELS[name][0]
+    first, second = make(), make()
+    for parameter in second.parameters():
+        if parameter.requires_grad:
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator(0, "second"))
+    x = torch.randn(ROWS, 3, SIDE, SIDE, generator=generator(0, "x"))
+    prefix = find_trunk(first, x[0])
+    first_pass = prefix.run(folded_with(prefix, first), x)
+    recorded = {path: output.clone() for path, output in first_pass.outputs.items()}
+    logits = prefix.run_from(folded_with(prefix, second), first_pass.outputs)
+    assert torch.equal(first_pass.logits, folded_with(prefix, make())(x))
+    expected = fold(second, random_only=True).model.eval()(x)
+    assert torch.equal(logits, expected) and not torch.equal(logits, first_pass.logits)
+    # A third model could continue from the same outputs.
+    assert all(torch.equal(output, recorded[path]) for path, output in first_pass.outputs.items())
+    assert torch.cat([output.flatten(1) for output in recorded.values()], 1).shape == (ROWS, prefix.size)
+
+
+@torch.no_grad()
+def test_features_can_be_computed_after_a_pass_that_failed():
+    model = odd("fc")
+    image = torch.randn(3, SIDE, SIDE)
+    prefix = find_trunk(model, image)
+    with pytest.raises(RuntimeError, match="expected input"):
+        prefix.run(folded_with(prefix, model), torch.randn(2, 5, SIDE, SIDE))
+    features = prefix.features(folded_with(prefix, model), image.unsqueeze(0))
+    assert features.shape == (1, prefix.size)
 
 
 class TakesSingle(nn.Module):

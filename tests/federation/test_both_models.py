@@ -162,7 +162,7 @@ def test_other_scores_are_the_same_without(tiny):
     assert added == {"both/local_test", "both/global_test", "typical/local_test"}
 
 
-@pytest.mark.parametrize(("threshold", "personal_share"), [(math.inf, 1.0), (-1.0, 1.0)])
+@pytest.mark.parametrize(("threshold", "personal_share"), [(math.inf, 1.0), (math.nan, 1.0)])
 def test_a_detector_that_says_always_or_never_costs_nothing(tiny, monkeypatch, threshold, personal_share):
     """All images typical: the personal model. None: the global one."""
     original = typical_images.TypicalImages.of

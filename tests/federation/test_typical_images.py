@@ -150,6 +150,32 @@ def test_almost_all_new_images_of_the_same_kind_are_typical_and_hardly_any_of_an
     assert other < 0.01
 
 
+@pytest.mark.parametrize("copies", [1, 4])
+@pytest.mark.parametrize("offset", [0, 1000])
+def test_many_images_are_compared_as_one_at_a_time(copies, offset):
+    """Copies of training images have distances of 0 to one another, so that the threshold is 0."""
+    examples = torch.randn(60, 50, generator=RANDOM).repeat(copies, 1) + offset
+    typical = TypicalImages.of(examples)
+    assert (typical.threshold == 0) == (copies == 4)
+    direction = torch.randn(60, 50, generator=RANDOM)
+    near = examples[:60] + 1e-3 * direction
+    others = examples[:60] + torch.linspace(0, 3, 60).unsqueeze(1) * direction
+    broken = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30]).unsqueeze(1).expand(4, 50)
+    images = torch.cat([examples, near, others, broken])
+    one_at_a_time = torch.cat([typical.contains(image.unsqueeze(0)) for image in images])
+    assert torch.equal(typical.contains(images), one_at_a_time)
+    assert one_at_a_time[: len(examples)].float().mean() > 0.9 and not one_at_a_time[-4:].any()
+    assert 0 < one_at_a_time[-64:-4].sum() < 60
+
+
+def test_images_at_the_threshold_are_typical():
+    """Whole numbers, whose distances are exact: an image at 3, with its third nearest example at 0."""
+    examples = torch.arange(12.0).unsqueeze(1)
+    typical = TypicalImages(torch.zeros(1), torch.ones(1), examples, torch.tensor(3.0), neighbors=3)
+    images = torch.tensor([[-1.0], [-1.0001], [12.0], [12.0001], [5.5]])
+    assert typical.contains(images).tolist() == [True, False, True, False, True]
+
+
 @pytest.mark.parametrize("num_examples", [1, 2, 9])
 def test_a_few_images_tell_nothing(num_examples):
     typical = TypicalImages.of(torch.randn(num_examples, 4, generator=RANDOM))
