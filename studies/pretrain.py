@@ -23,11 +23,12 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from perada.core.files import check_output_file
 from perada.core.rounds import ImageConfig
 from perada.core.seeding import generator, seeded
-from perada.data.batches.transforms import augment, draw_crops, prepare_images
+from perada.data.batches.transforms import draw_crops, prepare_images
 from perada.data.sets.arrays import Digits, FashionMNIST
 from perada.data.sets.base import ImageSet
 from perada.models.backbones import build_backbone
 from perada.studies.shapes import Shapes
+from perada.tasks.geometry import augment
 
 __all__ = ["PretrainSettings", "pretrain"]
 

@@ -11,7 +11,6 @@ from perada.data.inspection import BrokenImagesError
 from perada.data.sets.base import ImageSet
 from perada.lightning.module import FederatedClassifier
 from perada.models.adapted import AdaptedModel
-from perada.tasks import Segmentation
 
 Part = Literal["options", "data", "model", "run"]
 """What is set up one after the other: the objects of the options, the data, the model, and their combination."""
@@ -74,7 +73,7 @@ def _read(images: ImageSet) -> None:
 def _errors_of_model(data: FederatedDataModule, module: FederatedClassifier) -> list[Exception]:
     """Return the errors of the model that do not depend on the data."""
     task = data.chosen_task
-    per_pixel = isinstance(task, Segmentation)
+    per_pixel = task is not None and task.per_pixel
     if task is None and data.division is not None:
         dataset = data.division.dataset
         per_pixel = isinstance(dataset, ImageMasks) or getattr(dataset, "mask", None) is not None

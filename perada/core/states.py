@@ -322,6 +322,16 @@ def double_dtype(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
+def holds(dtype: torch.dtype, value: int) -> bool:
+    """Return whether an integer is one of a type's values.
+
+    >>> holds(torch.uint8, 255), holds(torch.uint8, -1)
+    (True, False)
+    """
+    limits = torch.iinfo(dtype)
+    return limits.min <= value <= limits.max
+
+
 def loses_digits(values: Tensor) -> bool:
     """Return whether numbers (N,) that differ can no longer be told apart well in float32.
 

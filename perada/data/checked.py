@@ -40,9 +40,11 @@ from perada.data.federated import FederatedData, warn_of_look_alikes
 from perada.data.float_images import warn_of_raw_floats
 from perada.data.mask_checks import MaskCounter, MaskValues, check_masks_of_clients, find_suspects
 from perada.data.sets.base import ImageSet, class_names
+from perada.data.sets.derived import DerivedSet
 from perada.data.sets.label_names import check_label_names
 from perada.data.sets.label_numbers import find_shift
 from perada.tasks import Task, describe_labels, task_of_labels
+from perada.tasks.geometry import Size
 
 SCAN_LIMIT = 50_000
 """Labels of datasets that declare none are read from all samples, up to this many. Beyond, they are checked on use."""
@@ -112,12 +114,12 @@ class Checked:
     """Training images that each client holds out, and that it neither trains nor is scored on."""
 
     @property
-    def mask_size(self) -> tuple[int, int] | None:
-        """Height and width of masks that are prepared like their images; None if the targets are not masks."""
-        if not self.task.per_pixel:
-            return None
+    def prepared_size(self) -> Size | None:
+        """Height and width of the prepared images; None for texts and other samples that are not images."""
         # Not the option image_size: only uint8 images are resized to it.
         shape = self.image[0]
+        if len(shape) != 3:
+            return None
         return shape[1], shape[2]
 
     def check_channels(self, channels: int) -> None:
@@ -275,10 +277,11 @@ def check(
         num_classes = _with_absent_classes(num_classes, network_outputs)
     task = _fitted_task(task, labels_of_parts, num_classes, sum(stores["training"].sizes))
     _warn_of_unknown_labels(task, labels_of_parts["training"], classes)
+    _check_own_positions(stores, sets, task, resolve)
     for store in stores.values():
         _set_up_checks_on_use(store, task, num_classes)
     warn_of_raw_floats({**stores, "public": public})
-    return Checked(
+    checked = Checked(
         train=stores["training"],
         test=stores.get("test"),
         public=public,
@@ -288,6 +291,8 @@ def check(
         task=task,
         image=_common_format(stores, image_size),
     )
+    _check_prepared_size(checked)
+    return checked
 
 
 def _labelled_sets(data: FederatedData, resolve: Resolve) -> dict[str, Sequence[Dataset[Any]]]:
@@ -554,10 +559,15 @@ def _warn_of_unknown_labels(task: Task, labels_of_clients: Sequence[Tensor], cla
         if 2 * num_known < num_images:
             descriptions.append(f"{name} ({num_images - num_known})")
     if descriptions:
+        remedy = ""
+        if task.has_classes:
+            remedy = (
+                ". If a blank cell of a table means that the label is absent, set blank=absent "
+                "(docs/tasks.md#unknown-labels)"
+            )
         warnings.warn(
             f"labels are unknown in more than half of the {num_images} training images: {abbreviated(descriptions)}; "
-            "they are learned from the others only. If a blank cell of a table means that the label is absent, set "
-            "blank=absent (docs/tasks.md#unknown-labels)",
+            f"they are learned from the others only{remedy}",
             stacklevel=4,
         )
 
@@ -674,42 +684,76 @@ def _describe_labels(labels: Tensor) -> str:
 
 
 def _set_up_checks_on_use(store: Store, task: Task, num_classes: int) -> None:
-    """Have a store check labels that are read during training, and check the size of masks that are in memory."""
+    """Have a store check labels that are read during training, and check positions of labels that are in memory."""
     store.has_classes = task.has_classes
     if isinstance(store, MapStore):
-        if not task.has_classes:
-            store.check_target = partial(_check_target, task, num_classes)
         if task.exclusive:
             store.classes = store.classes or range(num_classes)
-        if task.per_pixel:
-            store.check_mask = partial(_check_mask, task, num_classes)
+        if task.has_positions or not task.has_classes:
+            store.check_target = partial(_check_target, task, num_classes)
+        if task.has_positions:
+            store.resize_target = task.resized
         return
-    if not task.per_pixel:
+    if not task.has_positions or store.images.ndim < 3:
         return
     assert store.labels is not None
-    if store.labels.shape[-2:] != store.images.shape[-2:]:
-        raise ValueError(
-            f"masks are {tuple(store.labels.shape[-2:])}, but their images are {tuple(store.images.shape[-2:])}; use "
-            "masks of the size of the images"
+    height, width = store.images.shape[-2:]
+    task.check_positions(store.labels, (height, width))
+
+
+def _check_own_positions(
+    stores: Mapping[str, Store], sets: Mapping[str, Sequence[Dataset[Any]]], task: Task, resolve: Resolve
+) -> None:
+    """Raise an OptionError if a set resizes its images when they are read, and its coordinates cannot follow.
+
+    They can where a store reads images one by one, and so knows the size of each file.
+
+    Args:
+        stores: The data by part.
+        sets: The datasets of each client by part.
+        task: What is learnt from them.
+        resolve: Finds the dataset behind a Subset.
+    """
+    if not task.has_positions:
+        return
+    for part, store in stores.items():
+        for base in [resolve(dataset).base for dataset in sets[part]]:
+            keeps_size = isinstance(store, TensorStore) or isinstance(base, DerivedSet)
+            if isinstance(base, ImageSet) and base.resizes_images_only and keeps_size:
+                raise OptionError(
+                    f"{type(base).__name__} resizes its images in memory, but not the coordinates to predict: use the "
+                    "set of files itself, with in_memory: false",
+                    name="in_memory",
+                    value=True,
+                )
+
+
+def _check_prepared_size(checked: Checked) -> None:
+    """Raise an OptionError if a task of positions gets samples without a size, or of another size than it needs."""
+    task = checked.task
+    if not task.has_positions:
+        return
+    if checked.prepared_size is None:
+        shape, _ = checked.image
+        raise OptionError(
+            f"task={task} predicts positions in images (channels, height, width), but the samples have the shape "
+            f"{shape}; choose another task",
+            name="task",
+            value=task,
         )
+    task.check_prepared_size(checked.prepared_size)
 
 
-def _check_target(task: Task, num_classes: int, target: Tensor) -> None:
-    """Raise a ValueError if the target (...) of an image is not what the task needs."""
+def _check_target(task: Task, num_classes: int, target: Tensor, size: Size) -> None:
+    """Raise a ValueError if the target (...) of an image of this height and width is not what the task needs."""
     if not task.fits(target.unsqueeze(0), num_classes):
         raise ValueError(
             f"the label is {format_text(tensor_format(target, 0))}; use {task.describe_targets(num_classes)}"
         )
-    check_labels("the label is", target, num_classes, task)
-
-
-def _check_mask(task: Task, num_classes: int, mask: Tensor) -> None:
-    """Raise a ValueError if a mask (H, W) has a value that is neither a class nor the one that is ignored."""
-    if not task.fits(mask.unsqueeze(0), num_classes):
-        raise ValueError(
-            f"the label is {format_text(tensor_format(mask, 0))}; use {task.describe_targets(num_classes)}"
-        )
-    check_labels("the mask has the class", mask, num_classes, task)
+    if task.has_positions:
+        task.check_positions(target.unsqueeze(0), size)
+    prefix = "the mask has the class" if task.per_pixel else "the label is"
+    check_labels(prefix, target, num_classes, task)
 
 
 def _warn_of_one_hot(labels_of_clients: Sequence[Tensor]) -> None:

@@ -311,7 +311,9 @@ class FederatedDataModule(pl.LightningDataModule):
         self.train_sizes = checked.train.sizes
         self.num_classes = checked.num_classes
         self.task = checked.task
-        self.prepare = replace(self.prepare, task=self.task, num_classes=self.num_classes, mask_size=checked.mask_size)
+        self.prepare = replace(
+            self.prepare, task=self.task, num_classes=self.num_classes, prepared_size=checked.prepared_size
+        )
         if self.sampling == "balanced":
             self._check_balanced_sampling(checked)
         self._check_movements(self.task)
@@ -511,7 +513,7 @@ class FederatedDataModule(pl.LightningDataModule):
             assert labels is not None
             is_readable = [position not in failed for position in range(len(images))]
             if any(is_readable):
-                targets = self.prepare.prepare_targets(to_device_async(labels[is_readable], device))
+                targets = self.prepare.prepare_targets(to_device_async(labels[is_readable], device), images)
                 yield self.prepare(to_device_async(images[is_readable], device)), targets
 
     def shift_loader(self, condition: Condition) -> BatchLoader:
@@ -619,6 +621,7 @@ class FederatedDataModule(pl.LightningDataModule):
             return
         self._features = FeatureCache(
             encode,
+            self.prepare.prepare_targets,
             size,
             limit_bytes=self.device_cache_mb * BYTES_PER_MB,
             supports=lambda images: tuple(self.prepare(images).shape[1:]) == image,
@@ -627,7 +630,7 @@ class FederatedDataModule(pl.LightningDataModule):
     def _labelled(self, store: Store | None, device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
         if store is not None:
             for x, y, _ in self._evaluation_loader(self.samples_of(store)):
-                targets = self.prepare.prepare_targets(to_device_async(y, device))
+                targets = self.prepare.prepare_targets(to_device_async(y, device), x)
                 yield self.prepare(to_device_async(x, device)), targets
 
     def _evaluation_loader(self, store: Samples) -> BatchLoader:

@@ -35,6 +35,7 @@ from perada.data.batches.transforms import (
     read_image,
     resize_uint8,
     to_image,
+    upright_size,
 )
 from perada.data.checked import Checked
 from perada.data.federated import FederatedData
@@ -42,6 +43,7 @@ from perada.data.inspection import check_datasets
 from perada.data.sets.base import ImageSet
 from perada.data.sets.manifest import ImageFiles
 from perada.tasks import Task
+from perada.tasks.geometry import Size
 
 SampleKind = Literal["uint8", "float", "tokens"]
 _INTERPOLATION = "bilinear, antialiased"
@@ -201,6 +203,17 @@ class Preprocessing:
             if step.rounded:
                 x = resize_uint8(x, (step.height, step.width))
         return x
+
+    def own_size(self, image: Any) -> Size:  # noqa: ANN401  # see batch()
+        """Return height and width of an image as it is passed, after the rotation in its metadata."""
+        if isinstance(image, str | Path):
+            with Image.open(image) as opened:
+                width, height = upright_size(opened)
+        elif isinstance(image, Image.Image):
+            width, height = upright_size(image)
+        else:
+            height, width = self._as_tensor(image).shape[-2:]
+        return height, width
 
     @property
     def last_size(self) -> int | None:

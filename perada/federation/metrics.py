@@ -15,7 +15,7 @@ from torch import Tensor
 
 from perada.core.checks import OptionError, invalid_option
 from perada.core.text import near_names
-from perada.tasks import Regression, Segmentation, Task
+from perada.tasks import Keypoints, Regression, Segmentation, Task
 from perada.tasks.base import SummedMetric
 
 if TYPE_CHECKING:
@@ -145,8 +145,12 @@ BUILT_IN: dict[str, Compute | None] = {
 }
 
 
-SUMMED_METRICS = {**Segmentation().summed_metrics(classes=1), **Regression().summed_metrics(classes=1)}
-"""Metrics of masks and of numbers by name, with options of their own."""
+SUMMED_METRICS = {
+    **Segmentation().summed_metrics(classes=1),
+    **Regression().summed_metrics(classes=1),
+    **Keypoints(image_size=1).summed_metrics(classes=2),
+}
+"""Metrics of masks, of numbers and of keypoints by name, with options of their own."""
 
 
 def metric_names(choice: MetricChoice) -> list[str]:

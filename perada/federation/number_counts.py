@@ -20,7 +20,7 @@ _RESIDUAL_QUANTILE = 0.99
 
 
 class NumberCounts:
-    """Counts one model's predicted numbers, for all clients together.
+    """Counts one model's predicted numbers, for all clients together. Predictions of another form are not counted.
 
     The counts are those of a figure: no number of a single image is in the record, except for the smallest and the
     largest true value, from which the edges of the bins follow.
@@ -47,6 +47,9 @@ class NumberCounts:
             logits = logits[counted]
             y = y[counted]
         predicted = self.task.predicted(logits)
+        if predicted.ndim != 2:
+            # Such as the boxes of a custom task, which no figure shows.
+            return
         self._predicted.append(predicted)
         self._targets.append(y.view_as(predicted))
 
@@ -57,7 +60,8 @@ class NumberCounts:
             ``numbers``, for each target: ``edges`` of the bins of true values and of predictions, and ``counts`` of
             images with a row for each bin of true values and a column for each bin of predictions; ``residual_edges``
             and ``residual_counts`` of the residuals, prediction − true value, with their ``residual_mean`` and
-            ``residual_std``. What lies outside of the edges is counted in the first or the last bin. The list is empty
+            ``residual_std``. What lies outside of the edges is counted in the first or the last bin. Images whose true
+            value is unknown (NaN) are left out; if these are all, counts, mean and deviation are 0. The list is empty
             without predictions. Only ``failed_images``, their number, if outputs of the model are NaN or infinite for
             some images.
         """
@@ -78,12 +82,15 @@ class NumberCounts:
             if failed_images:
                 return {FAILED_IMAGES: failed_images}
             for x, y in zip(predicted_numbers.T, true_numbers.T, strict=True):
-                numbers.append(_counts_of_target(y, x))
+                is_known = ~y.isnan()
+                numbers.append(_counts_of_target(y[is_known], x[is_known]))
         return {"numbers": numbers}
 
 
 def _counts_of_target(targets: Tensor, predicted: Tensor) -> dict[str, Any]:
     """Return the entry of one target in :meth:`NumberCounts.record`, from its true values and predictions (N,)."""
+    if not len(targets):
+        return _no_counts()
     low = float(targets.min())
     high = float(targets.max())
     # Equal targets have no range.
@@ -104,6 +111,19 @@ def _counts_of_target(targets: Tensor, predicted: Tensor) -> dict[str, Any]:
         "residual_counts": residual_counts.tolist(),
         "residual_mean": float(residuals.mean()),
         "residual_std": float(residuals.std(correction=0)),
+    }
+
+
+def _no_counts() -> dict[str, Any]:
+    """Return the entry of a target that no image has."""
+    edges = np.linspace(-1, 1, BINS + 1).tolist()
+    return {
+        "edges": edges,
+        "counts": [[0] * BINS] * BINS,
+        "residual_edges": edges,
+        "residual_counts": [0] * BINS,
+        "residual_mean": 0.0,
+        "residual_std": 0.0,
     }
 
 

@@ -72,6 +72,7 @@ PREDICTIONS_IN_CODE = {
     "MultiLabel": "outputs.sigmoid()",
     "Segmentation": "outputs.softmax(1)",
     "Regression": "outputs",
+    "Keypoints": "outputs",
 }
 """Python expression of a task's predictions, by the name of its class, without the units of numbers."""
 
@@ -96,6 +97,10 @@ def prediction_code(task: Record) -> str:
     'outputs + torch.tensor([1.5])'
     """
     expression = PREDICTIONS_IN_CODE[task["class_path"]]
+    if task["class_path"] == "Keypoints":
+        points = "outputs.unflatten(1, (-1, 2))"
+        scale = _scale_of_keypoints(task["init_args"])
+        return f"({points} * torch.tensor({scale.half}) + torch.tensor({scale.center})).flatten(1)"
     if task["class_path"] == "Regression":
         for name, operator in (("std", "*"), ("mean", "+")):
             numbers = task["init_args"].get(name)
@@ -103,6 +108,21 @@ def prediction_code(task: Record) -> str:
                 values = [float(number) for number in (numbers if isinstance(numbers, Sequence) else [numbers])]
                 expression += f" {operator} torch.tensor({values})"
     return expression
+
+
+class _PointScale(NamedTuple):
+    """Numbers by which coordinates (x, y) in pixels follow from outputs: center + half · output."""
+
+    center: list[float]
+    half: list[float]
+
+
+def _scale_of_keypoints(options: Record) -> _PointScale:
+    """Return the scale of the coordinates, from the options of :class:`.Keypoints` in a file that may be hostile."""
+    size = options["image_size"]
+    height, width = size if isinstance(size, Sequence) and not isinstance(size, str) else (size, size)
+    sides = [float(width), float(height)]
+    return _PointScale(center=[(side - 1) / 2 for side in sides], half=[side / 2 for side in sides])
 
 
 class TaskWords(NamedTuple):
@@ -133,6 +153,18 @@ def metric_title(info: Record) -> str:
 def task_words(task: Record) -> TaskWords:
     """Return the words for a task in a card, from its record (:meth:`.Task.record`)."""
     unit = unit_of(task)
+    if task["class_path"] == "Keypoints":
+        scale = _scale_of_keypoints(task["init_args"])
+        return TaskWords(
+            sentence="Keypoints in images. The number of coordinates, x and y of each point, is",
+            targets="",
+            unit=unit,
+            predictions=(
+                f"the predictions are x = {scale.center[0]:g} + {scale.half[0]:g} · output and "
+                f"y = {scale.center[1]:g} + {scale.half[1]:g} · output, in pixels of the prepared image"
+            ),
+            pipeline_tag="keypoint-detection",
+        )
     if not task.get("has_classes", True):
         options = task["init_args"]
         predictions = "they are the predictions"

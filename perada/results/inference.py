@@ -17,13 +17,14 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from perada.core.checks import checked_path
 from perada.core.files import check_output_file, check_output_folder, writing
 from perada.core.text import FORMULA, abbreviated, cell_text, number_cells, quoted
-from perada.data.batches.transforms import read_image, resize_masks
+from perada.data.batches.transforms import read_image
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.folders import list_images
 from perada.data.sets.tables import check_encoding, existing_spelling, read_table
 from perada.federation.failed_outputs import REMEDY, FailedOutputsError
 from perada.federation.scores import finite_outputs
 from perada.results.overwriting import foreign_file
+from perada.tasks.geometry import resize_masks
 
 _TABLES = (".csv", ".tsv", ".parquet")
 _MARK = ("Software", "perada")

@@ -297,6 +297,12 @@ class Models:
         typical = torch.cat(masks)[is_finite].clone() if masks else None
         probabilities = task.predictions(logits)
         labels = task.predicted(logits)
+        # Masks of images of several sizes could not be stacked; Predictions.save_masks resizes them.
+        if task.has_positions and not task.per_pixel:
+            own_sizes = [preprocessing.own_size(image) for image in predicted_images]
+            _, height, width = preprocessing.shape
+            probabilities = task.in_own_pixels(probabilities, (height, width), own_sizes)
+            labels = task.in_own_pixels(labels, (height, width), own_sizes)
         paths = None
         if all(isinstance(image, str | Path) for image in predicted_images):
             paths = tuple(str(image) for image in predicted_images)

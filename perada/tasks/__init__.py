@@ -6,11 +6,12 @@ from torch import Tensor
 from perada.tasks.base import Task
 from perada.tasks.class_task import ClassTask
 from perada.tasks.classification import Classification
+from perada.tasks.keypoints import Keypoints
 from perada.tasks.multi_label import MultiLabel
 from perada.tasks.regression import Regression
 from perada.tasks.segmentation import Segmentation
 
-__all__ = ["ClassTask", "Classification", "MultiLabel", "Regression", "Segmentation", "Task"]
+__all__ = ["ClassTask", "Classification", "Keypoints", "MultiLabel", "Regression", "Segmentation", "Task"]
 
 DEFAULT_TASK = Classification()
 """Task of functions that are called without data, such as dry runs."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from perada.core.checks import OptionError
 from perada.core.states import double
+from perada.tasks.geometry import ImageMoves, Size, resize_masks
 
 Average = Literal["logits", "probabilities"]
 """Which outputs of several models are averaged."""
@@ -109,6 +110,9 @@ class Task(ABC):
     """Whether an image has exactly one of the classes, so that predictions can be counted by class."""
     per_pixel: ClassVar[bool] = False
     """Whether there is a prediction for each pixel: logits (N, H, W, K), where the network returns (N, K, H, W)."""
+    has_positions: ClassVar[bool] = False
+    """Whether targets are positions in the image, as masks and coordinates are. They change when its content is moved
+    or scaled (:meth:`moved`, :meth:`resized`), and have to fit its size (:meth:`check_positions`)."""
     default_metric: ClassVar[str]
     """Metric of the scores unless the option ``metric`` selects others."""
     metric_prefix: ClassVar[str]
@@ -305,12 +309,14 @@ class Task(ABC):
     def check_augmentation(self, options: Sequence[str]) -> None:
         """Raise an OptionError if random changes of the training images would make their targets wrong.
 
-        Classes do not depend on them, and masks are changed like their images.
+        Classes do not depend on them. Targets with positions are moved by :meth:`moved`. A task of numbers without
+        positions has to define this method, since only it knows whether a mirrored image has the same number.
 
         Args:
             options: The data module's options that are set, of ``flip`` and ``crop_padding``.
         """
-        return
+        if not (self.has_classes or self.has_positions):
+            self.check_moved_images(options, "training images")
 
     def check_moved_images(self, changes: Sequence[str], images: str) -> None:
         """Raise an OptionError if changes of images that move their content would make the targets wrong.
@@ -321,6 +327,62 @@ class Task(ABC):
             changes: Corruptions or scanners that move the content of images, without their targets.
             images: What these images are, for the message.
         """
+        if changes and (self.has_positions or not self.has_classes):
+            names = " and ".join(changes)
+            raise OptionError(
+                f"{names} would move the content of {images}, but not the targets of {self}: leave {names} out",
+                name=changes[0],
+                value=True,
+            )
+
+    def moved(self, targets: Tensor, moves: ImageMoves) -> Tensor:
+        """Return targets (N, ...) of images that are shifted and mirrored.
+
+        By default masks are moved like their images, with :attr:`border_target` outside of them, and targets without
+        positions stay the same.
+
+        Args:
+            targets: The targets.
+            moves: How the images are moved, which has methods for masks and for points.
+        """
+        if self.has_positions and self.per_pixel:
+            return moves.move_masks(targets, self.border_target)
+        return targets
+
+    def resized(self, targets: Tensor, size: Size, new_size: Size) -> Tensor:
+        """Return targets of images that are resized.
+
+        By default masks are resized by nearest neighbour, and targets without positions stay the same.
+
+        Args:
+            targets: Targets (..., *T) of images of one size, with any leading axes.
+            size: Height and width of the images.
+            new_size: Their height and width after they are resized.
+        """
+        if self.has_positions and self.per_pixel:
+            return resize_masks(targets, new_size)
+        return targets
+
+    def in_own_pixels(self, predictions: Tensor, prepared_size: Size, own_sizes: Sequence[Size]) -> Tensor:
+        """Return predictions (N, ...) of positions in the pixels of the images that were passed; by default unchanged.
+
+        Args:
+            predictions: Predictions for N images, which the model got in one size.
+            prepared_size: Height and width of the images that the model got.
+            own_sizes: Height and width of each image before it was resized.
+        """
+        return predictions
+
+    def check_positions(self, targets: Tensor, size: Size) -> None:
+        """Raise a ValueError if targets with positions (N, ...) do not fit images of this height and width."""
+        if self.per_pixel and tuple(targets.shape[-2:]) != size:
+            raise ValueError(
+                f"masks are {tuple(targets.shape[-2:])}, but their images are {size}; use masks of the size of the "
+                "images"
+            )
+
+    def check_prepared_size(self, size: Size) -> None:
+        """Raise an OptionError if an option does not match the height and width of the images that the model gets."""
         return
 
     @property

@@ -18,7 +18,7 @@ from perada.core.checks import (
     without_effect,
 )
 from perada.core.states import double, loses_digits, to_device_async
-from perada.tasks.base import Average, SummedMetric, Task
+from perada.tasks.base import SummedMetric, Task
 from perada.tasks.deviation import (
     Determination,
     MeanAbsoluteError,
@@ -26,6 +26,7 @@ from perada.tasks.deviation import (
     PearsonCorrelation,
     RootMeanSquaredError,
 )
+from perada.tasks.number_task import NumberTask
 
 Movement = Literal[
     "flip",
@@ -46,7 +47,7 @@ Numbers = float | Sequence[float]
 
 
 @dataclass(frozen=True, repr=False)
-class Regression(Task):
+class Regression(NumberTask):
     """D numbers per image: the mean loss of their deviations from the targets.
 
     Targets are finite numbers (N,) or (N, D), and the network has D outputs. With ``mean`` μ and ``std`` σ it learns
@@ -77,10 +78,7 @@ class Regression(Task):
         OptionError: If an option is out of range.
     """
 
-    has_classes: ClassVar[bool] = False
     default_metric: ClassVar[str] = "mae"
-    metric_prefix: ClassVar[str] = ""
-    metric_size_option: ClassVar[str] = ""
     labels_per_image: ClassVar[str] = "numbers"
 
     loss_function: RegressionLoss = "squared"
@@ -206,26 +204,10 @@ class Regression(Task):
         """Return the predictions (..., D), in double precision where the device supports it."""
         return self.predictions(double(logits))
 
-    def ensemble(self, logits: Tensor, average: Average) -> Tensor:
-        """Return the mean of the outputs: their mean prediction is the prediction of their mean."""
-        return logits.mean(0)
-
-    def mixture(self, first: Tensor, second: Tensor, share: Tensor) -> Tensor:
-        """Return the weighted mean of the outputs, whose prediction is the weighted mean of the predictions."""
-        return share * first + (1 - share) * second
-
-    def distillation_loss(self, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-        """Compute the mean squared difference of the outputs, whatever the temperature."""
-        return F.mse_loss(student, teacher)
-
     def error_rates(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean squared error (N,) of each image, in units of σ² and at most 1."""
         standardized = self._standardized(targets.view(logits.shape), logits)
         return (logits - standardized).square().mean(-1).clamp(max=1)
-
-    def blank_targets(self, shape: Sequence[int], classes: int, device: torch.device) -> Tensor:
-        """Return zeros."""
-        return torch.zeros(*shape, classes, device=device)
 
     def out_of_range(self, targets: Tensor, classes: int) -> Tensor:
         """Return the targets that are not finite."""
@@ -246,20 +228,6 @@ class Regression(Task):
     def describe_targets(self, classes: int) -> str:
         """Describe valid targets."""
         return "one finite number per image" if classes == 1 else f"vectors of {classes} finite numbers"
-
-    def renumber(self, targets: Tensor, class_numbers: Sequence[int], classes: int) -> Tensor:
-        """Move each target to its place in the run; a client must have all of them.
-
-        Raises:
-            ValueError: If the client lacks a target.
-        """
-        if sorted(class_numbers) != list(range(classes)):
-            raise ValueError(f"the data have {len(class_numbers)} of the run's {classes} targets; provide all of them")
-        if targets.ndim == 1:
-            return targets
-        renumbered = torch.empty_like(targets)
-        renumbered[:, list(class_numbers)] = targets
-        return renumbered
 
     def summed_metrics(self, classes: int) -> Mapping[str, SummedMetric]:
         """Return errors, coefficients of determination and correlations, as means over targets and by target."""

@@ -57,6 +57,7 @@ class Segmentation(ClassTask):
 
     exclusive: ClassVar[bool] = False
     per_pixel: ClassVar[bool] = True
+    has_positions: ClassVar[bool] = True
     default_metric: ClassVar[str] = "dice"
     labels_per_image: ClassVar[str] = "one class per pixel"
 

@@ -10,10 +10,11 @@ from torch.utils.data import TensorDataset
 from perada.core.checks import OptionError
 from perada.data import IID, FederatedData, FederatedDataModule, ImageMasks
 from perada.data.batches.datasets import as_labels
-from perada.data.batches.transforms import Preparation, UnreadableImageError, resize_masks
+from perada.data.batches.transforms import Preparation, UnreadableImageError
 from perada.data.sets.label_types import stack_integers
 from perada.data.sets.masks import decode_mask
 from perada.tasks import Segmentation
+from perada.tasks.geometry import resize_masks
 from tests.masks import squares
 
 SIZE = 8
@@ -207,4 +208,6 @@ def test_all_images_may_be_for_training(tmp_path):
 
 
 def test_preparation_keeps_masks_that_need_no_other_type():
-    assert Preparation().prepare_targets(torch.tensor([[[1]]], dtype=torch.uint8)).dtype == torch.uint8
+    masks = torch.tensor([[[1]]], dtype=torch.uint8)
+    prepare = Preparation(task=Segmentation(), prepared_size=(2, 2))
+    assert prepare.prepare_targets(masks, torch.zeros(1, 3, 1, 1)).dtype == torch.uint8

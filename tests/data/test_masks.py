@@ -11,8 +11,9 @@ from PIL import Image
 import perada
 from perada.core.checks import OptionError
 from perada.data import IID, ByDomain, Dirichlet, FederatedDataModule, HuggingFace, ImageMasks, ImageTable
-from perada.data.batches.transforms import MissingImageError, UnreadableImageError, resize_masks
+from perada.data.batches.transforms import MissingImageError, UnreadableImageError
 from perada.tasks import Segmentation
+from perada.tasks.geometry import resize_masks
 from tests.masks import UNet, squares
 
 SIZE = 32

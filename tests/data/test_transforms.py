@@ -8,7 +8,8 @@ from torchvision.transforms import v2
 from perada.core.rounds import ImageConfig
 from perada.core.seeding import generator
 from perada.data import CohortBatch, EvalBatch
-from perada.data.batches.transforms import Preparation, augment, draw_crops, prepare_images, to_image
+from perada.data.batches.transforms import Preparation, draw_crops, prepare_images, to_image
+from perada.tasks.geometry import augment
 
 IMAGENET = ImageConfig((3, 8, 8), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 

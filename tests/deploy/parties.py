@@ -65,7 +65,7 @@ class Parties:
         return FederatedClassifier(self.options.get("net", self.tiny.net)(), **given)
 
     def data(self, data):
-        return FederatedDataModule(data, batch_size=4, num_classes=3, **self.options.get("data", {}))
+        return FederatedDataModule(data, batch_size=4, **{"num_classes": 3} | self.options.get("data", {}))
 
     def trainer(self, *callbacks):
         every = {"check_val_every_n_epoch": self.every, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
@@ -105,8 +105,14 @@ class Parties:
 
     def coordinator(self, transport, resume=False, classes=None, loggers=(), **terms):
         terms = {"min_sites": len(self.sizes), "deadline": 60.0, "resume": resume} | terms
-        task = self.options.get("data", {}).get("task", Classification())
-        recipe = self.recipe(public=self.whole.public, num_classes=3, classes=classes, loggers=loggers, task=task)
+        data = self.options.get("data", {})
+        recipe = self.recipe(
+            public=self.whole.public,
+            num_classes=data.get("num_classes", 3),
+            classes=classes,
+            loggers=loggers,
+            task=data.get("task", Classification()),
+        )
         return Coordinator(recipe, transport, self.folder / "server", Terms(**terms))
 
     def deployed(self, **terms):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deployed runs with options of labels and of batches, with and without secure sums, against their simulations."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -8,7 +10,7 @@ from torch.utils.data import TensorDataset
 from perada.cli.deploy_status import format_rounds
 from perada.data import FederatedData
 from perada.server import SecureSums
-from perada.tasks import Classification, MultiLabel, Regression
+from perada.tasks import Classification, Keypoints, MultiLabel, Regression
 
 from .parties import Parties
 from .test_parity import assert_equal
@@ -21,6 +23,7 @@ OPTIONS = {
     "focal_gamma": {"task": Classification(focal_gamma=2.0)},
     "unknown labels": {"task": MultiLabel(positive_weights=WEIGHTS)},
     "numbers": {"task": Regression("huber", mean=[1.0, 0.0, 20.0], std=[0.5, 2.0, 10.0])},
+    "keypoints": {"task": Keypoints(8, mirrored=[0, 1]), "num_classes": 4, "flip": True, "crop_padding": 1},
     "mixed images": {"mixup": 0.4, "cutmix": 1.0},
     "balanced sampling": {"sampling": "balanced"},
 }
@@ -51,6 +54,18 @@ def with_numbers(data):
     return FederatedData([*map(relabelled, data.train)], [*map(relabelled, data.test)], data.public)
 
 
+def with_keypoints(data):
+    """Replace the classes of a federation by two points, of which one is sometimes unknown."""
+
+    def relabelled(dataset):
+        images, classes = dataset.tensors
+        points = torch.stack([classes.float(), classes + 2.5, 7.0 - classes, classes + 0.25], 1)
+        points[::3, 2:] = torch.nan
+        return TensorDataset(images, points)
+
+    return FederatedData([*map(relabelled, data.train)], [*map(relabelled, data.test)], data.public)
+
+
 def with_few_of_a_class(data):
     """Replace class 1 by class 0 in every second image."""
 
@@ -72,9 +87,12 @@ def test_a_deployed_run_equals_its_simulation(case, secure_sums, tiny, tmp_path)
         parties.whole = with_few_of_a_class(parties.whole)
     if case == "numbers":
         parties.whole = with_numbers(parties.whole)
+    if case == "keypoints":
+        parties.options["net"] = partial(tiny.net, classes=4)
+        parties.whole = with_keypoints(parties.whole)
     if case == "unknown labels":
         parties.whole = with_unknown_labels(parties.whole)
     loop, coordinator = assert_equal(parties)
     error_of_numbers = loop.history[-1]["personal/local_test"]
     rounds = format_rounds(coordinator.progress)
-    assert (f" {error_of_numbers:.4g} |" in rounds and "%" not in rounds) == (case == "numbers")
+    assert (f" {error_of_numbers:.4g} |" in rounds and "%" not in rounds) == (case in ("numbers", "keypoints"))

@@ -14,6 +14,7 @@ from perada.core.states import expand, get_state, parameter_keys
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.features import BLOCK, FeatureCache, FeatureStore
 from perada.data.batches.samples import make_store
+from perada.data.batches.transforms import Preparation
 from perada.engine import Engine
 from perada.engine.fold import fold
 from perada.engine.frozen_trunk import find_trunk
@@ -287,14 +288,14 @@ def test_a_store_computes_whole_blocks_once():
         asked.append(len(images))
         return images.flatten(1).cumsum(1)
 
-    store = FeatureStore(plain, encode)
+    store = FeatureStore(plain, encode, Preparation().prepare_targets)
     for owners, indices in (([0, 0], [3, 200]), ([1, 0, 1], [5, 3, 5]), ([2, 1, 0], [29, 39, 0])):
         owners, indices = torch.tensor(owners), torch.tensor(indices)
         x, y = plain.take(owners, indices)
         got, labels = store.take(owners, indices)
         assert torch.equal(got, x.flatten(1).cumsum(1)) and torch.equal(labels, y)
     assert asked == [BLOCK, 64]
-    cache = FeatureCache(encode, 4, 4 * 4 * (sum(sizes) + 10), supports=lambda _: True)
+    cache = FeatureCache(encode, Preparation().prepare_targets, 4, 4 * 4 * (sum(sizes) + 10), supports=lambda _: True)
     other = make_store([TensorDataset(torch.randn(11, 2, 2), torch.arange(11))])
     assert isinstance(cache(plain), FeatureStore) and cache(plain) is cache(plain)
     assert cache(other) is other  # does not fit beside the first

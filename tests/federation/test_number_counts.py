@@ -7,7 +7,7 @@ import torch
 
 from perada.core.ranks import Ranks
 from perada.federation.number_counts import BINS, NumberCounts
-from perada.tasks import Regression
+from perada.tasks import Keypoints, Regression
 
 
 @pytest.mark.parametrize("targets", [1, 2])
@@ -48,6 +48,19 @@ def test_only_counted_predictions_count():
     (record,) = counts.record(Ranks())["numbers"]
     assert sum(record["residual_counts"]) == 2
     assert record["residual_mean"] == pytest.approx(-0.5)
+
+
+def test_unknown_true_values_are_left_out():
+    """Of coordinates, some images or all may have no value."""
+    nan = float("nan")
+    y = torch.tensor([[nan, nan, 5.0, nan], [4.0, 6.0, 7.0, nan], [1.0, 2.0, 3.0, nan]])
+    counts = NumberCounts(Keypoints(8))
+    outputs = torch.tensor([[0.0, 0.25, -0.5, 0.0]]).expand(3, 4)  # pixels 3.5, 4.5, 1.5 and 3.5
+    counts.update(outputs, y, torch.zeros(3, dtype=torch.int64))
+    records = counts.record(Ranks())["numbers"]
+    assert [sum(record["residual_counts"]) for record in records] == [2, 2, 3, 0]
+    assert [sum(map(sum, record["counts"])) for record in records] == [2, 2, 3, 0]
+    assert [record["residual_mean"] for record in records] == pytest.approx([1.0, 0.5, -3.5, 0.0])
 
 
 def test_predictions_that_are_not_finite_are_counted_and_nothing_else():

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from perada.engine import Engine
 from perada.privacy import Privacy
-from perada.tasks import Classification, MultiLabel, Regression
+from perada.tasks import Classification, Keypoints, MultiLabel, Regression
 
 from .opacus_loop import NoisyGradients
 from .test_gradients import CLASSES, COUNTS, assert_same, model, query
@@ -50,6 +50,24 @@ def of_numbers(outputs, targets):
     return sum(terms) / len(terms)
 
 
+def of_known_points(outputs, targets):
+    terms = []
+    for place, (output, target) in enumerate(zip(outputs[0], targets[0], strict=True)):
+        side = (16, 12)[place % 2]
+        if not targets[0, place - place % 2 : place - place % 2 + 2].isnan().any():
+            terms.append((output - ((target + 0.5) / (side / 2) - 1)) ** 2)
+    return sum(terms) / len(terms) if terms else outputs.sum() * 0
+
+
+def points():
+    """Points in images of 12 × 16 pixels, of which the last image has no known one."""
+    coordinates = 12 * torch.rand(len(COUNTS), max(COUNTS), CLASSES, generator=torch.Generator().manual_seed(5))
+    coordinates[0, 0, :2] = math.nan
+    coordinates[0, 1, 2] = math.nan
+    coordinates[2, 1] = math.nan
+    return coordinates
+
+
 def numbers():
     """Targets in the units of the means, some of them far away."""
     random = torch.Generator().manual_seed(4)
@@ -71,6 +89,7 @@ CASES = {
     "label_smoothing": (Classification(label_smoothing=0.2), smoothed),
     "focal_gamma": (Classification(focal_gamma=2.0), focal),
     "numbers": (Regression("huber", delta=0.7, mean=MEANS, std=STDS), of_numbers),
+    "keypoints": (Keypoints([12, 16]), of_known_points),
     "unknown labels": (MultiLabel(positive_weights=WEIGHTS), of_known_labels),
 }
 
@@ -99,6 +118,8 @@ def test_each_image_is_clipped_by_the_gradient_of_its_own_loss(case):
     asked = query(net)
     if case == "numbers":
         asked = replace(asked, y=numbers())
+    if case == "keypoints":
+        asked = replace(asked, y=points())
     if case == "unknown labels":
         asked = replace(asked, y=unknown_labels())
     gradients = [list(image_gradients(net, asked, client, loss_of_image)) for client in range(len(COUNTS))]

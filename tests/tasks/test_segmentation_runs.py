@@ -21,13 +21,14 @@ from perada.core.checks import OptionError
 from perada.core.rounds import Phase
 from perada.core.states import get_state, stack
 from perada.data import FederatedData, FederatedDataModule
-from perada.data.batches.transforms import augment, prepare_images
+from perada.data.batches.transforms import prepare_images
 from perada.engine.engine import Engine
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 from perada.results.formats import export_model
 from perada.server.distill import Distillation, TeacherBatches
 from perada.tasks import Segmentation
+from perada.tasks.geometry import augment
 from tests.masks import SIZE, UNet, hospitals, squares
 
 

@@ -387,6 +387,21 @@ def location_of(dataset: object, index: int) -> str:
     return ""
 
 
+def size_of_targets(dataset: object, index: int) -> tuple[int, int] | None:
+    """Return the height and width that the target of an item refers to; None for those of the image.
+
+    They differ for image files with coordinates (:meth:`.ImageFiles.original_size`), of which only the images are
+    resized as they are read.
+    """
+    if isinstance(dataset, Subset):
+        return size_of_targets(dataset.dataset, dataset.indices[index])
+    original_size = getattr(dataset, "original_size", None)
+    if original_size is None:
+        return None
+    size: tuple[int, int] | None = original_size(index)
+    return size
+
+
 def tensor_format(tensor: Tensor, skip: int = 1) -> TensorFormat:
     """Return the shape without the first ``skip`` axes, and the dtype."""
     return tuple(tensor.shape[skip:]), tensor.dtype

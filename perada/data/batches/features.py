@@ -21,6 +21,7 @@ class FeatureCache:
 
     Args:
         encode: Computes features (B, F) of images (B, ...) as they are stored.
+        prepare_targets: Scales targets with images as they are stored (:meth:`.Preparation.prepare_targets`).
         size: Number of features F of an image.
         limit_bytes: Memory limit for all features together.
         supports: Whether ``encode`` accepts images (1, ...).
@@ -29,11 +30,13 @@ class FeatureCache:
     def __init__(
         self,
         encode: Callable[[Tensor], Tensor],
+        prepare_targets: Callable[[Tensor, Tensor], Tensor],
         size: int,
         limit_bytes: int,
         supports: Callable[[Tensor], bool],
     ) -> None:
         self.encode = encode
+        self.prepare_targets = prepare_targets
         self.size = size
         self.available_bytes = limit_bytes
         self.supports = supports
@@ -45,23 +48,29 @@ class FeatureCache:
             needed_bytes = BYTES_PER_FEATURE * self.size * sum(store.sizes)
             if 0 < needed_bytes <= self.available_bytes and self.supports(store.images[:1]):
                 self.available_bytes -= needed_bytes
-                self.stores[id(store)] = FeatureStore(store, self.encode)
+                self.stores[id(store)] = FeatureStore(store, self.encode, self.prepare_targets)
             else:
                 self.stores[id(store)] = store
         return self.stores[id(store)]
 
 
 class FeatureStore(Samples):
-    """The samples of a store with features (F,) instead of images.
+    """The samples of a store with features (F,) instead of images, and targets that are scaled with the images.
 
     Features are computed on the device of the images when they are first read.
     """
 
     on_device = True
 
-    def __init__(self, store: TensorStore, encode: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        store: TensorStore,
+        encode: Callable[[Tensor], Tensor],
+        prepare_targets: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
         self.store = store
         self.encode = encode
+        self.prepare_targets = prepare_targets
         self.sizes = store.sizes
         self.has_classes = store.has_classes
         self._is_computed = torch.zeros(math.ceil(len(store.table) / BLOCK), dtype=torch.bool)
@@ -86,7 +95,7 @@ class FeatureStore(Samples):
         labels = self.store.labels
         if labels is not None:
             rows = self.store.table[positions].to(labels.device)
-            labels = to_device_async(labels[rows], device)
+            labels = self.prepare_targets(to_device_async(labels[rows], device), self.store.images[:1])
         return self._features[positions.to(device)], labels, {}
 
     def _compute(self, block: int) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from perada.core.rounds import batch_indices
 from perada.core.seeding import generator
-from perada.data.batches.transforms import Preparation, augment, draw_crops
+from perada.data.batches.transforms import Preparation, draw_crops
+from perada.tasks.geometry import augment
 
 
 def public_indices(

@@ -46,6 +46,7 @@ from perada.data.batches.datasets import (
     read_item,
     resolve_subset,
     seed_all,
+    size_of_targets,
     tensor_format,
     tensor_source,
 )
@@ -53,12 +54,12 @@ from perada.data.batches.transforms import (
     UnreadableImageError,
     check_dtype,
     pad,
-    resize_masks,
     resize_uint8,
     to_image,
 )
 from perada.data.batches.workers import WorkerPool, WorkerProgress, worker_loader
 from perada.privacy.sampling import poisson_batches, shuffled_batches
+from perada.tasks.geometry import Size
 
 Rows = tuple[Tensor, Tensor | None, dict[int, Exception]]
 """Images, labels, and the errors of those that cannot be read, by their position in the images."""
@@ -224,9 +225,10 @@ class MapStore(Samples):
 
     Attributes:
         classes: Number of each label, if an image has a single label. Set by the checks of the data.
-        check_mask: Raises a ValueError for an invalid mask, if labels are masks. Set by the checks of the data.
-        check_target: Raises a ValueError for an invalid label that is neither a class nor a mask. Set by the checks of
-            the data.
+        check_target: Raises a ValueError for an invalid label that is not a class, given the height and width that it
+            refers to. Set by the checks of the data.
+        resize_target: Scales a label with positions, such as a mask, with its image; see :meth:`.Task.resized`. Set by
+            the checks of the data.
         known_labels: Labels of each client whose labels are all known, else None. Set by the checks of the data.
         client_names: Names of the clients for messages.
         progress: Where workers record what they are reading.
@@ -248,8 +250,8 @@ class MapStore(Samples):
         self.size = size
         self.sizes = tuple(len(resolve(dataset).rows) for dataset in datasets)
         self.classes: Mapping[str, int] | range | None = None
-        self.check_mask: Callable[[Tensor], None] | None = None
-        self.check_target: Callable[[Tensor], None] | None = None
+        self.check_target: Callable[[Tensor, Size], None] | None = None
+        self.resize_target: Callable[[Tensor, Size, Size], Tensor] | None = None
         self.known_labels: list[Tensor | None] = [None] * len(datasets)
         self.client_names: Sequence[str] | None = None
         self.progress: WorkerProgress | None = None
@@ -293,40 +295,37 @@ class MapStore(Samples):
                 remedy="fix it or leave it out",
                 owner=owner_name,
             )
-        if self.check_mask is not None and isinstance(label, Tensor):
-            self._check_mask_of(image, label, owner, index)
         if self.check_target is not None and isinstance(label, Tensor):
-            self._check_target_of(label, owner, index)
+            label = self._checked_target(label, image, owner, index)
         if resize and self.size is not None and image.dtype == torch.uint8:
+            size = _size_of(image)
             image = resize_uint8(image, self.size)
-            if self.check_mask is not None and isinstance(label, Tensor):
-                label = resize_masks(label, self.size)
+            if self.resize_target is not None and isinstance(label, Tensor):
+                label = self.resize_target(label, size, _size_of(image))
         if label is not None and self.classes is not None:
             label = self.class_number(owner, label)
         return image, label
 
-    def _check_mask_of(self, image: Tensor, mask: Tensor, owner: int, index: int) -> None:
-        """Raise a ValueError if the mask of an image has another size than the image, or an unknown class."""
-        assert self.check_mask is not None
-        sample = f"{self._owner_name(owner)}, sample {index}{location_of(self.datasets[owner], index)}"
-        if mask.shape != image.shape[-2:]:
-            raise ValueError(
-                f"{sample}: the mask is {tuple(mask.shape)}, but the image is {tuple(image.shape[-2:])}; use masks of "
-                "the size of the images"
-            )
-        try:
-            self.check_mask(mask)
-        except ValueError as error:
-            raise ValueError(f"{sample}: {error}") from None
+    def _checked_target(self, target: Tensor, image: Tensor, owner: int, index: int) -> Tensor:
+        """Return the target of an image, scaled like the image if its dataset resizes only the images.
 
-    def _check_target_of(self, target: Tensor, owner: int, index: int) -> None:
-        """Raise a ValueError that names the sample if its target is invalid."""
+        Raises:
+            ValueError: If the target is invalid. The message names the sample.
+        """
         assert self.check_target is not None
+        dataset = self.datasets[owner]
+        size = _size_of(image)
+        own_size = size
+        if self.resize_target is not None:
+            own_size = size_of_targets(dataset, index) or size
         try:
-            self.check_target(target)
+            self.check_target(target, own_size)
         except ValueError as error:
-            sample = f"{self._owner_name(owner)}, sample {index}{location_of(self.datasets[owner], index)}"
+            sample = f"{self._owner_name(owner)}, sample {index}{location_of(dataset, index)}"
             raise ValueError(f"{sample}: {error}") from None
+        if self.resize_target is None:
+            return target
+        return self.resize_target(target, own_size, size)
 
     def class_number(self, owner: int, label: Tensor | str) -> Tensor:
         """Return the number of a label's class.
@@ -447,6 +446,14 @@ def make_store(
     if not sources:
         return MapStore(datasets, labelled, size, resolve, owner)
     return TensorStore(sources)
+
+
+def _size_of(image: Tensor) -> Size:
+    """Return height and width of an image (Ch, H, W). Other samples, such as texts, have none: (0, 0)."""
+    if image.ndim < 2:
+        return 0, 0
+    height, width = image.shape[-2:]
+    return height, width
 
 
 def _named_owner(owner: str, client: int) -> str:

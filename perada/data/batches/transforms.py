@@ -23,9 +23,9 @@ from perada.core.seeding import generator
 from perada.core.states import to_device_async
 from perada.core.text import dtype_name, value_text
 from perada.data.batches.mixing import Mixing
-from perada.data.sets.label_types import holds
 from perada.engine.engine import real_rows
 from perada.tasks import Classification, Task
+from perada.tasks.geometry import ImageMoves, Size
 
 BatchT = TypeVar("BatchT", CohortBatch, dict[str, CohortBatch], EvalBatch, Tensor)
 WHOLE_SCALE = 65535
@@ -375,30 +375,6 @@ def resize_uint8(image: Tensor, size: int | tuple[int, int]) -> Tensor:
     return resized
 
 
-def resize_masks(masks: Tensor, size: int | tuple[int, int]) -> Tensor:
-    """Resize masks (..., H, W) of classes by nearest neighbour, to a square or to (height, width).
-
-    >>> resize_masks(torch.tensor([[0, 1], [2, 3]]), (2, 4)).tolist()
-    [[0, 0, 1, 1], [2, 2, 3, 3]]
-    """
-    height_and_width = (size, size) if isinstance(size, int) else size
-    if tuple(masks.shape[-2:]) == height_and_width:
-        return masks
-    rows = _nearest_places(masks.shape[-2], height_and_width[0], masks.device)
-    columns = _nearest_places(masks.shape[-1], height_and_width[1], masks.device)
-    return masks.index_select(-2, rows).index_select(-1, columns)
-
-
-def _nearest_places(length: int, new_length: int, device: torch.device) -> Tensor:
-    """Return the pixel (new_length,) of an axis that is closest to each pixel of the resized axis.
-
-    The centres of pixels are where the bilinear resizing of images has them. Integers are exact for every value of a
-    mask, which single precision is not.
-    """
-    twice_the_centres = 2 * torch.arange(new_length, device=device) + 1
-    return twice_the_centres * length // (2 * new_length)
-
-
 def prepare_images(images: Tensor, image: ImageConfig | None = None, size: int | None = None) -> Tensor:
     """Prepare uint8 images for the model: scale to [0, 1], resize, normalise, and repeat one channel if it takes three.
 
@@ -437,34 +413,6 @@ def draw_crops(count: int, flip: bool, padding: int, generator: torch.Generator)
     offsets = torch.randint(0, 2 * padding + 1, (count, 2), generator=generator)
     mirrored = torch.randint(0, 2, (count, 1), generator=generator)
     return torch.cat([offsets, mirrored * flip], dim=1)
-
-
-def augment(images: Tensor, crops: Tensor, padding: int, border: int = 0) -> Tensor:
-    """Shift and mirror images (N, Ch, H, W) in one gather.
-
-    Args:
-        images: The images.
-        crops: Integers (N, 3) of :func:`draw_crops`.
-        padding: Width in pixels of the border around an image, within which it is shifted.
-        border: Value of the border.
-
-    >>> image = torch.arange(4).view(1, 1, 2, 2)
-    >>> augment(image, torch.tensor([[1, 1, 1]]), 1).tolist()  # in place, mirrored
-    [[[[1, 0], [3, 2]]]]
-    """
-    num_images, channels, height, width = images.shape
-    padded = functional.pad(images, (padding,) * 4, value=border)
-    crops = to_device_async(crops, images.device)
-    top = crops[:, 0, None]
-    left = crops[:, 1, None]
-    mirrored = crops[:, 2, None] > 0
-    rows = top + torch.arange(height, device=images.device)
-    columns = torch.arange(width, device=images.device).expand(num_images, width)
-    columns = left + torch.where(mirrored, width - 1 - columns, columns)
-    # All indices broadcast to (N, Ch, H, W).
-    image_index = torch.arange(num_images, device=images.device)[:, None, None, None]
-    channel_index = torch.arange(channels, device=images.device)[None, :, None, None]
-    return padded[image_index, channel_index, rows[:, None, :, None], columns[:, None, None, :]]
 
 
 def pad(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -508,8 +456,8 @@ class Preparation:
         mixing: Mixes the training images of a client after they were prepared.
         task: Mixes the targets.
         num_classes: Number of classes K.
-        mask_size: Height and width to resize masks to; None keeps them. It is the size of the prepared images, which is
-            not always ``image_size``: only uint8 images are resized.
+        prepared_size: Height and width of the prepared images, to which targets with positions are scaled. It is not
+            always ``image_size``: only uint8 images are resized. None keeps the targets.
         dtype: Type that floating-point images are converted to; None keeps theirs.
     """
 
@@ -523,7 +471,7 @@ class Preparation:
     mixing: Mixing = field(default_factory=Mixing)
     task: Task = field(default_factory=Classification)
     num_classes: int = 0
-    mask_size: tuple[int, int] | None = None
+    prepared_size: Size | None = None
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -569,7 +517,7 @@ class Preparation:
             return self._prepare_images(batch)
         if isinstance(batch, EvalBatch):
             x = self._prepare_images(batch.x)
-            return batch._replace(x=x, y=self.prepare_targets(batch.y))
+            return batch._replace(x=x, y=self.prepare_targets(batch.y, batch.x))
         if isinstance(batch, CohortBatch):
             return self._prepare_cohort(batch)
         return {stream: self._prepare_cohort(stream_batch, stream) for stream, stream_batch in batch.items()}
@@ -585,22 +533,33 @@ class Preparation:
             return batch
         batch = self._augment(batch, stream)
         x = self._prepare_images(batch.x)
+        y = self.prepare_targets(batch.y, batch.x)
         width = x.shape[1]
         if min(batch.counts) < width:
             # Normalisation changed the zeros of the padding.
             is_real = real_rows(batch.counts, width, x.device)
             x = x * is_real.view(*is_real.shape, *[1] * (x.ndim - 2))
-        batch = batch._replace(x=x, y=self.prepare_targets(batch.y))
+        batch = batch._replace(x=x, y=y)
         if self.mixing.mixes:
             return self.mixing(batch, self.seed, self.task, self.num_classes)
         return batch
 
-    def prepare_targets(self, targets: Tensor) -> Tensor:
-        """Resize masks (..., H, W) like their images, and return other targets as they are."""
-        return targets if self.mask_size is None else resize_masks(targets, self.mask_size)
+    def prepare_targets(self, targets: Tensor, images: Tensor) -> Tensor:
+        """Scale targets with positions, such as masks, with their images, and return other targets as they are.
+
+        Args:
+            targets: Targets (..., *T) with the leading axes of the images.
+            images: The images (..., Ch, H, W) before they are prepared. Features in their place have no size, and their
+                targets were scaled with the images from which they were computed.
+        """
+        has_size = images.ndim >= 4
+        if self.prepared_size is None or not self.task.has_positions or not has_size:
+            return targets
+        height, width = images.shape[-2:]
+        return self.task.resized(targets, (height, width), self.prepared_size)
 
     def _augment(self, batch: CohortBatch, stream: str | None) -> CohortBatch:
-        """Shift and mirror the images (C, B, Ch, H, W) at random, if configured, and masks with them."""
+        """Shift and mirror the images (C, B, Ch, H, W) at random, if configured, and targets that move with them."""
         if not self.augments:
             return batch
         purpose = "augment"
@@ -615,13 +574,8 @@ class Preparation:
             source = generator(seed, purpose, batch.round, client, *batch.step_ids)
             crops_of_clients.append(draw_crops(count, self.flip, self.crop_padding, source))
         crops = pad(torch.cat(crops_of_clients), batch.counts).flatten(0, 1)
-        x = augment(batch.x.flatten(0, 1), crops, self.crop_padding).view_as(batch.x)
-        if not self.task.per_pixel:
-            return batch._replace(x=x)
-        # Pixels that come from outside of the image have no class.
-        border = self.task.border_target
-        masks = batch.y.flatten(0, 1).unsqueeze(1)
-        if not holds(masks.dtype, border):
-            masks = masks.long()
-        y = augment(masks, crops, self.crop_padding, border).view_as(batch.y)
+        height, width = batch.x.shape[-2:]
+        moves = ImageMoves(crops, self.crop_padding, (height, width))
+        x = moves.move_images(batch.x.flatten(0, 1)).view_as(batch.x)
+        y = self.task.moved(batch.y.flatten(0, 1), moves).view(batch.y.shape)
         return batch._replace(x=x, y=y)

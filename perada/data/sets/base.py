@@ -48,9 +48,11 @@ class ImageSet(Dataset[Any], ABC):
         identities: A string (N,) for each image, or for its group, that decides whether it is held out; None to decide
             by position.
         movements: Names of the changes of the set's images that move their content, but not their labels.
+        resizes_images_only: Whether images are resized when they are read, and labels such as coordinates are not.
     """
 
     movements: Sequence[str] = ()
+    resizes_images_only: bool = False
     num_classes: int | None = None
     classes: tuple[str, ...] | None = None
     group_column: str | None = None

@@ -48,6 +48,11 @@ class DerivedSet(ImageSet):
         return self.dataset.movements
 
     @property
+    def resizes_images_only(self) -> bool:  # type: ignore[override]  # an attribute of other sets
+        """Whether the set resizes its images when they are read, and not labels such as coordinates."""
+        return self.dataset.resizes_images_only
+
+    @property
     def full_scale(self) -> float | None:
         """The value of white in the set's files, if the set has this option."""
         scale: float | None = getattr(self.dataset, "full_scale", None)

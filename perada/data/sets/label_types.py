@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from perada.core.states import holds
+
 _WIDER_SIGNED_TYPE = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 """Signed types that hold the values of unsigned types for which torch has almost no operations."""
 _LARGEST = torch.iinfo(torch.int64).max
@@ -46,13 +48,3 @@ def stack_integers(masks: Sequence[Tensor]) -> Tensor:
         if holds(dtype, int(smallest)) and holds(dtype, int(largest)):
             return stacked.to(dtype)
     return stacked
-
-
-def holds(dtype: torch.dtype, value: int) -> bool:
-    """Return whether an integer is one of a type's values.
-
-    >>> holds(torch.uint8, 255), holds(torch.uint8, -1)
-    (True, False)
-    """
-    limits = torch.iinfo(dtype)
-    return limits.min <= value <= limits.max

@@ -2,6 +2,7 @@
 """Sets of image files, which a manifest lists and which are read one by one."""
 
 import hashlib
+import io
 import os
 import re
 import warnings
@@ -16,11 +17,18 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, checked_path
 from perada.core.text import abbreviated, near_names, quoted
-from perada.data.batches.transforms import UnreadableImageError, check_full_scale, read_image, resize_uint8
+from perada.data.batches.transforms import (
+    UnreadableImageError,
+    check_full_scale,
+    read_image,
+    resize_uint8,
+    upright_size,
+)
 from perada.data.federated import warn_of_look_alikes
 from perada.data.partitions.shares import Array, hashed_share
 from perada.data.sets.base import ImageSet, Manifest, class_names, renumber_labels
@@ -153,6 +161,20 @@ class ImageFiles(ImageSet):
                 values = [self.mask_values[number] for number in numbers if number < len(self.mask_values)]
             colours_of_files[path] = colours_of_values(palette, values)
         check_palettes(colours_of_files, values_are_declared=self.mask_values is not None)
+
+    @property
+    def resizes_images_only(self) -> bool:  # type: ignore[override]  # it follows from the labels
+        """Whether labels refer to the files as they are: masks are resized like their images, numbers are not."""
+        return self.manifest.numbers is not None
+
+    def original_size(self, index: int) -> tuple[int, int] | None:
+        """Return height and width of an image's file, to which numbers such as coordinates refer; None for others."""
+        if not self.resizes_images_only:
+            return None
+        content = io.BytesIO(self.content(self.manifest.paths[index]))
+        with Image.open(content) as image:
+            width, height = upright_size(image)
+        return height, width
 
     @property
     def files(self) -> list[str]:

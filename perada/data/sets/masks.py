@@ -15,11 +15,11 @@ from perada.data.batches.transforms import (
     MissingImageError,
     UnreadableImageError,
     load_pixels,
-    resize_masks,
     upright,
     upright_size,
 )
 from perada.data.sets.label_types import stack_integers
+from perada.tasks.geometry import resize_masks
 
 Pixels = np.ndarray[Any, np.dtype[np.int64]]
 UNLISTED = 255
