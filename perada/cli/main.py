@@ -7,11 +7,12 @@ import sys
 import webbrowser
 from argparse import ArgumentError
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from jsonargparse import ArgumentParser
 
@@ -33,6 +34,9 @@ from perada.cli.streams import guard_streams, restart_in_utf8_mode
 from perada.core.files import check_output_folder, writing
 from perada.core.garbage import collection_paused, objects_frozen
 from perada.core.interruption import Terminated, received_signal, watch_signals
+
+if TYPE_CHECKING:
+    from perada.studies.report.records import RunRecord
 
 Tree = dict[str, tuple["str | Tree", str]]
 """For each name, a command as ``module:function`` of perada, or a tree of commands, and one line of help."""
@@ -256,6 +260,60 @@ def cp(parser: ArgumentParser, words: list[str]) -> None:
 
 def report(parser: ArgumentParser, words: list[str]) -> None:
     """Print the rounds of runs, or write a report page."""
+    _add_report_options(parser)
+    options = parser.parse_args(words)
+    output: Path | None = options.output
+    if output is None and (options.open or options.watch):
+        first_run: Path = options.runs[0]
+        if first_run.is_file():
+            raise ValueError(f"{str(first_run)!r} is a file; add --output, the folder of the page")
+        output = first_run / "report"
+    _check_pictures(options.pictures, output, watched=options.watch)
+    _check_baselines(options.baselines, options.runs, output, watched=options.watch)
+    if output is None:
+        _print_tables(options.runs)
+        return
+    from perada.studies.report.page import check_page, with_pictures, write_page
+    from perada.studies.report.records import SCORES_LEFT_OUT, lack_scores, read_records
+    from perada.studies.report.watch import check_watched, watch, write_waiting_page
+
+    check_page(output)
+    page = output / "index.html"
+    if options.watch:
+        for path in options.runs:
+            check_watched(path)
+        print(f"Page: {page}", flush=True)
+        if options.open:
+            write_waiting_page(output)
+            _open_in_browser(page)
+        watch(options.runs, output, options.scores)
+        return
+    records = [record for path in options.runs for record in read_records(path)]
+    if options.pictures is not None:
+        records = [with_pictures(records, options.scores, options.pictures)]
+    if len(records) == 1:
+        records = [_with_baselines(records[0], options.baselines, options.scores)]
+    if lack_scores(records, options.scores):
+        print(SCORES_LEFT_OUT)
+    # Drawing takes seconds, and the path is known before.
+    print(f"Page: {page}", flush=True)
+    write_page(output, records, options.scores)
+    if options.open:
+        _open_in_browser(page)
+
+
+def _print_tables(runs: Sequence[Path]) -> None:
+    """Print runs and comparisons as tables, with their paths if there are several."""
+    blocks = []
+    for path in runs:
+        if len(runs) > 1:
+            blocks.append(str(path))
+        blocks.append(_format_tables(path))
+    print("\n\n".join(blocks))
+
+
+def _add_report_options(parser: ArgumentParser) -> None:
+    """Add the options of ``perada report``."""
     parser.add_argument(
         "runs",
         nargs="+",
@@ -286,49 +344,18 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
         "--pictures",
         type=Path,
         help="Folder of `perada predict --config`: the page shows some test images with their true and predicted "
-        "masks, and test images that look foreign to their clients. By default it shows no images.",
+        "classes or masks, test images that look foreign to their clients, and public images. By default it shows no "
+        "images.",
     )
-    options = parser.parse_args(words)
-    output: Path | None = options.output
-    if output is None and (options.open or options.watch):
-        first_run: Path = options.runs[0]
-        if first_run.is_file():
-            raise ValueError(f"{str(first_run)!r} is a file; add --output, the folder of the page")
-        output = first_run / "report"
-    _check_pictures(options.pictures, output, watched=options.watch)
-    if output is None:
-        blocks = []
-        for path in options.runs:
-            if len(options.runs) > 1:
-                blocks.append(str(path))
-            blocks.append(_format_tables(path))
-        print("\n\n".join(blocks))
-        return
-    from perada.studies.report.page import check_page, with_pictures, write_page
-    from perada.studies.report.records import SCORES_LEFT_OUT, lack_scores, read_records
-    from perada.studies.report.watch import check_watched, watch, write_waiting_page
-
-    check_page(output)
-    page = output / "index.html"
-    if options.watch:
-        for path in options.runs:
-            check_watched(path)
-        print(f"Page: {page}", flush=True)
-        if options.open:
-            write_waiting_page(output)
-            _open_in_browser(page)
-        watch(options.runs, output, options.scores)
-        return
-    records = [record for path in options.runs for record in read_records(path)]
-    if options.pictures is not None:
-        records = [with_pictures(records, options.scores, options.pictures)]
-    if lack_scores(records, options.scores):
-        print(SCORES_LEFT_OUT)
-    # Drawing takes seconds, and the path is known before.
-    print(f"Page: {page}", flush=True)
-    write_page(output, records, options.scores)
-    if options.open:
-        _open_in_browser(page)
+    parser.add_argument(
+        "--baselines",
+        nargs="?",
+        const=TRAIN_BASELINES,
+        metavar="FILE",
+        help="Compare the run with each client training alone, and with one shared model (FedAvg), from a JSON file of "
+        "`perada compare`. Without FILE both are trained with the run's configuration and seed, unless the run's "
+        "folder has them already.",
+    )
 
 
 def _check_pictures(pictures: Path | None, output: Path | None, *, watched: bool) -> None:
@@ -339,6 +366,56 @@ def _check_pictures(pictures: Path | None, output: Path | None, *, watched: bool
         raise ValueError("--pictures needs --output, the folder of the page")
     if watched:
         raise ValueError("--pictures cannot be combined with --watch, since masks are predicted after the last round")
+
+
+TRAIN_BASELINES = "train"
+"""Value of ``--baselines`` without a file."""
+
+
+def _check_baselines(baselines: str | None, runs: Sequence[Path], output: Path | None, *, watched: bool) -> None:
+    """Raise a ValueError if there are baselines, but no page of a single finished run to show them on."""
+    if baselines is None:
+        return
+    if output is None:
+        raise ValueError("--baselines needs --output, the folder of the page")
+    if watched:
+        raise ValueError("--baselines cannot be combined with --watch, since they are compared after the last round")
+    if len(runs) != 1 or not runs[0].is_dir():
+        raise ValueError("--baselines needs the folder of a single run; to show several runs, name their folders")
+
+
+def _with_baselines(record: "RunRecord", baselines: str | None, scores: bool | None) -> "RunRecord":
+    """Return the record of a run with its baselines, which are trained if ``--baselines`` names no file.
+
+    Without ``--baselines`` they are those that were trained before, if there are any.
+    """
+    from perada.studies.report.baselines import ALGORITHMS, BASELINES_FILE, read_baselines
+
+    trained_file = record.folder / BASELINES_FILE
+    if baselines is None and not trained_file.is_file():
+        return record
+    if record.private and not scores:
+        if baselines is None:
+            return record
+        raise ValueError(
+            "--baselines compares scores, but the run is private and its ε does not cover them; add --scores=true, or "
+            "leave --baselines out"
+        )
+    if not record.clients:
+        raise ValueError("--baselines needs a run with scores of its clients, and this one has none; let it finish")
+    file = trained_file
+    if baselines == TRAIN_BASELINES:
+        config = record.folder / "config.yaml"
+        if not config.is_file():
+            raise ValueError(
+                f"--baselines needs {str(config)!r} to train with, which does not exist; pass a file of "
+                "`perada compare --output`"
+            )
+        compare_words = [str(config), "--algorithms", *ALGORITHMS, "--seeds", str(record.seed), "--output", str(file)]
+        main(["compare", *compare_words])  # repeats no run that the file has
+    elif baselines is not None:
+        file = Path(baselines)
+    return replace(record, baselines=read_baselines(file, record))
 
 
 def _open_in_browser(page: Path) -> None:

@@ -568,6 +568,20 @@ class FederatedDataModule(pl.LightningDataModule):
         augmented = augment_public_images(to_device_async(images, device), indices, self.public_size, self.prepare)
         return self.prepare(augmented)
 
+    def pictures(self, part: Literal["test", "public"], positions: Tensor) -> Tensor:
+        """Read images (B, ...) to show them, prepared for the model, also where features are served in their place.
+
+        Args:
+            part: The clients' test images, or the server's public images.
+            positions: Positions (B,) in the test batches, or in the public set.
+        """
+        store = self.checked.test if part == "test" else self.checked.public
+        assert store is not None
+        batches = EvalBatches(store, self.eval_batch_size, self.prepare.seed)
+        key = (self.prepare.seed, -1 if part == "test" else PUBLIC_STREAM)
+        images, _ = store.take(batches.owners[positions], batches.indices[positions], key)
+        return self.prepare(images)
+
     def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
         return self._labelled(self.checked.server_validation, device)

@@ -178,6 +178,13 @@ def round_progress() -> RoundProgressBar | RoundLines:
 MAX_FOREIGN_PICTURES = 4
 """Number of a client's most foreign test images that are written as pictures."""
 FOREIGN_FOLDER = "predictions/foreign"
+MAX_EXAMPLES = 3
+"""Number of a client's test images that are written as pictures because the prediction is right, and because it is
+wrong."""
+EXAMPLE_FOLDER = "predictions/examples"
+MAX_PUBLIC_PICTURES = 8
+"""Number of public images that are written as pictures."""
+PUBLIC_FOLDER = "predictions/public"
 
 
 @dataclass(frozen=True)
@@ -187,12 +194,10 @@ class _ForeignImage:
     Attributes:
         number: Number of the image in the table.
         distance_ratio: See :meth:`.TypicalImages.distance_ratios`.
-        picture: The image, uint8 (Ch, H, W).
     """
 
     number: int
     distance_ratio: float
-    picture: Tensor
 
 
 class PredictionFile(pl.Callback):
@@ -203,9 +208,12 @@ class PredictionFile(pl.Callback):
     image, and several numbers, are separated by spaces. Masks, and then also the images (``picture``), are PNG files
     beside the table, which has their paths. A cell is empty if outputs of the model for the image are NaN or infinite.
 
-    If clients predict with both models, the column ``distance`` has the distance of each image to its owner's training
-    images, above 1 for an image that does not look like them. Of each client's most distant ones there are PNG files
-    (``foreign_picture``).
+    If an image has one class, there are PNG files of the first images of each client whose class is predicted
+    correctly, and of the first ones whose class is not (``example_picture``), and of some public images.
+
+    If clients predict with both models, the column ``both`` has that prediction, and ``distance`` the distance of each
+    image to its owner's training images, above 1 for an image that does not look like them. Of each client's most
+    distant ones there are PNG files (``foreign_picture``).
 
     Attributes:
         path: The table, once it is written.
@@ -224,6 +232,8 @@ class PredictionFile(pl.Callback):
         self._distance_ratios: list[float] = []
         # The most distant ones of each client.
         self._foreign_images: dict[int, list[_ForeignImage]] = {}
+        # Numbers of images by client and whether the prediction is right.
+        self._examples: dict[tuple[int, bool], list[int]] = {}
 
     def on_predict_batch_end(
         self,
@@ -237,8 +247,8 @@ class PredictionFile(pl.Callback):
         """Add the rows of a batch: with ``return_predictions=False`` Lightning keeps none."""
         predictions: Mapping[str, Tensor] = outputs
         if "distance_ratio" in predictions:
-            self._keep_foreign_images(predictions, batch, trainer)
-        models = [name for name in ("personal", "global") if name in predictions]
+            self._keep_foreign_images(predictions)
+        models = [name for name in ("personal", "global", "both") if name in predictions]
         labels = predictions["y"]
         assert isinstance(pl_module, FederatedClassifier)
         task = pl_module.task
@@ -249,13 +259,22 @@ class PredictionFile(pl.Callback):
             columns.append(task.predicted(logits))
             is_finite = finite_outputs(logits).cpu()
             has_prediction.append(is_finite)
+            if name == "both":
+                # It fails where one of its two models does, which are counted themselves.
+                continue
             for owner in predictions["owner"].cpu()[~is_finite].tolist():
                 self.failed[name, owner] += 1
         self._header = ["image", "client", "label", *models]
         if task.per_pixel:
             self._header.insert(2, "picture")
-            self._add_masks(trainer, columns, has_prediction, _pictures_of(batch, trainer))
+            assert isinstance(batch, EvalBatch)
+            self._add_masks(trainer, columns, has_prediction, _pictures_of(batch.x, trainer))
             return
+        if task.has_classes and task.exclusive:
+            # A client predicts with both models if it can, and otherwise with its personal one.
+            logits = predictions["both" if "both" in models else "personal"]
+            is_right = (task.predicted(logits) == labels.to(logits.device)) & finite_outputs(logits)
+            self._keep_examples(is_right.cpu(), predictions["owner"])
         entries_of_columns = []
         for column, is_predicted in zip(columns, has_prediction, strict=True):
             entries: list[Any] = []
@@ -265,35 +284,50 @@ class PredictionFile(pl.Callback):
         for entries_of_row in zip(*entries_of_columns, strict=True):
             self._rows.append([len(self._rows), *entries_of_row])
 
-    def _keep_foreign_images(self, predictions: Mapping[str, Tensor], batch: object, trainer: pl.Trainer) -> None:
+    def _keep_foreign_images(self, predictions: Mapping[str, Tensor]) -> None:
         """Add the distances of a batch, and keep its images that are among the most distant ones of their clients."""
-        assert isinstance(batch, EvalBatch)
         first_number = len(self._distance_ratios)
         ratios = predictions["distance_ratio"].tolist()
         self._distance_ratios += ratios
-        # Texts and cached features have no pictures.
-        if batch.x.dim() != 4 or batch.x.shape[1] not in (1, 3):
-            return
-        pictures = _pictures_of(batch, trainer)
         for row, owner in enumerate(predictions["owner"].tolist()):
             if ratios[row] > 1:
-                image = _ForeignImage(first_number + row, ratios[row], pictures[row].clone())
-                images = [*self._foreign_images.get(owner, []), image]
+                images = [*self._foreign_images.get(owner, []), _ForeignImage(first_number + row, ratios[row])]
                 images.sort(key=lambda kept: -kept.distance_ratio)
                 self._foreign_images[owner] = images[:MAX_FOREIGN_PICTURES]
 
-    def _add_distances(self, folder: Path) -> None:
+    def _keep_examples(self, is_right: Tensor, owners: Tensor) -> None:
+        """Keep the images of a batch that are among the first of their clients with a right or a wrong prediction.
+
+        Args:
+            is_right: Mask (B,) of the images whose class is predicted correctly.
+            owners: Their clients (B,). The rows of the batch come next in the table.
+        """
+        first_number = len(self._rows)
+        for row, owner in enumerate(owners.tolist()):
+            examples = self._examples.setdefault((owner, bool(is_right[row])), [])
+            if len(examples) < MAX_EXAMPLES:
+                examples.append(first_number + row)
+
+    def _add_distances(self, folder: Path, trainer: pl.Trainer) -> None:
         """Write the pictures of the most distant images, and add the columns with the distances and their paths."""
-        path_of_image: dict[int, str] = {}
+        numbers: list[int] = []
         for images in self._foreign_images.values():
-            for image in images:
-                path = f"{FOREIGN_FOLDER}/{image.number:06d}.png"
-                save_picture(image.picture, folder / path)
-                path_of_image[image.number] = path
+            numbers += [image.number for image in images]
+        path_of_image = _write_test_pictures(folder, FOREIGN_FOLDER, sorted(numbers), trainer)
         self._header += ["distance", "foreign_picture"]
         for number, row in enumerate(self._rows):
             ratio = self._distance_ratios[number]
             row += ["" if math.isnan(ratio) else f"{ratio:.4g}", path_of_image.get(number, "")]
+
+    def _add_examples(self, folder: Path, trainer: pl.Trainer) -> None:
+        """Write the pictures of the examples, and add the column with their paths."""
+        numbers: list[int] = []
+        for examples in self._examples.values():
+            numbers += examples
+        path_of_image = _write_test_pictures(folder, EXAMPLE_FOLDER, sorted(numbers), trainer)
+        self._header.append("example_picture")
+        for number, row in enumerate(self._rows):
+            row.append(path_of_image.get(number, ""))
 
     def _add_masks(
         self, trainer: pl.Trainer, columns: Sequence[Tensor], has_prediction: Sequence[Tensor], pictures: Tensor
@@ -333,7 +367,10 @@ class PredictionFile(pl.Callback):
         if not self._header or not folder or not trainer.is_global_zero:
             return
         if self._distance_ratios:
-            self._add_distances(Path(folder))
+            self._add_distances(Path(folder), trainer)
+        if self._examples:
+            self._add_examples(Path(folder), trainer)
+            _write_public_pictures(Path(folder), trainer)
         self.path = Path(folder) / "predictions.csv"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with writing(self.path), self.path.open("w", newline="", encoding="utf-8") as file:
@@ -342,13 +379,52 @@ class PredictionFile(pl.Callback):
             csv.writer(file).writerows([self._header, *zip(*cells_of_columns, strict=True)])
 
 
-def _pictures_of(batch: object, trainer: pl.Trainer) -> Tensor:
-    """Return the prepared images of a batch as uint8 (B, Ch, H, W): normalised images as they were before it.
+def _write_test_pictures(folder: Path, subfolder: str, numbers: Sequence[int], trainer: pl.Trainer) -> dict[int, str]:
+    """Write test images as PNG files, and return the path of each by its number in the table.
+
+    Returns:
+        The paths; empty if the inputs are texts, or not those of a :class:`.FederatedDataModule`.
+    """
+    datamodule = getattr(trainer, "datamodule", None)
+    if not numbers or not isinstance(datamodule, FederatedDataModule):
+        return {}
+    path_of_image: dict[int, str] = {}
+    for start in range(0, len(numbers), datamodule.eval_batch_size):
+        batch = numbers[start : start + datamodule.eval_batch_size]
+        x = datamodule.pictures("test", torch.tensor(batch))
+        if not _has_pictures(x):
+            return {}
+        for number, picture in zip(batch, _pictures_of(x, trainer), strict=True):
+            path_of_image[number] = f"{subfolder}/{number:06d}.png"
+            save_picture(picture, folder / path_of_image[number])
+    return path_of_image
+
+
+def _write_public_pictures(folder: Path, trainer: pl.Trainer) -> None:
+    """Write some of the server's public images, spread evenly over the set, as PNG files; none without a set."""
+    datamodule = getattr(trainer, "datamodule", None)
+    if not isinstance(datamodule, FederatedDataModule) or not datamodule.public_size:
+        return
+    num_pictures = min(MAX_PUBLIC_PICTURES, datamodule.public_size)
+    positions = torch.arange(num_pictures) * datamodule.public_size // num_pictures
+    x = datamodule.pictures("public", positions)
+    if not _has_pictures(x):
+        return
+    for position, picture in zip(positions.tolist(), _pictures_of(x, trainer), strict=True):
+        save_picture(picture, folder / PUBLIC_FOLDER / f"{position:06d}.png")
+
+
+def _has_pictures(x: Tensor) -> bool:
+    """Return whether inputs (B, ...) are grey or colour images, and not texts."""
+    return x.dim() == 4 and x.shape[1] in (1, 3)
+
+
+def _pictures_of(images: Tensor, trainer: pl.Trainer) -> Tensor:
+    """Return prepared images (B, Ch, H, W) as uint8: normalised images as they were before it.
 
     Images that were prepared otherwise are scaled so that black and white are the smallest and the largest value.
     """
-    assert isinstance(batch, EvalBatch)
-    x: Tensor = batch.x.float().cpu()
+    x = images.float().cpu()
     datamodule = getattr(trainer, "datamodule", None)
     image = datamodule.prepare.image if isinstance(datamodule, FederatedDataModule) else None
     if image is not None and len(image.mean) == x.shape[1]:

@@ -263,8 +263,9 @@ class FederatedClassifier(pl.LightningModule):
 
         Returns:
             Logits (B, K) of the models, ``personal`` and ``global``, as far as there are such models; ``owner`` (B,)
-            and labels ``y`` of the images. If clients predict with both models, also ``distance_ratio`` (B,), above 1
-            for images that do not look like their owner's (:meth:`.TypicalImages.distance_ratios`).
+            and labels ``y`` of the images. If clients predict with both models, also the logits ``both`` of that
+            prediction, and ``distance_ratio`` (B,), above 1 for images that do not look like their owner's
+            (:meth:`.TypicalImages.distance_ratios`).
         """
         federation = self._states()
         predictions = {"owner": batch.owner, "y": batch.y}
@@ -284,7 +285,11 @@ class FederatedClassifier(pl.LightningModule):
         federation.ranks.sum_([predictions["personal"]])
         if self.both is not None:
             statistics = self.both.statistics(batch.x)
-            predictions["distance_ratio"] = self.both.distance_ratios_of_owners(batch.owner.cpu(), statistics)
+            owners = batch.owner.cpu()
+            is_typical = self.both.typical_of_owners(owners, statistics)
+            weights = self.both.weights(owners.tolist(), batch.x.device)
+            predictions["both"] = self.both.logits(predictions["personal"], predictions["global"], is_typical, weights)
+            predictions["distance_ratio"] = self.both.distance_ratios_of_owners(owners, statistics)
         return predictions
 
     def _states(self) -> Federation:

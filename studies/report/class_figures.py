@@ -14,8 +14,8 @@ from perada.studies.report.facts import (
     confusion_tables,
     empty_confusion,
     expected_calibration_error,
-    mistakes,
     model_title,
+    most_frequent_mistakes,
 )
 from perada.studies.report.plotting import (
     GREY,
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 MAX_CLIENTS = 12
 """Largest number of clients whose confusions are drawn."""
+MAX_TIES = 3
+"""Largest number of equally frequent mistakes that a sentence names."""
 
 
 def partition(record: RunRecord, name: str) -> RenderedFigure | None:
@@ -112,14 +114,17 @@ def confusion(record: RunRecord, name: str) -> RenderedFigure | None:
 
 
 def _most_frequent_mistake(table: Counts, class_names: Sequence[str]) -> str:
-    """Return a sentence on the most frequent mistake, with a space before it; empty if there are no mistakes."""
-    candidates = mistakes(table)
-    if not candidates:
+    """Return a sentence on the most frequent mistakes, with a space before it; empty if there are no mistakes."""
+    worst = most_frequent_mistakes(table)
+    if not worst:
         return ""
-    worst = max(candidates, key=lambda mistake: (mistake.images, mistake.label, mistake.predicted))
-    label = class_names[worst.label]
-    predicted = class_names[worst.predicted]
-    return f" Most often {label} was taken for {predicted} ({worst.images} times)."
+    num_images = worst[0].images
+    times = "once" if num_images == 1 else f"{num_images} times"
+    if len(worst) > MAX_TIES:
+        return f" No mistake stands out: the most frequent {len(worst)} occur {times} each."
+    texts = [f"{class_names[mistake.label]} was taken for {class_names[mistake.predicted]}" for mistake in worst]
+    each = " each" if len(worst) > 1 else ""
+    return f" Most often {', and '.join(texts)} ({times}{each})."
 
 
 def confusion_by_client(record: RunRecord, name: str) -> RenderedFigure | None:
@@ -145,7 +150,9 @@ def confusion_by_client(record: RunRecord, name: str) -> RenderedFigure | None:
             axes.set_title(f"{short_label(record.client_names[client], 20)}: {100 * accuracy[client]:.0f} %")
         figure.supxlabel("predicted class", fontsize=9)
         figure.supylabel("class", fontsize=9)
-        alt = f"Confusions of the {len(clients)} clients with the least accurate models; the table lists all clients."
+        alt = f"The mistakes of each of the {len(clients)} clients, least accurate first."
+        if len(clients) < len(tables):
+            alt = f"The mistakes of the {len(clients)} least accurate of {len(tables)} clients; the table lists all."
         return render(figure, name, alt, wide=num_columns > 2)
 
 

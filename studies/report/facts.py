@@ -33,6 +33,70 @@ def expected_calibration_error(bins: Mapping[str, Sequence[float]]) -> float:
     return sum(weighted_gaps) / total
 
 
+@dataclass(frozen=True)
+class RightCount:
+    """Images that are predicted correctly, of those that were tested, as a sample of all images like them.
+
+    Attributes:
+        right: Number of correct predictions.
+        images: Number of test images, at least 1.
+        low: Lower end of the 95 % confidence interval of the share of correct predictions, from 0 to 1.
+        high: Its upper end.
+    """
+
+    right: int
+    images: int
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, right: int, images: int) -> "RightCount":
+        """Return the counts with Wilson's interval, which also holds for few images and near 0 and 100 %.
+
+        Source: Wilson, Journal of the American Statistical Association 22, 1927.
+
+        >>> count = RightCount.of(34, 47)
+        >>> round(count.low, 3), round(count.high, 3), count.text, count.interval_text
+        (0.582, 0.831, '34 of 47', '58 to 83 %')
+        """
+        # Only here, since SciPy takes longer to import than the path of the page to print.
+        from scipy.stats import binomtest
+
+        interval = binomtest(right, images).proportion_ci(method="wilson")
+        return cls(right, images, float(interval.low), float(interval.high))
+
+    @property
+    def text(self) -> str:
+        """The counts in words."""
+        return f"{self.right} of {self.images}"
+
+    @property
+    def interval_text(self) -> str:
+        """The interval in whole percent."""
+        return f"{100 * self.low:.0f} to {100 * self.high:.0f} %"
+
+
+def right_counts(record: RunRecord, scores: Sequence[float]) -> list[RightCount | None]:
+    """Return the number of correct predictions of each client, whose accuracies are given.
+
+    Returns:
+        The counts, None for a client without a score; empty if scores are not shares of a client's test images.
+    """
+    is_accuracy = record.has_classes and not record.several_labels and record.first_metric == "accuracy"
+    if not is_accuracy or record.task.get("per_pixel") or len(scores) != len(record.test_images):
+        return []
+    counts: list[RightCount | None] = []
+    for score, images in zip(scores, record.test_images, strict=True):
+        if math.isnan(score) or not images:
+            counts.append(None)
+            continue
+        right = round(score * images)
+        if abs(score * images - right) > 1e-3:
+            return []  # not a count of these images
+        counts.append(RightCount.of(right, images))
+    return counts
+
+
 def model_title(model: str) -> str:
     """Return words for the models of a file's entry, ``personal`` or ``global``.
 
@@ -100,6 +164,17 @@ def mistakes(table: Counts) -> list[Mistake]:
             if label != predicted and images:
                 entries.append(Mistake(label, predicted, images))
     return entries
+
+
+def most_frequent_mistakes(table: Counts) -> list[Mistake]:
+    """Return the mistakes that most images have, several if they are equally frequent.
+
+    >>> most_frequent_mistakes([[5, 2], [1, 5]]), len(most_frequent_mistakes([[5, 1], [1, 5]]))
+    ([Mistake(label=0, predicted=1, images=2)], 2)
+    """
+    candidates = mistakes(table)
+    largest = max((mistake.images for mistake in candidates), default=0)
+    return [mistake for mistake in candidates if mistake.images == largest]
 
 
 def megabytes_sent(record: RunRecord) -> list[float]:

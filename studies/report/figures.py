@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from perada.results.report import SCORES
-from perada.studies.report.facts import deciles, mean_of_scores, megabytes_sent
+from perada.studies.report.baselines import predicted_scores
+from perada.studies.report.contrasts import ALONE
+from perada.studies.report.facts import deciles, mean_of_scores, megabytes_sent, model_title, right_counts
 from perada.studies.report.plotting import (
     COLOURS,
     GREY,
@@ -181,6 +183,48 @@ def before_and_after(record: RunRecord, name: str) -> RenderedFigure | None:
         return render(figure, name, alt)
 
 
+def alone_and_together(record: RunRecord, name: str) -> RenderedFigure | None:
+    """Draw each client's score on its own images if it trains alone and in this run, with the run's interval."""
+    contrast = None if record.baselines is None else record.baselines.contrast_with(ALONE)
+    if contrast is None:
+        return None
+    together = predicted_scores(record).own
+    alone = contrast.baseline.scores["own"].mean(0).tolist()
+    clients = [client for client in range(len(together)) if not math.isnan(together[client] + alone[client])]
+    clients.sort(key=lambda client: together[client])
+    counts = right_counts(record, together)
+    has_names = len(clients) <= MAX_NAMED_CLIENTS
+    height = min(max(1.2 + 0.22 * len(clients), 2.6), 8.5) if has_names else 3.4
+    marker_size = 4.5 if has_names else 2
+    with report_style():
+        figure, axes = new_axes(4.5, height)
+        factor = record.unit.factor
+        for rank, client in enumerate(clients):
+            count = counts[client] if counts else None
+            if count is not None and has_names:
+                axes.hlines(rank, factor * count.low, factor * count.high, color=COLOURS[0], alpha=0.25, linewidth=5)
+        ranks = range(len(clients))
+        scores_alone = [factor * alone[client] for client in clients]
+        scores_together = [factor * together[client] for client in clients]
+        axes.plot(scores_alone, ranks, "o", markersize=marker_size, mfc="none", color=COLOURS[1], label="alone")
+        axes.plot(scores_together, ranks, "o", markersize=marker_size, color=COLOURS[0], label="together (this run)")
+        axes.set_xlabel(record.unit.label(f"{record.score_name} on the client's own images"))
+        if has_names:
+            axes.set_ylabel("client")
+            axes.set_yticks(ranks, [short_label(record.client_names[client]) for client in clients])
+        else:
+            axes.set_ylabel("clients, sorted")
+            axes.set_yticks([], [])
+        add_legend(figure)
+        alt = (
+            f"Each client alone and in this run, on its own test images: {contrast.own.num_better} of {len(clients)} "
+            f"are better in this run, {contrast.own.num_worse} worse."
+        )
+        if counts and has_names:
+            alt += " The bar is the 95 % interval of this run: what it would be on many more images of that client."
+        return render(figure, name, alt)
+
+
 def _sentence_on_missing(num_clients: int) -> str:
     """Return a sentence on clients that a figure lacks, with a space before it; empty if there are none."""
     if not num_clients:
@@ -285,7 +329,26 @@ def shifts(record: RunRecord, name: str) -> RenderedFigure | None:
         axes.tick_params(axis="x", rotation=90)
         axes.set_xlabel("model and severity")
         figure.colorbar(image, label=record.unit.label(record.score_name))
-        return render(figure, name, "Scores by kind of corruption and severity.", wide=num_columns > 8)
+        return render(figure, name, _describe_shifts(record), wide=num_columns > 8)
+
+
+def _describe_shifts(record: RunRecord) -> str:
+    """Describe the scores on corrupted images: the mean of each model over the kinds, at the extreme severities."""
+    scores_of_model: dict[str, dict[float, list[float]]] = {}
+    for curve_of_kind in record.shifts.values():
+        for curve in curve_of_kind.values():
+            for model in MODELS_OF_SHIFTS:
+                for severity, score in zip(curve["severity"], curve.get(model, []), strict=False):
+                    scores_of_model.setdefault(model, {}).setdefault(severity, []).append(score)
+    sentences = []
+    for model, scores_of_severity in scores_of_model.items():
+        mildest = min(scores_of_severity)
+        severest = max(scores_of_severity)
+        first = record.unit.text(mean_of_scores(scores_of_severity[mildest]))
+        last = record.unit.text(mean_of_scores(scores_of_severity[severest]))
+        models = "both models" if model == "both" else model_title(model)
+        sentences.append(f"{models} {first} at severity {mildest:g}, {last} at {severest:g}")
+    return f"Scores by kind of corruption and severity. Means over the kinds: {'; '.join(sentences)}."
 
 
 @dataclass(frozen=True)

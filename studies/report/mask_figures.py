@@ -19,7 +19,7 @@ IGNORED_COLOUR = "#ffffff"
 """Colour of pixels that do not count."""
 BACKGROUND_COLOUR = "#d5dae0"
 """Colour of class 0."""
-_COLUMNS = {"personal": "client's own model", "global": "global model"}
+_COLUMNS = {"personal": "client's own model", "global": "global model", "both": "both models"}
 """Titles of the models by their columns in the table."""
 
 

@@ -13,22 +13,30 @@ from pathlib import Path
 from perada.core.files import check_output_folder, write_atomic, writing
 from perada.core.text import cell_text, printable, printable_lines
 from perada.results.overwriting import foreign_file
-from perada.results.report import SCORES, score_title, scores_beside, title_with_metric
+from perada.results.report import SCORES, SCORES_OF_BOTH, score_title, scores_beside, title_with_metric
 from perada.results.run_file import RUN_FILE
 from perada.studies.drawing import check_drawing
+from perada.studies.report.baselines import predicts_with_both
+from perada.studies.report.contrasts import Baselines
 from perada.studies.report.figures import OWN_SCORE
+from perada.studies.report.outcome import describe_outcome
 from perada.studies.report.pictures import (
     find_examples,
     find_foreign_images,
+    find_predicted_images,
     has_masks,
     read_example,
     read_foreign_image,
+    read_predicted_image,
+    read_public_pictures,
 )
-from perada.studies.report.records import RunRecord
+from perada.studies.report.records import RunRecord, unit_on_page
 from perada.studies.report.sections import MAX_ROWS, Cell, Section, Table, sections
 from perada.studies.report.several import comparison
 
 PAGE = "index.html"
+_CRITERIA = {"own": "own images", "all": "images of all clients"}
+"""Titles of the test sets of a comparison, by its criteria."""
 MARK = '<meta name="generator" content="perada">'
 """Line in the head of the page that distinguishes it from other pages."""
 
@@ -136,7 +144,8 @@ def with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: P
     Args:
         records: The runs of the page.
         scores: See :func:`write_page`.
-        pictures: Folder of ``perada predict --config`` with masks, or with images that look foreign.
+        pictures: Folder of ``perada predict --config`` with masks, with images that are predicted correctly or not, or
+            with images that look foreign.
 
     Raises:
         ValueError: If there are several runs, the run is private and its scores are left out, or a file does not fit
@@ -154,12 +163,17 @@ def with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: P
     # All headers are checked before the imports that reading pixels takes.
     num_clients = len(record.client_names)
     foreign_files = find_foreign_images(pictures, num_clients)
+    predicted_files = find_predicted_images(pictures, num_clients, len(record.class_names))
     files_of_examples = []
-    if has_masks(pictures) or not foreign_files:
+    if has_masks(pictures) or not (foreign_files or predicted_files):
         files_of_examples = find_examples(pictures, num_clients)
-    examples = [read_example(pictures, example_files) for example_files in files_of_examples]
-    foreign_examples = [read_foreign_image(pictures, image) for image in foreign_files]
-    return replace(record, examples=examples, foreign_examples=foreign_examples)
+    return replace(
+        record,
+        examples=[read_example(pictures, example_files) for example_files in files_of_examples],
+        foreign_examples=[read_foreign_image(pictures, image) for image in foreign_files],
+        predicted_examples=[read_predicted_image(pictures, image) for image in predicted_files],
+        public_pictures=read_public_pictures(pictures),
+    )
 
 
 def _run_parts(records: Sequence[RunRecord]) -> list[RunPart]:
@@ -182,10 +196,12 @@ def _html(records: Sequence[RunRecord], parts: Sequence[Section | RunPart], refr
     # Names come from anyone's files, so everything is escaped but the figures' own markup.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     notes = []
+    outcome = None
     if len(records) == 1:
         title = _run_title(records[0])
         subtitle = _subtitle(records[0])
         facts = _facts(records[0])
+        outcome = describe_outcome(records[0])
         if records[0].undefined_note:
             notes.append(records[0].undefined_note)
     else:
@@ -197,7 +213,14 @@ def _html(records: Sequence[RunRecord], parts: Sequence[Section | RunPart], refr
         subtitle = "Side by side, then each of them."
         facts = []
     page = environment.from_string(template).render(
-        title=title, subtitle=subtitle, facts=facts, notes=notes, parts=parts, max_rows=MAX_ROWS, refresh=refresh
+        title=title,
+        subtitle=subtitle,
+        outcome=outcome,
+        facts=facts,
+        notes=notes,
+        parts=parts,
+        max_rows=MAX_ROWS,
+        refresh=refresh,
     )
     return printable_lines(page)
 
@@ -266,17 +289,35 @@ class Fact:
 
 
 def _facts(record: RunRecord) -> list[Fact]:
-    """Return the mean score before training, and the scores after the last round."""
+    """Return the mean scores after the last round, beside those of the baselines or from before training."""
+    if record.baselines is not None:
+        return _facts_beside_baselines(record.baselines)
     facts = []
     initial = [score for score in record.initial.get(OWN_SCORE, []) if not math.isnan(score)]
     if initial:
         own_title = title_with_metric(OWN_SCORE, record.first_metric)
         facts.append(Fact(f"{own_title}, before training", record.unit.text(sum(initial) / len(initial))))
     own_score, *other_scores = SCORES
-    for name in (own_score, *scores_beside(record.rounds[-1:], record.test_images), *other_scores):
+    names = [own_score, *scores_beside(record.rounds[-1:], record.test_images), *other_scores]
+    if predicts_with_both(record):
+        names += SCORES_OF_BOTH
+    for name in names:
         score = record.last(name)
         if name in record.undefined_scores or not math.isnan(score):
             facts.append(Fact(title_with_metric(name, record.first_metric), record.unit.text(score)))
+    return facts
+
+
+def _facts_beside_baselines(baselines: Baselines) -> list[Fact]:
+    """Return the mean scores of the run and of each baseline, on own images and on those of all clients."""
+    comparison = baselines.comparison
+    facts = []
+    for criterion in ("own", "all"):
+        if criterion not in comparison.criteria:
+            continue
+        for row in comparison.rows:
+            score = unit_on_page(comparison.unit).text(row.mean(criterion))
+            facts.append(Fact(f"{_CRITERIA[criterion]}, {row.name}", score))
     return facts
 
 

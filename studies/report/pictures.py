@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test images that a page shows, read from the files of ``perada predict --config``.
 
-They are images with their true and predicted masks, and images that do not look like their client's training images.
+They are images with their true and predicted masks or classes, images that do not look like their client's training
+images, and public images of the server.
 """
 
 import csv
@@ -26,11 +27,19 @@ MAX_FOREIGN_CLIENTS = 12
 """Largest number of clients of whom foreign images are shown."""
 FOREIGN_IMAGES_PER_CLIENT = 4
 """Largest number of foreign images that are shown of a client."""
+EXAMPLE_COLUMNS = ("client", "image", "label", "personal", "example_picture")
+"""Columns of a table with images that are predicted correctly or not."""
+MAX_EXAMPLE_CLIENTS = 12
+"""Largest number of clients of whom such images are shown."""
+PUBLIC_FOLDER = "predictions/public"
+"""Folder with some of the server's public images."""
+MAX_PUBLIC_PICTURES = 8
+"""Largest number of public images that are shown."""
 MASK_COLUMNS = ("client", "image", "picture", "label")
 """Columns of a table with masks."""
 FOREIGN_COLUMNS = ("client", "image", "distance", "foreign_picture")
 """Columns of a table with foreign images."""
-MODELS = ("personal", "global")
+MODELS = ("personal", "global", "both")
 """Columns of predicted masks."""
 
 
@@ -150,6 +159,116 @@ class ForeignExample:
     number: int
     distance: float
     picture: Pixels
+
+
+@dataclass(frozen=True)
+class PredictedImageFile:
+    """The file of a test image, with its class and the predicted one.
+
+    Attributes:
+        client: Number of the client whose image it is.
+        number: Number of the image in the table.
+        label: Its class.
+        predicted: The predicted class; None if outputs of the model are NaN or infinite.
+        picture: The image, a PNG file.
+    """
+
+    client: int
+    number: int
+    label: int
+    predicted: int | None
+    picture: Path
+
+
+@dataclass(frozen=True)
+class PredictedExample:
+    """A test image, with its class and the predicted one.
+
+    Attributes:
+        client, number, label, predicted: As in :class:`PredictedImageFile`.
+        picture: Grey values (H, W) or colours (H, W, 3) of the image, uint8.
+    """
+
+    client: int
+    number: int
+    label: int
+    predicted: int | None
+    picture: Pixels
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the predicted class is that of the image."""
+        return self.label == self.predicted
+
+
+def find_predicted_images(folder: Path, num_clients: int, num_classes: int) -> list[PredictedImageFile]:
+    """Find test images with right and wrong predictions, and check their files without decoding the pixels.
+
+    The predictions are those with both models if the table has them, and otherwise those of the personal models.
+
+    Args:
+        folder: Folder of ``predictions.csv``.
+        num_clients: Number of clients of the run.
+        num_classes: Number of its classes.
+
+    Returns:
+        The files of the first clients, in the order of the table; empty if it has no such images.
+
+    Raises:
+        FileNotFoundError: If a file of the table is missing.
+        ValueError: If the table or a file does not fit.
+    """
+    table = folder / TABLE_FILE
+    if not table.is_file():
+        return []
+    images: list[PredictedImageFile] = []
+    with table.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file)
+        columns = {*(rows.fieldnames or ())}
+        if not {*EXAMPLE_COLUMNS} <= columns:
+            return []
+        model = "both" if "both" in columns else "personal"
+        for row in rows:
+            if not row["example_picture"]:
+                continue
+            client = _read_client(folder, row, num_clients)
+            if client >= MAX_EXAMPLE_CLIENTS:
+                continue
+            picture = _find_file(folder, row["example_picture"])
+            _size_of_png(folder, picture)
+            predicted = _read_class(folder, model, row, num_classes) if row[model] else None
+            image = PredictedImageFile(
+                client=client,
+                number=_read_number(folder, "image", row),
+                label=_read_class(folder, "label", row, num_classes),
+                predicted=predicted,
+                picture=picture,
+            )
+            images.append(image)
+    return images
+
+
+def read_predicted_image(folder: Path, image: PredictedImageFile) -> PredictedExample:
+    """Read the pixels of a test image of a folder; raise a ValueError if they are damaged."""
+    pixels = _read_pixels(folder, image.picture)
+    return PredictedExample(image.client, image.number, image.label, image.predicted, pixels)
+
+
+def read_public_pictures(folder: Path) -> list[Pixels]:
+    """Read some of the server's public images, if a folder of predictions has any."""
+    files = sorted((folder / PUBLIC_FOLDER).glob("*.png"))[:MAX_PUBLIC_PICTURES]
+    return [_read_pixels(folder, file) for file in files]
+
+
+def _read_class(folder: Path, column: str, row: dict[str, str], num_classes: int) -> int:
+    """Read a class of a row of the table, which must be one of the run's."""
+    number = _read_number(folder, column, row)
+    if number >= num_classes:
+        raise ValueError(
+            f"--pictures={folder}: {TABLE_FILE} has a class {number}, but the run has {num_classes}; choose the "
+            "predictions of this run"
+        )
+    return number
 
 
 def find_foreign_images(folder: Path, num_clients: int) -> list[ForeignImageFile]:

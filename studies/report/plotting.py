@@ -158,11 +158,15 @@ def short_label(name: str, limit: int = 22) -> str:
 
 
 def label_round_axis(axes: "Axes", text: str) -> None:
-    """Label the x-axis and put its ticks at whole numbers."""
+    """Label the x-axis, put its ticks at whole numbers, and end it at the last round."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel(text)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    _, last = axes.dataLim.intervalx
+    if math.isfinite(last):
+        # The margin would otherwise reach to a round that does not exist.
+        axes.set_xlim(right=last + 0.4)
 
 
 def set_tick_names(axis: "XAxis | YAxis", names: Sequence[str], limit: int = 45) -> None:

@@ -22,6 +22,7 @@ from perada.results.report import (
     PRIVACY,
     SCORE_GROUPS,
     SCORES,
+    SHARES,
     SHIFTS_FILE,
     TEST_MODE,
     TYPICAL_SHARES,
@@ -38,7 +39,8 @@ from perada.results.report import (
     unit_of,
 )
 from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, published, read_run
-from perada.studies.report.pictures import ForeignExample, MaskExample
+from perada.studies.report.contrasts import Baselines
+from perada.studies.report.pictures import ForeignExample, MaskExample, Pixels, PredictedExample
 from perada.studies.report.privacy_signs import may_be_private, sets_privacy, shows_privacy
 
 Counts = list[list[int]]
@@ -49,6 +51,8 @@ CLASSIFICATION = {"has_classes": True, "exclusive": True, "default_metric": "acc
 
 ERRORS = ("ece", "mae", "mse", "rmse")
 """Metrics of which a lower score is better, by their short names."""
+PAGE_SHARES = ScoreUnit(factor=100, symbol=" %", format_spec=".1f")
+"""Unit of scores between 0 and 1 on a page: clients have too few test images for a second decimal."""
 SCORES_LEFT_OUT = "Scores, losses and diagnostics of private runs are left out; --scores=true includes them."
 
 
@@ -102,6 +106,10 @@ class RunRecord:
         numbers: Counts of each predicted number, by model.
         examples: Test images with their masks, if the page shows any.
         foreign_examples: Test images that look foreign to their clients, if the page shows any.
+        predicted_examples: Test images with right and wrong predictions, if the page shows any.
+        public_pictures: Some of the server's public images, if the page shows any.
+        personal_models: Whether clients have models of their own.
+        baselines: Training alone and one shared model, with which the run is compared, if they are known.
         train_sizes: Training images of each client.
         test_images: Test images of each client; for a run of a comparison the fewest and the most of a client.
         command: The command line, word by word.
@@ -128,6 +136,10 @@ class RunRecord:
     shifts: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
     examples: list[MaskExample] = field(default_factory=list)
     foreign_examples: list[ForeignExample] = field(default_factory=list)
+    predicted_examples: list[PredictedExample] = field(default_factory=list)
+    public_pictures: list[Pixels] = field(default_factory=list)
+    personal_models: bool = True
+    baselines: Baselines | None = None
     train_sizes: list[int] = field(default_factory=list)
     test_images: list[int] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
@@ -182,8 +194,8 @@ class RunRecord:
 
     @property
     def unit(self) -> ScoreUnit:
-        """The unit of the scores."""
-        return unit_of(self.task)
+        """The unit of the scores on a page."""
+        return unit_on_page(unit_of(self.task))
 
     @property
     def score_name(self) -> str:
@@ -229,6 +241,7 @@ class RunRecord:
             numbers={},
             shifts={},
             test_images=[],
+            baselines=None,
             without_scores=True,
         )
 
@@ -265,6 +278,11 @@ class RunRecord:
             if name in row:
                 return row[name]
         return math.nan
+
+
+def unit_on_page(unit: ScoreUnit) -> ScoreUnit:
+    """Return the unit in which a page shows scores, which has fewer digits for shares."""
+    return PAGE_SHARES if unit is SHARES else unit
 
 
 def lack_scores(records: Sequence[RunRecord], scores: bool | None) -> bool:
@@ -415,6 +433,7 @@ def _record_of_run(folder: Path, run_file: RunFile) -> RunRecord:
         test_images=metrics.get("test_images", []),
         command=run_file.command,
         seed=run_file.info.get("seed"),
+        personal_models=not run_file.shared,
     )
 
 
@@ -489,11 +508,12 @@ def run_report(folder: Path) -> str:
     """
     (record,) = read_records(folder)
     columns = _report_columns(record)
+    unit = unit_of(record.task)
     rows = []
     for round_metrics in record.rounds:
         cells = [str(int(round_metrics["round"]) + 1)]
         for name in columns:
-            cells.append(cell(name, round_metrics[name], record.unit) if name in round_metrics else "")
+            cells.append(cell(name, round_metrics[name], unit) if name in round_metrics else "")
         rows.append(cells)
     header = ["round", *(title_with_metric(name, record.first_metric) for name in columns)]
     parts = [table(header, rows)]
@@ -501,7 +521,7 @@ def run_report(folder: Path) -> str:
         parts.append(record.undefined_note)
     if "privacy/test_mode" in record.metric_names:
         parts.append(TEST_MODE)
-    return "\n\n".join([*parts, *shift_tables(record.shifts, record.unit)])
+    return "\n\n".join([*parts, *shift_tables(record.shifts, unit)])
 
 
 def _report_columns(record: RunRecord) -> list[str]:

@@ -13,7 +13,6 @@ from perada.results.report import (
     PRIVACY,
     SCORE_GROUPS,
     SCORES,
-    SHARES,
     TYPICAL_SHARES,
     ScoreUnit,
     epsilon_text,
@@ -21,23 +20,35 @@ from perada.results.report import (
     shift_names,
     title,
 )
-from perada.studies.report import class_figures, figures, foreign_images, mask_figures, number_figures
+from perada.studies.report import (
+    class_figures,
+    example_figures,
+    figures,
+    foreign_images,
+    mask_figures,
+    number_figures,
+)
+from perada.studies.report.baselines import predicted_scores, predicts_with_both
+from perada.studies.report.contrasts import ALONE
 from perada.studies.report.facts import (
     accuracies,
     confusion_tables,
     count_images,
     expected_calibration_error,
     megabytes_sent,
-    mistakes,
     model_title,
+    most_frequent_mistakes,
+    right_counts,
 )
 from perada.studies.report.figures import GLOBAL_SCORE, OWN_SCORE
 from perada.studies.report.plotting import RenderedFigure
-from perada.studies.report.records import Counts, RunRecord
+from perada.studies.report.records import PAGE_SHARES, Counts, RunRecord
 
 Cell = str | int | float
 MAX_ROWS = 200
 """Largest number of rows of a table in the page; the table's file has all rows."""
+MAX_MISTAKES = 2
+"""Largest number of equally frequent mistakes that a cell names."""
 MAX_SETTING_DEPTH = 5
 """Largest depth of settings in settings that have rows of their own, so that a broken file cannot exhaust the stack."""
 SPREAD = "± "
@@ -61,6 +72,7 @@ class Table:
         metrics: Whether the columns, or the first cells of the rows, are metrics. The file has their names, the page
             their titles.
         unit: How the page shows scores.
+        opened: Whether the table is unfolded at first.
     """
 
     name: str
@@ -70,7 +82,8 @@ class Table:
     plain: Sequence[str] = ()
     shares: Sequence[str] = ()
     metrics: Literal["", "columns", "rows"] = ""
-    unit: ScoreUnit = SHARES
+    unit: ScoreUnit = PAGE_SHARES
+    opened: bool = False
 
     @property
     def visible_columns(self) -> list[int]:
@@ -108,7 +121,7 @@ class Table:
         """Return the text of a cell in the page, with the standard deviation if there is one."""
         metric = str(row[0]) if self.metrics == "rows" else self.header[column]
         is_share = metric in self.shares or metric.startswith(TYPICAL_SHARES)
-        unit = SHARES if is_share else self.unit
+        unit = PAGE_SHARES if is_share else self.unit
         text = self._format(column, row[column], unit)
         next_column = column + 1
         if next_column == len(row) or not self.header[next_column].startswith(SPREAD):
@@ -149,6 +162,7 @@ class Section:
         tables: Its tables.
         text: Preformatted text after the tables.
         opened: Whether the tables are unfolded at first.
+        technical: Whether the section is folded, for readers who know the method.
     """
 
     key: str
@@ -158,6 +172,7 @@ class Section:
     tables: list[Table] = field(default_factory=list)
     text: str = ""
     opened: bool = False
+    technical: bool = False
 
 
 _NOT_COVERED = (
@@ -178,17 +193,18 @@ def sections(record: RunRecord, prefix: str = "") -> list[Section]:
         prefix: Beginning of the names of the sections' files.
     """
     all_sections = [
-        _rounds(record, prefix),
         _clients(record, prefix),
-        _partition(record, prefix),
+        _pictures(record, prefix),
         _confusion(record, prefix),
-        _calibration(record, prefix),
         _numbers(record, prefix),
         _masks(record, prefix),
-        _communication(record, prefix),
-        _shifts(record, prefix),
         _foreign_images(record, prefix),
+        _shifts(record, prefix),
+        _partition(record, prefix),
         _privacy(record, prefix),
+        _rounds(record, prefix),
+        _calibration(record, prefix),
+        _communication(record, prefix),
         _settings(record, prefix),
     ]
     for section in all_sections:
@@ -227,13 +243,17 @@ def _rounds(record: RunRecord, prefix: str) -> Section:
         metrics="columns",
     )
     scores_title = record.unit.label("Scores")
-    intro = f"{scores_title} after each round. The band holds the middle 80 % of clients; round 0 is before training."
+    intro = (
+        f"{scores_title} after each round; round 0 is before training. The band leaves out the tenth of the clients "
+        "with the lowest scores and the tenth with the highest. A loss is what training reduces; it has no unit."
+    )
     return Section(
         key="rounds",
         title="Rounds",
         intro=intro,
         figures=_draw(record, prefix, [figures.curves, figures.losses]),
         tables=_tables_with_rows(table),
+        technical=True,
     )
 
 
@@ -249,44 +269,122 @@ def _clients(record: RunRecord, prefix: str) -> Section:
     columns |= record.clients
     if record.global_local:
         columns["global/local_test"] = record.global_local
+    scores = predicted_scores(record).own
+    contrast = None if record.baselines is None else record.baselines.contrast_with(ALONE)
+    summary = _summary_of_clients(record, prefix)
 
     header = ["client"]
     if record.train_sizes:
         header.append("training images")
     header += columns
     rows: list[list[Cell]] = []
-    for client in _clients_by_score(len(record.client_names), columns.get(OWN_SCORE, ())):
+    for client in _clients_by_score(len(record.client_names), scores):
         row: list[Cell] = [record.client_names[client]]
         if record.train_sizes:
             row.append(record.train_sizes[client])
         row += [values[client] for values in columns.values()]
         rows.append(row)
-    tables = []
+    tables = _tables_with_rows(summary)
     if columns:
         table = Table(
             name=f"{prefix}clients",
-            caption="Each client, sorted by its score",
+            caption="All measurements of each client, sorted by its score",
             header=header,
             rows=rows,
             plain=[name for name in columns if name.startswith(PRIVACY) or name == LAST_ROUND],
             metrics="columns",
         )
         tables.append(table)
-    intro = (
-        "Each client's personal model on the client's test images, before the first round and after the last. The "
-        "second figure compares it with the global model on the same images: above the line, the personal model is "
-        "better."
-    )
-    if record.undefined_note:
-        intro += f" {record.undefined_note}"
-    if LAST_ROUND in columns:
-        intro += " A personal model dates from the last round in which its client took part."
+    before = figures.before_and_after if contrast is None else figures.alone_and_together
     return Section(
         key="clients",
         title="Clients",
-        intro=intro,
-        figures=_draw(record, prefix, [figures.before_and_after, figures.personal_and_global]),
+        intro=_introduce_clients(record, has_counts="right" in summary.header, has_baseline=contrast is not None),
+        figures=_draw(record, prefix, [before, figures.personal_and_global]),
         tables=tables,
+    )
+
+
+def _summary_of_clients(record: RunRecord, prefix: str) -> Table:
+    """Return the table of what each client predicts correctly, without rows if there are no counts and no baseline."""
+    scores = predicted_scores(record).own
+    counts = right_counts(record, scores)
+    contrast = None if record.baselines is None else record.baselines.contrast_with(ALONE)
+    header = ["client", "own test images"]
+    if counts:
+        header += ["right", "95 % interval"]
+    if contrast is not None:
+        header.append(ALONE)
+    if record.train_sizes:
+        header.append("training images")
+    rows: list[list[Cell]] = []
+    if counts or contrast is not None:
+        for client in _clients_by_score(len(scores), scores):
+            row: list[Cell] = [record.client_names[client], scores[client]]
+            if counts:
+                count = counts[client]
+                row += ["–", "–"] if count is None else [count.text, count.interval_text]
+            if contrast is not None:
+                row.append(float(contrast.baseline.scores["own"].mean(0)[client]))
+            if record.train_sizes:
+                row.append(record.train_sizes[client])
+            rows.append(row)
+    return Table(
+        name=f"{prefix}clients_right",
+        caption=f"What each client predicts correctly{record.unit.label('')}, lowest first",
+        header=header,
+        rows=rows,
+        opened=True,
+    )
+
+
+def _introduce_clients(record: RunRecord, *, has_counts: bool, has_baseline: bool) -> str:
+    """Return the paragraph on the scores of each client."""
+    if has_baseline:
+        sentences = ["The first figure has each client’s own test images, in this run and if the client trains alone."]
+    else:
+        sentences = [
+            "The first figure has each client’s personal model on the client’s own test images, before the first round "
+            "and after the last."
+        ]
+    sentences.append(
+        "The second compares the personal model with the global one, that of the server, on the same images: above the "
+        "line, the personal model is better."
+    )
+    if has_counts:
+        predictor = "with its two models" if predicts_with_both(record) else "with its model"
+        sentences.append(
+            f"In the table, “right” counts the test images that a client, {predictor}, predicts correctly. The 95 % "
+            "interval is the share that can be expected on many more images like them: with few test images it is wide."
+        )
+    if record.undefined_note:
+        sentences.append(record.undefined_note)
+    if LAST_ROUND in record.clients:
+        sentences.append("A personal model dates from the last round in which its client took part.")
+    return " ".join(sentences)
+
+
+def _pictures(record: RunRecord, prefix: str) -> Section:
+    intro = ""
+    if record.predicted_examples:
+        predictor = "with its two models" if predicts_with_both(record) else "with its model"
+        intro = (
+            f"The first test images that each client, {predictor}, predicts correctly (✓), and the first that it does "
+            "not (✗, the predicted class, and the true one in parentheses). They are not chosen by hand; a client with "
+            "few mistakes has fewer images on the right."
+        )
+    if record.public_pictures:
+        intro += (
+            " The second figure has some of the server’s public images. The server owns them, their labels are unknown "
+            "or not used, and it teaches the global model on them what the clients’ models predict."
+        )
+    if intro:
+        intro += " Share this page only with those who may see the images."
+    return Section(
+        key="images",
+        title="Images and predictions",
+        intro=intro.strip(),
+        figures=_draw(record, prefix, [example_figures.predicted_images, example_figures.public_images]),
     )
 
 
@@ -316,12 +414,15 @@ def _partition(record: RunRecord, prefix: str) -> Section:
             rows=rows,
         )
         tables.append(table)
-    intro = "Number of images of each client and class."
+    intro = (
+        "Number of training images of each client and class. Clients differ in how many images they have and of what, "
+        "which is why a model of their own can help."
+    )
     if record.several_labels:
         intro = "Number of images of each client and label. An image with several labels is counted for each."
     return Section(
         key="partition",
-        title="Partition",
+        title="Images of each client",
         intro=intro,
         figures=_draw(record, prefix, [class_figures.partition]),
         tables=tables,
@@ -331,8 +432,10 @@ def _partition(record: RunRecord, prefix: str) -> Section:
 def _confusion(record: RunRecord, prefix: str) -> Section:
     return Section(
         key="confusion",
-        title="Confusion",
-        intro="Rows are classes of the test images, columns predicted classes. The colour is the share of the row.",
+        title="Mistakes",
+        intro="Which class was taken for which (a confusion matrix): rows are the true classes of the test images, "
+        "columns the predicted ones, and numbers are images. Right predictions are on the diagonal; the colour is the "
+        "share of the row. The predictions are those of the personal models.",
         figures=_draw(record, prefix, [class_figures.confusion, class_figures.confusion_by_client]),
         tables=[_mistakes_table(record, model, prefix) for model in record.confusion],
     )
@@ -357,18 +460,23 @@ def _mistakes_table(record: RunRecord, model: str, prefix: str) -> Table:
 
 
 def _most_frequent_mistake(table: Counts, class_names: Sequence[str]) -> str:
-    candidates = mistakes(table)
-    if not candidates:
+    worst = most_frequent_mistakes(table)
+    if not worst:
         return "–"
-    worst = max(candidates, key=lambda mistake: (mistake.images, mistake.label, mistake.predicted))
-    return f"{class_names[worst.label]} taken for {class_names[worst.predicted]}: {worst.images}"
+    num_images = worst[0].images
+    first = worst[:MAX_MISTAKES]
+    texts = [f"{class_names[mistake.label]} taken for {class_names[mistake.predicted]}" for mistake in first]
+    if len(worst) > len(first):
+        texts.append(f"{len(worst) - len(first)} more")
+    each = " each" if len(worst) > 1 else ""
+    return f"{', '.join(texts)}: {num_images}{each}"
 
 
 def _calibration(record: RunRecord, prefix: str) -> Section:
     rows: list[list[Cell]] = []
     errors = []
     for model, bins in record.calibration.items():
-        errors.append(f"{model_title(model)} {100 * expected_calibration_error(bins):.2f} %")
+        errors.append(f"{model_title(model)} {100 * expected_calibration_error(bins):.1f} %")
         for count, right, confidence in zip(bins["count"], bins["right"], bins["confidence"], strict=True):
             if count:
                 rows.append([model, int(count), confidence, right / count])
@@ -380,11 +488,13 @@ def _calibration(record: RunRecord, prefix: str) -> Section:
     )
     return Section(
         key="calibration",
-        title="Calibration",
-        intro="Accuracy of predictions by confidence: below the line, the model is overconfident. Expected calibration "
-        f"error (ECE): {', '.join(errors)}.",
+        title="Confidence",
+        intro="Whether a model’s confidence can be believed (calibration): of predictions that it gives 80 %, 80 % "
+        "should be right. Below the line, the model is overconfident. The expected calibration error (ECE) is the mean "
+        f"distance from the line: {', '.join(errors)}.",
         figures=_draw(record, prefix, [class_figures.calibration]),
         tables=_tables_with_rows(table),
+        technical=True,
     )
 
 
@@ -441,9 +551,10 @@ def _communication(record: RunRecord, prefix: str) -> Section:
     return Section(
         key="communication",
         title="Communication",
-        intro="Scores against megabytes sent.",
+        intro="Scores against the megabytes that all clients and the server have sent so far.",
         figures=rendered,
         tables=tables,
+        technical=True,
     )
 
 
@@ -473,8 +584,9 @@ def _shifts(record: RunRecord, prefix: str) -> Section:
     )
     return Section(
         key="shifts",
-        title="Shifted test sets",
-        intro="All models on test images that differ from those in training.",
+        title="Changed images",
+        intro="All models on test images that were changed on purpose, such as by noise or fog (shifted test sets), "
+        "which training images were not. Severity 1 is mild, 5 is strong. A model to rely on loses little.",
         figures=_draw(record, prefix, [figures.shifts]),
         tables=_tables_with_rows(table_of_means, table_of_kinds),
     )
@@ -588,6 +700,7 @@ def _settings(record: RunRecord, prefix: str) -> Section:
         intro="Everything needed to run it again.",
         tables=_tables_with_rows(table),
         text="\n\n".join(parts),
+        technical=True,
     )
 
 

@@ -11,9 +11,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from PIL import Image
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
@@ -478,6 +480,38 @@ def test_predictions_are_written_whether_or_not_they_are_returned(tiny, tmp_path
         expected = torch.cat([batch[name] for batch in batches])
         expected = expected.argmax(-1) if expected.dim() > 1 else expected
         assert [int(row[column]) for row in rows] == expected.tolist()
+
+
+def scaled(image):
+    """An image whose smallest and largest values are black and white."""
+    return 255 * (image - image.min()) / (image.max() - image.min())
+
+
+def test_pictures_show_the_first_right_and_wrong_predictions_of_each_client(tiny, tmp_path):
+    trainer, module, data, _ = build(tiny, tmp_path, rounds=1)
+    trainer.fit(module, data)
+    trainer.callbacks.append(PredictionFile())
+    trainer.predict(module, data)
+    (path,) = tmp_path.rglob("predictions.csv")
+    rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    expected = set()
+    for client in range(5):
+        own = [row for row in rows if row["client"] == str(client)]
+        for is_right in (True, False):
+            expected.update([row["image"] for row in own if (row["personal"] == row["label"]) == is_right][:3])
+    assert {row["image"] for row in rows if row["example_picture"]} == expected
+    assert 0 < len(expected) < 30
+    images = torch.cat([part.tensors[0] for part in tiny.data().test])
+    for row in rows:
+        if row["example_picture"]:
+            pixels = torch.from_numpy(np.array(Image.open(path.parent / row["example_picture"]), dtype=np.float32))
+            assert (pixels - scaled(images[int(row["image"]), 0])).abs().max() <= 0.51
+    public = sorted((path.parent / "predictions" / "public").iterdir())
+    assert [int(file.stem) for file in public] == [0, 1, 3, 4, 6, 7, 9, 10]  # 8 of 12, evenly spread
+    (images,) = tiny.data().public.tensors
+    for file in public:
+        pixels = torch.from_numpy(np.array(Image.open(file), dtype=np.float32))
+        assert (pixels - scaled(images[int(file.stem), 0])).abs().max() <= 0.51
 
 
 @pytest.mark.filterwarnings("ignore:the floating-point images of:UserWarning")
