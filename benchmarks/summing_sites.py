@@ -256,14 +256,14 @@ class _Round:
 
         costs.lap()
         request = Request.read(read_header(message))
-        sums, masked = self.parties[name].step(request, terms(TASK), self.claims, vector)
-        response = Response("ok", digest(message), sums=sums)
-        if masked is None:
+        step_reply = self.parties[name].step(request, terms(TASK), self.claims, vector)
+        response = Response("ok", digest(message), sums=step_reply.content)
+        if step_reply.masked_vector is None:
             reply = pack(response)
             costs.lap(request.kind, at_site=True)
         else:
             costs.lap(request.kind, at_site=True)
-            reply = pack(response, {MASKED: torch.from_numpy(masked)})
+            reply = pack(response, {MASKED: torch.from_numpy(step_reply.masked_vector)})
             costs.lap("send", at_site=True)
         return reply
 
