@@ -201,6 +201,10 @@ def _estimate_uncertainty(differences: ScoreMatrix, pooled_seed_variance: float,
     if from_clients:
         spread += from_clients**2 / (num_clients - 1) + from_rest**2 / degrees_of_rest
     degrees_of_freedom = variance**2 / spread if spread > 0 else math.inf
+    if from_clients:
+        # Where one mean square is subtracted from another of nearly the same size, the formula gives fewer degrees of
+        # freedom than any of them has, even below one. A sum of mean squares has at least those of the smallest.
+        degrees_of_freedom = max(degrees_of_freedom, min(degrees_of_seeds, num_clients - 1))
     return _Uncertainty(variance, degrees_of_freedom)
 
 

@@ -33,12 +33,8 @@ def test_one_client_is_the_paired_t_test_over_seeds():
     assert [entry.low, entry.high] == pytest.approx([interval.low, interval.high])
 
 
-def test_seeds_and_clients_are_two_random_factors():
-    """The mean squares of a two-way analysis of variance, written as loops over the cells of the table."""
-    random = np.random.default_rng(2)
-    seeds = random.normal(0, 0.02, (4, 1))
-    clients = random.normal(0, 0.05, (1, 6))
-    differences = 0.03 + seeds + clients + random.normal(0, 0.01, (4, 6))
+def mean_squares(differences):
+    """The mean squares of seeds, clients and the rest in a two-way analysis of variance of 4 seeds and 6 clients."""
     grand = sum(sum(row) for row in differences.tolist()) / 24
     of_seeds = [sum(row) / 6 for row in differences.tolist()]
     of_clients = [sum(row[client] for row in differences.tolist()) / 4 for client in range(6)]
@@ -48,7 +44,17 @@ def test_seeds_and_clients_are_two_random_factors():
     for seed in range(4):
         for client in range(6):
             rest += (differences[seed, client] - of_seeds[seed] - of_clients[client] + grand) ** 2
-    square_of_rest = rest / 15
+    return square_of_seeds, square_of_clients, rest / 15
+
+
+def test_seeds_and_clients_are_two_random_factors():
+    """The mean squares of a two-way analysis of variance, written as loops over the cells of the table."""
+    random = np.random.default_rng(2)
+    seeds = random.normal(0, 0.02, (4, 1))
+    clients = random.normal(0, 0.05, (1, 6))
+    differences = 0.03 + seeds + clients + random.normal(0, 0.01, (4, 6))
+    grand = differences.mean()
+    square_of_seeds, square_of_clients, square_of_rest = mean_squares(differences)
     variance = (square_of_seeds + square_of_clients - square_of_rest) / 24
     degrees = variance**2 / (
         (square_of_seeds / 24) ** 2 / 3 + (square_of_clients / 24) ** 2 / 5 + (square_of_rest / 24) ** 2 / 15
@@ -56,6 +62,28 @@ def test_seeds_and_clients_are_two_random_factors():
     entry = difference("a", "b", differences, np.zeros((4, 6)))
     half_width = stats.t.ppf(0.975, degrees) * math.sqrt(variance)
     assert [entry.low, entry.high] == pytest.approx([grand - half_width, grand + half_width])
+
+
+def test_clients_that_differ_hardly_more_than_single_scores_do_not_widen_the_interval_without_bound():
+    """Satterthwaite's formula alone gives less than one degree of freedom here: intervals of thousands of points."""
+    random = np.random.default_rng(5)
+    num_tried = 0
+    num_below_one = 0
+    while num_tried < 20:
+        scores = random.normal(0, 0.05, (4, 6))
+        scores -= 0.95 * scores.mean(1, keepdims=True)  # seeds that hardly differ
+        square_of_seeds, square_of_clients, square_of_rest = mean_squares(scores)
+        if not 1 < square_of_clients / square_of_rest < 1.3:
+            continue
+        num_tried += 1
+        variance = (square_of_seeds + square_of_clients - square_of_rest) / 24
+        spread = square_of_seeds**2 / 3 + square_of_clients**2 / 5 + square_of_rest**2 / 15
+        num_below_one += (24 * variance) ** 2 / spread < 1
+        entry = difference("a", "b", 0.3 + scores, np.zeros((4, 6)))
+        # The seeds have three degrees of freedom, the clients five.
+        assert entry.high - entry.mean == pytest.approx(stats.t.ppf(0.975, 3) * math.sqrt(variance))
+        assert entry.is_significant
+    assert num_below_one > 10
 
 
 def test_holms_correction():
