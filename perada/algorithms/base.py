@@ -320,6 +320,12 @@ class Algorithm(Options):
         merges_into_backbone: Whether the server merges the clients' updates into the weights that LoRA adapts, which
             are then part of all states.
         average: Which outputs of several global models are averaged to predict: ``logits`` or ``probabilities``.
+        instead_of_factors: What clients send under the names of LoRA's factors, if a server rule must not combine it as
+            factors; empty for factors.
+        needs_plain_mean: Why no server rule may take the place of the mean of the updates, and what to choose instead:
+            the end of a sentence that begins with "it". Empty if rules are allowed.
+        personal_pull: Strength λ, if clients minimise loss(v) + λ/2 ||v − w||² of their personal state v and the
+            received state w; None if they minimise something else. Diagnostics measure the gradient of this objective.
         mean_is_enough: Whether :meth:`server_step` reads nothing of the updates but
             ``server.mean(server.updates, server.weights)``, as the default does, and its teachers where it distils. A
             simulation then adds the updates up while clients train, and does not keep them. A class that overrides
@@ -338,6 +344,9 @@ class Algorithm(Options):
     needs_class_counts: bool = False
     merges_into_backbone: bool = False
     average: Average = "logits"
+    instead_of_factors: str = ""
+    needs_plain_mean: str = ""
+    personal_pull: float | None = None
     mean_is_enough: bool = True
 
     def __init_subclass__(cls) -> None:
@@ -487,6 +496,25 @@ class Algorithm(Options):
         """
         return None
 
+    def joining(self, phases: tuple[Phase, ...]) -> "tuple[Algorithm, tuple[Phase, ...]] | None":
+        """Return the algorithm with which a client joins a finished run, and the phases of its rounds.
+
+        Nothing that the client sends is used. By default None is returned: a client then trains as after the last round
+        (:meth:`personalization`), if that is defined; else it fine-tunes the global model, if clients predict with it;
+        else it trains like the clients of the run.
+
+        Args:
+            phases: Phases of the run's rounds.
+        """
+        return None
+
+    def beyond_client_privacy(self) -> str:
+        """Return what client-level privacy does not cover, with a remedy; empty if it covers all that clients send.
+
+        It clips and protects what the mean of updates contains, and nothing else.
+        """
+        return ""
+
 
 def moved_towards(previous: State, target: State, share: float) -> State:
     """Return previous + share · (target − previous) for each tensor of ``target``; integers are taken from it as is.
@@ -558,8 +586,8 @@ class ClientSideWrapper(Algorithm):
 class AlgorithmWrapper(ClientSideWrapper):
     """Base class of algorithms that change part of the behaviour of another one, the base.
 
-    Methods that a subclass does not override are forwarded to the base. Attributes are copied from it when the wrapper
-    is created.
+    Methods that a subclass does not override are forwarded to the base, except for :meth:`joining`. Attributes of
+    :class:`Algorithm` that a subclass does not set are copied from the base when the wrapper is created.
 
     Attributes:
         base: The other algorithm.
@@ -570,6 +598,8 @@ class AlgorithmWrapper(ClientSideWrapper):
 
     # The inherited server step only calls that of the base, whose value is read when the wrapper is created.
     mean_is_enough = True
+    # The objective of the base may be that of other tensors than the wrapper's.
+    personal_pull = None
 
     def __init__(self, base: Algorithm) -> None:
         if not isinstance(base, Algorithm):
@@ -579,20 +609,17 @@ class AlgorithmWrapper(ClientSideWrapper):
                 value=base,
             )
         super().__init__(base)
-        self.inference = base.inference
-        self.roles = base.roles
-        self.sends_updates = base.sends_updates
-        self.global_model = base.global_model
-        self.uses_distillation = base.uses_distillation
-        self.builds_teachers = base.builds_teachers
-        self.unsent = base.unsent
-        self.modes = base.modes
-        self.compares_models = base.compares_models
-        self.needs_class_counts = base.needs_class_counts
-        self.merges_into_backbone = base.merges_into_backbone
-        self.average = base.average
+        for name in Algorithm.__annotations__:
+            if not self._states(name):
+                setattr(self, name, getattr(base, name))
         # False for a subclass that overrides the server step without stating otherwise.
         self.mean_is_enough = type(self).mean_is_enough and base.mean_is_enough
+
+    @classmethod
+    def _states(cls, name: str) -> bool:
+        """Return whether the wrapper's class sets an attribute itself, or one of its classes up to this one does."""
+        wrapper_classes = cls.__mro__[: cls.__mro__.index(AlgorithmWrapper) + 1]
+        return any(name in vars(wrapper_class) for wrapper_class in wrapper_classes)
 
     @property
     def kind(self) -> str:
@@ -623,6 +650,10 @@ class AlgorithmWrapper(ClientSideWrapper):
     def personalization(self) -> "tuple[Algorithm, Phase] | None":
         """Return what clients of the base train after the last round."""
         return self.base.personalization()
+
+    def beyond_client_privacy(self) -> str:
+        """Return what of the base client-level privacy does not cover."""
+        return self.base.beyond_client_privacy()
 
 
 def check_outermost(wrapper: AlgorithmWrapper) -> None:

@@ -5,12 +5,14 @@ The index g marks the shared branch and p the private one: a layer computes W·x
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Stacks, TensorNames, moved_towards
 from perada.algorithms.fedavg import FedAvg
+from perada.algorithms.newcomers import Joining
 from perada.core.checks import check_number
 from perada.core.rounds import Phase
 from perada.core.states import Factors, State, expand, per_client, select, stack_size, without
@@ -322,6 +324,15 @@ class RestOfWorld(Algorithm):
     inference = "personal"
     roles = ("personal",)
     global_model = False
+    instead_of_factors = "shifted means of factors"
+    needs_plain_mean = (
+        "subtracts a client's share from the mean of all branches, which the rule does not provide; leave "
+        "server_rule out, or choose algorithm='feddpa'"
+    )
+
+    def joining(self, phases: tuple[Phase, ...]) -> tuple[Algorithm, tuple[Phase, ...]]:
+        """Train an individual branch beside the mean of the other clients."""
+        return JoiningRestOfWorld(self), phases
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Raise a ValueError if the adapter has no branches, or if there is only one client."""
@@ -395,3 +406,23 @@ class RestOfWorld(Algorithm):
     def personal(self, client_state: Stacks, global_state: State) -> State:
         """Predict with both branches and the client's other tensors."""
         return client_state["others"] | client_state["personal"]
+
+
+class JoiningRestOfWorld(Joining):
+    """Joining for FedALT: an individual branch that starts with B = 0, next to the mean of all clients of the run.
+
+    Args:
+        base: FedALT.
+    """
+
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
+        """Accept a single client, which the base rejects: the other clients are those of the run."""
+
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
+        """Start from the mean A of the other clients, and B = 0."""
+        zeros = {private.up: torch.zeros_like(initial[private.up]) for _, private in branch_pairs(tensor_names)}
+        return self.base.initial_client_state(initial | zeros, tensor_names)
+
+    def broadcast(self, sending: Broadcast) -> State:
+        """Send the states that the base sends to a client that is not part of the mean."""
+        return self.base.broadcast(replace(sending, num_clients=0))

@@ -85,6 +85,20 @@ class FedBE(Algorithm):
         self.uses_distillation = distill
         self.average = "logits" if distill else "probabilities"
 
+    def beyond_client_privacy(self) -> str:
+        """Return that squares of changes, and an ensemble of updates, are not covered."""
+        if self.moments:
+            return (
+                "FedBE(moments=True): its clients also send squares of their changes, which clipping does not cover; "
+                "choose FedAvg"
+            )
+        if not self.distill:
+            return (
+                "FedBE(distill=False): its ensemble holds single clients' updates and models drawn from them; choose "
+                "FedAvg"
+            )
+        return ""
+
     def end_round(
         self,
         trained: Stacks,

@@ -23,6 +23,7 @@ from perada.algorithms.base import (
 from perada.algorithms.branches import RestOfWorld
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.lora import check_factors
+from perada.algorithms.newcomers import joining
 from perada.core.checks import OptionError, check_integer, invalid_option
 from perada.core.rounds import Phase
 from perada.core.states import Factors, State, cut_ranks, device_of, per_client, to_device_async, without
@@ -183,6 +184,10 @@ class HetLoRA(AlgorithmWrapper):
         if isinstance(self.ranks, Mapping):
             return max(self.ranks.values())
         return max(self.ranks)
+
+    def joining(self, phases: tuple[Phase, ...]) -> tuple[Algorithm, tuple[Phase, ...]]:
+        """Train as a client that joins a run of the base, at the adapter's rank."""
+        return joining(self.base, phases)
 
     def personalization(self) -> tuple[Algorithm, Phase] | None:
         """Return the base's training after the last round, at the clients' ranks."""

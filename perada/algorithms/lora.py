@@ -20,6 +20,7 @@ from perada.algorithms.base import (
     check_outermost,
 )
 from perada.algorithms.fedavg import FedAvg
+from perada.algorithms.newcomers import joining
 from perada.algorithms.sharing import PartialSharing
 from perada.core.checks import OptionError
 from perada.core.rounds import Phase
@@ -121,6 +122,11 @@ class FFALoRA(AlgorithmWrapper):
         members = self.base.members(global_state, server_state)
         not_in_members = without(global_state, members)
         return expand(not_in_members, stack_size(members)) | members
+
+    def joining(self, phases: tuple[Phase, ...]) -> tuple[Algorithm, tuple[Phase, ...]]:
+        """Train as a client that joins a run of the base, with A frozen."""
+        base, phases = joining(self.base, phases)
+        return FFALoRA(base), phases
 
     def personalization(self) -> tuple[Algorithm, Phase] | None:
         """Return the base's training after the last round, with A frozen."""

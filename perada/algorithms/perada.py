@@ -6,6 +6,7 @@ from torch import Tensor
 
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Stacks, TensorNames, moved_towards
 from perada.core.checks import check_choice, check_integer, check_number
+from perada.core.rounds import Phase
 from perada.core.states import State, device_of, double_dtype, per_client, select
 
 
@@ -39,6 +40,20 @@ class PerAda(Algorithm):
         check_choice("distill", distill, (True, False))
         self.distill = distill
         self.uses_distillation = distill
+
+    @property
+    def personal_pull(self) -> float:  # type: ignore[override]  # it follows from the option
+        """Strength of the pull of the personal state."""
+        return self.prox_strength
+
+    def joining(self, phases: tuple[Phase, ...]) -> tuple[Algorithm, tuple[Phase, ...]] | None:
+        """Train the personal adapter on loss + λ/2 ||v − w||², without the part that is sent.
+
+        A subclass that overrides the step trains something else, and continues with that.
+        """
+        if type(self).client_step is not PerAda.client_step:
+            return None
+        return MTL(self.prox_strength), phases
 
     def client_step(self, step: ClientStep) -> None:
         """Take a step on v_m (line 10) and one on θ_m (line 15), on the same minibatch."""
@@ -163,6 +178,12 @@ class PFedMe(Algorithm):
         self.inner_steps = inner_steps
         self.beta = beta
         self.restart = restart
+
+    def joining(self, phases: tuple[Phase, ...]) -> tuple[Algorithm, tuple[Phase, ...]] | None:
+        """Train the personal adapter as :meth:`PerAda.joining` does."""
+        if type(self).client_step is not PFedMe.client_step:
+            return None
+        return MTL(self.prox_strength), phases
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Start θ and w_m from the received state."""

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, Stacks, TensorNames
+from perada.algorithms.newcomers import Joining
 from perada.core.checks import check_choice, check_number
 from perada.core.rounds import Phase
 from perada.core.states import State, expand, select, stack_size, without
@@ -32,6 +33,14 @@ class PartialSharing(Algorithm, ABC):
     @abstractmethod
     def private(self, tensor_names: TensorNames) -> frozenset[str]:
         """Return the names of the tensors that stay on the client."""
+
+    def joining(self, phases: tuple[Phase, ...]) -> tuple[Algorithm, tuple[Phase, ...]]:
+        """Train the private part only.
+
+        FedAlt and FedRep have a phase for the private part. Others have one phase for both.
+        """
+        private_phases = tuple(phase for phase in phases if phase.name == "personal")
+        return JoiningPrivatePart(self), private_phases or phases[:1]
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Raise a ValueError if there is nothing to keep or nothing to share."""
@@ -256,3 +265,42 @@ class FedRep(FedAlt):
         check_number("head_epochs", head_epochs, ge=0, optional=True)
         super().__init__("output", head_epochs)
         self.head_epochs = head_epochs
+
+
+class JoiningPrivatePart(Joining):
+    """Training of the private part with a frozen shared part, for algorithms whose clients share a part.
+
+    Args:
+        base: The algorithm of the run.
+    """
+
+    def __init__(self, base: "PartialSharing") -> None:
+        super().__init__(base)
+        # FedSim and its subclasses train the private part with the learning rate of the personal role. Others use that
+        # of the local role, which is also that of a role without one.
+        self._role = "personal" if isinstance(base, FedSim) else "own"
+
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+        """Train the private part. The shared part is included, since each pass changes its running statistics."""
+        return {self._role: client_state["personal"], "local": received}
+
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
+        """Train only the private part."""
+        if role == self._role:
+            return tensor_names.parameters
+        return ()
+
+    def client_step(self, step: ClientStep) -> None:
+        """Take a step on the private part."""
+        model = step.states[self._role] | step.states["local"]
+        step.descend(self._role, step.loss(model, stream=self._role))
+
+    def end_round(
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
+    ) -> tuple[Stacks, State]:
+        """Keep the private part; send nothing."""
+        return {"personal": trained[self._role]}, {}

@@ -12,7 +12,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from perada.algorithms import PerAda
 from perada.core.checks import OptionError, check_choice, invalid_option
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, Shares
@@ -343,7 +342,8 @@ def gradient_norms(
     ``theory/global_gradient`` is ‖∇L(w^t)‖², the term e = 0 of Theorem 3 (equations 18 to 20), where L is the mean of
     the L_m over the round's clients with the run's weights (1/M in the paper). ``theory/personal_gradient`` is ‖∇_v
     P_m(v_m^t, w^t)‖², the term s = 0 of Theorem 4, with P_m(v, w) = L_m(v) + λ/2 ‖v − w‖². Its mean and standard
-    deviation over clients are measured for PerAda and Ditto only, which minimise P_m. Gradients are over all images.
+    deviation over clients are measured for algorithms that minimise P_m (:attr:`.Algorithm.personal_pull`), as PerAda
+    and Ditto do. Gradients are over all images.
 
     A collective: all ranks must call this.
 
@@ -357,19 +357,19 @@ def gradient_norms(
     """
     algorithm = settings.algorithm
     points = [received]
-    if isinstance(algorithm, PerAda):
+    if algorithm.personal_pull is not None:
         points.append(local_round.client_state["personal"])
     # A stand-in has no batches of its own.
     local_batches = batches if shares.places else ()
     gradients = full_gradients(local_round, settings, points, local_batches)
     square = _squared_mean_gradient(gradients, local_round.received, settings.weighting, shares, ranks)
     metrics = {"theory/global_gradient": square}
-    if isinstance(algorithm, PerAda):
+    if algorithm.personal_pull is not None:
         personal = local_round.client_state["personal"]
         personal_gradients = {}
         for name, value in gradients.at_points[1].items():
             pull = double(personal[name]) - double(received[name])
-            personal_gradients[name] = value + algorithm.prox_strength * pull
+            personal_gradients[name] = value + algorithm.personal_pull * pull
         squares = _squared_norms(personal_gradients, shares, ranks)
         metrics |= mean_and_spread("theory/personal_gradient", squares)
     return metrics

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from perada.algorithms import Algorithm, TensorNames
 from perada.algorithms.base import Stacks
-from perada.algorithms.branches import RestOfWorld
 from perada.core.checks import OptionError, check_choice
 from perada.core.rounds import AnyBatch, Phase, RoundPlan
 from perada.core.states import State
@@ -257,9 +256,8 @@ def without_factors(algorithm: Algorithm, tensor_names: TensorNames, sent: Colle
             "choose adapter='lora', without DoRA, on linear layers and convolutions"
         )
     name = algorithm.kind
-    base = getattr(algorithm, "base", algorithm)
-    if isinstance(base, RestOfWorld):
-        return f"clients of {name} send shifted means of factors, not factors; choose a different algorithm"
+    if algorithm.instead_of_factors:
+        return f"clients of {name} send {algorithm.instead_of_factors}, not factors; choose a different algorithm"
     if any(pair.down in sent and pair.up in sent for pair in tensor_names.factors):
         return ""
     return f"clients of {name} do not send both A and B of a layer; choose a different algorithm"
@@ -312,11 +310,8 @@ def check_rule(settings: Settings) -> None:
             "merges the exact mean of the clients' products B·A and would undo the rule; leave server_rule out, or "
             "choose algorithm='fedavg'"
         )
-    elif isinstance(algorithm, RestOfWorld):
-        reason = (
-            "subtracts a client's share from the mean of all branches, which the rule does not provide; leave "
-            "server_rule out, or choose algorithm='feddpa'"
-        )
+    elif algorithm.needs_plain_mean:
+        reason = algorithm.needs_plain_mean
     else:
         return
     raise OptionError(

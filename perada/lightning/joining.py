@@ -10,7 +10,8 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm
-from perada.algorithms.joining import algorithm_of, joining
+from perada.algorithms.newcomers import joining
+from perada.algorithms.records import algorithm_of
 from perada.core.checks import check_choice, check_integer, check_number, check_type, invalid_option
 from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
@@ -45,8 +46,8 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
     """Let a client join a finished run: it trains a personal model from the global state, as the run's clients did.
 
     The algorithm with its λ, the learning rates, the optimiser, the batch size and the local steps are those of the
-    run. The global state and the other clients do not change. :func:`perada.algorithms.joining.joining` defines what is
-    trained: PerAda's clients train v from w on loss + λ/2 ||v − w||². If the run has sample-level privacy, this
+    run. The global state and the other clients do not change. :func:`perada.algorithms.newcomers.joining` defines what
+    is trained: PerAda's clients train v from w on loss + λ/2 ||v − w||². If the run has sample-level privacy, this
     training has it too: with the run's noise multiplier (or its target), clipping and δ, and an ε that depends on the
     client's number of images. Only the release ledger is limited, since nothing is sent.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from perada.algorithms.joining import algorithm_record
+from perada.algorithms.records import algorithm_record
 from perada.data import FederatedDataModule
 from perada.data.preprocessing import Preprocessing
 from perada.federation.evaluation import EvaluationPass

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from perada.algorithms import Algorithm, FedBE, TensorNames
-from perada.algorithms.base import AlgorithmWrapper
+from perada.algorithms import Algorithm, TensorNames
 from perada.algorithms.dry_run import DryRun, is_foreign, server_follows_from_mean
 from perada.core.checks import OptionError
 from perada.core.rounds import Phase
@@ -122,9 +121,6 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
     """
     name = type(algorithm).__name__
     modes = algorithm.modes
-    base = algorithm
-    while isinstance(base, AlgorithmWrapper):
-        base = base.base
     needs_more_than_mean = not rule.function_of_mean
     # For perada's own rules, tests verify that function_of_mean is true.
     if rule.function_of_mean and is_foreign(rule):
@@ -142,16 +138,9 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
 
     # The combinations below are possible with sample-level privacy.
     sample_level = "or protect single images instead (section privacy)"
-    if isinstance(base, FedBE) and base.moments:
-        raise _incompatible(
-            "FedBE(moments=True): its clients also send squares of their changes, which clipping does not cover; "
-            f"choose FedAvg, {sample_level}"
-        )
-    if isinstance(base, FedBE) and not base.distill:
-        raise _incompatible(
-            "FedBE(distill=False): its ensemble holds single clients' updates and models drawn from them; choose "
-            f"FedAvg, {sample_level}"
-        )
+    not_covered = algorithm.beyond_client_privacy()
+    if not_covered:
+        raise _incompatible(f"{not_covered}, {sample_level}")
     if algorithm.uses_distillation and distills:
         raise _incompatible(
             f"{name} with distillation: the teachers are single clients' updates, each with only a share of the "

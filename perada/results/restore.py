@@ -17,7 +17,7 @@ from peft import PeftConfig
 from torch import nn
 
 from perada.algorithms import Algorithm
-from perada.algorithms.joining import algorithm_of
+from perada.algorithms.records import algorithm_of
 from perada.core.checks import check_integer
 from perada.core.digests import check_format
 from perada.core.ranks import this_rank
