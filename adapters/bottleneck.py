@@ -28,6 +28,9 @@ class BottleneckConfig(AdapterConfig):
         last_blocks: As in :class:`~perada.adapters.ResidualConfig`.
         exclude_modules: Linear layers to leave out of ``target_modules``.
         modules_to_save: As in :class:`~perada.adapters.ResidualConfig`.
+
+    >>> BottleneckConfig(reduction=8).reduction
+    8
     """
 
     reduction: int = field(default=16, metadata={"help": "Ratio of the module's output features to the bottleneck's."})

@@ -31,6 +31,9 @@ class DualLoraConfig(AdapterConfig):
             be a linear layer or a convolution without groups. By default, perada chooses the layers that LoRA adapts.
         exclude_modules: Layers to leave out of ``target_modules``.
         modules_to_save: Modules trained in full and saved with the adapters, such as the classification head.
+
+    >>> DualLoraConfig(r=4).r
+    4
     """
 
     r: int = field(default=8, metadata={"help": "Rank of each branch."})

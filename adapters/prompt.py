@@ -43,6 +43,9 @@ class PromptConfig(AdapterConfig):
         target_modules: Regular expression of the full names of the blocks, in place of ``last_blocks``. Shallow tokens
             are inserted before the first of these blocks and removed after the last.
         modules_to_save: As in :class:`~perada.adapters.ResidualConfig`.
+
+    >>> PromptConfig(tokens=4, deep=False).tokens
+    4
     """
 
     tokens: int = field(default=10, metadata={"help": "Number of tokens per block."})

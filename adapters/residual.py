@@ -44,6 +44,9 @@ class ResidualConfig(AdapterConfig):
             convolution of each block of an EfficientNet, the depthwise one of a ConvNeXt.
         exclude_modules: Convolutions to leave out of ``target_modules``.
         modules_to_save: Modules trained in full and saved with the adapters, such as the classification head.
+
+    >>> ResidualConfig(last_blocks=2).last_blocks
+    2
     """
 
     dropout: float = field(

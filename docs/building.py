@@ -25,7 +25,7 @@ PAGES = (
 )
 
 # Pages of these packages show what they hand on, under that name. Others show each object in its own module only.
-FACES = {f"perada.{name}" for name in ("algorithms", "data", "lightning", "privacy", "server")}
+FACES = {f"perada.{name}" for name in ("algorithms", "data", "lightning", "privacy", "server", "tasks")}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -157,6 +157,13 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
     Raises:
         ValueError: If an argument is invalid, or arguments contradict one another.
         FileNotFoundError: If weights, data or the checkpoint are missing.
+
+    >>> import torch
+    >>> part = torch.utils.data.TensorDataset(torch.rand(8, 1, 8, 8), torch.arange(8) % 2)
+    >>> network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
+    >>> data = FederatedData(train=[part, part], test=[part, part])
+    >>> run = finetune(network, data, adapter="full", algorithm="ditto", rounds=2)  # doctest: +SKIP
+    >>> run.personal(0)  # doctest: +SKIP
     """
     watch_signals()
     check_integer("rounds", rounds, 0, hint="0 returns the initial states")

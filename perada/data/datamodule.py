@@ -105,6 +105,10 @@ class FederatedDataModule(pl.LightningDataModule):
 
     Raises:
         ValueError: If an option is out of range or two exclude each other. The data are checked by ``setup``.
+
+    >>> part = torch.utils.data.TensorDataset(torch.rand(4, 1, 8, 8), torch.arange(4) % 2)
+    >>> FederatedDataModule(FederatedData(train=[part, part]), batch_size=2).batch_size
+    2
     """
 
     num_clients: int

@@ -55,6 +55,11 @@ class FederatedData:
         num_classes: Number of classes; None infers it from the labels.
         classes: Names of the classes, in the order of their numbers; None uses labels that are words.
         client_names: Names of the clients, in the order of ``train``.
+
+    >>> import torch
+    >>> part = torch.utils.data.TensorDataset(torch.rand(4, 1, 8, 8), torch.arange(4) % 2)
+    >>> len(FederatedData(train=[part, part], test=[part, part], client_names=["north", "south"]).train)
+    2
     """
 
     train: Sequence[Dataset[Any]]

@@ -59,6 +59,9 @@ class Corruptions(Shift):
 
     Raises:
         ValueError: If a kind is unknown or named twice, or a severity is not one of 1 to 5.
+
+    >>> Corruptions(kinds=["fog", "gaussian_noise"], severities=(1, 5)).severities
+    (1, 5)
     """
 
     kinds: str | list[str] = "main"

@@ -48,6 +48,9 @@ class Training:
 
     Raises:
         ValueError: If an option is out of range.
+
+    >>> Training(lr_personal=0.1, local_steps=5).local_steps
+    5
     """
 
     lr_personal: float = 0.01
@@ -136,6 +139,9 @@ class Evaluation:
 
     Raises:
         ValueError: If an option is out of range.
+
+    >>> Evaluation(metric="f1_macro", prediction="both").prediction
+    'both'
     """
 
     metric: str | list[str | dict[str, Any]] = "auto"

@@ -98,6 +98,10 @@ class FederatedLoop(pl.Callback):
 
     Raises:
         ValueError: If an option cannot be used, or, at set-up, if model, data and algorithm do not fit one another.
+
+    >>> from perada.algorithms import make_algorithm
+    >>> FederatedLoop(make_algorithm("ditto", prox_strength=0.5), clients_per_round=2).clients_per_round
+    2
     """
 
     def __init__(  # noqa: PLR0913  # each argument is an option of recipes

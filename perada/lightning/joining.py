@@ -73,6 +73,8 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
     Raises:
         ValueError: If the name is taken, the images or classes do not match the run, the run has several global
             states, or its privacy cannot be provided.
+
+    >>> personalize(Run.load("my_run"), (train, test), "east").save("my_run")  # doctest: +SKIP
     """
     _check_arguments(run, data, name, rounds, local_steps, batch_size, lr, algorithm, progress)
     check_name(run, name)

@@ -63,6 +63,9 @@ class FederatedClassifier(pl.LightningModule):
 
     Raises:
         ValueError: If an option cannot be used.
+
+    >>> FederatedClassifier("test_resnet", adapter="head", pretrained=False).adapter
+    'head'
     """
 
     backbone: str | nn.Module

@@ -23,6 +23,7 @@ from perada.core.quiet import root_logger_kept
 from perada.core.text import quoted
 
 ACCOUNTANTS = ("rdp", "prv")
+"""Ways to compute ε from the steps taken: Rényi differential privacy, and privacy random variables."""
 LARGEST_TARGET = 50
 """The largest ε for which noise is calibrated.
 
@@ -68,6 +69,9 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
 
     Raises:
         ValueError: If a number is out of range.
+
+    >>> round(history_epsilon({(1.0, 0.1): 40}, delta=1e-5), 2)
+    5.39
     """
     check_delta(delta)
     check_choice("accountant", accountant, ACCOUNTANTS)
@@ -100,6 +104,9 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
     Raises:
         ValueError: If no noise brings the accountant's bound down to the target, if the target is above
             ``LARGEST_TARGET``, or if a number is out of range.
+
+    >>> round(calibrate(3.0, delta=1e-5, sample_rate=0.1, steps=40), 1)
+    1.4
     """
     check_target("target_epsilon", target_epsilon)
     check_step(1.0, sample_rate, steps)

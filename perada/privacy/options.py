@@ -43,6 +43,9 @@ class Privacy:
 
     Raises:
         ValueError: If an option is invalid.
+
+    >>> Privacy(target_epsilon=3.0, delta=1e-5, ledger="release").target_epsilon
+    3.0
     """
 
     noise_multiplier: float | None = None
@@ -91,6 +94,9 @@ class ClientPrivacy:
 
     Raises:
         ValueError: If an option is invalid.
+
+    >>> ClientPrivacy(noise_multiplier=1.0, max_norm=0.5).max_norm
+    0.5
     """
 
     noise_multiplier: float | None = None

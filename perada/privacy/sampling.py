@@ -145,6 +145,9 @@ def secure_uniform(shape: tuple[int, ...]) -> Tensor:
 
     Raises:
         ValueError: If a dimension is negative.
+
+    >>> secure_uniform((2, 3)).shape
+    torch.Size([2, 3])
     """
     for side in shape:
         check_integer("a side of the shape", side, 0)
@@ -208,6 +211,9 @@ def secure_permutation(n: int) -> Tensor:
 
     Raises:
         ValueError: If n is negative.
+
+    >>> sorted(secure_permutation(4).tolist())
+    [0, 1, 2, 3]
     """
     check_integer("n", n, 0)
     while True:

@@ -77,6 +77,10 @@ class Run(Models):
     """The adapters of all clients and of the server on one frozen backbone.
 
     ``num_clients``, ``metrics`` and ``info`` are described at :class:`perada.results.models.Models`.
+
+    >>> run = Run.load("my_run")  # doctest: +SKIP
+    >>> run.predict(images, "north")  # doctest: +SKIP
+    >>> run.export("adapters")  # doctest: +SKIP
     """
 
     def with_client(self, single: "Run", record: dict[str, Any]) -> "Run":

@@ -98,6 +98,9 @@ class Distillation:
         share_steps: Divide the images of each step among several devices and add up their gradients, which pays for
             large batches. Results are then those of one device up to rounding, which Adam amplifies wherever a
             gradient is nearly zero; without it, all devices take the same steps.
+
+    >>> Distillation(steps=20, batch_size=64).steps
+    20
     """
 
     steps: int = 100

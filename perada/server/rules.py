@@ -346,6 +346,7 @@ SERVER_RULES: dict[str, Callable[[], ServerRule]] = {
     "svd": SVD,
     "lora_fair": LoRAFair,
 }
+"""The rules by the names that ``server_rule`` takes, each as a function that makes the rule with its defaults."""
 
 
 def make_rule(name: str | ServerRule) -> ServerRule:

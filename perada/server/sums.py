@@ -30,6 +30,9 @@ class SecureSums:
 
     Raises:
         ValueError: If an option cannot be used.
+
+    >>> SecureSums(min_sites=4).min_sites
+    4
     """
 
     min_sites: int = 3

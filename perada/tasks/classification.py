@@ -46,6 +46,9 @@ class Classification(ClassTask):
 
     Raises:
         OptionError: If an option is out of range.
+
+    >>> Classification(label_smoothing=0.1).predicted(torch.tensor([[2.0, -1.0, 0.0]]))
+    tensor([0])
     """
 
     label_smoothing: float = 0.0

@@ -46,6 +46,9 @@ class Keypoints(NumberTask):
 
     Raises:
         OptionError: If an option is out of range.
+
+    >>> Keypoints(image_size=65).predicted(torch.tensor([[0.0, 0.0, 0.5, -0.5]]))
+    tensor([[32.0000, 32.0000, 48.2500, 15.7500]], dtype=torch.float64)
     """
 
     has_positions: ClassVar[bool] = True

@@ -33,6 +33,9 @@ class MultiLabel(Task):
 
     Raises:
         OptionError: If an option is out of range.
+
+    >>> MultiLabel().predicted(torch.tensor([[2.0, -1.0, 0.5]]))
+    tensor([[1, 0, 1]])
     """
 
     exclusive: ClassVar[bool] = False

@@ -76,6 +76,9 @@ class Regression(NumberTask):
 
     Raises:
         OptionError: If an option is out of range.
+
+    >>> Regression(loss_function="huber", delta=0.5)
+    Regression(loss_function='huber', delta=0.5)
     """
 
     default_metric: ClassVar[str] = "mae"

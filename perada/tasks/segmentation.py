@@ -53,6 +53,9 @@ class Segmentation(ClassTask):
 
     Raises:
         OptionError: If an option is out of range.
+
+    >>> Segmentation(loss_function="dice").predicted(torch.zeros(1, 4, 4, 3)).shape
+    torch.Size([1, 4, 4])
     """
 
     exclusive: ClassVar[bool] = False

@@ -107,6 +107,9 @@ class IID(Partition):
 
     Args:
         num_clients: Number of clients M.
+
+    >>> IID(num_clients=5)
+    IID(num_clients=5)
     """
 
     num_clients: int = 20
@@ -134,6 +137,9 @@ class ByDomain(Partition):
         clients_per_domain: Number of clients that share each domain, at random and evenly.
         within: Instead of ``clients_per_domain``: a partition that divides each domain among its clients, such as
             ``Dirichlet(num_clients=2)``.
+
+    >>> ByDomain("scanner")
+    ByDomain(column='scanner', clients_per_domain=1, within=None)
     """
 
     column: str = "domain"
@@ -228,6 +234,9 @@ class FromFile(Partition):
 
     Args:
         path: The ``partition.json`` that the run wrote.
+
+    >>> FromFile("partition.json")
+    FromFile(path='partition.json')
     """
 
     path: str
@@ -378,6 +387,9 @@ class Dirichlet(LabelPartition):
 
     Raises:
         ValueError: If an option is out of range.
+
+    >>> Dirichlet(num_clients=5, alpha=0.3)
+    Dirichlet(num_clients=5, alpha=0.3, min_per_client=2, min_per_class=0, merge_below=0, column=None)
     """
 
     num_clients: int = 20
@@ -442,6 +454,9 @@ class BalancedDirichlet(LabelPartition):
 
     Raises:
         ValueError: If an option is out of range.
+
+    >>> BalancedDirichlet(num_clients=5, alpha=0.3)
+    BalancedDirichlet(num_clients=5, alpha=0.3, samples_per_client=None, merge_below=0, column=None, min_per_class=0)
     """
 
     num_clients: int = 20
@@ -524,6 +539,9 @@ class QuantitySkew(Partition):
 
     Raises:
         ValueError: If an option is out of range.
+
+    >>> QuantitySkew(num_clients=5, alpha=0.5)
+    QuantitySkew(num_clients=5, alpha=0.5, min_per_client=2)
     """
 
     num_clients: int = 20
@@ -567,6 +585,9 @@ class Shards(LabelPartition):
     Args:
         num_clients: Number of clients M.
         classes_per_client: Number of classes of each client.
+
+    >>> Shards(num_clients=5, classes_per_client=2)
+    Shards(num_clients=5, classes_per_client=2)
     """
 
     num_clients: int = 20
@@ -617,6 +638,9 @@ class DominantClass(LabelPartition):
     Args:
         num_clients: Number of clients M.
         fraction: Share of the dominant class, above 0 and at most 1.
+
+    >>> DominantClass(num_clients=5, fraction=0.8)
+    DominantClass(num_clients=5, fraction=0.8)
     """
 
     num_clients: int = 20

@@ -55,6 +55,8 @@ class ImageFolder(OwnImages):
         root: The folder.
         domains: Whether class folders are inside of domain folders, which the column ``domain`` then names.
         **options: Options of :class:`.OwnImages`.
+
+    >>> ImageFolder("images", domains=True)  # doctest: +SKIP
     """
 
     _client_column = "domain"
@@ -97,6 +99,8 @@ class Images(OwnImages):
         layout: Positions of client, class, split and group in the paths.
         **options: Options of :class:`.OwnImages`.
 
+
+    >>> Images("images", layout="{client}/{class}/*")  # doctest: +SKIP
     """
 
     def __init__(self, root: str, layout: str = "{client}/{class}/*", **options: Any) -> None:
@@ -139,6 +143,8 @@ class ImageMasks(OwnImages):
         mask_values: Value of each class in the masks, such as ``[0, 255]``; null for 0, 1, 2 and so on. 255 stands for
             pixels without a class, unless it is listed.
         **options: Options of :class:`.OwnImages`.
+
+    >>> ImageMasks("scans", images="images", masks="masks")  # doctest: +SKIP
     """
 
     def __init__(
@@ -467,6 +473,8 @@ class UnlabelledFolder(ImageFiles):
     """All images below a folder, without labels, as a public set.
 
     The options are those of :class:`.ImageFiles`.
+
+    >>> UnlabelledFolder("public", size=224)  # doctest: +SKIP
     """
 
     def read_manifest(self) -> Manifest:

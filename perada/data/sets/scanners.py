@@ -225,6 +225,8 @@ class Scanners(DerivedSet):
 
     Raises:
         ValueError: If an option is out of range, or ``alpha`` is given and the set has no labels.
+
+    >>> Scanners(Digits(), kinds=12, alpha=0.5)  # doctest: +SKIP
     """
 
     def __init__(

@@ -126,6 +126,8 @@ class ImageTable(ListedImages):
             UTF-16 or UTF-32 with a byte-order mark.
         decimal: What separates the fraction of ``numbers``: a point, or a comma as Excel writes it in much of Europe.
         **options: Options of :class:`.ListedImages`.
+
+    >>> ImageTable("labels.csv", folder="images", path="file", label="diagnosis")  # doctest: +SKIP
     """
 
     def __init__(  # noqa: PLR0913  # each argument is an option of recipes
@@ -372,6 +374,8 @@ class HuggingFace(ListedImages):
         numbers: Column, or columns, of numbers such as an age, which are then the labels. They need the task
             :class:`.Regression`; null for other labels.
         **options: Options of :class:`.ListedImages`.
+
+    >>> HuggingFace("beans", image="image", label="labels")  # doctest: +SKIP
     """
 
     def __init__(
