@@ -23,8 +23,10 @@ from .dual_lora import DualLoraConfig, DualLoraModel
 from .prompt import PromptConfig, PromptModel
 from .residual import ResidualConfig, ResidualModel
 from .selective import SelectiveConfig, SelectiveModel
+from .traits import AdapterTraits
 
 __all__ = [
+    "AdapterTraits",
     "AddedLayer",
     "AddingModel",
     "BottleneckConfig",

@@ -11,6 +11,8 @@ from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
+from .traits import AdapterTraits
+
 ConfigT = TypeVar("ConfigT", bound=PeftConfig)
 
 BLOCK = re.compile(r"(.*\.)?(layer\d+\.\d+|blocks\.\d+(\.\d+)?|layers?\.\d+|s\d+\.b\d+|denseblock\d+\.denselayer\d+)")
@@ -68,7 +70,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 class AdapterConfig(PeftConfig):
-    """Base class of the configurations of perada's methods."""
+    """Base class of the configurations of perada's methods, whose models find the modules to adapt themselves."""
+
+    traits: ClassVar[AdapterTraits] = AdapterTraits(finds_targets=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]  # PEFT gives it no type

@@ -2,11 +2,12 @@
 """Two LoRA branches in parallel to a layer: one that clients share, and one that each client keeps."""
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
 from .added import AdapterConfig, AddedLayer, AddingModel
+from .traits import AdapterTraits
 
 
 @dataclass
@@ -35,6 +36,9 @@ class DualLoraConfig(AdapterConfig):
     >>> DualLoraConfig(r=4).r
     4
     """
+
+    # It takes the layers of LoRA.
+    traits: ClassVar[AdapterTraits] = AdapterTraits(adapts_convolutions=True)
 
     r: int = field(default=8, metadata={"help": "Rank of each branch."})
     lora_alpha: float = field(default=8, metadata={"help": "Scale of the branches, times their rank."})

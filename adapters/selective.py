@@ -3,13 +3,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, cast
+from typing import ClassVar, NoReturn, cast
 
 from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
 from .added import AdapterConfig, check_last_blocks, modules_from_last_blocks, owner_name
+from .traits import AdapterTraits
 
 
 @dataclass
@@ -25,6 +26,8 @@ class SelectiveConfig(AdapterConfig):
         last_blocks: Number of blocks, counted from the end of the network, in which ``select`` applies, together with
             the layers after them; by default everywhere.
     """
+
+    traits: ClassVar[AdapterTraits] = AdapterTraits(lists_head=True)
 
     select: list[str] = field(
         default_factory=list, metadata={"help": "Kinds of parameters to train: any of 'all', 'bias' and 'norm'."}

@@ -105,8 +105,7 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
         backbone: A timm model name, ``hf:`` and a transformers name or folder, ``smp:`` and a segmentation network
             (docs/tasks.md), ``char_lstm`` for texts, or a module that maps images to logits.
         data: One dataset per client (:class:`perada.data.FederatedData`), or a datamodule.
-        adapter: ``residual``, ``bottleneck``, ``prompt``, ``lora``, ``dual_lora``, ``ia3``, ``head``, ``bias_norm``,
-            ``full``, or a PEFT config.
+        adapter: A name, such as ``residual``, ``lora`` or ``full`` (docs/adapters.md has all), or a PEFT config.
         adapter_options: Options of the named adapter, for example ``{"r": 8}``.
         pretrained: Load weights from the Hub, or from this local file or folder; otherwise they are random.
         num_classes: Number of classes; by default that of the data.

@@ -53,8 +53,7 @@ class FederatedClassifier(pl.LightningModule):
     Args:
         backbone: A timm model name, ``hf:`` and a transformers name or folder, ``char_lstm`` for texts, or a module
             that maps images to logits.
-        adapter: ``residual``, ``bottleneck``, ``prompt``, ``lora``, ``dual_lora``, ``ia3``, ``head``, ``bias_norm``,
-            ``full``, or a PEFT config.
+        adapter: A name, such as ``residual``, ``lora`` or ``full`` (docs/adapters.md has all), or a PEFT config.
         adapter_options: Options of the named adapter, for example ``{"r": 8}``.
         pretrained: Load weights from the Hub, or from this local file or folder; otherwise they are random.
         num_classes: Number of classes; by default that of the data.

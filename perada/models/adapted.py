@@ -13,13 +13,21 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 import peft
 import torch
-from peft import AdaLoraConfig, IA3Config, LNTuningConfig, LoraConfig, PeftConfig, PeftModel
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
 
-from perada.adapters import AddingModel, BottleneckConfig, DualLoraConfig, PromptConfig, ResidualConfig, SelectiveConfig
+from perada.adapters import (
+    AdapterTraits,
+    AddingModel,
+    BottleneckConfig,
+    DualLoraConfig,
+    PromptConfig,
+    ResidualConfig,
+    SelectiveConfig,
+)
 from perada.adapters.added import check_last_blocks, is_norm, modules_from_last_blocks, owner_name, plain_name
 from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import TensorNames
@@ -30,14 +38,41 @@ from perada.core.text import quoted, value_text
 from perada.models.factors import branch_prefixes, check_lora, lora_factors
 from perada.models.merging import TrainBackbone, make_mergeable
 
-# Layers of known families of transformers: timm, transformers 5, transformers 4.
-ATTENTION = re.compile(
-    r".*(attn\.(qkv|proj)|attention\.[qkvo]_proj|attention\.(query|key|value)|attention\.output\.dense)"
-)
 IA3_SCALED = re.compile(r".*(attn\.qkv|attention\.[kv]_proj|attention\.(key|value))")
 IA3_FEEDFORWARD = re.compile(r".*mlp\.fc2")
-CONVOLUTION_METHODS = {"LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "PERADA_DUAL_LORA"}
-"""PEFT methods, and one of perada's, that adapt convolutions too. All others adapt only linear layers."""
+CONVOLUTIONS = AdapterTraits(adapts_convolutions=True)
+CONTIGUOUS_CONVOLUTIONS = AdapterTraits(adapts_convolutions=True, channels_last=False)  # of PEFT 0.21
+PEFT_TRAITS = {
+    "LORA": CONVOLUTIONS,
+    "LOHA": CONVOLUTIONS,
+    "LOKR": CONVOLUTIONS,
+    "IA3": AdapterTraits(adapts_convolutions=True, attention=IA3_SCALED, feedforward=IA3_FEEDFORWARD),
+    "OFT": CONTIGUOUS_CONVOLUTIONS,
+    "BOFT": CONTIGUOUS_CONVOLUTIONS,
+    "HRA": CONTIGUOUS_CONVOLUTIONS,
+    "LN_TUNING": AdapterTraits(adapts_norms=True),
+    "ADALORA": AdapterTraits(
+        unsupported=(
+            "it reallocates ranks between layers by one optimiser's step count, which clients do not share; choose "
+            "adapter='lora'"
+        )
+    ),
+}
+"""Traits of PEFT's own methods, by their ``peft_type``. Those of all others are the defaults."""
+
+
+def traits_of(config: PeftConfig) -> AdapterTraits:
+    """Return the traits of a configuration's method: those that its class states, or those that are known of PEFT's.
+
+    A method of your own whose tuner is an :class:`.AddingModel` finds its layers itself.
+    """
+    stated = getattr(type(config), "traits", None)
+    if isinstance(stated, AdapterTraits):
+        return stated
+    tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(cast(peft.PeftType, config.peft_type), object)
+    if issubclass(tuner, AddingModel):
+        return AdapterTraits(finds_targets=True)
+    return PEFT_TRAITS.get(_method(config), AdapterTraits())
 
 
 def fill_targets(backbone: "Backbone", config: PeftConfig, last_blocks: int | None) -> None:
@@ -63,17 +98,18 @@ def fill_targets(backbone: "Backbone", config: PeftConfig, last_blocks: int | No
     linears = [path for path, layer in layers.items() if isinstance(layer, nn.Linear)]
     # PeftConfig itself declares neither field.
     untyped_config = cast(Any, config)
-    if isinstance(config, LNTuningConfig):
+    traits = traits_of(config)
+    if traits.adapts_norms:
         targets = [path for path, layer in layers.items() if is_norm(layer)]
-    elif isinstance(config, IA3Config):
-        feedforward = [path for path in linears if IA3_FEEDFORWARD.fullmatch(path)]
-        targets = [path for path in linears if IA3_SCALED.fullmatch(path)] + feedforward
-        if config.feedforward_modules is None:
-            untyped_config.feedforward_modules = feedforward
     else:
-        targets = [path for path in linears if ATTENTION.fullmatch(path)]
-    if not targets and not isinstance(config, LNTuningConfig):
-        targets = _default_layers(backbone.model, layers, linears, config)
+        targets = [path for path in linears if traits.attention.fullmatch(path)]
+        if traits.feedforward is not None:
+            feedforward = [path for path in linears if traits.feedforward.fullmatch(path)]
+            targets += feedforward
+            if untyped_config.feedforward_modules is None:
+                untyped_config.feedforward_modules = feedforward
+        if not targets:
+            targets = _default_layers(backbone.model, layers, linears, traits)
     if not targets:
         raise ValueError(_nothing_to_adapt(backbone, config))
     untyped_config.target_modules = _as_target_modules(backbone.model, targets)
@@ -114,7 +150,7 @@ def _default_layers(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     linears: list[str],
-    config: PeftConfig,
+    traits: AdapterTraits,
 ) -> list[str]:
     """Return the names of the layers to adapt in a network that is not a transformer of a known family.
 
@@ -122,9 +158,9 @@ def _default_layers(
         model: The network.
         layers: Its modules that an adapter could wrap, by name.
         linears: Names of the linear layers among them, without the head.
-        config: Configuration of the method.
+        traits: Traits of the method.
     """
-    if _method(config) not in CONVOLUTION_METHODS:
+    if not traits.adapts_convolutions:
         return linears
     convolutions = []
     for path in block_convolutions(model):
@@ -153,9 +189,10 @@ def _larger_kind(layers: Mapping[str, nn.Module], linears: list[str]) -> list[st
 def _nothing_to_adapt(backbone: "Backbone", config: PeftConfig) -> str:
     """Return the text of the error for a backbone without layers that a method can adapt."""
     alternative = "lora"
-    if isinstance(config, LNTuningConfig):
+    traits = traits_of(config)
+    if traits.adapts_norms:
         kinds = "normalisation layers"
-    elif _method(config) in CONVOLUTION_METHODS:
+    elif traits.adapts_convolutions:
         kinds = "linear layers and convolutions"
         alternative = "bias_norm"
     else:
@@ -393,8 +430,8 @@ class AdaptedModel:
     @property
     def channels_last(self) -> bool:
         """Whether the adapter's convolutions support the channels-last memory format. Some of PEFT 0.21 do not."""
-        uses_dora = isinstance(self.config, LoraConfig) and self.config.use_dora
-        return not uses_dora and _method(self.config) not in {"BOFT", "OFT", "HRA"}
+        uses_dora = getattr(self.config, "use_dora", False)
+        return not uses_dora and traits_of(self.config).channels_last
 
 
 def is_adapter_key(key: str) -> bool:
@@ -472,7 +509,7 @@ def insert_adapter(
 
 def _train_backbone(adapted: AdaptedModel, options: Mapping[str, object], method: str) -> None:
     """Make the backbone's parameters trainable; only those of the last blocks if the adapter is restricted to them."""
-    if isinstance(adapted.config, SelectiveConfig):
+    if traits_of(adapted.config).lists_head:
         raise OptionError(
             f"adapter {method!r} does not support train_backbone=True: it selects which weights of the backbone are "
             "trained; choose adapter='full' to train all of the backbone",
@@ -517,16 +554,14 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         config = _config_by_name(adapter, options, backbone.head_modules)
     _check_supported(config)
 
-    # Methods that add layers after modules know these themselves; dual_lora takes those of LoRA.
-    tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(cast(peft.PeftType, config.peft_type), object)
-    finds_targets = issubclass(tuner, AddingModel) and not isinstance(config, DualLoraConfig)
-    if getattr(config, "target_modules", "no such field") is None and not finds_targets:
+    traits = traits_of(config)
+    # PeftConfig itself declares none of these fields.
+    untyped_config = cast(Any, config)
+    if getattr(config, "target_modules", "no such field") is None and not traits.finds_targets:
         fill_targets(backbone, config, cast(int | None, options.get("last_blocks")))
-    if isinstance(config, IA3Config) and config.feedforward_modules is None:
-        config.feedforward_modules = []
-    # A SelectiveConfig lists the head among its modules.
-    if not isinstance(config, SelectiveConfig):
-        untyped_config = cast(Any, config)
+    if traits.feedforward is not None and untyped_config.feedforward_modules is None:
+        untyped_config.feedforward_modules = []
+    if not traits.lists_head:
         modules_to_save = [*backbone.head_modules, *(untyped_config.modules_to_save or [])]
         untyped_config.modules_to_save = list(dict.fromkeys(modules_to_save))
     return config
@@ -534,17 +569,15 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
 
 def _check_supported(config: PeftConfig) -> None:
     """Raise a ValueError if clients cannot be trained with a PEFT method or with its options."""
-    trains_head = isinstance(config, SelectiveConfig) or hasattr(config, "modules_to_save")
+    traits = traits_of(config)
+    trains_head = traits.lists_head or hasattr(config, "modules_to_save")
     if config.is_prompt_learning or not trains_head:
         raise ValueError(
             f"{type(config).__name__} cannot train a classification head in addition to the adapter; choose one of "
             f"{ADAPTERS}"
         )
-    if isinstance(config, AdaLoraConfig):
-        raise ValueError(
-            "AdaLoraConfig is not supported: it reallocates ranks between layers by one optimiser's step count, which "
-            "clients do not share; choose adapter='lora'"
-        )
+    if traits.unsupported:
+        raise ValueError(f"{type(config).__name__} is not supported: {traits.unsupported}")
     check_lora(config)
 
 
@@ -552,7 +585,8 @@ def _config_by_name(adapter: str, options: dict[str, object], head_modules: list
     """Return the configuration of a named method, after checking its options."""
     hints: dict[str, Any] = {}
     if adapter in METHODS:
-        hints = get_type_hints(METHODS[adapter])
+        type_of_name = get_type_hints(METHODS[adapter])
+        hints = {field.name: type_of_name[field.name] for field in fields(METHODS[adapter])}
     known_options = hints.keys() - PEFT_FIELDS
     if adapter != "head":
         known_options = known_options | {"last_blocks"}
@@ -653,7 +687,7 @@ def _wrap(backbone: Backbone, config: PeftConfig) -> PeftModel:
     module called ``dropout``, including those of its own layers. Such a head is wrapped here instead.
     """
     head = backbone.head
-    if isinstance(config, SelectiveConfig) or not _is_end_of_other_names(backbone.model, head, config):
+    if traits_of(config).lists_head or not _is_end_of_other_names(backbone.model, head, config):
         return cast(PeftModel, peft.get_peft_model(backbone.model, config))
     untyped_config = cast(Any, config)
     modules_to_save: list[str] = untyped_config.modules_to_save
