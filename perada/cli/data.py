@@ -100,15 +100,8 @@ def add_options(parser: ArgumentParser, images_class: type[Source], section: str
 
 def make_division(source: str, images_class: type[Source], options: dict[str, Any]) -> Division:
     """Divide the images of a source by client, or assign all of them to one if the source names no clients."""
-    name = source.removeprefix("hf:") if images_class is HuggingFace else source
-    images = images_class(name, **options)
-    if isinstance(images, Images):
-        has_clients = "{client}" in images.layout
-    elif isinstance(images, ImageMasks):
-        has_clients = "client" in images.columns
-    else:
-        has_clients = images.client is not None or "client" in images.listing.columns
-    return Division(images, ByDomain("client") if has_clients else IID(1))
+    images = images_class(source.removeprefix("hf:"), **options)
+    return Division(images, ByDomain("client") if images.names_clients else IID(1))
 
 
 def recipe_division(words: Sequence[str]) -> Division:

@@ -471,9 +471,10 @@ def _with_masks(run: "Run", images_class: "type[Source]", source: str, options: 
         ValueError: If the source has no masks.
     """
     from perada.cli.data import infer_mask_values
-    from perada.data import HuggingFace, ImageMasks, Images
+    from perada.data import HuggingFace
 
-    if images_class is Images:
+    # All sources that can have masks have this option.
+    if "mask_values" not in options:
         raise ValueError(
             f"--data={source}: the run predicts masks, but this folder has no folders images and masks; add them, or "
             "pass a table with a column of masks (--images.mask=COLUMN)"
@@ -481,7 +482,8 @@ def _with_masks(run: "Run", images_class: "type[Source]", source: str, options: 
     if options["classes"] is None:
         # Masks have no names of classes: their numbers are those of the run.
         options = options | {"classes": run.info.get("classes")}
-    if images_class is not ImageMasks and options["mask"] is None:
+    # A folder of masks has no column to name.
+    if options.get("mask", "") is None:
         options = options | {"mask": _column_of_masks(images_class, source, options)}
     if images_class is HuggingFace or options["mask_values"] is not None or run.info["num_classes"] != 2:
         return options
@@ -511,12 +513,10 @@ def _with_numbers(run: "Run", images_class: "type[Source]", source: str, options
     Raises:
         ValueError: If the source is a folder of images, or its columns are unknown.
     """
-    from perada.data import HuggingFace, ImageTable
-
     num_targets = run.info["num_classes"]
     names: list[str] = run.info.get("classes") or []
     description = ", ".join(names) or f"{num_targets} number{'s' if num_targets > 1 else ''}"
-    if images_class not in (ImageTable, HuggingFace):
+    if "numbers" not in options:
         raise ValueError(f"--data={source}: the run predicts {description}; pass a table with a column for each number")
     if options["numbers"] is None:
         columns = _columns_of(images_class, source, options)
@@ -540,8 +540,8 @@ def _with_numbers(run: "Run", images_class: "type[Source]", source: str, options
 def _columns_of(images_class: "type[Source]", source: str, options: dict[str, Any]) -> list[str]:
     """Return the columns of a table, or of a set of Hugging Face."""
     from perada.cli.data import make_division
-    from perada.data import HuggingFace, ImageTable
+    from perada.data.sets.manifest import ListedImages
 
     images = make_division(source, images_class, options).dataset
-    assert isinstance(images, ImageTable | HuggingFace)
+    assert isinstance(images, ListedImages)
     return list(images.listing.columns)

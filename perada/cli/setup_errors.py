@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from perada.data import FederatedDataModule, ImageMasks
+from perada.data import FederatedDataModule
 from perada.data.inspection import BrokenImagesError
 from perada.data.sets.base import ImageSet
 from perada.lightning.module import FederatedClassifier
@@ -73,10 +73,9 @@ def _read(images: ImageSet) -> None:
 def _errors_of_model(data: FederatedDataModule, module: FederatedClassifier) -> list[Exception]:
     """Return the errors of the model that do not depend on the data."""
     task = data.chosen_task
-    per_pixel = task is not None and task.per_pixel
     if task is None and data.division is not None:
-        dataset = data.division.dataset
-        per_pixel = isinstance(dataset, ImageMasks) or getattr(dataset, "mask", None) is not None
+        task = data.division.dataset.task
+    per_pixel = task is not None and task.per_pixel
     num_classes = module.num_classes or data.run_options.num_classes or MANY_CLASSES
     spec = replace(module.spec, num_classes=num_classes, per_pixel=per_pixel)
     error = _error_of(spec.build)

@@ -26,6 +26,7 @@ from perada.data.batches.transforms import check_dtype
 from perada.data.partitions.shares import Array
 from perada.data.sets.label_names import number_of
 from perada.data.sets.label_types import computable
+from perada.tasks import Task
 
 _CHANNELS = (1, 3, 4)  # grey, RGB, RGB with transparency
 
@@ -47,10 +48,12 @@ class ImageSet(Dataset[Any], ABC):
         classes: Names of the classes in the order of their numbers, or None.
         identities: A string (N,) for each image, or for its group, that decides whether it is held out; None to decide
             by position.
+        task: What is learnt from the labels, as far as it is known without reading them; None if the labels show it.
         movements: Names of the changes of the set's images that move their content, but not their labels.
         resizes_images_only: Whether images are resized when they are read, and labels such as coordinates are not.
     """
 
+    task: Task | None = None
     movements: Sequence[str] = ()
     resizes_images_only: bool = False
     num_classes: int | None = None

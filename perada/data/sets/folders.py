@@ -108,6 +108,11 @@ class Images(OwnImages):
         self.layout = layout
         layout_pattern(layout)
 
+    @property
+    def names_clients(self) -> bool:
+        """Whether the layout has a place for the client."""
+        return "{client}" in self.layout
+
     def read_manifest(self) -> Manifest:
         """List the images that match the layout."""
         root = Path(self.root)
@@ -165,7 +170,7 @@ class ImageMasks(OwnImages):
         self.mask_values = check_mask_values(mask_values)
 
     @property
-    def task(self) -> Task:
+    def task(self) -> Task:  # type: ignore[override]  # an attribute of other sets
         """What is learnt from the masks, which is known without reading them."""
         return Segmentation()
 

@@ -301,6 +301,11 @@ class OwnImages(ImageFiles):
         self.source_name = root
         """Name of the source in messages."""
 
+    @property
+    def names_clients(self) -> bool:
+        """Whether the source names the client of each image, in the column ``client``."""
+        return self._client_column in self.columns
+
     def _assign_splits(self, manifest: Manifest) -> Manifest:
         if manifest.masks is not None:
             manifest = replace(manifest, classes=self._class_names)
@@ -537,6 +542,11 @@ class ListedImages(OwnImages):
     @abstractmethod
     def listing(self) -> Listing:
         """The rows and columns of the list."""
+
+    @property
+    def names_clients(self) -> bool:
+        """Whether a column of the list has the client of each image."""
+        return self.client is not None or self._client_column in self.listing.columns
 
     def check_column(self, option: str, name: str) -> str:
         """Return the name of a column that an option selects.

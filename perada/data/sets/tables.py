@@ -175,7 +175,7 @@ class ImageTable(ListedImages):
         self.source_name = table
 
     @property
-    def task(self) -> Task:
+    def task(self) -> Task:  # type: ignore[override]  # an attribute of other sets
         """What is learnt from the labels, which is known without reading the table."""
         if self.mask is not None:
             return Segmentation()
@@ -410,7 +410,7 @@ class HuggingFace(ListedImages):
         self.source_name = self.name
 
     @property
-    def task(self) -> Task | None:
+    def task(self) -> Task | None:  # type: ignore[override]  # an attribute of other sets
         """What is learnt from masks or numbers, known without reading the dataset; None for classes.
 
         Only the labels show whether an image may have several.
