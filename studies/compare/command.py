@@ -325,7 +325,7 @@ def _add_options(parser: ArgumentParser) -> None:
         metavar="SCORE",
         help=(
             "Scores on the held-out images by whose mean settings are chosen, such as global/global_test or "
-            "personal/local_test_worst."
+            "personal/local_test_worst. By default those of the clients' predictions on own and on all images."
         ),
     )
     parser.add_argument(

@@ -4,7 +4,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -40,6 +40,8 @@ START = "before fine-tuning"
 """Label of the row of the initial model: pretrained backbone, untrained adapter."""
 CHOSEN_BY = ("personal/local_test", "personal/global_test")
 """Scores whose mean, on validation images, chooses from the grid by default."""
+BOTH_CHOSEN_BY = ("both/local_test", "both/global_test")
+"""The same of clients that predict with both of their models."""
 DIAGNOSED = ("theory/", "updates/")
 """Beginnings of the names of diagnostics."""
 NO_LOGGER = "--trainer.logger=false"
@@ -241,8 +243,8 @@ class Plan:
         # The values of the last option of --vary change fastest.
         rows = product(options.recipes, algorithms, self.variants or [""], varied_points)
         self.rows = list(dict.fromkeys(Row(*row) for row in rows))
-        # The scores to choose by, with a minus if lower values are better: known once a recipe has been built.
-        self._chosen_by: list[str] = options.choose_by
+        # The scores to choose by, with a minus if lower values are better: known once a row has been built.
+        self._chosen_by: dict[Row, list[str]] = {}
         self._adapter_words_of: dict[tuple[str, str], list[str]] = {}
         self.recipes: dict[str, Recipe] = {}
         for recipe in options.recipes:
@@ -343,7 +345,7 @@ class Plan:
         if grid and global_scores and not cli.loop.algorithm.global_model:
             name = row.algorithm or type(cli.loop.algorithm).__name__
             raise ValueError(f"--choose_by {global_scores[0]}: {name} has no global model; leave it or the score out")
-        self._set_signs(score_names(cli.loop.evaluation.metric, cli.datamodule.chosen_task))
+        self._chosen_by[row] = self._scores_to_choose_by(cli)
         if row.algorithm:
             entry_of(row.algorithm).check(cli.config.federated.algorithm)
         if cli.loop.test_mode:
@@ -369,25 +371,31 @@ class Plan:
         check_weights(cli.model.backbone, cli.model.pretrained)
         return cli
 
-    def _set_signs(self, lower_is_better: Mapping[str, bool]) -> None:
-        """Prefix the scores to choose by with a minus if lower values are better.
+    def _scores_to_choose_by(self, cli: ConfiguredRun) -> list[str]:
+        """Return the scores that settings of a row are chosen by, with a minus if lower values are better.
 
         Args:
-            lower_is_better: The scores that a row's runs have, by name.
+            cli: A run of the row.
 
         Raises:
-            ValueError: If they lack a score, or the signs differ from those of an earlier row.
+            ValueError: If its runs lack a score, or the signs differ from those of an earlier row.
         """
-        chosen_by = self.options.choose_by
-        for name in chosen_by:
+        lower_is_better = score_names(cli.loop.evaluation.metric, cli.datamodule.chosen_task)
+        for name in self.options.choose_by:
             if name not in lower_is_better:
                 raise ValueError(_unknown_score_message(name, lower_is_better))
+        chosen_by = self.options.choose_by
+        if chosen_by == list(CHOSEN_BY) and _predicts_with_both_models(cli):
+            chosen_by = list(BOTH_CHOSEN_BY)
         signed = [f"-{name}" if lower_is_better[name] else name for name in chosen_by]
-        if self._chosen_by not in (chosen_by, signed):
-            raise ValueError(
-                "--choose_by: lower scores are better in some recipes only; use one metric for all recipes"
-            )
-        self._chosen_by = signed
+        for other_signed in self._chosen_by.values():
+            has_minus = [name.startswith("-") for name in signed]
+            other_has_minus = [name.startswith("-") for name in other_signed]
+            if has_minus != other_has_minus:
+                raise ValueError(
+                    "--choose_by: lower scores are better in some recipes only; use one metric for all recipes"
+                )
+        return signed
 
     def job(self, row: Row, seed: int, stage: str, point: Point) -> Job:
         """Return a run of a row.
@@ -435,7 +443,7 @@ class Plan:
             args=args,
             variant=[*self._option_words, *self.overrides, *row_words],
             digest=recipe.digest,
-            chosen_by=self._chosen_by,
+            chosen_by=self._chosen_by.get(row, self.options.choose_by),
             varied={"variant": row.variant} | varied if row.variant else varied,
         )
 
@@ -493,6 +501,13 @@ def _option_names(grid: Grid) -> set[str]:
     for name in grid:
         names.update(options_of(name))
     return names
+
+
+def _predicts_with_both_models(cli: ConfiguredRun) -> bool:
+    """Return whether clients predict with a personal and the global model together."""
+    algorithm = cli.loop.algorithm
+    has_personal_models = algorithm.inference == "personal" or algorithm.personalization() is not None
+    return cli.loop.evaluation.prediction == "both" and has_personal_models and algorithm.global_model
 
 
 def _unknown_score_message(name: str, scores: Iterable[str]) -> str:

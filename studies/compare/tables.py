@@ -25,7 +25,7 @@ from perada.results.report import (
     title,
     unit_of,
 )
-from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, named
+from perada.studies.compare.plan import BOTH_CHOSEN_BY, CHOSEN_BY, DIAGNOSED, named
 from perada.studies.compare.results import (
     NO_POINT,
     Record,
@@ -292,6 +292,12 @@ def _grid_note(options: Sequence[str], chosen_by: Sequence[str], *, lower_chosen
         lower_chosen: Whether the lowest score is chosen in all rows; then the minus is left out.
         unit: Unit of the scores.
     """
+    scores_of_both = [name for name in chosen_by if name.removeprefix("-") in BOTH_CHOSEN_BY]
+    scores_of_one = [name for name in chosen_by if name not in scores_of_both]
+    # Rows whose clients have two models are chosen by the same scores as the others, but of another prediction.
+    only_some_have_both = bool(scores_of_both and scores_of_one)
+    if only_some_have_both:
+        chosen_by = scores_of_one
     scores = []
     for signed_name in chosen_by:
         minus = "-" if signed_name.startswith("-") and not lower_chosen else ""
@@ -299,6 +305,8 @@ def _grid_note(options: Sequence[str], chosen_by: Sequence[str], *, lower_chosen
     scores_text = " and ".join(scores)
     if len(scores) > 1:
         scores_text = f"mean of {scores_text}"
+    if only_some_have_both:
+        scores_text += ", by both models of a client where it has both"
     direction = "; the lowest is chosen" if lower_chosen else ""
     quantity = unit.label(f"Scores of {' and '.join(options)}")
     return f"{quantity}: {scores_text}, of held-out validation images{direction}."

@@ -1032,6 +1032,35 @@ def test_a_grid_is_chosen_from_by_the_score_that_is_named(recipe, read, capsys):
         assert {one.get("chosen_by", [""])[0] for one in read() if one["stage"] == "tune"} == {names[record]}
 
 
+def test_settings_are_chosen_by_the_prediction_that_clients_make(recipe, monkeypatch):
+    """FedAvg's clients have one model to predict with, Ditto's and those that fine-tune FedAvg's have two."""
+    plans = []
+    monkeypatch.setattr(ComparisonRunner, "run", lambda comparison: plans.append(comparison.plan) or 0)
+    command = ["compare", recipe, "--algorithms", "fedavg", "standalone", "ditto", "fedavg_ft"]
+    grid = ["--tune", "training.lr_local=0.1,0.3"]
+    main([*command, *grid, "--evaluation.prediction=both"])
+    main([*command, *grid])
+    main([*command, *grid, "--evaluation.prediction=both", "--choose_by", "personal/local_test"])
+    chosen_by = []
+    for plan in plans:
+        chosen_by.append([plan.job(row, 0, "tune", {}).chosen_by for row in plan.rows])
+    one = ["personal/local_test", "personal/global_test"]
+    both = ["both/local_test", "both/global_test"]
+    assert chosen_by == [[one, one, both, both], [one] * 4, [["personal/local_test"]] * 4]
+
+
+def test_the_table_of_the_grid_names_the_prediction_that_chose():
+    of_both = {"both/local_test": 0.5, "both/global_test": 0.3, "chosen_by": ["both/local_test", "both/global_test"]}
+    trials = [
+        scored("fedavg", 0, 0.4, stage="tune", point={"a": "1"}, diverged=False),
+        scored("ditto", 0, 0.1, stage="tune", point={"a": "1"}, diverged=False, **of_both),
+    ]
+    text = grid_table(trials)
+    assert "mean of own images and all clients' images, by both models of a client where it has both" in text
+    ditto = [line.split("|")[3].strip() for line in text.splitlines() if line.startswith("| ditto")]
+    assert ditto == ["40.00"]  # the mean of 50 and 30
+
+
 def scored(label, seed, value, **more):
     return {
         **dict(stage="run", label=label, recipe="r", seed=seed, point={}, args=[str(value)], variant=[], varied={}),
