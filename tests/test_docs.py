@@ -27,6 +27,7 @@ from perada.cli import main
 from perada.cli.options import check_options
 from perada.cli.recipes import is_comparison
 from perada.server import make_rule
+from perada.studies.choose import search as choosing
 from perada.studies.compare import command as comparing
 from tests.doc_tables import BLOCK, COMMAND, generated
 from tests.options import sections
@@ -180,7 +181,7 @@ class Reader:
 
     def parsed(self, given):
         """Only parse a command line, by the real parser."""
-        if given[0] == "compare":
+        if given[0] in ("choose", "compare"):
 
             class Parsed(Exception):
                 pass
@@ -190,6 +191,7 @@ class Reader:
 
             with self.monkeypatch.context() as patch, pytest.raises(Parsed):
                 patch.setattr(comparing.ComparisonRunner, "run", stop)
+                patch.setattr(choosing.Search, "run", stop)
                 main(["perada" if word == "all" else word for word in given])  # to parse each would take half a minute
             return
         if given[0] == "report":  # it has no option that only parses

@@ -19,7 +19,7 @@ SCRIPTS = {
     f"complete -o default -C '{PROPOSALS_COMMAND}' perada\n",
 }
 """Script for each shell. If perada proposes no word, the shell proposes files (``-o default``)."""
-RECIPE_ARGUMENT_COMMANDS = ("check", "compare", "cp", "ls", "deploy init")
+RECIPE_ARGUMENT_COMMANDS = ("check", "choose", "compare", "cp", "ls", "deploy init")
 """Commands with recipes as positional arguments."""
 
 
@@ -117,7 +117,7 @@ def _options(command: str) -> dict[str, list[str]]:
     """Return the options of a command, each with its leading dashes and the values to propose for it."""
     options = dict(facts()["commands"][command]["options"])
     # These commands also take every option that a recipe may set.
-    if command in (*RECIPE_COMMANDS, "check", "compare"):
+    if command in (*RECIPE_COMMANDS, "check", "choose", "compare"):
         for name, values in facts()["recipe_options"].items():
             options[f"--{name}"] = values
     return options

@@ -100,6 +100,18 @@ def _check_compare(words: Sequence[str]) -> None:
     """Check that `perada compare` has a recipe, and its seeds."""
     if not words:
         _reject_missing("compare", ["RECIPE"])
+    _check_seeds(words)
+
+
+def _check_choose(words: Sequence[str]) -> None:
+    """Check that `perada choose` has a recipe, and its seeds."""
+    if not words:
+        _reject_missing("choose", ["RECIPE"])
+    _check_seeds(words)
+
+
+def _check_seeds(words: Sequence[str]) -> None:
+    """Check the seeds of a command that runs recipes several times."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     seed_options = ("--seeds", "--tune_seeds")
     for option in seed_options:
@@ -198,6 +210,7 @@ def _check_run(path: Path) -> None:
 
 
 _CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
+    "choose": _check_choose,
     "compare": _check_compare,
     "data inspect": _check_inspect,
     "init": _check_init,

@@ -165,8 +165,7 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
     print(f"Wrote {output}; run it with: perada fit --config {output}")
     if not answers["epsilon"]:
         # Runs with privacy would spend it once more for each method.
-        methods = " ".join(dict.fromkeys(["standalone", "fedavg", "ditto", answers["algorithm"]]))
-        print(f"See which method suits your images with: perada compare {output} --algorithms {methods} --seeds 0 1 2")
+        print(f"Find the method and settings that suit your images with: perada choose {output} --budget 30m")
 
 
 def _declared_options(options: Namespace) -> dict[str, list[Any]]:

@@ -85,6 +85,10 @@ COMMANDS: Tree = {
         "cli.runs:compare",
         "Run recipes or algorithms, and print one table; accepts options of `perada fit` too.",
     ),
+    "choose": (
+        "cli.runs:choose",
+        "Find the method and settings that suit your images, within a budget of time; accepts options of `perada fit`.",
+    ),
     "export": ("cli.inference:export", "Write the adapters of a run as PEFT folders."),
     "push": ("cli.inference:push", "Upload one adapter of a saved run to the Hugging Face Hub."),
     "clients": (CLIENTS, "Add a client to a finished run, or remove one."),
@@ -187,7 +191,7 @@ def _check_before_import(command: str, words: list[str]) -> None:
     if command in EXISTING and first_words and not Path(first_words[0]).exists():
         raise FileNotFoundError(f"{first_words[0]!r} does not exist; pass {EXISTING[command]}")
     check_early(command, words)
-    if command in ("compare", "check"):
+    if command in ("compare", "choose", "check"):
         for word in (*first_words, *recipe_names(words)):
             for path in find_recipe(word):
                 check_sections(path)

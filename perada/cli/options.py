@@ -91,7 +91,7 @@ def check_options(command: str, words: Sequence[str]) -> None:
     """
     if command not in facts()["commands"] or command in UNCHECKED:
         return
-    takes_recipes = command in (*RECIPE_COMMANDS, "compare")
+    takes_recipes = command in (*RECIPE_COMMANDS, "compare", "choose")
     options = set(facts()["commands"][command]["options"])
     if takes_recipes:
         options |= {f"--{name}" for name in _recipe_options()}

@@ -337,8 +337,15 @@ def compare(parser: ArgumentParser, words: list[str]) -> None:
     command(parser, comparison(words, comparison_file), build_compared)
 
 
+def choose(parser: ArgumentParser, words: list[str]) -> None:
+    """Run ``perada choose``."""
+    from perada.studies.choose.command import main as command
+
+    command(parser, words, build_compared)
+
+
 def build_compared(args: Sequence[str]) -> PeradaCLI:
-    """Build a run of ``perada compare``, in this process or another one."""
+    """Build a run of ``perada compare`` or ``perada choose``, in this process or another one."""
     quiet_libraries()
     return PeradaCLI(args, run=False)
 

@@ -73,6 +73,8 @@ class FederatedDataModule(pl.LightningDataModule):
         test_limit: Number of test images to use, drawn at random; null for all.
         public_limit: Number of images of ``public`` to use, drawn at random; null for all.
         client_validation: Share of every client's training images, at least one, that it holds out of training.
+        client_validation_seed: Seed with which these images are drawn, so that settings can be scored on several draws;
+            by default ``seed``, which the division of the data depends on too.
         evaluate_on: Evaluate on the clients' ``test`` images, or instead on the ``validation`` images that they hold
             out.
         seed: Seed of the partition, the limits and the shares, and of image sets whose own ``seed`` is null. Draws
@@ -133,6 +135,7 @@ class FederatedDataModule(pl.LightningDataModule):
         test_limit: int | None = None,
         public_limit: int | None = None,
         client_validation: float = 0.0,
+        client_validation_seed: int | None = None,
         evaluate_on: EvaluateOn = "test",
         seed: int = 0,
         batch_size: int | Literal["full"] = 64,
@@ -156,7 +159,7 @@ class FederatedDataModule(pl.LightningDataModule):
         _check_types(data, dataset, partition, public, task, shifts, image_size)
         data = read_clients_at_size(data, image_size)
         check_integer("seed", seed, 0, le=None)
-        _check_held_out(client_validation, evaluate_on)
+        self._held_out_seed = _find_held_out_seed(client_validation, client_validation_seed, evaluate_on, default=seed)
         self.data = data
         self.division: Division | None = None
         if data is None:
@@ -290,7 +293,7 @@ class FederatedDataModule(pl.LightningDataModule):
         data = without_broken(data, self.on_broken, self.num_workers, resolve, self.image_size)
         held_out: list[Dataset[Any]] = []
         if self.client_validation:
-            train, held_out = hold_out(data.train, self.client_validation, self.seed)
+            train, held_out = hold_out(data.train, self.client_validation, self._held_out_seed)
             data = replace(data, train=train)
         if evaluates_test:
             self._record = self._partition_record(data, held_out, resolve)
@@ -688,15 +691,30 @@ def _check_types(
         check_type(name, value, kind, example)
 
 
-def _check_held_out(client_validation: float, evaluate_on: EvaluateOn) -> None:
-    """Raise an error for options of held-out images that are out of range or do not fit one another."""
+def _find_held_out_seed(
+    client_validation: float, client_validation_seed: int | None, evaluate_on: EvaluateOn, default: int
+) -> int:
+    """Return the seed with which held-out images are drawn.
+
+    Raises:
+        ValueError: If options of held-out images are out of range or do not fit one another.
+    """
     check_number("client_validation", client_validation, ge=0, lt=1, hint="it is a share of the training images")
+    check_integer("client_validation_seed", client_validation_seed, 0, le=None, optional=True)
+    if client_validation_seed is not None and not client_validation:
+        raise OptionError(
+            f"client_validation_seed={client_validation_seed} has no effect without client_validation, the share of "
+            "their training images that clients hold out; set it, for example client_validation=0.2",
+            name="client_validation_seed",
+            value=client_validation_seed,
+        )
     check_choice("evaluate_on", evaluate_on, get_args(EvaluateOn))
     if evaluate_on == "validation" and not client_validation:
         raise ValueError(
             "evaluate_on='validation' needs client_validation, the share of their training images that clients hold "
             "out, got 0; set it, for example client_validation=0.2"
         )
+    return default if client_validation_seed is None else client_validation_seed
 
 
 def _sizes(datasets: Sequence[Dataset[Any]], resolve: Resolve) -> list[int]:

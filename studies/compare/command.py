@@ -207,7 +207,7 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
         make_cli: See :data:`~perada.studies.compare.configured.MakeCLI`.
     """
     _add_options(parser)
-    split = _split_words(words, parser)
+    split = split_words(words, parser)
     options = parser.parse_args(split.of_compare)
     if options.output is not None:
         check_output_file("--output", options.output, "results.json")
@@ -237,7 +237,7 @@ class SplitWords:
     of_fit: list[str] = field(default_factory=list)
 
 
-def _split_words(words: list[str], parser: ArgumentParser) -> SplitWords:
+def split_words(words: list[str], parser: ArgumentParser) -> SplitWords:
     """Split words into the options that the parser knows and the others, each with the values that follow it."""
     split = SplitWords()
     destination = split.of_compare
@@ -263,7 +263,15 @@ def _split_words(words: list[str], parser: ArgumentParser) -> SplitWords:
 
 def _add_options(parser: ArgumentParser) -> None:
     """Add the options of ``perada compare``."""
-    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="Recipes or configuration files.")
+    parser.add_argument(
+        "recipes",
+        nargs="+",
+        metavar="RECIPE",
+        help=(
+            "Recipes or configuration files. To find the method and settings that suit your images within a budget of "
+            "time, use `perada choose`."
+        ),
+    )
     parser.add_argument(
         "--algorithms",
         nargs="+",

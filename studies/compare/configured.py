@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import pytorch_lightning as pl
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedLoop
@@ -26,6 +26,10 @@ class ConfiguredRun(Protocol):
     datamodule: FederatedDataModule
     trainer: pl.Trainer
     config: Namespace
+
+    @property
+    def parser(self) -> ArgumentParser:
+        """The parser of the options."""
 
     @property
     def loop(self) -> FederatedLoop:

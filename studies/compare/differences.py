@@ -208,6 +208,14 @@ def _estimate_uncertainty(differences: ScoreMatrix, pooled_seed_variance: float,
     return _Uncertainty(variance, degrees_of_freedom)
 
 
+def standard_error(differences: ScoreMatrix) -> float:
+    """Return the standard error of the mean of differences (S, M) over S seeds, or draws, and M clients.
+
+    Both are taken as drawn at random, as in :func:`difference`. NaN with one client and one seed.
+    """
+    return math.sqrt(_estimate_uncertainty(differences, math.nan, 2).variance)
+
+
 def correct_p_values(differences: Sequence[Difference]) -> list[Difference]:
     """Correct the p-values of differences for their number (Holm, Scandinavian Journal of Statistics 6, 1979)."""
     p_values = holm([entry.p_value for entry in differences])

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children, get_context, parent_process
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
@@ -28,6 +29,7 @@ from perada.lightning.round_warnings import NothingLearnedError
 from perada.lightning.trainer_attributes import callbacks_of
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY, SCORE_GROUPS, SCORES_OF_BOTH, TYPICAL_SHARES
+from perada.results.restore import plain_data
 from perada.studies.compare.configured import ConfiguredRun, MakeCLI
 from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED
 
@@ -43,16 +45,35 @@ Result = dict[str, Any]
 reason."""
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """A stretch of a run's rounds, from its checkpoint to the next one.
+
+    A run that is trained in stretches ends in the same states as one that is not interrupted.
+
+    Attributes:
+        last_round: Number of rounds after which training pauses. The models are then scored, as they are at the end.
+        checkpoint: File that training goes on from, if it exists, and that is written when it pauses.
+    """
+
+    last_round: int
+    checkpoint: Path
+
+
 class Task(NamedTuple):
     """A run to be made.
 
     Attributes:
         args: Options of ``perada fit``.
         scores_start: Whether to score the initial model too.
+        stretch: The rounds to train; None for all of them.
+        end_by: Time (``time.time``) at which a run that is not done fails; None for no limit.
     """
 
     args: Sequence[str]
     scores_start: bool
+    stretch: Stretch | None = None
+    end_by: float | None = None
 
 
 class Event(NamedTuple):
@@ -90,6 +111,47 @@ class Stopwatch(pl.Callback):
     on_validation_end = on_train_start
 
 
+class OutOfTimeError(Exception):
+    """A run was not done when its time was over."""
+
+
+class RoundClock(pl.Callback):
+    """Measures rounds, pauses a run after the last round of its stretch, and ends it when its time is over.
+
+    Args:
+        task: The run.
+
+    Attributes:
+        seconds_of_rounds: Duration of each round that was trained.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.seconds_of_rounds: list[float] = []
+        self._started_at = 0.0
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock of a round."""
+        self._started_at = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Save the run after the last round of its stretch; the loop, whose hook comes first, has closed the round."""
+        if self.task.end_by is not None and time.time() > self.task.end_by:
+            raise OutOfTimeError("the time for all runs was over; allow more, or train fewer rounds")
+        if not trainer.is_last_batch:
+            return
+        self.seconds_of_rounds.append(time.perf_counter() - self._started_at)
+        stretch = self.task.stretch
+        rounds_done = trainer.current_epoch + 1
+        if stretch is None or rounds_done < stretch.last_round or rounds_done == trainer.max_epochs:
+            return
+        # Before the models are fine-tuned and scored, as they would not be in an uninterrupted run.
+        trainer.save_checkpoint(stretch.checkpoint)
+        trainer.should_stop = True
+
+
 def attempt(make_cli: MakeCLI, task: Task, threads: int, anonymous: bool = False) -> Result:
     """Make a run, and turn an error into its reason.
 
@@ -121,7 +183,8 @@ def _run(make_cli: MakeCLI, task: Task, anonymous: bool) -> Result:
     if task.scores_start:
         cli.trainer.test(cli.model, cli.datamodule, verbose=False)  # with the shifts
         result["start"] = _json_numbers(cli.model.scores) | _facts_of_scores(cli)
-    seconds = _fit(cli)
+    clock = RoundClock(task)
+    seconds = _fit(cli, task, clock)
     loop = cli.loop
     federation = loop.context.federation
     result["run"] = _json_numbers(cli.model.scores) | {
@@ -136,10 +199,12 @@ def _run(make_cli: MakeCLI, task: Task, anonymous: bool) -> Result:
         **_scores_of_clients(cli, anonymous),
         **_facts_of_scores(cli),
         **_full_model_size(cli.model),
-        "seconds_per_round": seconds / len(loop.history),
+        "seconds_per_round": seconds / max(1, len(clock.seconds_of_rounds)),
         **epsilons(loop.history[-1]),
         **curves(loop.history),
     }
+    if task.stretch is not None:
+        result["run"]["seconds_of_rounds"] = clock.seconds_of_rounds
     return result
 
 
@@ -164,14 +229,17 @@ def _facts_of_scores(cli: ConfiguredRun) -> Result:
     return {"has_classes": cli.model.task.has_classes, "metric": cli.model.metrics[0].name}
 
 
-def _fit(cli: ConfiguredRun) -> float:
+def _fit(cli: ConfiguredRun, task: Task, clock: RoundClock) -> float:
     """Fit, and return the seconds of training without validation."""
     watch = Stopwatch()
-    callbacks_of(cli.trainer).append(watch)
+    callbacks_of(cli.trainer).extend([clock, watch])
+    checkpoint = None
+    if task.stretch is not None and task.stretch.checkpoint.is_file():
+        checkpoint = str(task.stretch.checkpoint)
     # A run in which nothing was learned has diverged in the table, which also has a note on stale clients.
-    with suppress(NothingLearnedError), warnings.catch_warnings():
+    with suppress(NothingLearnedError), plain_data(checkpoint, cli.trainer), warnings.catch_warnings():
         warnings.filterwarnings("ignore", STALE)
-        cli.trainer.fit(cli.model, cli.datamodule)
+        cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=checkpoint, weights_only=True)
     seconds = watch.seconds
     shifted = cli.model.results.shifted
     if shifted is not None and cli.datamodule.shifts_when == "end":

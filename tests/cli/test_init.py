@@ -22,7 +22,7 @@ from perada.cli.recipes import RECIPES
 from perada.cli.runs import PeradaCLI
 from perada.data import ImageMasks, Images
 from perada.server import ServerRule
-from perada.studies.compare.command import ComparisonRunner
+from perada.studies.choose.search import Search
 
 
 @pytest.fixture(autouse=True)
@@ -73,16 +73,24 @@ def test_what_init_writes_runs(words, capsys, validator):
 
 
 @pytest.mark.parametrize("algorithm", ["perada", "fedavg"])
-def test_the_comparison_that_is_proposed_can_be_run(algorithm, capsys, monkeypatch):
-    plans = []
-    monkeypatch.setattr(ComparisonRunner, "run", lambda runner: plans.append(runner.plan) or 0)
+def test_the_search_that_is_proposed_can_be_run(algorithm, capsys, monkeypatch):
+    searches = []
+
+    def stop(search):
+        searches.append(search)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "run", stop)
     main(["init", "--yes", "--algorithm", algorithm, "--output", "my.yaml"])
     proposal = capsys.readouterr().out.splitlines()[-1].partition("with: perada ")[2]
-    main(shlex.split(proposal))
-    assert [row.algorithm for row in plans[0].rows][:3] == ["standalone", "fedavg", "ditto"]
-    assert plans[0].seeds == [0, 1, 2]
+    with pytest.raises(KeyboardInterrupt):
+        main(shlex.split(proposal))
+    # The server has public images only if the recipe's algorithm distils.
+    pulled = "perada" if algorithm == "perada" else "perada_no_kd"
+    assert {"standalone", "fedavg", "ditto", pulled} <= set(searches[0].methods)
+    assert searches[0].options.seeds == (0, 1, 2)
     main(["init", "--yes", "--epsilon", "8", "--output", "private.yaml"])
-    assert "perada compare" not in capsys.readouterr().out
+    assert "perada choose" not in capsys.readouterr().out
 
 
 def test_answers_are_asked_for(monkeypatch):

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: checks, the search, and the files that it leaves."""
+
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import PositiveInt
+
+from perada.core.files import check_output_folder
+from perada.core.quiet import info_messages_disabled
+from perada.results.report import unit_of
+from perada.studies.choose.budget import CANDIDATES, SearchPlan, num_draws_for, parse_duration
+from perada.studies.choose.candidates import (
+    METHODS,
+    SHARED_ONLY,
+    WITH_PUBLIC_IMAGES,
+    WITHOUT_PUBLIC_IMAGES,
+    Candidate,
+    fitting_adapters,
+    make_candidates,
+)
+from perada.studies.choose.page import PAGE, ImageCounts, compared, write_page
+from perada.studies.choose.recipe_file import recipe_words, write_recipe
+from perada.studies.choose.search import MethodSearch, Search, SearchOptions, SearchState
+from perada.studies.choose.summary import expected_score, goal_text, interval_text, row_of
+from perada.studies.choose.trials import GOALS, HeldOutScores, lead
+from perada.studies.compare.command import split_words
+from perada.studies.compare.comparison import CRITERIA, MEAN
+from perada.studies.compare.configured import ConfiguredRun, MakeCLI
+from perada.studies.compare.grid import HOLD_OUT, VALIDATE
+from perada.studies.compare.plan import CHOSEN_BY, Plan
+from perada.studies.compare.results import Results
+from perada.studies.compare.running import SILENT, runner
+
+RESULTS = "results.json"
+STATE = "search.json"
+BEST = "best.yaml"
+BOTH = "--evaluation.prediction=both"
+
+
+def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
+    """Run ``perada choose``. The exit status is 1 if nothing could be chosen.
+
+    Args:
+        parser: Parser of the command.
+        words: Words of the command line; options that the parser does not know are for ``perada fit``.
+        make_cli: See :data:`~perada.studies.compare.configured.MakeCLI`.
+    """
+    _add_options(parser)
+    split = split_words(words, parser)
+    parsed = parser.parse_args(split.of_compare)
+    options = SearchOptions(
+        recipe=parsed.recipe,
+        goal=parsed.goal,
+        budget=parse_duration(parsed.budget),
+        seeds=tuple(dict.fromkeys(parsed.seeds)),
+        jobs=parsed.jobs,
+        threads=parsed.threads,
+        anonymous=parsed.anonymous,
+    )
+    folder = parsed.output
+    _check_folder(folder)
+    overrides = [*split.of_fit, SILENT]
+    with info_messages_disabled(), warnings.catch_warnings():
+        # A warning of every run would hide the progress.
+        warnings.simplefilter("once")
+        _choose(make_cli, options, folder, overrides)
+
+
+def _choose(make_cli: MakeCLI, options: SearchOptions, folder: Path, overrides: Sequence[str]) -> None:
+    """Check the recipe, search, and write the files; also if the search is interrupted."""
+    cli = make_cli(["--config", options.recipe, *overrides])
+    _check_recipe(cli)
+    results = Results(folder / RESULTS)
+    asked = {
+        "recipe": options.recipe,
+        "goal": options.goal,
+        "seeds": list(options.seeds),
+        "options": list(overrides),
+        "anonymous": options.anonymous,
+    }
+    state = SearchState(folder / STATE, asked)
+    counts = _count_images(make_cli, cli, options, overrides)
+    methods, reasons = _find_methods(make_cli, cli, options, overrides)
+    plan = SearchPlan(
+        methods=tuple(methods),
+        num_candidates=CANDIDATES[0],
+        num_draws=num_draws_for(counts.held_out),
+        num_finalists=len(methods),
+        seeds=options.seeds,
+        rounds=cli.trainer.max_epochs or 0,
+    )
+    for method_search in methods.values():
+        results.check({name: recipe.digest for name, recipe in method_search.plan.recipes.items()})
+    folder.mkdir(parents=True, exist_ok=True)
+    with runner(make_cli, options.threads, options.jobs, options.anonymous) as carry_out:
+        search = Search(
+            options=options,
+            methods=methods,
+            largest_plan=plan,
+            results=results,
+            state=state,
+            carry_out=carry_out,
+            names=cli.datamodule.client_names or (),
+        )
+        search.failed_methods |= reasons
+        try:
+            search.run()
+        except (KeyboardInterrupt, SystemExit):
+            _hand_over(make_cli, search, folder, counts, interrupted=True)
+            raise
+    _hand_over(make_cli, search, folder, counts, interrupted=False)
+    # The trials' checkpoints hold models and names of clients, and are of no use any more.
+    shutil.rmtree(folder / "trials", ignore_errors=True)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise if the folder of the search cannot be written, or has files of others."""
+    check_output_folder("--output", folder)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / STATE).is_file():
+        raise FileExistsError(
+            f"--output {str(folder)!r} has files but no search ({STATE}); name a folder that does not exist yet"
+        )
+
+
+def _check_recipe(cli: ConfiguredRun) -> None:
+    """Raise a ValueError for a recipe for which nothing can be chosen."""
+    loop = cli.loop
+    if loop.privacy is not None or loop.client_privacy is not None:
+        section = "privacy" if loop.privacy is not None else "client_privacy"
+        raise ValueError(
+            f"{section} is set: every trial would spend privacy of the same images, and choosing by held-out private "
+            "images spends more, which no ledger counts; choose on public images or without this section "
+            f"(--{section}=null) if those who own the images allow it, and add the section to the recipe that is chosen"
+        )
+    rounds = cli.trainer.max_epochs
+    if rounds is None or rounds < 1:
+        raise ValueError(f"trainer.max_epochs={rounds} sets no number of rounds; set it, for example to 30")
+    # Reads the images.
+    cli.datamodule.setup()
+    if cli.datamodule.num_clients < 2:
+        raise ValueError(
+            "there is one client, so there is nothing to choose: a federation has at least two; check how the images "
+            "name their clients with `perada data inspect`"
+        )
+    if not _test_sizes(cli):
+        raise ValueError("there are no test images, without which no verdict is possible; see data.dataset.test_share")
+
+
+def _count_images(
+    make_cli: MakeCLI, cli: ConfiguredRun, options: SearchOptions, overrides: Sequence[str]
+) -> ImageCounts:
+    """Return the numbers of images; raises if clients cannot hold out images."""
+    trial = make_cli(["--config", options.recipe, HOLD_OUT, *overrides, VALIDATE])
+    trial.datamodule.setup()
+    return ImageCounts(
+        num_clients=cli.datamodule.num_clients,
+        train=sum(cli.datamodule.train_sizes),
+        held_out=sum(_test_sizes(trial)),
+        test=sum(_test_sizes(cli)),
+    )
+
+
+def _test_sizes(cli: ConfiguredRun) -> Sequence[int]:
+    """Return the numbers of the clients' test images, or of those that they hold out; empty if there are none."""
+    test = cli.datamodule.checked.test
+    return test.sizes if test is not None and any(test.sizes) else ()
+
+
+def _find_methods(
+    make_cli: MakeCLI, cli: ConfiguredRun, options: SearchOptions, overrides: Sequence[str]
+) -> tuple[dict[str, MethodSearch], dict[str, str]]:
+    """Return what is tried of each method that fits, and the reasons why others do not."""
+    has_public_images = cli.datamodule.checked.public is not None
+    methods: dict[str, MethodSearch] = {}
+    reasons: dict[str, str] = {}
+    for method in METHODS:
+        if method in WITHOUT_PUBLIC_IMAGES and has_public_images:
+            continue
+        if method in WITH_PUBLIC_IMAGES and not has_public_images:
+            if method == "feddf":
+                reasons[method] = "there are no public images (data.public)"
+            continue
+        try:
+            methods[method] = _prepare_method(make_cli, cli, method, options, overrides)
+        except ValueError as error:
+            reasons[method] = " ".join(str(error).split())
+    if len(methods) < 2:
+        raise ValueError(
+            f"fewer than two methods fit: {'; '.join(f'{name}: {text}' for name, text in reasons.items())}"
+        )
+    return methods, reasons
+
+
+def _prepare_method(
+    make_cli: MakeCLI, cli: ConfiguredRun, method: str, options: SearchOptions, overrides: Sequence[str]
+) -> MethodSearch:
+    """Return what is tried of a method, whose settings all train the same images.
+
+    Raises:
+        ValueError: If the method does not fit the recipe.
+    """
+    compare_options = Namespace(  # type: ignore[no-untyped-call]  # jsonargparse's
+        recipes=[options.recipe],
+        algorithms=[method],
+        paper=False,
+        seeds=list(options.seeds),
+        redivide=False,
+        set=[],
+        tune=[],
+        tune_seeds=[],
+        trials=None,
+        sampler="tpe",
+        choose_by=list(CHOSEN_BY),
+        variants=[],
+        vary=[],
+    )
+    plan = Plan(make_cli, compare_options, [*overrides, BOTH])
+    row = plan.rows[0]
+    method_cli = make_cli(plan.job(row, 0, "run", {}).args)
+    adapters = fitting_adapters(method_cli, cli.datamodule)
+    candidates: list[Candidate] = make_candidates(method, method_cli, adapters, CANDIDATES[0])
+    return MethodSearch(plan, row, candidates)
+
+
+def _hand_over(make_cli: MakeCLI, search: Search, folder: Path, counts: ImageCounts, interrupted: bool) -> None:
+    """Write the recipes and the page, and print the advice."""
+    print()
+    chosen = search.chosen
+    if chosen is None:
+        if not interrupted:
+            raise ValueError("every setting of every method failed; the reasons are above, and in results.json")
+        print("Nothing was chosen: the search had not scored a setting of every method.", file=sys.stderr)
+        return
+    _write_recipe(make_cli, search, folder / BEST, chosen)
+    for scores in search.best_of_method.values():
+        if scores.candidate in search.finalists:
+            _write_recipe(make_cli, search, folder / "recipes" / f"{scores.candidate.method}.yaml", scores)
+    shown = write_page(folder, search, counts, interrupted)
+    print(f"{shown}\n\nRecipe: {folder / BEST}; run it with: perada fit --config {folder / BEST}")
+    print(f"Page with everything that was tried, and a paragraph for an e-mail: {folder / PAGE}")
+
+
+def _write_recipe(make_cli: MakeCLI, search: Search, path: Path, scores: HeldOutScores) -> None:
+    """Write the recipe of a setting."""
+    method_search = search.methods[scores.candidate.method]
+    rounds = search.largest_plan.rounds
+    job = method_search.final_job(scores.candidate, search.options.seeds[0], rounds)
+    words = recipe_words([word for word in job.args if word != SILENT], scores.way, min(5, rounds))
+    text = write_recipe(make_cli(words), _header(search, scores), _comments(search, scores))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    names = [name for name in search.names if name in text]
+    if names and search.options.anonymous:
+        warnings.warn(
+            f"{str(path)!r} has the names of {len(names)} clients, or a path with them, since the recipe has; read it "
+            "before you pass it on",
+            stacklevel=2,
+        )
+
+
+def _header(search: Search, scores: HeldOutScores) -> list[str]:
+    """Return the comment at the top of a recipe."""
+    method = METHODS[scores.candidate.method]
+    lines = [
+        f"{scores.candidate.method}, chosen for {search.options.recipe} by `perada choose`: {method.sentence}",
+    ]
+    if scores is not search.chosen:
+        lines[0] = f"{scores.candidate.method}, tuned for {search.options.recipe} by `perada choose`: {method.sentence}"
+    comparison = compared(search.results.records)
+    row = None if comparison is None else row_of(comparison, scores.candidate.method, scores.way)
+    if comparison is not None and row is not None:
+        for criterion in comparison.criteria:
+            interval = expected_score(comparison, row, criterion)
+            lines.append(f"Expected on {CRITERIA[criterion]}: {interval_text(comparison, interval)}.")
+        lines.append(f"These are means over the seeds {', '.join(map(str, comparison.seeds))}, on the test images.")
+    else:
+        lines.append("Chosen on held-out images, and not yet scored on test images.")
+    lines.append("Paths are relative to the folder in which the search was started.")
+    return lines
+
+
+def _comments(search: Search, scores: HeldOutScores) -> dict[str, str]:
+    """Return the comments on the options that were chosen, and on those that were kept."""
+    plan = search.plan
+    assert plan is not None
+    unit = unit_of(search.results.records[0])
+    others = [other for other in search.best_of_method.values() if other is not scores]
+    reason = f"best of {len(plan.methods)} methods on held-out images, by {goal_text(search.options.goal)}"
+    if scores is not search.chosen:
+        reason = "one of the methods that were tried"
+    elif others:
+        second = max(others, key=lambda other: other.merit)
+        difference = lead(scores, second)
+        reason += (
+            f": {unit.text(scores.mean)}, {unit.number(difference.mean)} ± {unit.number(difference.standard_error)} "
+            f"(standard error) ahead of {second.candidate.method}"
+        )
+    if plan.num_candidates == 1:
+        settings = "as in the original recipe: there was no time to try others"
+    else:
+        settings = f"best of {plan.num_candidates} settings of this method on held-out images"
+    if plan.num_candidates > 1 and not scores.candidate.point:
+        settings += ": that of the original recipe"
+    comments = {
+        "seed_everything": "seed of training; any other is as good",
+        "trainer.max_epochs": "rounds, as in the original recipe",
+        "model.backbone": "the network, as in the original recipe",
+        "model.adapter": f"what is trained; {settings}",
+        "federated.algorithm": reason,
+        "training.lr_local": f"for the adapter that is sent to the server; {settings}",
+        "training.lr_personal": f"for the adapter that stays with the client; {settings}",
+        "evaluation.prediction": _explain_prediction(scores),
+        "data": "images, clients and batches, as in the original recipe",
+    }
+    if "federated.algorithm.prox_strength" in scores.candidate.point:
+        comments["federated.algorithm.prox_strength"] = f"λ, the pull to the shared model; {settings}"
+    return comments
+
+
+def _explain_prediction(scores: HeldOutScores) -> str:
+    """Return why a recipe predicts as it does."""
+    if scores.candidate.method in SHARED_ONLY:
+        return "the clients of this method have no models of their own, and predict with the shared one"
+    if scores.way == "both":
+        return "the client's own model for images like its own, with the shared one for others: best on held-out images"
+    return "the client's own model for all images: at least as good on held-out images as both models"
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    """Add the options of ``perada choose``."""
+    parser.add_argument("recipe", metavar="RECIPE", help="Recipe or configuration file, such as that of `perada init`.")
+    parser.add_argument(
+        "--budget",
+        type=str,
+        default="30m",
+        metavar="TIME",
+        help="Time for everything: 90s, 30m or 2h. What fits into it is measured and printed first.",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("choice"),
+        metavar="FOLDER",
+        help="Folder for best.yaml, choice.md and the results. The same command goes on there.",
+    )
+    parser.add_argument(
+        "--goal",
+        choices=list(GOALS),
+        default=MEAN,
+        help=(
+            "What the choice shall be good at: own, each client's own images; all, those of all clients; or mean, the "
+            "mean of both scores."
+        ),
+    )
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="Seeds of the last rung, which gives the verdict."
+    )
+    parser.add_argument(
+        "--jobs", type=PositiveInt, default=1, help="Number of concurrent runs, each in its own process."
+    )
+    parser.add_argument("--threads", type=PositiveInt, default=1, help="Threads per run.")
+    parser.add_argument(
+        "--anonymous", action="store_true", help="Write and print numbers instead of the names of clients."
+    )

@@ -1,0 +1,539 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Successive halving on held-out images, and the last rung, which trains on all training images."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from perada.core.files import write_atomic
+from perada.results.report import unit_of
+from perada.studies.choose.budget import (
+    FEWEST_FINALISTS,
+    REDUCTION,
+    Cost,
+    SearchPlan,
+    final_plans,
+    fit_plan,
+    format_duration,
+    mean_cost,
+    smallest_plan,
+)
+from perada.studies.choose.candidates import METHODS, Candidate, predicting_models
+from perada.studies.choose.trials import (
+    HeldOutScores,
+    Trial,
+    best_of,
+    choose_method,
+    find_record,
+    make_trial,
+    rank_candidates,
+    read_scores,
+)
+from perada.studies.compare.grid import Point
+from perada.studies.compare.plan import Job, Plan, Row
+from perada.studies.compare.results import Record, Results
+from perada.studies.compare.running import CarryOut, Result, Stretch, Task
+
+PROBE_ROUNDS = 2
+"""Rounds of each method that are timed before the plan is made: the first one may also compute features."""
+TOLERANCE = 0.1
+"""Share of the budget by which the last run may exceed it."""
+
+
+class BudgetError(ValueError):
+    """The budget of time is too small for any search."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What a search is asked for.
+
+    Attributes:
+        recipe: Name or file of the recipe.
+        goal: What the choice shall be good at, one of :data:`~perada.studies.choose.trials.GOALS`.
+        budget: Seconds.
+        seeds: Seeds of the last rung.
+        jobs: Runs at once.
+        threads: Threads of each run.
+        anonymous: Whether files and output have numbers instead of the names of clients.
+    """
+
+    recipe: str
+    goal: str
+    budget: float
+    seeds: tuple[int, ...]
+    jobs: int
+    threads: int
+    anonymous: bool
+
+
+@dataclass(frozen=True)
+class MethodSearch:
+    """What is tried of a method.
+
+    Attributes:
+        plan: Makes its runs.
+        row: Its row.
+        candidates: Its settings, the recipe's own first.
+    """
+
+    plan: Plan
+    row: Row
+    candidates: Sequence[Candidate]
+
+    def trial(self, candidate: Candidate, draw: int, rounds: int, total_rounds: int) -> Trial:
+        """Return a trial.
+
+        Args:
+            candidate: The setting.
+            draw: Number of the draw of held-out images.
+            rounds: Rounds after which it is scored.
+            total_rounds: Rounds of a complete run.
+        """
+        point = candidate.point | {
+            "data.client_validation_seed": str(draw),
+            # The scores after the last round are computed in any case.
+            "trainer.check_val_every_n_epoch": str(total_rounds),
+        }
+        return make_trial(self.plan.job(self.row, draw, "tune", point), candidate, draw, rounds)
+
+    def final_job(self, candidate: Candidate, seed: int, total_rounds: int) -> Job:
+        """Return the run of a setting on all training images."""
+        point: Point = candidate.point | {"trainer.check_val_every_n_epoch": str(total_rounds)}
+        return self.plan.job(self.row, seed, "run", point)
+
+
+class SearchState:
+    """The file from which a search goes on: its plan, and the time that was spent.
+
+    Args:
+        path: The file.
+        asked: Options that must be the same when the search goes on.
+
+    Raises:
+        ValueError: If the file is of a search with other options.
+    """
+
+    def __init__(self, path: Path, asked: dict[str, Any]) -> None:
+        self.path = path
+        self.asked = asked
+        self.seconds = 0.0
+        self.budget = 0.0
+        self.plan: SearchPlan | None = None
+        if not path.is_file():
+            return
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        for name, value in asked.items():
+            if saved["asked"].get(name) != value:
+                raise ValueError(
+                    f"{str(path.parent)!r} has a search with {name} {saved['asked'].get(name)!r}, but now it is "
+                    f"{value!r}; name another folder with --output, or delete this one"
+                )
+        self.seconds = saved["seconds"]
+        self.budget = saved["budget"]
+        if saved["plan"] is not None:
+            fields = dict(saved["plan"])
+            fields["methods"] = tuple(fields["methods"])
+            fields["seeds"] = tuple(fields["seeds"])
+            self.plan = SearchPlan(**fields)
+
+    def write(self) -> None:
+        """Write the file."""
+        content = {
+            "asked": self.asked,
+            "budget": self.budget,
+            "seconds": self.seconds,
+            "plan": None if self.plan is None else asdict(self.plan),
+        }
+        write_atomic(self.path, json.dumps(content, indent=1).encode())
+
+
+class Search:
+    """A search for the method, adapter and settings that suit the images of a recipe.
+
+    Optuna's SuccessiveHalvingPruner is not used: it compares a trial with those that happen to be done before it and
+    over all methods together, so a method that learns slowly would be dropped as a whole and the result would depend on
+    the number of jobs. It also cannot let a trial go on from its checkpoint.
+
+    Args:
+        options: What is asked for.
+        methods: What is tried of each method.
+        largest_plan: The plan if time did not matter.
+        results: Results of earlier commands; each new one is added.
+        state: The rest of what was done by earlier commands.
+        carry_out: See :func:`perada.studies.compare.running.runner`.
+        names: Names of the clients, which reasons of failed runs must not have in an anonymous search.
+
+    Attributes:
+        plan: What is tried; None before the methods were timed.
+        failed_methods: Why methods are left out, by name.
+        notes: What was left out for lack of time.
+    """
+
+    def __init__(
+        self,
+        *,
+        options: SearchOptions,
+        methods: dict[str, MethodSearch],
+        largest_plan: SearchPlan,
+        results: Results,
+        state: SearchState,
+        carry_out: CarryOut,
+        names: Sequence[str],
+    ) -> None:
+        self.options = options
+        self.methods = methods
+        self.largest_plan = largest_plan
+        self.results = results
+        self.state = state
+        self.carry_out = carry_out
+        self.names = names
+        self.plan: SearchPlan | None = None
+        self.failed_methods: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.scores: dict[str, list[HeldOutScores]] = {}
+        self.finalists: list[Candidate] = []
+        self._started_at = time.time() - state.seconds
+        self._num_started = 0
+        self._trials_folder = state.path.parent / "trials"
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that were spent, by earlier commands too."""
+        return time.time() - self._started_at
+
+    @property
+    def end_by(self) -> float:
+        """Time at which a run is ended."""
+        return self._started_at + (1 + TOLERANCE) * self.options.budget
+
+    def run(self) -> None:
+        """Time the methods, search, and train the finalists.
+
+        Raises:
+            BudgetError: If the budget is too small.
+        """
+        self._time_methods()
+        self.plan = self._make_plan()
+        self.state.plan = self.plan
+        self.state.budget = self.options.budget
+        self._write_state()
+        self._print_plan()
+        self._run_rungs(self.plan)
+        self._train_finalists(self.plan)
+
+    def _time_methods(self) -> None:
+        """Train the first setting of each method for a few rounds, which are a part of its trial."""
+        rounds = min(PROBE_ROUNDS, self.largest_plan.rounds)
+        for method in self.largest_plan.methods:
+            search = self.methods[method]
+            trial = search.trial(search.candidates[0], 0, rounds, self.largest_plan.rounds)
+            record = self._run_trials([trial])[0]
+            if "failed" in record:
+                if record["failed"].startswith("OutOfTimeError"):
+                    raise BudgetError(
+                        f"--budget {format_duration(self.options.budget)} is over before {rounds} rounds of {method} "
+                        "were trained; allow much more, or choose a smaller network or smaller images"
+                    )
+                self.failed_methods[method] = record["failed"]
+            else:
+                self._check_budget(method)
+        if not self.working_methods:
+            reasons = "; ".join(f"{method}: {reason}" for method, reason in self.failed_methods.items())
+            raise ValueError(f"no method could be trained: {reasons}")
+
+    @property
+    def working_methods(self) -> tuple[str, ...]:
+        """The methods that could be trained."""
+        return tuple(method for method in self.largest_plan.methods if method not in self.failed_methods)
+
+    def _check_budget(self, method: str) -> None:
+        """Raise a BudgetError if the smallest search would take too long even if all methods were as fast as one."""
+        cost = self.cost(method)
+        smallest = smallest_plan(self.largest_plan)
+        needed = smallest.seconds(dict.fromkeys(smallest.methods, cost), self.options.jobs)
+        if method == min(smallest.methods, key=list(METHODS).index) and needed > self.options.budget:
+            raise self._too_small(needed)
+
+    def _too_small(self, needed: float) -> BudgetError:
+        return BudgetError(
+            f"--budget {format_duration(self.options.budget)} is too small: the smallest search with "
+            f"{self.largest_plan.rounds} rounds needs about {format_duration(self.elapsed + needed)}; allow that, or "
+            "train fewer rounds (--trainer.max_epochs)"
+        )
+
+    def cost(self, method: str) -> Cost:
+        """Return what runs of a method cost, from all its trials so far."""
+        costs = []
+        for record in self.results.records:
+            if record["label"] == method and record.get("seconds_of_rounds"):
+                durations = record["seconds_of_rounds"]
+                per_run = record["seconds"] - sum(durations)
+                costs.append(Cost(per_run, median(durations[1:] or durations)))
+        return mean_cost(costs)
+
+    def costs(self) -> dict[str, Cost]:
+        """Return what runs of each method cost."""
+        return {method: self.cost(method) for method in self.working_methods}
+
+    def _make_plan(self) -> SearchPlan:
+        """Return the largest plan that fits into the rest of the budget, or the plan of an earlier command."""
+        if self.state.plan is not None and self.state.budget == self.options.budget:
+            return self.state.plan
+        methods = self.working_methods
+        num_finalists = min(self.largest_plan.num_finalists, len(methods))
+        largest = replace(self.largest_plan, methods=methods, num_finalists=num_finalists)
+        costs = self.costs()
+        remaining = self.options.budget - self.elapsed
+        plan = fit_plan(largest, costs, remaining, self.options.jobs)
+        if plan is None:
+            raise self._too_small(smallest_plan(largest).seconds(costs, self.options.jobs))
+        for method in methods:
+            if method not in plan.methods:
+                self.notes.append(f"{method} was not tried: the budget is too small for more methods")
+        return plan
+
+    def _print_plan(self) -> None:
+        assert self.plan is not None
+        costs = self.costs()
+        rates = ", ".join(f"{method} {cost.per_round:.2g} s" for method, cost in costs.items())
+        expected = self.plan.seconds({name: costs[name] for name in self.plan.methods}, self.options.jobs)
+        print(f"Measured for one round: {rates}.")
+        print(f"Plan for {format_duration(self.options.budget)}: {self.plan.describe()}.")
+        print(f"Spent so far: {format_duration(self.elapsed)}; expected to take another {format_duration(expected)}.")
+        full = replace(self.largest_plan, methods=self.plan.methods)
+        if full != self.plan:
+            needed = self.elapsed + full.seconds(costs, self.options.jobs)
+            print(f"The largest search would need {format_duration(needed)}.")
+        print("Ctrl-C ends with a verdict on what is there; the same command goes on.", flush=True)
+
+    def _run_rungs(self, plan: SearchPlan) -> None:
+        """Run the rungs, and keep the best settings of each method.
+
+        All methods have one setting each in turn, so that they have as many if time runs out.
+        """
+        remaining: dict[str, list[Candidate]] = {}
+        for method in plan.methods:
+            remaining[method] = list(self.methods[method].candidates[: plan.num_candidates])
+        for number, rung in enumerate(plan.rungs):
+            scores_of_rung: dict[str, list[HeldOutScores]] = {method: [] for method in plan.methods}
+            num_in_rung = max(len(candidates) for candidates in remaining.values())
+            for place in range(num_in_rung):
+                trials: list[Trial] = []
+                for method, candidates in remaining.items():
+                    if place < len(candidates):
+                        for draw in range(plan.num_draws):
+                            trials.append(self.methods[method].trial(candidates[place], draw, rung.rounds, plan.rounds))
+                is_first = number == 0 and place == 0
+                if not is_first and not self._has_time_for(trials, plan):
+                    self.notes.append(
+                        f"after {rung.rounds} rounds, {place} of {num_in_rung} settings of each method were scored: "
+                        "time ran out"
+                    )
+                    break
+                self._run_trials(trials)
+                self._collect_scores(trials, rung.rounds, scores_of_rung)
+                self.scores = {method: scores for method, scores in scores_of_rung.items() if scores}
+            for method, scores in scores_of_rung.items():
+                ranked = rank_candidates(scores)
+                remaining[method] = ranked[: math.ceil(len(ranked) / REDUCTION)]
+            if not any(remaining.values()):
+                break
+
+    def _collect_scores(
+        self, trials: Sequence[Trial], rounds: int, scores_of_rung: dict[str, list[HeldOutScores]]
+    ) -> None:
+        """Add the scores of settings to those of their methods."""
+        records: dict[str, list[Record]] = {}
+        candidates: dict[str, Candidate] = {}
+        for trial in trials:
+            record = find_record(self.results, trial.job)
+            assert record is not None
+            records.setdefault(trial.candidate.name, []).append(record)
+            candidates[trial.candidate.name] = trial.candidate
+        for name, candidate in candidates.items():
+            scores_of_rung[candidate.method] += read_scores(candidate, rounds, records[name], self.options.goal)
+
+    def _has_time_for(self, trials: Sequence[Trial], plan: SearchPlan) -> bool:
+        """Return whether trials can be run before the last rung must begin."""
+        costs = {method: self.cost(method) for method in plan.methods}
+        seconds = 0.0
+        for trial in trials:
+            if self._is_done(trial.job):
+                continue
+            cost = costs[trial.candidate.method]
+            seconds += cost.seconds(trial.rounds - self._rounds_done(trial))
+        smallest = replace(plan, num_finalists=min(plan.num_finalists, FEWEST_FINALISTS))
+        seconds += smallest.final_seconds(costs)
+        return self.elapsed + seconds / self.options.jobs <= self.options.budget
+
+    def _rounds_done(self, trial: Trial) -> int:
+        """Return how many rounds of a trial were trained in former rungs."""
+        rounds = 0
+        for record in self.results.records:
+            varied = {name: value for name, value in record["varied"].items() if name != "rounds"}
+            wanted = {name: value for name, value in trial.job.varied.items() if name != "rounds"}
+            if record["stage"] == "tune" and record["label"] == trial.job.label and varied == wanted:
+                rounds = max(rounds, int(record["varied"]["rounds"]))
+        return min(rounds, trial.rounds)
+
+    @property
+    def best_of_method(self) -> dict[str, HeldOutScores]:
+        """The best held-out scores of each method, after as many rounds for all."""
+        best = {method: best_of(scores) for method, scores in self.scores.items()}
+        return {method: scores for method, scores in best.items() if scores is not None}
+
+    @property
+    def chosen(self) -> HeldOutScores | None:
+        """What the held-out images choose; None before any setting was scored."""
+        best = self.best_of_method
+        return choose_method(best) if best else None
+
+    def _train_finalists(self, plan: SearchPlan) -> None:
+        """Train the best settings of the best methods on all training images, seed after seed."""
+        if not self.best_of_method:
+            return
+        plan = self._plan_last_rung(plan)
+        self.finalists = self._find_finalists(plan.num_finalists)
+        methods = [candidate.method for candidate in self.finalists]
+        for number, seed in enumerate(plan.seeds):
+            pending = []
+            for candidate in self.finalists:
+                job = self.methods[candidate.method].final_job(candidate, seed, plan.rounds)
+                if not self._is_done(job):
+                    pending.append(_PlannedRun(job, None))
+            one_seed = replace(plan, seeds=(seed,)).final_seconds(self.costs(), methods)
+            needed = one_seed * len(pending) / len(methods) / self.options.jobs
+            if number > 0 and self.elapsed + needed > (1 + TOLERANCE) * self.options.budget:
+                self._note_missing_seeds(self.options.seeds[number:])
+                return
+            self._run(pending)
+        self._note_missing_seeds(self.options.seeds[len(plan.seeds) :])
+
+    def _plan_last_rung(self, plan: SearchPlan) -> SearchPlan:
+        """Return the plan with the methods and seeds of the last rung for which there is time now."""
+        smallest = plan
+        for smallest in final_plans(plan, self.options.seeds):
+            finalists = self._find_finalists(smallest.num_finalists)
+            seconds = 0.0
+            for seed in smallest.seeds:
+                for candidate in finalists:
+                    job = self.methods[candidate.method].final_job(candidate, seed, plan.rounds)
+                    if not self._is_done(job):
+                        one_run = replace(smallest, seeds=(seed,))
+                        seconds += one_run.final_seconds(self.costs(), [candidate.method])
+            if self.elapsed + seconds / self.options.jobs <= self.options.budget:
+                return smallest
+        return smallest
+
+    def _find_finalists(self, number: int) -> list[Candidate]:
+        """Return the best settings of the methods that are best on held-out images, and of training alone."""
+        best = self.best_of_method
+        chosen = choose_method(best)
+        # The choice comes first, also among equal ones.
+        ranked = sorted(best.values(), key=lambda scores: (scores is not chosen, -scores.merit))
+        finalists = [scores.candidate for scores in ranked[:number]]
+        alone = best.get("standalone")
+        if alone is not None and alone.candidate not in finalists:
+            # Training alone tells what a federation gains.
+            finalists[-1] = alone.candidate
+        return finalists
+
+    def _note_missing_seeds(self, seeds: Sequence[int]) -> None:
+        if seeds:
+            self.notes.append(f"the last rung lacks seed {', '.join(map(str, seeds))}: time ran out")
+
+    def _run_trials(self, trials: Sequence[Trial]) -> list[Record]:
+        """Run the trials that have no result, and return the records of all."""
+        runs = []
+        for trial in trials:
+            if not self._is_done(trial.job):
+                runs.append(_PlannedRun(trial.job, Stretch(trial.rounds, self._checkpoint(trial))))
+        self._run(runs)
+        records = []
+        for trial in trials:
+            record = find_record(self.results, trial.job)
+            assert record is not None
+            records.append(record)
+        return records
+
+    def _is_done(self, job: Job) -> bool:
+        """Return whether a run has a result."""
+        record = find_record(self.results, job)
+        return record is not None and "failed" not in record
+
+    def _checkpoint(self, trial: Trial) -> Path:
+        """Return the file that a trial goes on from."""
+        # The name says nothing of clients; all lengths of a trial have the same arguments.
+        digest = sha256(json.dumps(trial.job.args).encode()).hexdigest()[:16]
+        return self._trials_folder / f"{trial.candidate.method}-{digest}.ckpt"
+
+    def _run(self, runs: Sequence["_PlannedRun"]) -> None:
+        """Execute runs, and write each result when it is available."""
+        tasks = []
+        for run in runs:
+            tasks.append(Task(run.job.args, False, run.stretch, self.end_by))
+        for number, result in self.carry_out(tasks):
+            if result is None:
+                self._print_progress(runs[number])
+            else:
+                self._record(runs[number].job, result)
+
+    def _record(self, job: Job, result: Result) -> None:
+        """Add the result of a run."""
+        if "failed" in result:
+            result = result | {"failed": self._without_names(result["failed"])}
+            print(f"\n{job.label} failed: {result['failed']}", file=sys.stderr, flush=True)
+        resources = {"seconds": result["seconds"], "threads": self.options.threads}
+        self.results.add(vars(job) | resources | result.get("run", result))
+        self._write_state()
+
+    def _without_names(self, reason: str) -> str:
+        """Replace the names of clients in a reason if the search is anonymous."""
+        if not self.options.anonymous:
+            return reason
+        # Longer names first: one name may be a part of another.
+        for name in sorted(self.names, key=len, reverse=True):
+            reason = reason.replace(name, f"client {self.names.index(name)}")
+        return reason
+
+    def _write_state(self) -> None:
+        self.state.seconds = self.elapsed
+        self.state.write()
+
+    def _print_progress(self, run: "_PlannedRun") -> None:
+        """Print the number and the name of a run, the time, and the best so far, in one line."""
+        self._num_started += 1
+        job = run.job
+        if run.stretch is None:
+            what = f"{job.label} on all training images, seed {job.seed}"
+        else:
+            what = f"{job.label}, setting {job.varied['setting']}, up to round {run.stretch.last_round}"
+        left = max(0.0, self.options.budget - self.elapsed)
+        times = f"{format_duration(self.elapsed)} of {format_duration(self.options.budget)}"
+        line = f"[{times}, at most {format_duration(left)} left] {what}"
+        chosen = self.chosen
+        if chosen is not None:
+            unit = unit_of(self.results.records[0])
+            score = unit.text(chosen.mean)
+            models = predicting_models(chosen.candidate.method, chosen.way)
+            line += f"; best so far: {chosen.candidate.method}, {models}, {score} on held-out images"
+        if sys.stdout.isatty():
+            print(f"\r\x1b[K{line}", end="", flush=True)
+        else:
+            print(line, flush=True)
+
+
+@dataclass(frozen=True)
+class _PlannedRun:
+    """A run, and the stretch of it that is trained; None for all of it."""
+
+    job: Job
+    stretch: Stretch | None

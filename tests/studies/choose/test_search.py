@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search with runs that are made up: what it runs, what it chooses by, and when it ends."""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from perada.cli import main
+from perada.studies.choose import candidates, command, search
+from perada.studies.compare.comparison import Comparison
+from perada.studies.compare.running import Event
+from tests import recipes
+
+NAMES = ["north-clinic", "south-clinic", "west-clinic"]
+TINY = recipes.recipe(trainer={"max_epochs": 9})
+METHODS = ("standalone", "fedavg", "ditto")
+
+
+def made_up_result(task, score, seconds):
+    """The result of a run in which all clients have a score."""
+    rounds = 9 if task.stretch is None else task.stretch.last_round
+    clients = {
+        name: [score] * 3
+        for name in ("personal/local_test", "personal/global_test", "both/local_test", "both/global_test")
+    }
+    if not any("Ditto" in word for word in task.args):
+        clients = {name: scores for name, scores in clients.items() if name.startswith("personal")}
+    run = {
+        "clients": clients,
+        "client_names": NAMES,
+        "client_test_images": [10, 10, 10],
+        "metric": "accuracy",
+        "has_classes": True,
+        "diverged": False,
+        "mb_sent": 0.0 if any("Standalone" in word for word in task.args) else 0.1,
+        "seconds_of_rounds": [seconds / rounds] * rounds,
+    }
+    return {"run": run, "seconds": seconds}
+
+
+class Runs:
+    """Stands for the processes that train: made-up scores, and a clock that runs as long as training would.
+
+    Attributes:
+        tasks: The runs that were started.
+        score: Returns the score of a run.
+        seconds_per_round: Duration of a round.
+        interrupt_after: Number of runs after which Ctrl-C is pressed; None for never.
+    """
+
+    def __init__(self):
+        self.tasks = []
+        self.now = 1000.0
+        self.seconds_per_round = 1.0
+        self.interrupt_after = None
+        self.score = lambda task: 0.5
+
+    def time(self):
+        return self.now
+
+    @contextmanager
+    def runner(self, make_cli, threads, jobs, anonymous):
+        yield self.carry_out
+
+    def carry_out(self, tasks):
+        for number, task in enumerate(tasks):
+            yield Event(number, None)
+            if self.interrupt_after is not None and len(self.tasks) == self.interrupt_after:
+                raise KeyboardInterrupt
+            rounds = 9 if task.stretch is None else task.stretch.last_round
+            # A trial goes on from its checkpoint.
+            former = [t.stretch.last_round for t in self.tasks if task.stretch and t.args == task.args]
+            seconds = (rounds - max(former, default=0)) * self.seconds_per_round + 0.5
+            self.tasks.append(task)
+            score = self.score(task)
+            if task.end_by is not None and self.now + seconds > task.end_by:
+                seconds = max(0.0, task.end_by - self.now)
+                score = "OutOfTimeError: the time for all runs was over"
+            self.now += seconds
+            if isinstance(score, str):
+                yield Event(number, {"failed": score, "seconds": seconds})
+            else:
+                yield Event(number, made_up_result(task, score, seconds))
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    made_up = Runs()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    monkeypatch.setattr(command, "runner", made_up.runner)
+    monkeypatch.setattr(search.time, "time", made_up.time)
+    few = {name: candidates.METHODS[name] for name in METHODS}
+    monkeypatch.setattr(command, "METHODS", few)
+    monkeypatch.setattr(command, "CANDIDATES", (6, 3))
+    monkeypatch.setattr(command, "num_draws_for", lambda held_out: 1)
+    return made_up
+
+
+def is_trial(task):
+    return task.stretch is not None
+
+
+def method_of(task):
+    return next(name for name in ("Standalone", "FedAvg", "Ditto") if any(name in word for word in task.args))
+
+
+def choose(*words):
+    main(["choose", "tiny.yaml", "--budget", "30m", *words])
+
+
+def written(path="choice/best.yaml"):
+    return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+
+
+def test_held_out_images_choose_also_where_test_images_favour_another_method(runs, capsys):
+    held_out = {"Standalone": 0.5, "FedAvg": 0.7, "Ditto": 0.6}
+    tested = {"Standalone": 0.5, "FedAvg": 0.4, "Ditto": 0.95}
+    runs.score = lambda task: (held_out if is_trial(task) else tested)[method_of(task)]
+    choose()
+    assert written()["federated"]["algorithm"]["class_path"].endswith("FedAvg")
+    # What the test images say is not hidden.
+    shown = capsys.readouterr().out
+    assert "Take one shared model (FedAvg)" in shown
+    assert "own images: ditto, personal model is ahead by 55.0 percentage points, more than chance explains" in shown
+    assert Comparison.from_file("choice/results.json").best("own").name == "ditto, personal model"
+    for task in runs.tasks:
+        # Trials do not even read the test images.
+        assert ("--data.evaluate_on=validation" in task.args) == is_trial(task)
+
+
+@pytest.mark.slow
+def test_a_third_of_the_settings_remains_within_each_method(runs):
+    # Settings with a small rate are better, and FedAvg is worse than every setting of the others.
+    def score(task):
+        rate = next(float(word.split("=")[1]) for word in reversed(task.args) if "lr_local" in word)
+        return 0.6 - rate - (0.3 if method_of(task) == "FedAvg" else 0.0)
+
+    runs.score = score
+    choose("--training.lr_local=0.1", "--training.lr_personal=0.1")
+    trained = {}
+    for task in runs.tasks:
+        if is_trial(task):
+            trained.setdefault((method_of(task), task.stretch.last_round), []).append(task.args)
+    for method in ("Standalone", "FedAvg", "Ditto"):
+        # The first setting was also timed with two rounds.
+        assert [len(trained[method, rounds]) for rounds in (2, 1, 3, 9)] == [1, 6, 2, 1]
+        best_first = sorted(trained[method, 1], key=lambda args: -score(next(t for t in runs.tasks if t.args == args)))
+        assert {tuple(args) for args in trained[method, 3]} <= {tuple(args) for args in best_first[:3]}
+    assert [task.args[-1] for task in runs.tasks if not is_trial(task)]
+
+
+@pytest.mark.slow
+def test_the_last_rung_trains_each_method_with_all_seeds(runs):
+    choose("--seeds", "4", "5")
+    seeds = [word for task in runs.tasks if not is_trial(task) for word in task.args if "seed_everything" in word]
+    assert seeds == ["--seed_everything=4"] * 3 + ["--seed_everything=5"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("minutes", [3, 5, 10, 20])
+@pytest.mark.parametrize("seconds_per_round", [0.5, 1.0])
+def test_it_ends_within_the_budget(runs, minutes, seconds_per_round):
+    runs.seconds_per_round = seconds_per_round
+    start = runs.now
+    choose("--budget", f"{minutes}m")
+    assert runs.now - start <= 1.1 * 60 * minutes
+    assert written()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slower", [3, 6])
+def test_it_ends_within_the_budget_if_runs_become_slower_than_measured(runs, slower):
+    def score(task):
+        if len(runs.tasks) > 3:
+            runs.seconds_per_round = slower
+        return 0.5
+
+    runs.score = score
+    start = runs.now
+    choose("--budget", "6m")
+    assert runs.now - start <= 1.1 * 360
+    assert "time ran out" in Path("choice/choice.md").read_text(encoding="utf-8")
+
+
+def test_too_small_a_budget_is_rejected_at_once_with_what_is_needed(runs):
+    with pytest.raises(ValueError, match=r"--budget 20 s is too small: .* needs about 1 min"):
+        choose("--budget", "20s")
+    assert len(runs.tasks) == 1
+    assert not Path("choice/best.yaml").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupted_search_gives_its_verdict_and_goes_on_without_repeating_a_run(runs, tmp_path):
+    scores = {"Standalone": 0.5, "FedAvg": 0.7, "Ditto": 0.6}
+    runs.score = lambda task: scores[method_of(task)]
+    choose("--output", "whole")
+    whole = list(runs.tasks)
+    for stop in (2, 12, len(whole) - 2):
+        runs.tasks.clear()
+        runs.interrupt_after = stop
+        folder = f"stopped{stop}"
+        with pytest.raises(KeyboardInterrupt):
+            choose("--output", folder)
+        assert Path(folder, "best.yaml").exists() == (stop > 2)
+        if stop > 2:
+            page = (tmp_path / folder / "choice.md").read_text()
+            assert "The search was interrupted" in page
+        runs.interrupt_after = None
+        choose("--output", folder)
+        assert [task.args for task in runs.tasks] == [task.args for task in whole]
+        assert written(f"{folder}/best.yaml") == written("whole/best.yaml")
+        assert "interrupted" not in (tmp_path / folder / "choice.md").read_text()
+    runs.tasks.clear()
+    choose("--output", "whole")
+    assert runs.tasks == []
+
+
+@pytest.mark.slow
+def test_failed_settings_are_listed_and_never_chosen(runs, tmp_path):
+    def score(task):
+        rate = next((word for word in reversed(task.args) if "lr_local" in word), "")
+        if method_of(task) == "Ditto" and rate:
+            return "RuntimeError: out of memory"
+        return 0.9 if method_of(task) == "Ditto" else 0.5
+
+    runs.score = score
+    choose()
+    page = (tmp_path / "choice" / "choice.md").read_text()
+    assert page.count("RuntimeError: out of memory") == 5
+    assert "Take a model of each client" in page
+    assert "prox_strength" not in str(written())
+
+
+@pytest.mark.slow
+def test_a_method_that_cannot_be_trained_is_left_out_with_its_reason(runs, tmp_path):
+    runs.score = lambda task: "ValueError: no" if method_of(task) == "FedAvg" else 0.5
+    choose()
+    assert "- fedavg: not tried, since ValueError: no" in (tmp_path / "choice" / "choice.md").read_text()
+
+
+def test_an_anonymous_search_writes_no_name_of_a_client(runs, tmp_path):
+    folder = tmp_path / "images"
+    from PIL import Image
+
+    for name in NAMES:
+        for label in ("a", "b"):
+            (folder / name / label).mkdir(parents=True)
+            for number in range(6):
+                Image.new("L", (16, 16), 20 * number).save(folder / name / label / f"{number}.png")
+    data = {
+        "dataset": {"class_path": "Images", "init_args": {"root": "images"}},
+        "partition": {"class_path": "ByDomain", "init_args": {"column": "client"}},
+        "image_size": 16,
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY | {"data": data}))
+
+    def score(task):
+        return f"OSError: images/{NAMES[1]}/a/1.png is broken" if method_of(task) == "FedAvg" else 0.5
+
+    runs.score = score
+    choose("--anonymous", "--output", "anonymous")
+    contents = {path: path.read_bytes() for path in (tmp_path / "anonymous").rglob("*") if path.is_file()}
+    assert "images/client 1/a/1.png is broken" in (tmp_path / "anonymous" / "choice.md").read_text()
+    assert len(contents) >= 4
+    for path, content in contents.items():
+        for name in NAMES:
+            # The made-up runs return names, as those of an anonymous search do not.
+            if path.name != "results.json" and path.name != "choice.md":
+                assert name.encode() not in content
+
+
+@pytest.mark.parametrize("section", ["privacy", "client_privacy"])
+def test_a_private_recipe_is_rejected_with_the_reason(runs, section):
+    with pytest.raises(ValueError, match=f"{section} is set: every trial would spend privacy.*--{section}=null"):
+        choose(f"--{section}.target_epsilon=3")
+    assert runs.tasks == []
+
+
+@pytest.mark.slow
+def test_other_options_and_other_recipes_do_not_go_on(runs, tmp_path):
+    choose()
+    with pytest.raises(ValueError, match="has a search with goal 'mean', but now it is 'own'"):
+        choose("--goal", "own")
+    with pytest.raises(ValueError, match="has a search with options"):
+        choose("--training.momentum=0.5")
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY | {"seed_everything": 3}))
+    with pytest.raises(ValueError, match=r"earlier version of 'tiny\.yaml'"):
+        choose()
+
+
+def test_a_folder_of_others_is_not_written_into(runs, tmp_path):
+    (tmp_path / "choice").mkdir()
+    (tmp_path / "choice" / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="has files but no search"):
+        choose()
+
+
+@pytest.mark.parametrize("data", [{"partition": {"class_path": "IID", "init_args": {"num_clients": 1}}}])
+def test_one_client_has_nothing_to_choose(runs, tmp_path, data):
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipes.recipe(data=data)))
+    with pytest.raises(ValueError, match="there is one client"):
+        choose()
+
+
+@pytest.mark.slow
+def test_the_results_are_those_of_a_comparison(runs):
+    choose()
+    records = json.loads(Path("choice/results.json").read_text(encoding="utf-8"))
+    stages = {record["stage"] for record in records}
+    assert stages == {"tune", "run"}
+    rows = {row.name for row in Comparison.from_file("choice/results.json").rows}
+    assert rows == {"standalone", "fedavg", "ditto, personal model", "ditto, both models"}
