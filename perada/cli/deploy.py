@@ -31,12 +31,11 @@ from perada.core.disk_errors import naming_disk
 from perada.core.files import check_output_folder
 from perada.core.text import printable
 from perada.deploy.exported import export_server_run, export_site_run
-from perada.deploy.flower.certificates import ExpiryOf
-from perada.deploy.flower.socket import Listener, supervised
 from perada.deploy.monitoring import Monitoring, json_logs, stamp, text_handler
 from perada.deploy.server.coordinator import Coordinator
 from perada.deploy.server.progress import RunProgress, read_progress
 from perada.deploy.site.client import Client
+from perada.deploy.site.endpoint import check_endpoint, open_endpoint
 from perada.deploy.site.file import Approved, SiteFile, read_site
 from perada.deploy.site.split import image_split, save_split
 from perada.deploy.site.worker import SiteWorker
@@ -72,12 +71,11 @@ def site(parser: ArgumentParser, words: list[str]) -> None:
 
 def _serve_site(site_file: SiteFile, tell: Callable[[str], None]) -> None:
     """Answer requests at a site's socket; ``tell`` prints or logs a line."""
-    if site_file.socket is None and not supervised():
-        raise ValueError("the site's file has no socket; add one, such as socket: perada.sock")
+    check_endpoint(site_file)
     worker = make_worker(site_file)
-    with Listener(site_file.socket, worker.max_bytes) as listener:
+    with open_endpoint(site_file, worker.max_bytes) as endpoint:
         tell(f"Site {site_file.name} listens on {site_file.socket}; Ctrl-C stops it.")
-        listener.serve(worker.answer)
+        endpoint.serve(worker.answer)
 
 
 def check(parser: ArgumentParser, words: list[str]) -> None:
@@ -284,8 +282,9 @@ def _serve_metrics(
         return nullcontext()
     from perada.deploy.server.metrics import serving
 
-    expiry = ExpiryOf(monitoring.superlink) if monitoring.superlink else lambda: None
-    return serving(progress, counting, monitoring.metrics_port, monitoring.metrics_address, expiry)
+    return serving(
+        progress, counting, monitoring.metrics_port, monitoring.metrics_address, monitoring.certificate_expiry()
+    )
 
 
 def make_client(path: Path, site_file: SiteFile) -> Client:

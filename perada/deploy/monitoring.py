@@ -53,6 +53,14 @@ class Monitoring:
         """Select the options from those that Flower passes on."""
         return cls(**{each.name: config[each.name] for each in fields(cls) if each.name in config})
 
+    def certificate_expiry(self) -> Callable[[], float | None]:
+        """Return what looks up when the SuperLink's certificate expires, in seconds since 1970; None without one."""
+        if not self.superlink:
+            return lambda: None
+        from perada.deploy.flower.certificates import ExpiryOf
+
+        return ExpiryOf(self.superlink)
+
 
 class JsonLines(logging.Formatter):
     """Formats a record as one line of JSON, with these fields and no others.

@@ -121,21 +121,21 @@ class ClientStore:
         """Return copies of the rows (C, size) of some clients on the device."""
         rows = self._initial.new_empty(len(clients), self.size)
         for row, client in zip(rows, clients, strict=True):
-            stored = self._read(client) if client in self.written else self._initial
+            stored = self.read_row(client) if client in self.written else self._initial
             row.copy_(stored, non_blocking=True)
         return rows
 
     def put(self, clients: Sequence[int], rows: Tensor) -> None:
         """Store copies of the rows (C, size) of some clients."""
         for client, row in zip(clients, rows, strict=True):
-            self._write(client, row)
+            self.write_row(client, row)
 
     def drop(self, clients: Sequence[int]) -> None:
         """Forget the states of some clients, which return to the initial state or are now stored elsewhere."""
         for client in clients:
             self.written.pop(client, None)
 
-    def _write(self, client: int, row: Tensor) -> None:
+    def write_row(self, client: int, row: Tensor) -> None:
         """Store a copy of a client's row (size,) in memory."""
         if not self.host:
             self.written[client] = row.to(self._initial.device, copy=True)
@@ -147,7 +147,7 @@ class ClientStore:
             stored = torch.empty(self.size, dtype=torch.uint8, pin_memory=pinned)
         self.written[client] = stored.copy_(row, non_blocking=True)
 
-    def _read(self, client: int) -> Tensor:
+    def read_row(self, client: int) -> Tensor:
         """Return the row of a written client, without copying."""
         return cast(Tensor, self.written[client])
 
@@ -156,7 +156,7 @@ class ClientStore:
         if self._initial.device.type == "cuda":
             # Asynchronous copies to host memory must be complete.
             torch.cuda.synchronize(self._initial.device)
-        rows = {client: self._read(client) for client in self.written}
+        rows = {client: self.read_row(client) for client in self.written}
         return {"header": self.header, "initial": self._initial, "rows": rows}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -177,13 +177,13 @@ class ClientStore:
             )
         self._initial.copy_(saved["initial"])
         for client, row in saved.get("rows", {}).items():
-            self._write(client, row)
-        self._adopt(self.files_of(saved))
+            self.write_row(client, row)
+        self.adopt_files(self.files_of(saved))
 
-    def _adopt(self, files: dict[int, Path]) -> None:
+    def adopt_files(self, files: dict[int, Path]) -> None:
         """Read the files of a checkpoint into this store."""
         for client, path in files.items():
-            self._write(client, self.read(client, path))
+            self.write_row(client, self.read(client, path))
 
     def files_of(self, saved: dict[str, Any]) -> dict[int, Path]:
         """Return the clients' files that a checkpoint names, after checking them.
@@ -273,7 +273,7 @@ class DiskStore(ClientStore):
             if path is not None and self.temporary and path in self._files:
                 path.unlink()
 
-    def _write(self, client: int, row: Tensor) -> None:
+    def write_row(self, client: int, row: Tensor) -> None:
         """Write a client's row (size,) to a new file, which replaces the client's former one."""
         self._count += 1
         content = row.contiguous().cpu().numpy().data
@@ -289,7 +289,7 @@ class DiskStore(ClientStore):
         self.drop([client])
         self.written[client] = path
 
-    def _read(self, client: int) -> Tensor:
+    def read_row(self, client: int) -> Tensor:
         """Return the row of a written client as a memory map."""
         return self.read(client, self.written[client])
 
@@ -335,7 +335,7 @@ class DiskStore(ClientStore):
                         shutil.copyfileobj(content, file)
             self._unsynced.append(copy)
 
-    def _adopt(self, files: dict[int, Path]) -> None:
+    def adopt_files(self, files: dict[int, Path]) -> None:
         """Use the files of a checkpoint, without copying them."""
         self.written |= files
         self._of_checkpoint_before = set()

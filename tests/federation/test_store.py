@@ -3,6 +3,7 @@
 
 import hashlib
 import os
+import zlib
 from functools import partial
 
 import numpy as np
@@ -34,16 +35,27 @@ def initial():
     return {role: {key: value[0] for key, value in state.items()} for role, state in kept(1, seed=0).items()}
 
 
+class CompressedStore(ClientStore):
+    """A store that is written outside perada: rows are compressed."""
+
+    def write_row(self, client, row):
+        self.written[client] = zlib.compress(row.numpy().tobytes())
+
+    def read_row(self, client):
+        return torch.frombuffer(bytearray(zlib.decompress(self.written[client])), dtype=torch.uint8)
+
+
 def stores(tmp_path):
     return {
         "device": ClientStore(initial()),
+        "compressed": CompressedStore(initial()),
         "host": ClientStore(initial(), host=True),
         "disk": DiskStore(initial(), tmp_path / "run" / "clients"),
         "temporary": DiskStore(initial()),
     }
 
 
-KINDS = ["device", "host", "disk", "temporary"]
+KINDS = ["device", "compressed", "host", "disk", "temporary"]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
