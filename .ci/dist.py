@@ -3,7 +3,7 @@
 
 ``python .ci/dist.py TREE OUT``, with SOURCE_DATE_EPOCH set. The wheel is built from the sdist, as a user would. Both
 are built with the setuptools of this interpreter, whose version is in the wheel: `make dist` pins it. Modes of the
-files in ``TREE`` are changed.
+files in ``TREE`` are changed, and its README.md becomes the long description for an index of packages.
 """
 
 import gzip
@@ -14,6 +14,8 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+
+from publishing import prepare
 
 
 def build(kind: str, tree: Path, out: Path) -> Path:
@@ -51,6 +53,7 @@ def main(tree: Path, out: Path) -> None:
     epoch = int(os.environ["SOURCE_DATE_EPOCH"])
     out.mkdir(parents=True, exist_ok=True)
     os.umask(0o022)
+    prepare(tree)
     plain_modes(tree)
     sdist = build("sdist", tree, out)
     plain_archive(sdist, epoch)

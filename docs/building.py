@@ -2,6 +2,7 @@
 """What `mkdocs.yml` asks for beside Markdown: where the site's pages are, and how docstrings become Markdown."""
 
 import re
+import tomllib
 from pathlib import Path
 
 from griffe import Alias, AliasResolutionError, Extension, Module, Object
@@ -26,6 +27,16 @@ PAGES = (
 
 # Pages of these packages show what they hand on, under that name. Others show each object in its own module only.
 FACES = {f"perada.{name}" for name in ("algorithms", "data", "lightning", "privacy", "server", "tasks")}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Link to the repository and to the source of each page, once the repository has an address."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    address = project["tool"]["perada"]["repository"].rstrip("/")
+    if address:
+        config.repo_url = address
+        config.edit_uri = "edit/main/"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
