@@ -24,6 +24,7 @@ from benchmarks.__main__ import BENCHMARKS
 from perada import algorithms, server
 from perada.algorithms import make_algorithm
 from perada.cli import main
+from perada.cli.main import COMMANDS
 from perada.cli.options import check_options
 from perada.cli.recipes import is_comparison
 from perada.server import make_rule
@@ -34,7 +35,7 @@ from tests.options import sections
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
-PROGRAMS = ("make", "perada", "pip", "torchrun")
+PROGRAMS = ("make", "perada", "pip", "torchrun", "docker", "sudo")
 BASH = shutil.which("bash")
 SMALL = (
     "--trainer.enable_progress_bar=false",
@@ -70,6 +71,14 @@ def test_every_fence_is_a_block_that_a_test_knows():
         for language, code, note in known:
             assert language in ("python", "shell", "yaml", "text"), (page, code)
             assert note == "" or re.fullmatch(r"test: parse only, since \w+ .+|file: \w+\.py", note), (page, note)
+
+
+def commands(tree=COMMANDS, prefix=""):
+    """The names of all commands."""
+    names = set()
+    for name, (entry, _) in tree.items():
+        names |= {prefix + name} if isinstance(entry, str) else commands(entry, f"{prefix}{name} ")
+    return names
 
 
 class Reader:
@@ -157,6 +166,34 @@ class Reader:
         assert name in (project["name"], ".")  # a dot in a clone
         assert set(filter(None, extras.split(","))) <= set(project["optional-dependencies"])
 
+    def sudo(self, given, parse_only):
+        """A command of perada as another user."""
+        assert given[0] == "-u" and parse_only
+        program, *words = given[2:]
+        assert Path(program).name == "perada"
+        self.parsed(words)
+
+    def docker(self, given, parse_only):
+        """Files, services and profiles exist, and commands of perada in a container are read by its parsers."""
+        assert parse_only
+        if "-f" in given:
+            assert (ROOT / given[given.index("-f") + 1]).is_file()
+        if given[0] != "compose":
+            return
+        compose = yaml.safe_load((ROOT / "container" / "compose.yaml").read_text())
+        services = compose["services"]
+        if "--profile" in given:
+            profiles = {profile for service in services.values() for profile in service.get("profiles", [])}
+            assert given[given.index("--profile") + 1] in profiles
+        words = [word for word in given[3:] if not word.startswith("-")]
+        if words[0] in ("run", "exec"):
+            assert words[1] in services
+            inside = given[given.index(words[1]) + 1 :]
+            if inside[0] == "perada":
+                self.parsed(inside[1:])
+        elif words[0] == "cp":
+            assert words[2].partition(":")[0] in services
+
     def torchrun(self, given, parse_only):
         parsed = get_args_parser().parse_args(given)
         assert Path(parsed.training_script).name == "perada"
@@ -194,8 +231,15 @@ class Reader:
                 patch.setattr(choosing.Search, "run", stop)
                 main(["perada" if word == "all" else word for word in given])  # to parse each would take half a minute
             return
-        if given[0] == "report":  # it has no option that only parses
-            check_options("report", given[1:])
+        if given[0] == "deploy":
+            depth = 3 if given[1] == "keys" else 2
+            command = " ".join(given[:depth])
+            assert command in commands()
+            check_options(command, given[depth:])
+            return
+        if given[0] == "report" or (given[0] == "predict" and "--config" not in given):
+            # They have no option that only parses.
+            check_options(given[0], given[1:])
             return
         with pytest.raises(SystemExit) as ended:
             main([*given, "--print_config"])
@@ -224,6 +268,7 @@ LONG = (
     "joining",
     "own_images",
     "performance",
+    "private_training",
     "recipes",
     "report",
     "results",

@@ -277,7 +277,8 @@ def test_the_commands_of_the_page_are_read_by_the_program(tmp_path, monkeypatch)
     """Each with the parser that it has; what it would do then is left out, but for identities."""
     monkeypatch.chdir(tmp_path)
     main(["cp", "sites", "federation.yaml"])
-    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "deploy.md").read_text() + (docs / "deploy_reference.md").read_text()
     lines = re.findall(r"^perada (deploy .*)$", page.replace("\\\n", " "), re.MULTILINE)
     assert len(lines) >= 4
     seen = []
@@ -288,7 +289,9 @@ def test_the_commands_of_the_page_are_read_by_the_program(tmp_path, monkeypatch)
         (tmp_path / name).touch()
     monkeypatch.setattr("perada.cli.audit.read_site", lambda path: sys.exit(seen.append(str(path))))
     monkeypatch.setattr("perada.cli.deploy._run_of_site", lambda *given: sys.exit(seen.append("site's export")))
-    monkeypatch.setattr("perada.cli.deploy.read_site", lambda path: path)
+    monkeypatch.setattr("perada.cli.deploy.read_site", lambda path: SimpleNamespace(state=path, recipes=[]))
+    monkeypatch.setattr("perada.cli.deploy._read_ledger", lambda state: seen.append("check"))
+    monkeypatch.setattr("perada.cli.deploy_status.read_site", lambda path: sys.exit(seen.append("status")))
     for line in lines:
         with contextlib.suppress(SystemExit):
             main(shlex.split(line))
@@ -302,6 +305,8 @@ def test_the_commands_of_the_page_are_read_by_the_program(tmp_path, monkeypatch)
         3,
         "site.yaml",
         "site's export",
+        "check",
+        "status",
     }
 
 
