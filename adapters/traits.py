@@ -25,6 +25,9 @@ class AdapterTraits:
             in ``modules_to_save``. It then selects which of the network's own parameters are trained.
         channels_last: Whether its convolutions support the channels-last memory format.
         unsupported: Why clients cannot be trained with the method, and what to choose instead; empty if they can.
+
+    >>> AdapterTraits(finds_targets=True).adapts_convolutions
+    False
     """
 
     finds_targets: bool = False
