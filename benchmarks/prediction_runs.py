@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from benchmarks.__main__ import machine_facts
+from benchmarks.machine import machine_facts
 from perada.cli.runs import PeradaCLI
 from perada.core.quiet import info_messages_disabled
 from perada.data import Digits, FederatedDataModule

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import perada
-from benchmarks.__main__ import machine_facts
 from benchmarks.experiments import CHOICE_SEED, SEEDS, Images, mean_and_spread
+from benchmarks.machine import machine_facts
 from perada.data import Digits, FashionMNIST, FederatedData, ImageSet
 from perada.data.sets.scanners import DEVICES, scan
 from perada.tasks import Regression, Segmentation, Task

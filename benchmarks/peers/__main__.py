@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.__main__ import machine_facts
+from benchmarks.machine import machine_facts
 from benchmarks.peers.measure import Measurement, missing_packages, run_process
 from benchmarks.peers.prepare import prepare
 from benchmarks.peers.scores import TOLERANCE, Score, score

@@ -5,13 +5,17 @@ A *state* holds the tensors that one role (personal, local, global) trains, by t
 the single model. A *stack* is the same dictionary with a leading client axis C on every tensor.
 """
 
+import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 State = dict[str, Tensor]
 WITHOUT_DOUBLE = {"mps"}
@@ -160,6 +164,28 @@ def _has_running_statistics(module: nn.Module) -> bool:
 def _is_trained(module: nn.Module) -> bool:
     """Return whether a module has trainable parameters, apart from those of its children."""
     return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+
+def copy_module(module: ModuleT, replacement: Callable[[Tensor], Tensor | None]) -> ModuleT:
+    """Copy a module, with other tensors in place of some of its parameters and buffers.
+
+    Args:
+        module: The module.
+        replacement: Returns the tensor that takes the place of a parameter or buffer, which may be the same one, so
+            that module and copy share it; None to copy it.
+
+    >>> from torch import nn
+    >>> layer = nn.Linear(1, 1)
+    >>> copy_module(layer, lambda tensor: tensor).weight is layer.weight
+    True
+    """
+    # deepcopy takes what is in its memo, by id, for copied already.
+    memo: dict[int, Any] = {}
+    for tensor in chain(module.parameters(), module.buffers()):
+        other = replacement(tensor)
+        if other is not None:
+            memo[id(tensor)] = other
+    return copy.deepcopy(module, memo)
 
 
 def clone(state: State) -> State:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 from perada.core.checks import check_choice, check_integer, check_number
+from perada.core.tensor_tables import SIZE_BYTES, table_size, tensors_begin, with_size
 from perada.core.text import printable
 
 if TYPE_CHECKING:
@@ -322,7 +323,7 @@ def pack(header: Header | Mapping[str, Any], tensors: "Mapping[str, Tensor] | No
     if not tensors:
         # What safetensors would write, without the import of torch that it needs.
         table = json.dumps({"__metadata__": {_SECTION: text}}).encode()
-        return len(table).to_bytes(8, "little") + table
+        return with_size(table)
     from safetensors.torch import save
 
     # safetensors rejects tensors that share memory, as those of two roles may; a single tensor needs no copy.
@@ -427,11 +428,11 @@ def _check_range(name: str, value: "Tensor", dtype: str) -> None:
 
 def _read_table(message: bytes, max_table_bytes: int = MAX_TABLE_BYTES) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the header of a message, and the table of its tensors."""
-    size = int.from_bytes(message[:8], "little")
-    if len(message) < 8 or size > min(max_table_bytes, len(message) - 8):
+    size = table_size(message)
+    if len(message) < SIZE_BYTES or size > min(max_table_bytes, len(message) - SIZE_BYTES):
         raise RejectionError(f"the table claims {size} bytes in a message of {len(message)}")
     try:
-        table = json.loads(message[8 : 8 + size])
+        table = json.loads(message[SIZE_BYTES : tensors_begin(message)])
         text = table.pop("__metadata__")[_SECTION]
         header = json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:

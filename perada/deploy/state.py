@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from perada.core.digests import WrongFormat, check_format
 from perada.core.disk_errors import naming_disk
 from perada.core.files import LOCK, FolderLock, check_space, sync, write_atomic
+from perada.core.tensor_tables import SIZE_BYTES, table_size
 from perada.deploy.audit import (
     LOG,
     OLD_STATE_REMEDY,
@@ -525,8 +526,8 @@ def _read_commits(path: Path) -> int:
     """Return the number of state writes recorded in a file, without reading its tensors."""
     try:
         with path.open("rb") as file:
-            size = file.read(8)
-            table = file.read(int.from_bytes(size, "little"))
+            size = file.read(SIZE_BYTES)
+            table = file.read(table_size(size))
             header = read_header(size + table, path.stat().st_size)
         check_format(path, header["format"], SITE_FORMAT)
         return int(json.loads(header["kept"])["commits"])

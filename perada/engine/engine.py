@@ -23,6 +23,7 @@ from perada.core.seeding import Streams
 from perada.core.states import (
     State,
     batch_norms,
+    copy_module,
     device_of,
     expand,
     per_client,
@@ -111,10 +112,8 @@ class Engine:
         Modules keep facts about the current pass, such as whether they are in training mode.
         """
         assert self.trunk is None, "a frozen trunk belongs to the modules in which it was found"
-        # deepcopy() takes what is in its memo, by id, for copied.
-        tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         other = copy.copy(self)
-        other.model = copy.deepcopy(self.model, tensors)
+        other.model = copy_module(self.model, lambda tensor: tensor)
         other._single = other.model
         other._fold = other.folded(random_only=self.kind == "loop")
         return other

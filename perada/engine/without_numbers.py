@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes through a model on torch's meta device, whose tensors have shapes but no numbers: nothing is computed."""
 
-import copy
-
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from perada.core.states import copy_module
 
 
 def meta_copy(model: nn.Module) -> nn.Module | None:
@@ -14,16 +14,18 @@ def meta_copy(model: nn.Module) -> nn.Module | None:
     Returns:
         The copy; None if the model cannot be copied.
     """
-    # deepcopy() takes what is in its memo, by id, for copied.
-    copies: dict[int, Tensor] = {}
-    for parameter in model.parameters():
-        copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        copies[id(buffer)] = buffer.detach().to("meta")
     try:
-        return copy.deepcopy(model, copies)
+        return copy_module(model, _without_numbers)
     except Exception:  # a network of the caller's own may hold objects that cannot be copied
         return None
+
+
+def _without_numbers(tensor: Tensor) -> Tensor:
+    """Return a parameter or buffer on the meta device."""
+    meta = tensor.detach().to("meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(meta, requires_grad=tensor.requires_grad)
+    return meta
 
 
 def share_before_trained(model: nn.Module, image: Tensor) -> float | None:

@@ -24,6 +24,7 @@ from perada.algorithms.base import Stacks
 from perada.core.digests import digest_of
 from perada.core.files import Scratch, open_atomic, sync
 from perada.core.states import device_of
+from perada.core.tensor_tables import SIZE_BYTES, tensors_begin
 
 # Client, session, number and digest, as DiskStore names its files.
 _NAME = re.compile(r"client_(\d+)-[0-9a-f]+-\d+-([0-9a-f]{32})\.safetensors")
@@ -77,13 +78,12 @@ class ClientStore:
                 copies[name] = value.detach().clone(memory_format=torch.contiguous_format)
                 self._like[role][key] = value.to("meta")
         content = save(copies, {"format": "pt"})
-        # A safetensors file begins with the size of its header, in 8 bytes, and the header in JSON.
-        begin = 8 + int.from_bytes(content[:8], "little")
+        begin = tensors_begin(content)
         self.header = content[:begin]
         self.size = len(content) - begin
         # In the order of the tensors in the file.
         self._fields: list[_Field] = []
-        for name, entry in json.loads(content[8:begin]).items():
+        for name, entry in json.loads(content[SIZE_BYTES:begin]).items():
             # The metadata is an entry of the header, too.
             if name in names:
                 role, key = names[name]

@@ -15,7 +15,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from perada.adapters.added import plain_name
 from perada.core.seeding import generator, seeded
-from perada.core.states import get_state, parameter_keys, set_state, stack, train_mode
+from perada.core.states import copy_module, get_state, parameter_keys, set_state, stack, train_mode
 from perada.core.text import abbreviated
 from perada.engine.engine import Engine
 from perada.engine.fold import without_dropout
@@ -158,11 +158,12 @@ def _difference_in_double_precision(
 
 def share_frozen(module: ModuleT) -> ModuleT:
     """Copy a module except for its frozen parameters, which the copy shares."""
-    # deepcopy takes what is in its memo for copied already.
-    memo: dict[int, Any] = {
-        id(parameter): parameter for parameter in module.parameters() if not parameter.requires_grad
-    }
-    return copy.deepcopy(module, memo)
+
+    def shared(tensor: Tensor) -> Tensor | None:
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        return tensor if is_frozen else None
+
+    return copy_module(module, shared)
 
 
 class _Trial:

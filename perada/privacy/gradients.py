@@ -27,7 +27,7 @@ from torch.func import functional_call
 
 from perada.core.checks import OptionError
 from perada.core.seeding import Streams
-from perada.core.states import Merged, State, double, double_dtype, train_mode, trained_keys
+from perada.core.states import Merged, State, copy_module, double, double_dtype, train_mode, trained_keys
 from perada.engine.engine import Engine, real_rows, row_losses
 from perada.engine.fold import fold, shell
 from perada.engine.stacked_layers import StackedLayer
@@ -287,12 +287,7 @@ class SampleGradients:
 
 def _copy_sharing_frozen(model: nn.Module) -> nn.Module:
     """Return a copy of a model that shares the frozen parameters and the buffers."""
-    # deepcopy takes objects in its memo as copied already.
-    memo: dict[int, Any] = {}
-    for tensor in chain(model.parameters(), model.buffers()):
-        if not tensor.requires_grad:
-            memo[id(tensor)] = tensor
-    return copy.deepcopy(model, memo)
+    return copy_module(model, lambda tensor: None if tensor.requires_grad else tensor)
 
 
 def _tied_parameters(model: nn.Module) -> dict[str, list[str]]:

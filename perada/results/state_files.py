@@ -20,6 +20,7 @@ from torch import Tensor
 
 from perada.core.files import writing
 from perada.core.states import State, stack
+from perada.core.tensor_tables import SIZE_BYTES, tensors_begin, with_size
 from perada.results.run_file import RUN_FILE, STATE_FILE, StateIndex, StateRows, first_difference, kind_of
 
 SHARD_BYTES = 2 * 10**9
@@ -120,8 +121,7 @@ def _stacked_layout(like: State, num_rows: int) -> _FileLayout:
     """
     copies = {name: value.detach().cpu().contiguous().clone() for name, value in like.items()}
     content = save(copies, {"format": "pt"})
-    # A safetensors file begins with the size of its header, in 8 bytes, and the header in JSON.
-    entries = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    entries = json.loads(content[SIZE_BYTES : tensors_begin(content)])
     for name in like:
         entry = entries[name]
         entry["shape"] = [num_rows, *entry["shape"]]
@@ -129,7 +129,7 @@ def _stacked_layout(like: State, num_rows: int) -> _FileLayout:
     text = json.dumps(entries, separators=(",", ":")).encode()
     # Tensors begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
+    header = with_size(text)
     starts = {name: len(header) + entries[name]["data_offsets"][0] for name in like}
     return _FileLayout(header, starts)
 
