@@ -58,6 +58,7 @@ ADAPTERS: dict[str, str | PeftConfig] = {
     "LN tuning": peft.LNTuningConfig(),
 }
 """perada's own names, and configurations of PEFT's methods, none with ``target_modules``."""
+ADAPTERS_PER_TABLE = 5
 HEAVY = {"OFT", "BOFT", "LoHa", "LoKr", "HRA"}
 """Methods that make a weight as large as a layer's in each pass, and so are tried on the small networks only."""
 SIDE = 64
@@ -154,12 +155,12 @@ def _lines(cells: dict[tuple[str, str], Cell], commit: str) -> Iterator[str]:
     )
     yield "- **folded**: all clients of a round train as one batch."
     yield "- **loop**: clients train one after another, which gives the same result and takes longer."
-    yield "- **–**: not tried, because the method makes a weight as large as each layer in every pass."
+    yield "- **–**: not tested, too slow (it builds a full-size weight for every layer)."
     yield "- **A number**: the adapter is rejected, for the reason of this number below.\n"
     words = {"loop": "run in the loop"}
     counts = ", ".join(f"{count} are {words.get(verdict, verdict)}" for verdict, count in verdicts.most_common())
     yield f"Of all cells, {counts}.\n"
-    # Numbers of the reasons, in the order in which the table mentions them.
+    # Numbers of the reasons, in the order in which the rows mention them.
     reasons: dict[str, int] = {}
     rows = []
     for backbone in backbones:
@@ -167,8 +168,14 @@ def _lines(cells: dict[tuple[str, str], Cell], commit: str) -> Iterator[str]:
         for adapter in adapters:
             row.append(_cell_text(cells.get((backbone, adapter)), backbone, reasons))
         rows.append(row)
-    yield table(["backbone", *adapters], rows)
-    yield "\n## Reasons\n"
+    # A table of all adapters would be wider than a page.
+    for start in range(0, len(adapters), ADAPTERS_PER_TABLE):
+        names = adapters[start : start + ADAPTERS_PER_TABLE]
+        columns = range(1 + start, 1 + start + len(names))
+        yield f"## {', '.join(names)}\n"
+        yield table(["backbone", *names], [[row[0], *(row[column] for column in columns)] for row in rows])
+        yield ""
+    yield "## Reasons\n"
     for reason, number in reasons.items():
         yield f"{number}. `{reason}`"
     yield "\n<!-- /generated -->\n\n## Provenance\n"

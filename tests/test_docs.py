@@ -464,3 +464,12 @@ def test_every_package_has_a_page_of_the_api_reference():
     pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")}
     assert set(pages) == packages
     assert all(f"::: perada.{package}" in page for package, page in pages.items() if package != "perada")
+
+
+def test_the_page_for_missing_pages_links_to_pages():
+    text = (ROOT / "docs" / "theme" / "404.html").read_text(encoding="utf-8")
+    targets = re.findall(r"\{\{ '([^']+)/' \| url \}\}", text)
+    assert len(targets) > 3
+    for target in targets:
+        page = ROOT / target
+        assert (page / "index.md").is_file() or page.with_suffix(".md").is_file(), target

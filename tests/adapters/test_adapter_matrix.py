@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the page on adapters and backbones says is so."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks.adapter_matrix import ADAPTERS, BACKBONES, HEAVY, SMALL, cell
+from benchmarks.adapter_matrix import ADAPTERS, BACKBONES, HEAVY, SMALL, Cell, cell, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapter_matrix.md"
 CELLS = [
@@ -35,11 +36,20 @@ QUICK = {
 
 
 def said():
-    """``{(backbone, adapter): cell of the page}``."""
-    matrix = PAGE.read_text().partition("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in matrix.splitlines() if line.startswith("| ")]
-    head, *body = [[one.strip() for one in row] for row in rows]
-    return {(row[0], name): one for row in body for name, one in zip(head[1:], row[1:], strict=True)}
+    """``{(backbone, adapter): cell of the page}``, from all of its tables."""
+    cells = {}
+    head = []
+    for line in PAGE.read_text().partition("\n## Reasons")[0].splitlines():
+        if not line.startswith("| "):
+            continue
+        first, *others = [cell.strip() for cell in line.strip("|").split("|")]
+        if first == "backbone":
+            head = others
+            continue
+        for name, text in zip(head, others, strict=True):
+            assert (first, name) not in cells
+            cells[first, name] = text
+    return cells
 
 
 def as_said(verdict):
@@ -51,6 +61,20 @@ def test_the_page_has_every_cell_and_no_raw_error():
     cells = said()
     assert set(cells) == {(backbone, adapter) for backbone in BACKBONES for adapter in ADAPTERS}
     assert "raw error" not in map(as_said, cells.values())
+
+
+def test_the_tables_are_written_as_the_page_has_them():
+    """From the cells of the page: their verdicts and the texts of their reasons."""
+    text = PAGE.read_text()
+    reasons = dict(re.findall(r"^(\d+)\. `(.*)`$", text, re.MULTILINE))
+    cells = {}
+    for (backbone, adapter), cell_text in said().items():
+        if cell_text != "–":
+            is_rejected = cell_text in reasons
+            verdict = "rejected" if is_rejected else cell_text
+            cells[backbone, adapter] = Cell(verdict, reasons[cell_text] if is_rejected else "")
+    written = page(dict(cells), "commit").partition("\n<!-- /generated -->")[0]
+    assert written == text.partition("\n<!-- /generated -->")[0]
 
 
 @pytest.mark.filterwarnings("ignore")
