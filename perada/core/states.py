@@ -348,6 +348,16 @@ def double_dtype(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
+def bytes_of(value: Tensor) -> memoryview:
+    """Return the bytes of a tensor, in the order of its elements.
+
+    >>> list(bytes_of(torch.tensor([1, 256], dtype=torch.int16)))
+    [1, 0, 0, 1]
+    """
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
 def holds(dtype: torch.dtype, value: int) -> bool:
     """Return whether an integer is one of a type's values.
 

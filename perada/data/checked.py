@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the clients' and the server's datasets, and the facts collected on the way."""
 
-import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from perada.core.checks import OptionError, check_integer
+from perada.core.states import bytes_of
 from perada.core.text import abbreviated, dtype_name
 from perada.data.batches.datasets import (
     LABEL_KEYS,
@@ -43,6 +43,7 @@ from perada.data.sets.base import ImageSet, class_names
 from perada.data.sets.derived import DerivedSet
 from perada.data.sets.label_names import check_label_names
 from perada.data.sets.label_numbers import find_shift
+from perada.data.value_hashes import hash_of_content
 from perada.tasks import Task, describe_labels, task_of_labels
 from perada.tasks.geometry import Size
 
@@ -72,9 +73,13 @@ def _image_hashes(store: Store) -> Iterator[bytes]:
 
 def _hash_each(images: Tensor) -> Iterator[bytes]:
     """Yield a hash of each of the images (N, ...), which covers shape and dtype."""
-    prefix = f"{tuple(images.shape[1:])} {images.dtype} ".encode()
-    for row in images.reshape(len(images), -1).contiguous().cpu().view(torch.uint8).numpy():
-        yield hashlib.blake2b(prefix + row.tobytes(), digest_size=16).digest()
+    if not len(images):
+        return
+    shape = tuple(images.shape[1:])
+    content = bytes_of(images)
+    bytes_per_image = content.nbytes // len(images)
+    for start in range(0, content.nbytes, bytes_per_image):
+        yield hash_of_content(shape, images.dtype, content[start : start + bytes_per_image]).digest()
 
 
 def _check_no_copies(store: Store, kind: str, server_images: Mapping[bytes, str], options: str) -> None:

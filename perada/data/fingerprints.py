@@ -16,7 +16,6 @@ therefore read twice. If any of them differs, no images of that part are hashed,
 labels are compared.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,11 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perada.core.states import bytes_of
 from perada.core.text import abbreviated
 from perada.data.batches.datasets import as_labels, isolated_randomness, resolve_subset, seed_all
 from perada.data.batches.samples import MapStore, Store, TensorStore
 from perada.data.checked import Checked
 from perada.data.sets.manifest import ImageFiles
+from perada.data.value_hashes import add_to_hash, hash_of, hash_of_content, new_hash
 
 BYTES_LIMIT = 2**30
 """Bytes of images in memory that are hashed in each part of the data, at most."""
@@ -87,7 +88,7 @@ def _fingerprint_of_tensors(store: TensorStore) -> dict[str, list[str] | None]:
         label_hashes = []
         for size, content in zip(store.sizes, _contents(labels, store.sizes), strict=True):
             # One value: the client's labels.
-            label_hashes.append(_hash_of_content((size, *labels.shape[1:]), labels.dtype, content))
+            label_hashes.append(hash_of_content((size, *labels.shape[1:]), labels.dtype, content).hexdigest())
     if limit >= len(store.table) and max(store.sizes) <= _CHUNK:
         return {"labels": label_hashes, "images": _hashes_of_small_clients(store)}
 
@@ -95,9 +96,10 @@ def _fingerprint_of_tensors(store: TensorStore) -> dict[str, list[str] | None]:
     for rows in torch.split(store.table, list(store.sizes)):
         client_limit = limit * len(rows) // len(store.table)
         hashed_rows = rows[_evenly_spaced(len(rows), client_limit)]
-        image_hash = _new_hash()
+        image_hash = new_hash()
         for chunk in torch.split(hashed_rows, _CHUNK):
-            _update(image_hash, store.images[chunk.to(store.images.device)])
+            images = store.images[chunk.to(store.images.device)]
+            add_to_hash(image_hash, tuple(images.shape[1:]), images.dtype, bytes_of(images))
         image_hashes.append(image_hash.hexdigest())
     return {"labels": label_hashes, "images": image_hashes}
 
@@ -113,7 +115,7 @@ def _hashes_of_small_clients(store: TensorStore) -> list[str]:
         stop = start + sum(group)
         images = store.images[store.table[start:stop].to(store.images.device)]
         for content in _contents(images, group):
-            hashes.append(_hash_of_content(tuple(images.shape[1:]), images.dtype, content))
+            hashes.append(hash_of_content(tuple(images.shape[1:]), images.dtype, content).hexdigest())
         start = stop
     return hashes
 
@@ -134,7 +136,7 @@ def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 def _contents(values: Tensor, sizes: Sequence[int]) -> Iterator[memoryview]:
     """Yield the bytes of ``sizes[0]`` values (N, ...), of the next ``sizes[1]``, and so on."""
-    content = _bytes_of(values)
+    content = bytes_of(values)
     bytes_of_value = len(content) // max(1, len(values))
     start = 0
     for size in sizes:
@@ -181,7 +183,7 @@ def _hash_client(store: MapStore, client: int, total: int, read: bool) -> _Clien
     if store.labelled:
         known_labels = store.known_labels[client]
         if known_labels is not None:
-            labels_hash = _hash_of(known_labels)
+            labels_hash = hash_of(known_labels).hexdigest()
     if not read:
         return _ClientHashes(labels=NOT_READ if labels_hash is None else labels_hash, images=NOT_READ)
 
@@ -237,8 +239,8 @@ def _hash_item(store: MapStore, client: int, index: int) -> tuple[str, str]:
     seed_all(0)
     image, label = store.item(client, index, resize=False)
     if label is None:
-        return _hash_of(image), ""
-    return _hash_of(image), _hash_of(as_labels(label, of_one_image=True))
+        return hash_of(image).hexdigest(), ""
+    return hash_of(image).hexdigest(), hash_of(as_labels(label, of_one_image=True)).hexdigest()
 
 
 def _evenly_spaced(count: int, limit: int) -> Tensor:
@@ -247,43 +249,9 @@ def _evenly_spaced(count: int, limit: int) -> Tensor:
     return torch.from_numpy(np.linspace(0, count - 1, limit).round().astype(np.int64))
 
 
-def _new_hash() -> "hashlib.blake2b":
-    return hashlib.blake2b(digest_size=16)
-
-
-def _update(target: "hashlib.blake2b", values: Tensor) -> None:
-    """Add the shape, dtype and contents of a tensor to a hash."""
-    target.update(_prefix(tuple(values.shape[1:]), values.dtype))
-    target.update(_bytes_of(values))
-
-
-def _prefix(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
-    """Return the bytes that precede the contents in a hash: the shape and the dtype of a value."""
-    return f"{shape} {dtype} ".encode()
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    """Return the bytes of a tensor, in the order of its elements."""
-    content = values.detach().cpu().contiguous().reshape(-1)
-    return content.view(torch.uint8).numpy().data
-
-
-def _hash_of_content(shape: tuple[int, ...], dtype: torch.dtype, content: memoryview) -> str:
-    """Hash values of one shape and dtype, as :func:`_update` does, from their bytes."""
-    result = _new_hash()
-    result.update(_prefix(shape, dtype))
-    result.update(content)
-    return result.hexdigest()
-
-
-def _hash_of(values: Tensor) -> str:
-    """Return the hash of a tensor, as one value."""
-    return _hash_of_content(tuple(values.shape), values.dtype, _bytes_of(values))
-
-
 def _hash_of_words(words: Iterable[str]) -> str:
     """Return the hash of a sequence of words."""
-    result = _new_hash()
+    result = new_hash()
     for word in words:
         result.update(f"{word}\n".encode())
     return result.hexdigest()

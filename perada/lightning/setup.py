@@ -2,6 +2,7 @@
 """Set-up before the first round: all checks in order, the privacy of the run, and the batches of rounds."""
 
 import math
+from functools import partial
 from itertools import product
 
 import torch
@@ -18,7 +19,7 @@ from perada.engine.frozen_trunk import FrozenTrunk
 from perada.engine.loss_scaling import product_seconds
 from perada.federation.evaluation import EVERYWHERE_LIMIT, count_everywhere, sample_clients
 from perada.federation.secure_sums import check_secure_sums
-from perada.federation.settings import check_average, check_factors, check_rule, check_server_images
+from perada.federation.settings import check_combinations
 from perada.federation.workers import trains_side_by_side
 from perada.lightning.checks import (
     check_adapter,
@@ -87,8 +88,6 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
             check_private_gradients(settings.privacy, context.module, batch, features=trunk is not None)
     if trunk is not None and trains:
         _announce_cached_features(context, trunk)
-    check_average(settings)
-    check_server_images(settings, data.public_size, data.validation_size)
     check_prediction(context)
     if trains:
         _announce_teachers_logits(context, batch.x)
@@ -108,9 +107,13 @@ def _check_algorithm_and_rule(context: RunContext) -> None:
     per_round = settings.clients_per_round or num_clients
     # Each of several global models is aggregated from its share of a round's clients.
     settings.rule.check(max(1, per_round // settings.algorithm.modes))
-    if settings.rule.needs_factors:
-        check_factors(settings, tensor_names, names_sent(context.module, settings.algorithm))
-    check_rule(settings)
+    check_combinations(
+        settings,
+        tensor_names,
+        partial(names_sent, context.module, settings.algorithm),
+        context.data.public_size,
+        context.data.validation_size,
+    )
     initial = settings.algorithm.initial(context.module.initial_state)
     check_secure_sums(settings, tensor_names, initial, num_clients)
     dry_run_foreign_classes(context)

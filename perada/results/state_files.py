@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
 
 from perada.core.files import writing
-from perada.core.states import State, stack
+from perada.core.states import State, bytes_of, stack
 from perada.core.tensor_tables import SIZE_BYTES, tensors_begin, with_size
 from perada.results.run_file import RUN_FILE, STATE_FILE, StateIndex, StateRows, first_difference, kind_of
 
@@ -95,7 +93,7 @@ def _write_file(path: Path, num_rows: int, like: State, states: Iterable[State],
                 # Rows of one tensor are adjacent in the file, so a group of states is written tensor by tensor.
                 for name, stacked in stack(buffer).items():
                     file.seek(layout.starts[name] + written * like[name].nbytes)
-                    file.write(_bytes_of(stacked))
+                    file.write(bytes_of(stacked))
                 written += len(buffer)
                 buffer = []
     return digests
@@ -134,19 +132,13 @@ def _stacked_layout(like: State, num_rows: int) -> _FileLayout:
     return _FileLayout(header, starts)
 
 
-def _bytes_of(value: Tensor) -> memoryview:
-    """Return the bytes of a tensor, in the order of its elements."""
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
 def _digest(state: State) -> str:
     """Return the SHA-256 of a state: of its tensors in the order of their names, each after its name and type."""
     digest = hashlib.sha256()
     for name in sorted(state):
         value = state[name]
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(_bytes_of(value))
+        digest.update(bytes_of(value))
     return digest.hexdigest()
 
 

@@ -62,13 +62,7 @@ from perada.federation.failed_outputs import REMEDY
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import OUTLIER_FACTOR, Server
-from perada.federation.settings import (
-    check_average,
-    check_distilled_batch_norm,
-    check_factors,
-    check_rule,
-    check_server_images,
-)
+from perada.federation.settings import check_combinations, check_distilled_batch_norm
 from perada.privacy.accounting import check_delta_covers
 from perada.privacy.dry_run_checks import check_client_level
 from perada.server.sums import SecureSums
@@ -223,11 +217,11 @@ class Coordinator:
         settings = self.settings
         algorithm = settings.algorithm
         terms = self.terms
-        check_average(settings)
-        check_server_images(settings, self.images.public_size, 0)
-        check_distilled_batch_norm(settings, self.recipe.module.tensor_names, self.images.public_size)
-        check_factors(settings, self.recipe.module.tensor_names, self.recipe.template.sent)
-        check_rule(settings)
+        tensor_names = self.recipe.module.tensor_names
+        check_combinations(
+            settings, tensor_names, lambda: self.recipe.template.sent, self.images.public_size, labelled_images=0
+        )
+        check_distilled_batch_norm(settings, tensor_names, self.images.public_size)
         if self.recipe.loop.evaluation.prediction == "both":
             check_both_models(settings, self.recipe.num_classes)
         if self.sample is not None and self.sample < terms.min_sites:
