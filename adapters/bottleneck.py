@@ -127,7 +127,7 @@ ATTENTION_OUTPUTS = ("attn.proj", "attention.o_proj", "attention.output.dense")
 
 def block_outputs(model: nn.Module, placement: str) -> list[str]:
     """Return the MLPs of all transformer blocks, with ``placement="houlsby"`` also their attention's output layers."""
-    # Where an adapter is in place already, the module inside comes later and replaces it under their common name.
+    # A wrapped module follows its wrapper, and overwrites it under the same key.
     modules = {name.removesuffix(".base_layer"): module for name, module in model.named_modules()}
     names = []
     for name, module in modules.items():

@@ -121,7 +121,7 @@ class Checked:
     @property
     def prepared_size(self) -> Size | None:
         """Height and width of the prepared images; None for texts and other samples that are not images."""
-        # Not the option image_size: only uint8 images are resized to it.
+        # The option image_size may differ from it, since only uint8 images are resized.
         shape = self.image[0]
         if len(shape) != 3:
             return None
@@ -273,7 +273,7 @@ def check(
     task = _checked_task(task, first_labels)
     names_are_known = is_declared or classes is not None
     _compare_clients(labels_of_parts, stores, task, data, resolve, is_declared, names_are_known)
-    # The number of classes that names of Hugging Face's datasets give is known, that of words is not.
+    # Class names of Hugging Face fix the number of classes; labels that are words do not.
     infers_classes = not is_declared and (classes is None or words is not None)
     if infers_classes and task.exclusive and words is None and network_outputs is not None:
         _check_stray_labels(labels_of_parts, network_outputs, task, sets)
@@ -845,7 +845,7 @@ def _known_labels(part: str, store: Store, num_classes: int | None, resolve: Res
             declared = labels_of_bases[id(base)]
             if declared is not None:
                 declared = labels_at(declared, rows)
-                # The declared labels of an ImageSet are those of its items, of which none has to be read.
+                # The declared labels of an ImageSet are trusted, so that no item has to be read.
                 is_certain = size == 0 or isinstance(base, ImageSet)
                 if not is_certain and not _labels_match_items(declared, dataset, _owner(part, client)):
                     declared = None

@@ -215,7 +215,7 @@ class FederatedDataModule(pl.LightningDataModule):
             None, image_size, crop_padding, flip, augment_public=augment_public, mixing=Mixing(mixup, cutmix)
         )
         if task is not None:
-            # Before the data are read.
+            # A task that is given is checked before the data are read.
             self._check_movements(task)
         self._record: dict[str, Any] = {}
         self._clients_per_round: int | None = None
@@ -325,7 +325,7 @@ class FederatedDataModule(pl.LightningDataModule):
             self._check_balanced_sampling(checked)
         self._check_movements(self.task)
         if self.prepare.mixing.mixes:
-            # Not in the first step: a task whose targets cannot be mixed is rejected here.
+            # A task whose targets cannot be mixed is rejected here, and not in the first step.
             blank = self.task.blank_targets((1, 1), self.num_classes, torch.device("cpu"))
             self.task.mix(blank, blank, torch.ones(1, 1), self.num_classes)
         self.classes = checked.classes

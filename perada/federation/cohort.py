@@ -96,7 +96,7 @@ class Cohort:
         self._storing = Lock()
         self._new_client_state: dict[str, _ChunkedStacks] = {}
         self._sent = _ChunkedStacks(clients)
-        # Chunks whose updates are not in the sums yet, in the order in which they are added, and what has come of them.
+        # These chunks are still to be added to the sums, in this order; some of their updates finished early.
         self._not_summed = deque(self.plan.chunks)
         self._early_updates: dict[int, _ChunkUpdate] = {}
         self._finite = torch.zeros(clients, dtype=torch.bool, device=device)

@@ -81,7 +81,7 @@ class ClientStore:
         begin = tensors_begin(content)
         self.header = content[:begin]
         self.size = len(content) - begin
-        # In the order of the tensors in the file.
+        # Fields are in the order of the tensors in the file.
         self._fields: list[_Field] = []
         for name, entry in json.loads(content[SIZE_BYTES:begin]).items():
             # The metadata is an entry of the header, too.

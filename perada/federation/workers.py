@@ -84,7 +84,7 @@ class WorkerThread:
         self._has_failed = False
         threads = torch.get_num_threads()
         self._executor.submit(_use_one_core).result()
-        # The setting is the thread's own, but new threads, such as those of data loaders, take over the last one.
+        # set_num_threads is per thread, but new threads, such as data loaders', inherit the last value: restore it.
         torch.set_num_threads(threads)
 
     def submit(self, task: Callable[[], None]) -> None:

@@ -158,7 +158,7 @@ class FederatedLoop(pl.Callback):
         self._fit_began = False
         self._clock = scoring.ScoringClock()
         self._failures: list[Failures] = []
-        # From on_load_checkpoint until the states exist that take it over.
+        # A loaded checkpoint waits here until the federation exists and takes its states.
         self._checkpoint: dict[str, Any] | None = None
         # The privacy journals of the runs that this one is resumed from.
         self._earlier_journals: list[Path] = []

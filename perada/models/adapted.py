@@ -294,7 +294,7 @@ def _probable_image_shapes(backbone: "Backbone") -> list[tuple[int, int, int]]:
     if not convolutions:
         return []
     channels = convolutions[0].in_channels
-    # Where timm keeps the size that a network was built for and that of its weights, and transformers the size.
+    # timm keeps the size that a network was built for and that of its weights here, and transformers the size.
     sizes: list[object] = [getattr(getattr(model, "patch_embed", None), "img_size", None)]
     timm_config = getattr(model, "pretrained_cfg", None)
     if isinstance(timm_config, Mapping):

@@ -189,7 +189,7 @@ class _Trial:
             images = 2 if x[0].numel() > LARGE_IMAGE else MAX_IMAGES
             self.x = torch.cat([x, x.flip(-1)])[:images]
         self.model = self._plain_network()
-        # The engine's own copy keeps other weights than the states', so that what it does not take from a state shows.
+        # The engine's copy has different weights, so that anything it fails to load from a state is noticed.
         engine_model = without_dropout(share_frozen(adapted.model))
         self.engine = Engine(engine_model, "loop", channels_last=channels_last)
 

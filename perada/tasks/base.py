@@ -61,7 +61,7 @@ class SummedMetric(ABC):
         """
         summands = double(self.summands(predicted, targets))
         if counted is not None:
-            # Not a product with 0, since what does not count may be NaN.
+            # A product with 0 would keep the NaN of images that do not count.
             summands = summands.where(counted.unsqueeze(-1), 0)
         return sum_by_group(summands, groups, num_groups)
 

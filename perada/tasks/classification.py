@@ -142,7 +142,7 @@ class Classification(ClassTask):
     def _focal_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute the focal loss (N,) of each image without class weights."""
         cross_entropies = F.cross_entropy(logits, targets, reduction="none")
-        # Not below eps: for γ < 1 the power has an infinite gradient at 0.
+        # Errors are at least eps: for γ < 1 the power has an infinite gradient at 0.
         errors = (1 - (-cross_entropies).exp()).clamp(min=torch.finfo(logits.dtype).eps)
         return errors**self.focal_gamma * cross_entropies
 

@@ -152,7 +152,7 @@ class _Variation(_Deviation):
         y = self._targets_like(x, targets)
         weights = torch.ones_like(x)
         if counted is not None:
-            # Not only a weight of 0, since what does not count may be NaN.
+            # A weight of 0 alone would keep the NaN of images that do not count.
             x = x.where(counted.unsqueeze(-1), 0)
             y = y.where(counted.unsqueeze(-1), 0)
             weights = weights * counted.unsqueeze(-1)

@@ -86,7 +86,7 @@ class MultiLabel(Task):
         [2.0]
         """
         has_label = self.known(targets)
-        # Also before the loss: the gradient with respect to a target of NaN would be NaN, and not 0.
+        # The loss must not see unknown targets: the gradient with respect to a target of NaN would be NaN, not 0.
         targets = targets.where(has_label, 0).to(logits)
         losses_of_labels = F.binary_cross_entropy_with_logits(
             logits, targets, reduction="none", pos_weight=weights_on(self.positive_weights, logits)

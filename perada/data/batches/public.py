@@ -46,7 +46,7 @@ def augment_public_images(images: Tensor, indices: Tensor, size: int, preparatio
     if not draws.any():
         return images
     padding = preparation.crop_padding
-    # In place, not mirrored: what stored images get, whose draw is 0.
+    # Stored images, whose draw is 0, stay in place and are not mirrored.
     crops = torch.tensor([padding, padding, 0]).repeat(len(indices), 1)
     for draw in draws[draws > 0].unique().tolist():
         rows = draws == draw

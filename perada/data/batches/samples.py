@@ -541,7 +541,7 @@ class RoundBatches(Dataset[AnyBatch]):
         return len(self.schedule)
 
     def __getitem__(self, step: int) -> AnyBatch:
-        # Where chunks train side by side, there is one on each core.
+        # Chunks that train side by side have one core each.
         cores = on_one_core() if self.plan.chunks_at_a_time > 1 else nullcontext()
         with cores:
             batches = {stream: self._batch(stream, step) for stream in self.indices[step]}

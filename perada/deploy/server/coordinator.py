@@ -456,7 +456,7 @@ class Coordinator:
         next_log = 0.0
         while True:
             connected = self.transport.names()
-            # Once sites were asked they have this round's messages, which hold the number of sites.
+            # Messages already sent state the number of sites, so nobody may join now.
             if not progress.selected:
                 # A site that never answers must not take half of every round.
                 share = 1 / 2 if len(progress.roster) < min_sites else 1 / 10
@@ -598,7 +598,7 @@ class Coordinator:
         enough = terms.min_sites if terms.late == "skip" else None
         replies = self._ask(progress.selected, message_for, expected_for, end, record, enough, spare)
         if terms.late == "skip":
-            # Only the first ones count.
+            # Replies beyond the first ones that are needed do not count.
             for name in list(replies.answered)[terms.min_sites :]:
                 del replies.answered[name]
                 record.failed[name] = "late"
@@ -634,7 +634,7 @@ class Coordinator:
         numbers = self.roster.numbers
         full_update = self.recipe.sent(record.round)
         updates = {}
-        # In the order of the requests: rounding must not depend on which site answered first.
+        # Updates are in the order of the requests: rounding must not depend on which site answered first.
         for name in record.answered:
             response, state = answered[name]
             widened_state = {key: widened(value, full_update[key].shape) for key, value in state.items()}
@@ -673,7 +673,7 @@ class Coordinator:
         self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]], mean: State
     ) -> dict[int, tuple[Response, State]]:
         """Return the mean of a secure sum as the update of each site in it, by the number of the site."""
-        # After a restart a site may be in the sum whose response to the training did not come a second time.
+        # After a restart, the sum may include a site that never answered the repeated training request.
         no_facts = Response("ok", digest(b""))
         updates = {}
         for name in record.summed:

@@ -205,7 +205,7 @@ class Roster:
             if code == "late":
                 member.late = record.round
             if code == "broken":
-                # It has spent as much as for an update, but only its next reply will state its ε.
+                # The site has spent this round's ε; its new total is unknown until its next reply.
                 member.epsilon = {"server": None, "release": None}
 
 

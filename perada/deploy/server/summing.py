@@ -211,9 +211,7 @@ class SecureSum:
             # The keys of the first attempt came with the responses to the training.
             answers = dict(candidates)
         adverts = self._read(answers, _read_advert)
-        # If as many sites state one digest of a former round as another, those that state the server's digest win,
-        # since they come first. Otherwise a site could have another one excluded if there were only the two of them in
-        # a round.
+        # Ties go to the server's digest, whose sites come first, or one of two sites could get the other excluded.
         truthful: dict[str, Advert] = {}
         contradicting: dict[str, Advert] = {}
         for name, advert in adverts.items():

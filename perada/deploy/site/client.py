@@ -113,7 +113,7 @@ class Client:
         self._check_limits()
         self._check_site_deltas()
         recipe.build(self.data.num_classes, self.data.task)
-        # Without the options that only the server uses, which require its images or other clients.
+        # Options that only the server uses require its images or other clients, and are left out.
         self.settings: Settings = recipe.settings(
             distillation=Distillation(steps=0),
             clients_per_round=None,

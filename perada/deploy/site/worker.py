@@ -235,9 +235,9 @@ class SiteWorker:
         result = client.train(request, received, state, protection)
         facts = self._allowed("epsilon", _count(protection.images, costs, ledger))
         if client.site_privacy is None:
-            # The update leaves without the site's noise, or at least whether training broke.
+            # The update leaves without site-level noise; if training failed, the server learns at least that.
             add_step_without_noise(ledger, SITE_LEDGER)
-        # After the costs were counted, since it stores the account.
+        # This must follow _count(), which updates the account that is saved here.
         training = _training_after(state.training, client, incoming, protection, result)
 
         outgoing = self._outgoing(client, request, received, result)
@@ -391,7 +391,7 @@ class SiteWorker:
             reply=reply,
             models_digest=models.digest,
             metrics=metrics,
-            # Not only after the last round: a run that is stopped can be exported, too.
+            # Every scored round is kept, so that a run that is stopped can be exported, too.
             global_state=models.shared,
         )
         state = replace(state, scoring=scoring)
@@ -479,10 +479,10 @@ class SiteWorker:
                 self._check_site_budget(client)
         if reply is None:
             reply = self._make_sum_reply(party, client, request, terms, message_digest, state)
-            # Before the commit, which may fail: a step is taken once, so the reply to it is made once.
+            # The reply is made before the commit, which may fail: a step is taken once, so its reply is made once.
             party.save_reply(terms, message_digest, reply)
         if _must_be_committed(reply, request, state):
-            # Before the vector leaves: after a crash it must not be masked a second time.
+            # The commit precedes sending: after a crash the vector must not be masked a second time.
             self._commit_masked(client, request, state)
         return reply
 
@@ -606,7 +606,7 @@ def _unpack_received(client: Client, message: bytes, request: Request) -> State:
     template = client.recipe.template
     tuning = request.kind == "tune"
     full = template.initial if tuning else template.sending
-    # After the last round the adapter comes in full, and before it cut to the site's rank.
+    # The server cuts the adapter to the site's rank during rounds, but sends it in full for fine-tuning.
     expected = full if tuning else narrowed(full, _lora_factors(client, request), request.rank)
     tensors = unpack(message, spec_of(expected)).tensors
     widened_tensors = {key: widened(value, full[key].shape) for key, value in tensors.items()}
