@@ -45,6 +45,9 @@ class BothModelsNetwork(nn.Module):
         task: Task,
     ) -> None:
         super().__init__()
+        members = list(shared.members) if isinstance(shared, Ensemble) else [shared]
+        for model in (*members[1:], personal):
+            _share_equal_tensors(model, members[0])
         self.personal = personal
         self.shared = shared
         self._compared_maps = tuple(compared_maps)
@@ -59,10 +62,9 @@ class BothModelsNetwork(nn.Module):
         self.register_buffer("known_classes", state_of_both["known_classes"])
         # Outputs of frozen layers in the current pass, by path.
         self._outputs: dict[str, Tensor] = {}
-        first_member = shared.members[0] if isinstance(shared, Ensemble) else shared
         for compared in self._compared_maps:
             if compared.layer is not None:
-                first_member.get_submodule(compared.layer).register_forward_hook(partial(self._record, compared.layer))
+                members[0].get_submodule(compared.layer).register_forward_hook(partial(self._record, compared.layer))
                 personal.get_submodule(compared.layer).register_forward_hook(partial(self._repeat, compared.layer))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,3 +105,13 @@ class BothModelsNetwork(nn.Module):
     def _repeat(self, layer: str, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         """Return the output of the same layer of the global model, as a hook of the personal model."""
         return self._outputs[layer].clone()
+
+
+def _share_equal_tensors(model: nn.Module, other: nn.Module) -> None:
+    """Replace the parameters of a model that another one has under the same name, so that a file holds them once."""
+    for path, module in model.named_modules():
+        other_module = other.get_submodule(path)
+        for name, parameter in module.named_parameters(recurse=False):
+            other_parameter = other_module.get_parameter(name)
+            if torch.equal(parameter, other_parameter):
+                setattr(module, name, other_parameter)

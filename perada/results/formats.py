@@ -4,6 +4,7 @@
 import copy
 import json
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -339,6 +340,7 @@ def _write_torch_export(model: nn.Module, x: Tensor, path: Path, metadata: dict[
 
 def _write_onnx(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str]) -> _ReadModel:
     import onnxruntime
+    from onnx_ir.passes.common import DeduplicateInitializersPass
 
     output_names = ["logits", "typical"] if isinstance(model, BothModelsNetwork) else ["logits"]
     if images_dtype(model) == torch.float64:
@@ -357,6 +359,8 @@ def _write_onnx(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str
             custom_translation_table={torch.ops.aten.logaddexp.default: _onnx_logaddexp},
             verbose=False,
         )
+    # The exporter writes a tensor once for each place that uses it, such as both models of a client.
+    DeduplicateInitializersPass(size_limit=sys.maxsize)(program.model)
     program.model.metadata_props.update(metadata)
     program.save(path)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -14,7 +14,7 @@ from perada.data import FederatedData
 from perada.results import formats
 from perada.results.both_network import BothModelsNetwork
 from perada.results.formats import export_model
-from perada.results.models import both_predictor
+from perada.results.models import Ensemble, both_predictor
 from perada.tasks import Regression, Segmentation
 from perada.tasks.base import make_task
 from tests.options import sections
@@ -234,6 +234,26 @@ def test_one_network_predicts_with_both_models(lora, adapter):
     check_outputs(run, 0, logits, typical)
 
 
+def bytes_of(tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("num_members", [1, 3])
+def test_one_network_has_the_frozen_weights_once(lora, num_members):
+    state = lora._state_of_both(0)
+    personal = lora.personal(0)
+    trained = [parameter for parameter in personal.parameters() if parameter.requires_grad]
+    members = [lora.global_model() for _ in range(num_members)]
+    for number, member in enumerate(members):
+        for parameter in member.parameters():
+            if parameter.requires_grad:
+                parameter.data += 1 + number
+    shared = Ensemble(members, "logits", make_task(lora.info["task"])) if num_members > 1 else members[0]
+    size = bytes_of(personal.parameters()) + num_members * bytes_of(trained)
+    network = BothModelsNetwork(personal, shared, state, [], make_task(lora.info["task"]))
+    assert bytes_of(network.parameters()) == size
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["onnx", "torch-export"])
 @pytest.mark.parametrize("adapter", ["lora", "full"])
@@ -253,6 +273,33 @@ def test_a_file_predicts_with_both_models(lora, tmp_path, form, adapter):
             logits, typical = torch.export.load(tmp_path / "model.pt2").module()(x)
     check_outputs(run, 0, logits, typical)
     assert "`typical` (B,)" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def sizes_of_files(run, folder, form, name):
+    """Bytes of the files with one model of a client and with both."""
+    sizes = []
+    for prediction in ("personal", "both"):
+        export_model(run, 0, form, folder / prediction, prediction)
+        sizes.append((folder / prediction / name).stat().st_size)
+    return sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone", ["test_resnet", pytest.param("test_vit", id="weights that ONNX has transposed")])
+def test_a_file_of_both_models_holds_the_frozen_weights_once(tmp_path, backbone):
+    import onnx
+
+    run = fitted("lora", backbone, image_size=32)
+    sizes_of_files(run, tmp_path / "onnx", "onnx", "model.onnx")
+    initializers = onnx.load(tmp_path / "onnx" / "both" / "model.onnx").graph.initializer
+    contents = [(tensor.data_type, tuple(tensor.dims), tensor.raw_data) for tensor in initializers]
+    assert len(contents) == len({*contents})
+    frozen = bytes_of(p for p in run.personal(0).parameters() if not p.requires_grad)
+    # The graph itself is as large as the weights of so small a network.
+    assert sum(len(data) for _, _, data in contents) < 1.5 * frozen
+    one, both = sizes_of_files(run, tmp_path / "export", "torch-export", "model.pt2")
+    # With a second copy it would be almost twice that.
+    assert both < one + frozen
 
 
 def test_a_wrong_personal_model_is_noticed_though_no_sample_is_typical(lora, tmp_path, monkeypatch):
