@@ -41,6 +41,7 @@ BENCHMARKS = {
     "start_up": "start_up",
     "private_step": "private_step",
     "private_memory": "private_step",
+    "private_rates": "private_rates",
     "privacy_audit": "privacy_audit",
     "privacy_trials": "privacy_trials",
     "prediction_detectors": "prediction_rules",

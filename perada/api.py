@@ -47,7 +47,7 @@ SECTIONS: dict[str, type] = {"model": FederatedClassifier, "data": FederatedData
 YamlValue = None | bool | int | float | str | list["YamlValue"] | dict[str, "YamlValue"]
 """What a value of a YAML file may be."""
 STARTING_RATES = {"lr_personal": 0.03, "lr_local": 0.1, "momentum": 0.9}
-"""Training without privacy where the caller sets none of these, nor an optimizer."""
+"""Training where the caller sets none of these, nor an optimizer."""
 OPTION_CLASSES: dict[str, type] = {
     "training": Training,
     "distillation": Distillation,
@@ -120,8 +120,8 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
         clients_per_round: Clients sampled in a round; all of them by default.
         batch_size: Images in a local step, or ``"full"``; 64 by default. A datamodule has its own.
         lr_personal: ``lr_personal`` of ``training``: learning rate of the personal adapters. If neither a rate, nor
-            momentum, an optimizer or privacy is set, training begins with the rates 0.03 and 0.1 and a momentum of 0.9,
-            like the recipes of ``perada init`` (docs/results_appendix.md); otherwise the default is 0.01.
+            momentum or an optimizer is set, training begins with the rates 0.03 and 0.1 and a momentum of 0.9, like
+            the recipes of ``perada init`` (docs/results_appendix.md); otherwise the default is 0.01.
         lr_local: ``lr_local`` of ``training``: learning rate of the local adapters: 0.1 by default if none of
             these is set, and otherwise 0.01.
         local_epochs: ``local_epochs`` of ``training``: passes of a client over its data in a round, 1 by default.
@@ -177,8 +177,7 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
     }
     if local_epochs is not None and local_steps is not None:
         raise without_effect("local_epochs", local_epochs, f"local_steps={local_steps!r}", "leave local_steps out")
-    is_private = privacy is not None or client_privacy is not None
-    training = _training(training, training_arguments, is_private)
+    training = _training(training, training_arguments)
     # The type that the caller passed, before a datamodule is made of it.
     data_type = type(data).__name__
     if isinstance(data, FederatedData):
@@ -267,13 +266,12 @@ def to_yaml_value(value: object) -> YamlValue:
     return shorten(repr(value), 500, placeholder="...")
 
 
-def _training(training: Training | dict[str, Any] | None, arguments: Mapping[str, Any], is_private: bool) -> Training:
+def _training(training: Training | dict[str, Any] | None, arguments: Mapping[str, Any]) -> Training:
     """Return the options of training, some of which :func:`finetune` also takes as arguments.
 
     Args:
         training: The options, or a dictionary of some of them.
         arguments: Those arguments of :func:`finetune`; None for one that the caller left out.
-        is_private: Whether gradients or updates get noise, which these rates and momentum would amplify.
 
     Raises:
         ValueError: If an option is set in both, or is out of range.
@@ -299,7 +297,7 @@ def _training(training: Training | dict[str, Any] | None, arguments: Mapping[str
     if isinstance(training, Training):
         return training
     chosen = {**options, **arguments_set}
-    if not is_private and not {*STARTING_RATES, "optimizer"} & set(chosen):
+    if not {*STARTING_RATES, "optimizer"} & set(chosen):
         chosen |= STARTING_RATES
     result = options_of(Training, "training", chosen)
     assert result is not None

@@ -100,11 +100,11 @@ def test_rates_fall_as_python_says(call, tiny):
         ({"training": {"momentum": 0.5}}, (0.01, 0.01, 0.5)),
         ({"training": {"optimizer": "adamw"}}, (0.01, 0.01, 0.0)),
         ({"training": Training()}, (0.01, 0.01, 0.0)),
-        ({"privacy": {"noise_multiplier": 1.0, "secure_rng": False}}, (0.01, 0.01, 0.0)),
+        ({"privacy": {"noise_multiplier": 1.0, "secure_rng": False}}, (0.03, 0.1, 0.9)),
     ],
 )
 @pytest.mark.filterwarnings("ignore:secure_rng=False:UserWarning")
-def test_rates_that_nobody_sets_are_those_of_init_without_privacy(tiny, options, expected):
+def test_rates_that_nobody_sets_are_those_of_init(tiny, options, expected):
     run = perada.finetune(tiny.net(), tiny.data(public=False), rounds=0, adapter="head", logger=False, **options)
     training = run.info["training"]
     assert (training["lr_personal"], training["lr_local"], training["momentum"]) == expected

@@ -144,7 +144,10 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
         division = _division_of(data)
         run_options = data.run_options
     else:
-        division = _parse_source(parser, words)
+        with warnings.catch_warnings():
+            # The inspection, which lists the images again, has the same warnings.
+            warnings.simplefilter("ignore")
+            division = _parse_source(parser, words)
     inspection = inspect_division(division, run_options)
     if output_options.json:
         print(printable_json(json.dumps(inspection_record(inspection), ensure_ascii=False)))

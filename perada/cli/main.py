@@ -245,12 +245,13 @@ def ls(parser: ArgumentParser, words: list[str]) -> None:
 def cp(parser: ArgumentParser, words: list[str]) -> None:
     """Copy a recipe."""
     parser.add_argument("name", help="Name of a recipe, as listed by `perada ls`.")
-    parser.add_argument("destination", help="File or folder to copy it to.")
+    parser.add_argument("destination", help="File or folder to copy it to; a new folder ends in /.")
     parser.add_argument("--force", action="store_true", help="Overwrite an existing file.")
     options = parser.parse_args(words)
     text = recipe_text(options.name)
     target = Path(options.destination)
-    if target.is_dir():
+    # A path ends in "/" only if a folder is meant, which need not exist yet.
+    if target.is_dir() or options.destination.endswith("/"):
         target = target / Path(options.name).with_suffix(".yaml").name
     check_output_folder("destination", target.parent)
     if target.exists() and not options.force:

@@ -413,6 +413,8 @@ def test_cp_copies_and_does_not_overwrite(folder, capsys, monkeypatch):
     assert (folder / "new" / "mine.yaml").read_bytes() == QUICKSTART.read_bytes()
     main(["cp", "quickstart", "new"])
     assert (folder / "new" / "quickstart.yaml").is_file()
+    main(["cp", "method/ditto", "other/folder/"])
+    assert (folder / "other" / "folder" / "ditto.yaml").is_file()
     (folder / "new" / "mine.yaml").write_text("edited")
     says = perada_says(monkeypatch, capsys, "cp", "quickstart", "new/mine.yaml")
     assert says == "perada: error: 'new/mine.yaml' already exists; choose a different destination or add --force"

@@ -306,6 +306,31 @@ def test_unlabelled_folder(tmp_path):
         assert [int(images[i][0, 0, 0]) for i in range(len(images))] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("images", "masks"),
+    [
+        (["a.png", "b.png"], ["a_mask.png", "b_seg.png"]),
+        (["x/a.png", "x/b.png"], ["x/a_mask_1.png", "x/a_mask_2.png"]),
+        (["images/a.png", "images/b.png"], ["masks/a.png", "masks/b.png"]),
+        (["north/imagesTr/a_0000.png", "north/imagesTr/b_0000.png"], ["north/labelsTr/a.png"]),
+    ],
+)
+def test_an_unlabelled_folder_leaves_masks_out(tmp_path, images, masks):
+    write_images(tmp_path, images + masks)
+    with pytest.warns(UserWarning, match=rf"{len(masks)} of {len(images + masks)} images .* are masks .* are skipped"):
+        found = UnlabelledFolder(str(tmp_path), size=4)
+        values = [int(found[i][0, 0, 0]) for i in range(len(found))]
+    assert values == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "files", [["masks/a.png", "masks/b.png"], ["a_mask.png", "b_mask.png"], ["a.png", "b_seg.png"]]
+)
+def test_images_without_others_are_no_masks(tmp_path, files):
+    write_images(tmp_path, files)
+    assert len(UnlabelledFolder(str(tmp_path), size=4)) == 2
+
+
 def test_splits_do_not_share_what_they_have_read():
     train = Digits()
     assert len(train) == 1438

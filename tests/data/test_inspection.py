@@ -48,6 +48,21 @@ def inspected(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
+def test_a_warning_about_a_folder_with_masks_is_printed_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    for folder in ("north/images", "north/masks", "south/images", "south/masks", "east/images"):
+        (tmp_path / "mine" / folder).mkdir(parents=True)
+        for number in range(8):
+            pixels = random.integers(0, 255, (12, 10, 3), np.uint8)
+            if folder.endswith("masks"):
+                pixels = 255 * random.integers(0, 2, (12, 10), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "mine" / folder / f"{number}.png")
+    # A warning beside the page would be an error in tests.
+    main(["data", "inspect", "mine"])
+    assert capsys.readouterr().out.count("in folders without masks beside them") == 1
+
+
 @pytest.mark.parametrize(
     ("folders", "foreground"), [(("images", "masks"), 1), (("images", "masks"), 255), (("scans", "outlines"), 1)]
 )

@@ -4,6 +4,7 @@
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -185,6 +186,29 @@ def test_statistics_stay_at_the_site(tiny, tmp_path):
     log = (folder / "audit.jsonl").read_text()
     assert '"typical"' in log
     assert not any(f'"{name}"' in log for name in names)
+
+
+def rounded_mean(values, fraction_bits):
+    """Mean of what sites round to multiples of 2^-fraction_bits."""
+    return sum(round(value * 2**fraction_bits) for value in values) / 2**fraction_bits / len(values)
+
+
+@pytest.mark.parametrize("fraction_bits", [16, 24])
+@pytest.mark.parametrize("spread", [0.0, 1e-5, 1e-3, 0.1])
+@pytest.mark.parametrize("center", [0.9, 1 / 3, 300.1])
+def test_rounding_in_secure_sums_changes_the_deviation_over_sites_by_no_more_than_documented(
+    fraction_bits, spread, center
+):
+    """The bound of docs/secure_sums.md, for scores of seven sites, or errors of a regression."""
+    scores = [center + spread * place / 3 for place in range(-3, 4)]
+    metrics = make_metrics(["accuracy"], Classification(), 3)
+    facts = [{"tests": 1, "scores": {"personal": {"accuracy": score}}} for score in scores]
+    summands = [score_summands(metrics, site_facts) for site_facts in facts]
+    means = {name: rounded_mean([each[name] for each in summands], fraction_bits) for name in summands[0]}
+    found = scores_of_sums(metrics, {}, SumResult({}, None, means, {}))
+    bound = math.sqrt((1 + 2 * abs(center)) * 2 ** -(fraction_bits + 1))
+    assert found["personal/local_test_std"] == pytest.approx(np.std(scores), abs=bound)
+    assert found["personal/local_test"] == pytest.approx(center, abs=2 ** -(fraction_bits + 1))
 
 
 FACTS = [

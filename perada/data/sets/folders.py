@@ -22,6 +22,7 @@ from perada.data.sets.mask_folders import (
     MASKS,
     MaskFolders,
     find_mask_folders,
+    find_masks,
     find_masks_beside_images,
     folder_of_clients,
     role_of,
@@ -475,7 +476,7 @@ def _check_not_masks_of_others(root: Path, files: Sequence[str], name: str, clas
 
 
 class UnlabelledFolder(ImageFiles):
-    """All images below a folder, without labels, as a public set.
+    """All images below a folder, without labels, as a public set. Masks of the images are left out.
 
     The options are those of :class:`.ImageFiles`.
 
@@ -483,9 +484,17 @@ class UnlabelledFolder(ImageFiles):
     """
 
     def read_manifest(self) -> Manifest:
-        """List all images."""
+        """List all images; warn of masks."""
         root = Path(self.root)
-        return Manifest([f"{root}/{file}" for file in list_images(root)])
+        files = list_images(root)
+        masks = find_masks(files)
+        if masks:
+            warnings.warn(
+                f"{len(masks)} of {len(files)} images in {root}, such as {min(masks)}, are masks of others by their "
+                "names; they are skipped",
+                stacklevel=2,
+            )
+        return Manifest([f"{root}/{file}" for file in files if file not in masks])
 
 
 def class_folders(tops: list[Path], root: Path, layout: str) -> Manifest:

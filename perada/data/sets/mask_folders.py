@@ -2,7 +2,7 @@
 """Find folders of images and folders of their masks beside each other, by their names and by those of their files."""
 
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
@@ -166,3 +166,19 @@ def folder_of_clients(parents: Iterable[tuple[str, ...]], splits: Set[str]) -> t
         shared.append(folders[0][0])
         folders = [parent[1:] for parent in folders]
     return ()
+
+
+def find_masks(files: Sequence[str]) -> set[str]:
+    """Return the files that are masks of others by their names: in the same folder, or in a folder beside it.
+
+    Args:
+        files: Paths below a folder, with ``/``.
+
+    >>> sorted(find_masks(["a/1.jpg", "a/1_mask.png", "images/2.png", "masks/2.png", "texts/2.png"]))
+    ['a/1_mask.png', 'masks/2.png']
+    """
+    masks = set(find_masks_beside_images(files))
+    for pair in find_mask_folders(files):
+        folder = "/".join((*pair.parent, pair.masks, ""))
+        masks.update(file for file in files if file.startswith(folder))
+    return masks
