@@ -80,7 +80,7 @@ def describe_outcome(record: RunRecord) -> Outcome | None:
             Point(
                 "Whether taking part pays is not known.",
                 "Each client training alone, and one shared model, were not trained beside this run; `perada report "
-                "RUN --baselines` does it.",
+                "RUN --baselines --open` trains them.",
             )
         )
     global_difference = own_and_global(record)

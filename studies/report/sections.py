@@ -243,15 +243,21 @@ def _rounds(record: RunRecord, prefix: str) -> Section:
         metrics="columns",
     )
     scores_title = record.unit.label("Scores")
-    intro = (
-        f"{scores_title} after each round; round 0 is before training. The band leaves out the tenth of the clients "
-        "with the lowest scores and the tenth with the highest. A loss is what training reduces; it has no unit."
-    )
+    curves = _draw(record, prefix, [figures.curves])
+    losses = _draw(record, prefix, [figures.losses])
+    sentences = []
+    if curves:
+        sentences.append(
+            f"{scores_title} after each round; round 0 is before training. The band leaves out the tenth of the "
+            "clients with the lowest scores and the tenth with the highest."
+        )
+    if losses:
+        sentences.append("A loss is what training reduces; it has no unit.")
     return Section(
         key="rounds",
         title="Rounds",
-        intro=intro,
-        figures=_draw(record, prefix, [figures.curves, figures.losses]),
+        intro=" ".join(sentences),
+        figures=[*curves, *losses],
         tables=_tables_with_rows(table),
         technical=True,
     )
@@ -296,11 +302,19 @@ def _clients(record: RunRecord, prefix: str) -> Section:
         )
         tables.append(table)
     before = figures.before_and_after if contrast is None else figures.alone_and_together
+    before_figures = _draw(record, prefix, [before])
+    global_figures = _draw(record, prefix, [figures.personal_and_global])
     return Section(
         key="clients",
         title="Clients",
-        intro=_introduce_clients(record, has_counts="right" in summary.header, has_baseline=contrast is not None),
-        figures=_draw(record, prefix, [before, figures.personal_and_global]),
+        intro=_introduce_clients(
+            record,
+            shows_change=bool(before_figures),
+            shows_global=bool(global_figures),
+            has_counts="right" in summary.header,
+            has_baseline=contrast is not None,
+        ),
+        figures=[*before_figures, *global_figures],
         tables=tables,
     )
 
@@ -338,19 +352,25 @@ def _summary_of_clients(record: RunRecord, prefix: str) -> Table:
     )
 
 
-def _introduce_clients(record: RunRecord, *, has_counts: bool, has_baseline: bool) -> str:
-    """Return the paragraph on the scores of each client."""
-    if has_baseline:
-        sentences = ["The first figure has each client’s own test images, in this run and if the client trains alone."]
-    else:
-        sentences = [
+def _introduce_clients(
+    record: RunRecord, *, shows_change: bool, shows_global: bool, has_counts: bool, has_baseline: bool
+) -> str:
+    """Return the paragraph on the scores of each client, about the figures and tables that the section has."""
+    sentences = []
+    if shows_change and has_baseline:
+        sentences.append(
+            "The first figure has each client’s own test images, in this run and if the client trains alone."
+        )
+    elif shows_change:
+        sentences.append(
             "The first figure has each client’s personal model on the client’s own test images, before the first round "
             "and after the last."
-        ]
-    sentences.append(
-        "The second compares the personal model with the global one, that of the server, on the same images: above the "
-        "line, the personal model is better."
-    )
+        )
+    if shows_global:
+        sentences.append(
+            "The second compares the personal model with the global one, that of the server, on the same images: above "
+            "the line, the personal model is better."
+        )
     if has_counts:
         predictor = "with its two models" if predicts_with_both(record) else "with its model"
         sentences.append(

@@ -313,6 +313,7 @@ def test_private_scores_are_left_out_with_their_baselines(run, tmp_path):
     text = write_page(tmp_path / "page", [run]).read_text(encoding="utf-8")
     assert "training alone" not in text
     assert f"{100 * np.mean(OWN):.1f}" not in text
+    assert "The first figure" not in text and "The band" not in text  # there are no such figures
 
 
 def predictions(folder, rows, model="personal", num_public=3):
