@@ -13,10 +13,9 @@ REDUCTION = 3
 RUNGS = 3
 CANDIDATES = (27, 18, 12, 9, 6, 3)
 """Numbers of settings of each method, the first ones where time allows."""
-FEW_CANDIDATES = 6
-FEW_CANDIDATES_DRAWS = 2
-"""Draws that remain while there are several settings, before there are fewer than :data:`FEW_CANDIDATES`."""
 FEWEST_FINALISTS = 3
+LAST_REDUCTIONS = ((3, 1, 3), (2, 1, 2), (1, 1, 1))
+"""Draws, settings and seeds of small plans, one after another."""
 HELD_OUT_SHARE = 0.2
 """Share of the training images on which settings are scored, and which the trials do not train on."""
 _UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -175,38 +174,47 @@ def shrinking_plans(plan: SearchPlan) -> Iterator[SearchPlan]:
     """Yield plans from the largest to the smallest, in the order in which docs/choose.md says that they shrink.
 
     Settings go first, since the recipe's own is among those that remain, then methods of the last rung, which are the
-    worst on held-out images, and repeated draws; then seeds and the search for settings. Methods go last: one that is
-    not tried cannot be found to be the best.
+    worst on held-out images. Draws are kept longer: where images are few, one draw would choose methods by chance.
+    Methods go last: one that is not tried cannot be found to be the best.
     """
+    yield plan
     for number in CANDIDATES:
         if number < plan.num_candidates:
             plan = replace(plan, num_candidates=number)
-        if number <= FEW_CANDIDATES:
-            # Where images are few, one draw of them would choose among settings by chance.
-            while plan.num_draws > FEW_CANDIDATES_DRAWS:
-                yield plan
-                plan = replace(plan, num_draws=plan.num_draws - 1)
-        yield plan
+            yield plan
     while plan.num_finalists > FEWEST_FINALISTS:
         plan = replace(plan, num_finalists=plan.num_finalists - 1)
         yield plan
-    while plan.num_draws > 1:
-        plan = replace(plan, num_draws=plan.num_draws - 1)
-        yield plan
-    if len(plan.seeds) > 2:
-        plan = replace(plan, seeds=plan.seeds[:2])
-        yield plan
-    plan = replace(plan, num_candidates=1)
-    yield plan
-    while len(plan.seeds) > 1:
-        plan = replace(plan, seeds=plan.seeds[:-1])
-        yield plan
+    for num_draws, num_candidates, num_seeds in LAST_REDUCTIONS:
+        while plan.num_draws > num_draws:
+            plan = replace(plan, num_draws=plan.num_draws - 1)
+            yield plan
+        if plan.num_candidates > num_candidates:
+            plan = replace(plan, num_candidates=num_candidates)
+            yield plan
+        while len(plan.seeds) > num_seeds:
+            plan = replace(plan, seeds=plan.seeds[:-1])
+            yield plan
     for method in DROPPED_FIRST:
         remaining = tuple(name for name in plan.methods if name != method)
         if len(remaining) < len(plan.methods) and len(remaining) > len(ALWAYS_TRAINED):
             num_finalists = min(plan.num_finalists, len(remaining))
             plan = replace(plan, methods=remaining, num_finalists=num_finalists)
             yield plan
+
+
+def growing_plans(plan: SearchPlan, largest: SearchPlan) -> Iterator[SearchPlan]:
+    """Yield larger plans for the rest of the time: with more draws first, the most of them, then with more settings.
+
+    Args:
+        plan: The plan that was carried out.
+        largest: The plan if time did not matter.
+    """
+    for number in range(largest.num_draws, plan.num_draws, -1):
+        yield replace(plan, num_draws=number)
+    for number in CANDIDATES:
+        if plan.num_candidates < number <= largest.num_candidates:
+            yield replace(plan, num_candidates=number)
 
 
 def final_plans(plan: SearchPlan, seeds: Sequence[int]) -> Iterator[SearchPlan]:

@@ -25,7 +25,7 @@ from perada.studies.choose.candidates import (
 )
 from perada.studies.choose.page import PAGE, ImageCounts, compared, write_page
 from perada.studies.choose.recipe_file import recipe_words, write_recipe
-from perada.studies.choose.search import MethodSearch, Search, SearchOptions, SearchState
+from perada.studies.choose.search import MethodSearch, Search, SearchOptions, SearchState, name_pattern
 from perada.studies.choose.summary import expected_score, goal_text, interval_text, row_of
 from perada.studies.choose.trials import GOALS, HeldOutScores, lead
 from perada.studies.compare.command import split_words
@@ -254,7 +254,7 @@ def _write_recipe(make_cli: MakeCLI, search: Search, path: Path, scores: HeldOut
     text = write_recipe(make_cli(words), _header(search, scores), _comments(search, scores))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    names = [name for name in search.names if name in text]
+    names = [name for name in search.names if name_pattern(name).search(text)]
     if names and search.options.anonymous:
         warnings.warn(
             f"{str(path)!r} has the names of {len(names)} clients, or a path with them, since the recipe has; read it "
@@ -316,6 +316,7 @@ def _comments(search: Search, scores: HeldOutScores) -> dict[str, str]:
         "training.lr_personal": f"for the adapter that stays with the client; {settings}",
         "evaluation.prediction": _explain_prediction(scores),
         "data": "images, clients and batches, as in the original recipe",
+        "data.public_fraction": "the server's share; real sites need data.public instead (docs/deploy.md)",
     }
     if "federated.algorithm.prox_strength" in scores.candidate.point:
         comments["federated.algorithm.prox_strength"] = f"λ, the pull to the shared model; {settings}"

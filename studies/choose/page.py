@@ -14,14 +14,12 @@ from perada.studies.choose.search import Search
 from perada.studies.choose.summary import ALONE, advice, email, goal_text, list_lines, row_of
 from perada.studies.choose.trials import HeldOutScores, best_of, lead, read_scores
 from perada.studies.compare.comparison import EVERYONE, OWN, Comparison, NotComparableError
-from perada.studies.compare.figures import draw_clients, draw_home_and_abroad, save_figure
+from perada.studies.compare.figures import CLIENTS, HOME_AND_ABROAD, draw_clients, draw_home_and_abroad, save_figure
 from perada.studies.compare.grid import Point
 from perada.studies.compare.results import Record
 from perada.studies.compare.verdict import verdict
 
 PAGE = "choice.md"
-HOME_AND_ABROAD = "home_and_abroad.png"
-CLIENTS = "clients.png"
 FEW_TEST_IMAGES = 100
 
 

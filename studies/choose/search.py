@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from perada.studies.choose.budget import (
     final_plans,
     fit_plan,
     format_duration,
+    growing_plans,
     mean_cost,
     smallest_plan,
 )
@@ -45,6 +47,15 @@ PROBE_ROUNDS = 2
 """Rounds of each method that are timed before the plan is made: the first one may also compute features."""
 TOLERANCE = 0.1
 """Share of the budget by which the last run may exceed it."""
+
+
+def name_pattern(name: str) -> re.Pattern[str]:
+    """Return the pattern of a client's name as a word of its own.
+
+    >>> bool(name_pattern("north").search("images/north/1.png")), bool(name_pattern("a").search("a_b data"))
+    (True, False)
+    """
+    return re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
 
 
 class BudgetError(ValueError):
@@ -175,6 +186,7 @@ class Search:
         plan: What is tried; None before the methods were timed.
         failed_methods: Why methods are left out, by name.
         notes: What was left out for lack of time.
+        ran_out_of_time: Whether the trials ended before all settings were tried.
     """
 
     def __init__(
@@ -198,10 +210,11 @@ class Search:
         self.plan: SearchPlan | None = None
         self.failed_methods: dict[str, str] = {}
         self.notes: list[str] = []
+        self.ran_out_of_time = False
         self.scores: dict[str, list[HeldOutScores]] = {}
         self.finalists: list[Candidate] = []
         self._started_at = time.time() - state.seconds
-        self._num_started = 0
+        self._scored_rounds = 0
         self._trials_folder = state.path.parent / "trials"
 
     @property
@@ -227,6 +240,13 @@ class Search:
         self._write_state()
         self._print_plan()
         self._run_rungs(self.plan)
+        while (larger := self._find_larger_plan(self.plan)) is not None:
+            # Trials were faster than measured, and what was tried is a part of the larger search.
+            self.plan = larger
+            self.state.plan = larger
+            self._write_state()
+            print(f"\nTime is left, so the search becomes larger: {larger.describe()}.", flush=True)
+            self._run_rungs(larger)
         self._train_finalists(self.plan)
 
     def _time_methods(self) -> None:
@@ -333,6 +353,7 @@ class Search:
                             trials.append(self.methods[method].trial(candidates[place], draw, rung.rounds, plan.rounds))
                 is_first = number == 0 and place == 0
                 if not is_first and not self._has_time_for(trials, plan):
+                    self.ran_out_of_time = True
                     self.notes.append(
                         f"after {rung.rounds} rounds, {place} of {num_in_rung} settings of each method were scored: "
                         "time ran out"
@@ -340,7 +361,10 @@ class Search:
                     break
                 self._run_trials(trials)
                 self._collect_scores(trials, rung.rounds, scores_of_rung)
-                self.scores = {method: scores for method, scores in scores_of_rung.items() if scores}
+                if rung.rounds >= self._scored_rounds:
+                    # A larger search begins with fewer rounds than the one before it has scores for.
+                    self._scored_rounds = rung.rounds
+                    self.scores = {method: scores for method, scores in scores_of_rung.items() if scores}
             for method, scores in scores_of_rung.items():
                 ranked = rank_candidates(scores)
                 remaining[method] = ranked[: math.ceil(len(ranked) / REDUCTION)]
@@ -360,6 +384,19 @@ class Search:
             candidates[trial.candidate.name] = trial.candidate
         for name, candidate in candidates.items():
             scores_of_rung[candidate.method] += read_scores(candidate, rounds, records[name], self.options.goal)
+
+    def _find_larger_plan(self, plan: SearchPlan) -> SearchPlan | None:
+        """Return the largest plan with more settings or draws for which there is time after a search; None if none."""
+        if self.ran_out_of_time:
+            return None
+        costs = {method: self.cost(method) for method in plan.methods}
+        left = self.options.budget - self.elapsed
+        for larger in growing_plans(plan, self.largest_plan):
+            finals = replace(larger, num_finalists=min(FEWEST_FINALISTS, len(plan.methods)), seeds=self.options.seeds)
+            seconds = larger.search_seconds(costs) - plan.search_seconds(costs) + finals.final_seconds(costs)
+            if seconds / self.options.jobs <= left:
+                return larger
+        return None
 
     def _has_time_for(self, trials: Sequence[Trial], plan: SearchPlan) -> bool:
         """Return whether trials can be run before the last rung must begin."""
@@ -381,8 +418,10 @@ class Search:
             varied = {name: value for name, value in record["varied"].items() if name != "rounds"}
             wanted = {name: value for name, value in trial.job.varied.items() if name != "rounds"}
             if record["stage"] == "tune" and record["label"] == trial.job.label and varied == wanted:
-                rounds = max(rounds, int(record["varied"]["rounds"]))
-        return min(rounds, trial.rounds)
+                rounds_of_record = int(record["varied"]["rounds"])
+                if rounds_of_record < trial.rounds:
+                    rounds = max(rounds, rounds_of_record)
+        return rounds
 
     @property
     def best_of_method(self) -> dict[str, HeldOutScores]:
@@ -455,7 +494,8 @@ class Search:
         runs = []
         for trial in trials:
             if not self._is_done(trial.job):
-                runs.append(_PlannedRun(trial.job, Stretch(trial.rounds, self._checkpoint(trial))))
+                stretch = Stretch(trial.rounds, self._checkpoint(trial, trial.rounds), self._last_checkpoint(trial))
+                runs.append(_PlannedRun(trial.job, stretch))
         self._run(runs)
         records = []
         for trial in trials:
@@ -469,11 +509,19 @@ class Search:
         record = find_record(self.results, job)
         return record is not None and "failed" not in record
 
-    def _checkpoint(self, trial: Trial) -> Path:
-        """Return the file that a trial goes on from."""
-        # The name says nothing of clients; all lengths of a trial have the same arguments.
+    def _checkpoint(self, trial: Trial, rounds: int) -> Path:
+        """Return the file of a trial after some rounds."""
+        # All lengths of a trial have the same arguments.
         digest = sha256(json.dumps(trial.job.args).encode()).hexdigest()[:16]
-        return self._trials_folder / f"{trial.candidate.method}-{digest}.ckpt"
+        return self._trials_folder / f"{trial.candidate.method}-{digest}-{rounds}.ckpt"
+
+    def _last_checkpoint(self, trial: Trial) -> Path | None:
+        """Return the newest file of a trial from before it is scored; None if there is none."""
+        for rounds in range(trial.rounds - 1, 0, -1):
+            path = self._checkpoint(trial, rounds)
+            if path.is_file():
+                return path
+        return None
 
     def _run(self, runs: Sequence["_PlannedRun"]) -> None:
         """Execute runs, and write each result when it is available."""
@@ -501,7 +549,7 @@ class Search:
             return reason
         # Longer names first: one name may be a part of another.
         for name in sorted(self.names, key=len, reverse=True):
-            reason = reason.replace(name, f"client {self.names.index(name)}")
+            reason = name_pattern(name).sub(f"client {self.names.index(name)}", reason)
         return reason
 
     def _write_state(self) -> None:
@@ -510,7 +558,6 @@ class Search:
 
     def _print_progress(self, run: "_PlannedRun") -> None:
         """Print the number and the name of a run, the time, and the best so far, in one line."""
-        self._num_started += 1
         job = run.job
         if run.stretch is None:
             what = f"{job.label} on all training images, seed {job.seed}"

@@ -128,6 +128,8 @@ def advice(
     text = f"**Take {method.title}.** {method.sentence}"
     if chosen.way == "both":
         text += f" {BOTH_SENTENCE}"
+    if chosen.candidate.method == ALONE:
+        text += " Training together was not better on held-out images, so nothing needs to be sent."
     paragraphs = [text]
     if second is not None:
         paragraphs.append(_describe_choice(chosen, second, goal))
@@ -173,12 +175,20 @@ def _compare_with_alone(comparison: Comparison, row: ComparedRow) -> list[str]:
             continue
         entry = difference_between(comparison, criterion, row, alone)
         if entry is not None:
-            sentence = f"{format_points(comparison, entry.mean)} on {CRITERIA[criterion]}"
+            sentence = f"{_change_text(comparison, entry)} on {CRITERIA[criterion]}"
             if criterion == OWN:
                 sentence += f" (better at {entry.num_better} of {comparison.num_clients} clients, worse at "
                 sentence += f"{entry.num_worse})"
             parts.append(f"{sentence}, {certainty(entry, comparison)}")
-    return [f"Against training alone: {'; '.join(parts)}."] if parts else []
+    return [f"Compared with training alone: {'; '.join(parts)}."] if parts else []
+
+
+def _change_text(comparison: Comparison, entry: Difference) -> str:
+    """Return a difference in words, which are the same where lower scores are better."""
+    if entry.mean == 0:
+        return "equal"
+    direction = "better" if entry.mean > 0 else "worse"
+    return f"{direction} by {format_points(comparison, abs(entry.mean)).removeprefix('+')}"
 
 
 def _doubts(comparison: Comparison, row: ComparedRow) -> list[str]:
@@ -268,16 +278,13 @@ def _describe_gain(comparison: Comparison, row: ComparedRow) -> list[str]:
     entry = difference_between(comparison, OWN, row, alone)
     if entry is None:
         return []
-    change = format_points(comparison, abs(entry.mean)).removeprefix("+")
-    direction = "better" if entry.mean > 0 else "worse"
-    text = f"Compared with every site training alone, that is {direction} by {change} on own images"
+    text = f"Compared with every site training alone, that is {_change_text(comparison, entry)} on own images"
     text += f" ({certainty(entry, comparison)})"
     if EVERYONE in comparison.criteria:
         abroad = difference_between(comparison, EVERYONE, row, alone)
         if abroad is not None:
-            change = format_points(comparison, abs(abroad.mean)).removeprefix("+")
-            direction = "better" if abroad.mean > 0 else "worse"
-            text += f" and {direction} by {change} on images of all sites ({certainty(abroad, comparison)})"
+            text += f" and {_change_text(comparison, abroad)} on images of all sites"
+            text += f" ({certainty(abroad, comparison)})"
     return [f"{text}."]
 
 

@@ -11,16 +11,19 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
-from perada.core.files import check_output_file
+from perada.core.files import check_output_file, check_output_folder
 from perada.core.quiet import info_messages_disabled
 from perada.results.report import unit_of
+from perada.studies.compare.comparison import Comparison, NotComparableError
 from perada.studies.compare.configured import MakeCLI
+from perada.studies.compare.figures import draw_figures, save_figure
 from perada.studies.compare.grid import Observation, Point, Sampler, has_range, inside, points, propose
 from perada.studies.compare.plan import CHOSEN_BY, Job, Plan, Row, words
 from perada.studies.compare.results import NO_POINT, Record, Results, Trial, choose, mean_score, score_text
 from perada.studies.compare.running import CarryOut, Result, Task, runner
 from perada.studies.compare.tables import curve_tables, grid_table, summary
 from perada.studies.compare.verdict import verdict
+from perada.studies.drawing import check_drawing
 
 REPEATABLE_OPTIONS = ("--set", "--tune", "--variants", "--vary")
 
@@ -211,6 +214,9 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     options = parser.parse_args(split.of_compare)
     if options.output is not None:
         check_output_file("--output", options.output, "results.json")
+    if options.figures is not None:
+        check_output_folder("--figures", options.figures)
+        check_drawing("--figures")
     results = Results(options.output)
     with info_messages_disabled():
         plan = Plan(make_cli, options, split.of_fit)
@@ -225,8 +231,23 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     if options.tune:
         tables.insert(0, grid_table(results.records))
     print("", *(text for text in tables if text), sep="\n\n")
+    if options.figures is not None:
+        _write_figures(results.records, options.figures)
     if num_failed:
         sys.exit(1)
+
+
+def _write_figures(records: Sequence[Record], folder: Path) -> None:
+    """Draw the figures that a comparison has the scores for, and print their names or why there are none."""
+    try:
+        comparison = Comparison(records)
+    except NotComparableError as error:
+        print(f"\nNo figures: {error}", file=sys.stderr)
+        return
+    figures = draw_figures(comparison)
+    for name, figure in figures.items():
+        save_figure(figure, folder / name)
+    print(f"\nFigures in {folder}: {', '.join(figures)}")
 
 
 @dataclass
@@ -360,6 +381,15 @@ def _add_options(parser: ArgumentParser) -> None:
         "--jobs", type=PositiveInt, default=1, help="Number of concurrent runs, each in its own process."
     )
     parser.add_argument("--threads", type=PositiveInt, default=1, help="Threads per run.")
+    parser.add_argument(
+        "--figures",
+        type=Path,
+        metavar="FOLDER",
+        help=(
+            "Folder for figures: rows at home against abroad with intervals, and a line for each client from training "
+            "alone, or else from the first row, to the best row. Needs perada[studies]."
+        ),
+    )
     parser.add_argument("--output", type=Path, help="JSON file of results; runs that it contains are not repeated.")
     parser.add_argument(
         "--anonymous",

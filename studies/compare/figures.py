@@ -9,7 +9,7 @@ import numpy as np
 from perada.core.checks import check_known
 from perada.core.files import writing
 from perada.results.report import SHARES
-from perada.studies.compare.comparison import CRITERIA, EVERYONE, OWN, ComparedRow, Comparison
+from perada.studies.compare.comparison import CRITERIA, EVERYONE, MEAN, OWN, ComparedRow, Comparison
 from perada.studies.drawing import new_figure
 
 if TYPE_CHECKING:
@@ -21,8 +21,29 @@ WORSE = "#b3261e"
 EQUAL = "#6e7781"
 HIGHLIGHTED = "#b3261e"
 OTHERS = "#0b5cad"
+HOME_AND_ABROAD = "home_and_abroad.png"
+CLIENTS = "clients.png"
 NAMED_CLIENTS = 20
 """Largest number of clients whose names are written beside their lines."""
+
+
+def draw_figures(comparison: Comparison) -> "dict[str, Figure]":
+    """Return the figures that a comparison has the scores for, by the names of their files.
+
+    The lines of the clients lead to the best row by the mean of both scores, or on own images, from the row that trains
+    alone, or else from the first row that is not the best.
+    """
+    figures: dict[str, Figure] = {}
+    criterion = MEAN if MEAN in comparison.criteria else OWN
+    if criterion not in comparison.criteria:
+        return figures
+    best = comparison.best(criterion)
+    if EVERYONE in comparison.criteria:
+        figures[HOME_AND_ABROAD] = draw_home_and_abroad(comparison, best.name)
+    others = [row for row in comparison.rows if row is not best]
+    alone = [row for row in others if row.trains_alone]
+    figures[CLIENTS] = draw_clients(comparison, (alone or others)[0].name, best.name)
+    return figures
 
 
 def draw_home_and_abroad(comparison: Comparison, highlighted: str = "") -> "Figure":

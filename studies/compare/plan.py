@@ -4,6 +4,7 @@
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -15,6 +16,9 @@ from jsonargparse import Namespace
 
 from perada.core.checks import check_installed
 from perada.core.text import near_names
+from perada.data import ByDomain
+from perada.data.partitions.division import Division
+from perada.data.sets.manifest import OwnImages
 from perada.federation.metrics import score_names
 from perada.models.weight_files import check_weights
 from perada.studies.compare.configured import ConfiguredRun, MakeCLI
@@ -250,6 +254,8 @@ class Plan:
         for recipe in options.recipes:
             cli = make_cli(["--config", recipe])
             self.recipes[recipe] = Recipe(cli, _digest_of(str(path) for path in cli.config.config))
+            if options.redivide:
+                _warn_of_fixed_images(recipe, cli.datamodule.division)
         for row in self.rows:
             self._check_row(row)
 
@@ -477,6 +483,23 @@ class Plan:
         if len(self.options.recipes) == 1:
             return ""
         return f"{recipe.removesuffix('.yaml')} "
+
+
+def _warn_of_fixed_images(recipe: str, division: Division | None) -> None:
+    """Warn of what --redivide does not draw anew in a recipe with images that have their own split or clients."""
+    if division is None or not isinstance(division.dataset, OwnImages):
+        return
+    kept = (
+        f"the test images of {type(division.dataset).__name__}, which its own seed or the split of the source chooses"
+    )
+    partition = division.partition
+    if isinstance(partition, ByDomain) and partition.clients_per_domain == 1 and partition.within is None:
+        kept += f", and the images of each {partition.column}"
+    warnings.warn(
+        f"--redivide leaves in {recipe!r} as they are: {kept}; ± does not cover other test images. If the source has "
+        "no split, --vary data.dataset.init_args.seed=0,1,2 draws others",
+        stacklevel=2,
+    )
 
 
 def _algorithms_of(options: Namespace) -> list[str]:

@@ -53,11 +53,13 @@ class Stretch:
 
     Attributes:
         last_round: Number of rounds after which training pauses. The models are then scored, as they are at the end.
-        checkpoint: File that training goes on from, if it exists, and that is written when it pauses.
+        checkpoint: File that is written when training pauses.
+        start: Checkpoint of an earlier round, from which training goes on; None to begin with the first round.
     """
 
     last_round: int
     checkpoint: Path
+    start: Path | None = None
 
 
 class Task(NamedTuple):
@@ -234,8 +236,8 @@ def _fit(cli: ConfiguredRun, task: Task, clock: RoundClock) -> float:
     watch = Stopwatch()
     callbacks_of(cli.trainer).extend([clock, watch])
     checkpoint = None
-    if task.stretch is not None and task.stretch.checkpoint.is_file():
-        checkpoint = str(task.stretch.checkpoint)
+    if task.stretch is not None and task.stretch.start is not None:
+        checkpoint = str(task.stretch.start)
     # A run in which nothing was learned has diverged in the table, which also has a note on stale clients.
     with suppress(NothingLearnedError), plain_data(checkpoint, cli.trainer), warnings.catch_warnings():
         warnings.filterwarnings("ignore", STALE)

@@ -3,6 +3,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from perada.studies.choose.budget import (
     final_plans,
     fit_plan,
     format_duration,
+    growing_plans,
     make_rungs,
     num_draws_for,
     parse_duration,
@@ -75,7 +77,9 @@ def test_plans_shrink_in_the_documented_order():
         for name in ("num_candidates", "num_draws", "num_finalists", "seeds", "methods"):
             if getattr(former, name) != getattr(plan, name):
                 first_change.setdefault(name, len(first_change))
-    assert list(first_change) == ["num_candidates", "num_draws", "num_finalists", "seeds", "methods"]
+    assert list(first_change) == ["num_candidates", "num_finalists", "num_draws", "seeds", "methods"]
+    # Draws outlast the search for settings: one draw of few images would choose methods by chance.
+    assert min(plan.num_draws for plan in plans if plan.num_candidates > 1) == 3
     smallest = plans[-1]
     assert {"standalone", "fedavg", "perada"} == set(smallest.methods)
     assert (smallest.num_candidates, smallest.num_draws, smallest.seeds) == (1, 1, (0,))
@@ -88,6 +92,12 @@ def test_the_plan_fits_and_a_larger_one_would_not(minutes):
     plans = list(shrinking_plans(LARGEST))
     place = plans.index(plan)
     assert all(larger.seconds(COSTS, 1) > 60 * minutes for larger in plans[:place])
+
+
+def test_a_search_grows_by_draws_and_then_by_settings():
+    small = replace(LARGEST, num_candidates=3, num_draws=2)
+    sizes = [(plan.num_candidates, plan.num_draws) for plan in growing_plans(small, LARGEST)]
+    assert sizes == [(3, 5), (3, 4), (3, 3), (27, 2), (18, 2), (12, 2), (9, 2), (6, 2)]
 
 
 def test_no_plan_fits_into_no_time():

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from perada.cli import main
 from perada.cli.runs import build_compared
 from perada.data import Digits
 from perada.studies.choose import candidates, command
+from perada.studies.choose.recipe_file import recipe_words, write_recipe
 from perada.studies.compare.running import OutOfTimeError, Stretch, Task, attempt
 from tests import recipes
 
@@ -73,9 +75,11 @@ def test_a_trial_in_stretches_ends_like_an_uninterrupted_fit(recipe, tmp_path, a
         built.append(build_compared(words))
         return built[-1]
 
-    checkpoint = tmp_path / "trial.ckpt"
+    checkpoint = None
     for last_round in (1, 2, 4):
-        result = attempt(build, Task(args, False, Stretch(last_round, checkpoint)), threads=1)
+        stretch = Stretch(last_round, tmp_path / f"after_{last_round}.ckpt", start=checkpoint)
+        result = attempt(build, Task(args, False, stretch), threads=1)
+        checkpoint = stretch.checkpoint
         assert "failed" not in result
         assert len(result["run"]["seconds_of_rounds"]) in (1, 2)
     in_stretches = built[-1]
@@ -151,3 +155,54 @@ def test_the_recipe_trains_to_exactly_what_was_measured_with_its_seed(recipe, fe
         assert cli.model.scores[name] == record[name]
     main(["check", "choice/best.yaml"])
     assert not (tmp_path / "choice" / "trials").exists()
+
+
+NAMES = ["st-marys", "westend", "harbour"]
+
+
+@pytest.mark.slow
+def test_no_file_of_an_anonymous_search_has_the_name_of_a_client(few, recipe, tmp_path, capsys):
+    digits = Digits()
+    for number in range(90):
+        name = NAMES[number % 3]
+        path = tmp_path / "images" / name / f"digit_{int(digits.labels[number]) % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(digits.images[number][0].numpy()).save(path)
+    content = yaml.safe_load(Path(recipe).read_text())
+    content["data"] = {
+        "dataset": {"class_path": "Images", "init_args": {"root": "images", "gray": True}},
+        "partition": {"class_path": "ByDomain", "init_args": {"column": "client"}},
+        "image_size": 16,
+    }
+    Path(recipe).write_text(yaml.safe_dump(content))
+    main(["choose", recipe, "--budget", "1h", "--seeds", "0", "--anonymous"])
+    files = [path for path in (tmp_path / "choice").rglob("*") if path.is_file()]
+    assert {"best.yaml", "choice.md", "results.json", "search.json"} <= {path.name for path in files}
+    for path in files:
+        for name in NAMES:
+            assert name.encode() not in path.read_bytes()
+    shown = capsys.readouterr()
+    for name in NAMES:
+        assert name not in shown.out + shown.err
+    # Without the option they are there, so the search above can find them.
+    main(["choose", recipe, "--budget", "1h", "--seeds", "0", "--output", "named"])
+    assert NAMES[0] in Path("named/results.json").read_text()
+
+
+@pytest.mark.slow
+def test_the_recipe_for_sites_is_accepted_by_deploy_init(recipe, tmp_path):
+    Path("public").mkdir()
+    for number in range(4):
+        Image.new("L", (16, 16), 10 * number).save(f"public/{number}.png")
+    content = yaml.safe_load(Path(recipe).read_text())
+    public = {"root": "public", "size": 16}
+    content["data"]["public"] = {"class_path": "UnlabelledFolder", "init_args": public}
+    path = tmp_path / "method.yaml"
+    path.write_text(yaml.safe_dump(content))
+    words = ["--config", str(path), "--trainer.logger=false", "--federated.algorithm=null"]
+    words += ["--federated.algorithm=Ditto", "--federated.algorithm.prox_strength=0.3", "--model.adapter=residual"]
+    cli = build_compared(recipe_words(words, "both", 2))
+    best = tmp_path / "best.yaml"
+    best.write_text(write_recipe(cli, ["chosen"], {"federated.algorithm": "the reason"}))
+    main(["deploy", "init", str(best), str(tmp_path / "app")])
+    assert "the reason" in "".join(path.read_text() for path in (tmp_path / "app").rglob("*.yaml"))

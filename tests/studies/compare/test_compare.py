@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from jsonargparse import Namespace
+from PIL import Image
 
 from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.algorithms.registry import methods
@@ -1301,3 +1302,24 @@ def test_scores_to_choose_by_are_those_of_the_metrics():
         falls["personal/local_test_ece"] is falls["personal/local_test_std"] is falls["global/global_test_off"] is True
     )
     assert "personal/local_test_auroc" not in falls
+
+
+@pytest.mark.parametrize(("by_client", "kept"), [(True, "and the images of each client"), (False, "± does not cover")])
+def test_redividing_warns_of_test_images_that_stay(recipe, tmp_path, monkeypatch, by_client, kept):
+    for client in ("north", "south"):
+        for number in range(4):
+            path = tmp_path / "images" / client / f"class{number % 2}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (16, 16), 10 * number).save(path)
+    partition = {"class_path": "ByDomain", "init_args": {"column": "client"}}
+    if not by_client:
+        partition = {"class_path": "IID", "init_args": {"num_clients": 2}}
+    data = {"dataset": {"class_path": "Images", "init_args": {"root": "images"}}, "partition": partition}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipes.recipe() | {"data": data | {"image_size": 16}}))
+    monkeypatch.setattr(ComparisonRunner, "run", lambda runner: 0)
+    words = ["compare", "mine.yaml", "--algorithms", "fedavg", "standalone"]
+    with pytest.warns(UserWarning, match=rf"--redivide leaves in 'mine\.yaml' .*test images of Images.*{kept}"):
+        main([*words, "--redivide"])
+    # Neither without the option nor for a set that data.seed does divide.
+    main(words)
+    main(["compare", recipe, "--algorithms", "fedavg", "standalone", "--redivide"])
