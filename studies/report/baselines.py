@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perada.results.report import SCORES, SCORES_OF_BOTH
-from perada.studies.report.contrasts import ALONE, SHARED, THIS_RUN, Baselines, Contrast
+from perada.studies.report.contrasts import ALONE, SHARED, THIS_RUN, Baselines, Contrast, with_shared_images
+from perada.studies.report.facts import predicts_counts
 from perada.studies.report.records import RunRecord
 
 # The command prints the path of its page before it imports anything large.
@@ -92,20 +93,25 @@ def read_baselines(path: Path, record: RunRecord) -> Baselines:
             f"--baselines={path} does not fit the run ({error}); compare with the run's recipe and seed, or leave the "
             "file out to train the baselines"
         ) from error
-    return Baselines(comparison, _contrasts(comparison), path)
+    return Baselines(comparison, _contrasts(comparison, record), path)
 
 
-def _contrasts(comparison: "Comparison") -> list[Contrast]:
-    """Return the contrasts of the first row with the others."""
+def _contrasts(comparison: "Comparison", record: RunRecord) -> list[Contrast]:
+    """Return the contrasts of the first row, which is the run's, with the others."""
     from perada.studies.compare.comparison import EVERYONE, OWN
 
     differences: dict[str, list[Difference]] = {}
     for criterion in (OWN, EVERYONE):
         if criterion in comparison.criteria:
             differences[criterion] = comparison.differences(criterion, reference=comparison.rows[0].name)
+    own_row, *other_rows = comparison.rows
+    num_tests = len(differences) * len(other_rows)
     contrasts = []
-    for place, row in enumerate(comparison.rows[1:]):
+    for place, row in enumerate(other_rows):
         everyone = differences[EVERYONE][place] if EVERYONE in differences else None
+        if everyone is not None and predicts_counts(record):
+            accuracies = (own_row.mean(EVERYONE), row.mean(EVERYONE))
+            everyone = with_shared_images(everyone, accuracies, sum(record.test_images), num_tests)
         contrasts.append(Contrast(row, differences[OWN][place], everyone))
     return contrasts
 

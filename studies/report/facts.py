@@ -76,14 +76,19 @@ class RightCount:
         return f"{100 * self.low:.0f} to {100 * self.high:.0f} %"
 
 
+def predicts_counts(record: RunRecord) -> bool:
+    """Return whether scores are shares of images that are predicted correctly."""
+    is_accuracy = record.has_classes and not record.several_labels and record.first_metric == "accuracy"
+    return is_accuracy and not record.task.get("per_pixel")
+
+
 def right_counts(record: RunRecord, scores: Sequence[float]) -> list[RightCount | None]:
     """Return the number of correct predictions of each client, whose accuracies are given.
 
     Returns:
         The counts, None for a client without a score; empty if scores are not shares of a client's test images.
     """
-    is_accuracy = record.has_classes and not record.several_labels and record.first_metric == "accuracy"
-    if not is_accuracy or record.task.get("per_pixel") or len(scores) != len(record.test_images):
+    if not predicts_counts(record) or len(scores) != len(record.test_images):
         return []
     counts: list[RightCount | None] = []
     for score, images in zip(scores, record.test_images, strict=True):

@@ -70,7 +70,8 @@ def describe_outcome(record: RunRecord) -> Outcome | None:
         caveat = (
             "A difference is more than chance explains if a t-test over the clients says so (p < 0.05, after Holm's "
             "correction for all differences of the comparison); intervals have 95 % confidence. They cover the choice "
-            "of clients. Each method was trained once, and another random seed can change small differences: `perada "
+            "of clients, and on images of all clients also that of the test images, which all models have in common. "
+            "Each method was trained once, and another random seed can change small differences: `perada "
             "compare --seeds 0 1 2` tells. The other runs are those of "
             f"{baselines.path.name}; those that `perada report --baselines` trained have this run’s learning rates, "
             "and may be better with others."
@@ -100,16 +101,16 @@ def _headline(alone: Contrast) -> str:
     everyone = 0 if alone.everyone is None else _direction(alone.everyone)
     if own > 0:
         if everyone < 0:
-            return "Taking part helps on a client’s own images, and harms on images of the others"
+            return "Taking part helps on a client’s own images, and harms on those of all clients"
         return "Taking part pays: clients predict their own images better than alone"
     if own == 0:
         if everyone > 0:
-            return "No clear difference from training alone on a client’s own images; better on images of the others"
+            return "No clear difference from training alone on a client’s own images; better on those of all clients"
         if everyone < 0:
-            return "No gain from taking part: no clear difference on own images, and worse on images of the others"
+            return "No gain from taking part: no clear difference on own images, and worse on those of all clients"
         return "No clear difference from training alone"
     if everyone > 0:
-        return "Taking part costs accuracy on a client’s own images, and helps on images of the others"
+        return "Taking part costs accuracy on a client’s own images, and helps on those of all clients"
     return "Training alone is better here"
 
 
@@ -141,9 +142,11 @@ def _describe_run(record: RunRecord) -> str:
     rounds = _count(len(record.rounds), "round")
     text = (
         f"{clients} trained together for {rounds}. A client is one participant that keeps its images, such as a "
-        "hospital or a scanner; in a round, clients train on their own images and send only what they trained"
-        f"{_describe_traffic(record)}, which the server averages. "
+        "hospital or a scanner; in a round, clients train on their own images and send numbers, but no images"
+        f"{_describe_traffic(record)}. The server averages these numbers. "
     )
+    if not record.private:
+        text += "Without differential privacy, they may reveal something about the images. "
     if predicts_with_both(record):
         text += (
             "A client predicts with two models: its own (the personal model) together with the common one (the global "
@@ -163,9 +166,12 @@ def _describe_scores(record: RunRecord, scores: PredictedScores) -> str:
     images = f"the {num_images:,} test images" if num_images else "test images"
     if record.first_metric == "accuracy" and record.unit.symbol:
         text = (
-            f"Percentages are shares of {images} that are predicted correctly, means over clients; no model was "
-            f"trained on them. Of its own images a client predicts {own} correctly"
+            f"A percentage is the share of a client’s test images that are predicted correctly. In means every client "
+            f"counts the same. No model was trained on {images}. Of its own images a client predicts {own} correctly"
         )
+        personal = record.clients.get("personal/local_test", [])
+        if predicts_with_both(record) and any(not math.isnan(score) for score in personal):
+            text += f" ({record.unit.text(_mean(personal))} with its own model only)"
     else:
         better = "lower" if record.lower_is_better else "higher"
         text = (

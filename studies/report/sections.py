@@ -717,7 +717,7 @@ def _settings(record: RunRecord, prefix: str) -> Section:
     return Section(
         key="settings",
         title="Settings",
-        intro="Everything needed to run it again.",
+        intro="The options of the run, by their names in recipes.",
         tables=_tables_with_rows(table),
         text="\n\n".join(parts),
         technical=True,

@@ -211,7 +211,7 @@ def test_several_processes_take_seed_after_seed(recipe, monkeypatch):
     @contextmanager
     def recorder(*_):
         def carry_out(tasks):
-            taken.extend(args for args, _ in tasks)
+            taken.extend(task.args for task in tasks)
             if tasks:  # none of them tunes
                 raise Stopped
             return iter(())
