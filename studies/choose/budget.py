@@ -17,7 +17,7 @@ FEWEST_FINALISTS = 3
 LAST_REDUCTIONS = ((3, 1, 3), (2, 1, 2), (1, 1, 1))
 """Draws, settings and seeds of small plans, one after another."""
 HELD_OUT_SHARE = 0.2
-"""Share of the training images on which settings are scored, and which the trials do not train on."""
+"""Share of the training images on which settings are scored, and which the trials do not train on (grid.HOLD_OUT)."""
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -148,9 +148,8 @@ class SearchPlan:
         """
         durations = []
         for method in finalists or self.methods:
-            # All training images, of which a trial holds out some.
-            per_round = costs[method].per_round / (1 - HELD_OUT_SHARE)
-            durations.append(replace(costs[method], per_round=per_round).seconds(self.rounds))
+            # Trials take as many steps.
+            durations.append(costs[method].seconds(self.rounds))
         expected = sum(durations) if finalists else self.num_finalists * sum(durations) / len(durations)
         return len(self.seeds) * expected
 

@@ -224,7 +224,7 @@ def _prepare_method(
     method_cli = make_cli(plan.job(row, 0, "run", {}).args)
     adapters = fitting_adapters(method_cli, cli.datamodule)
     candidates: list[Candidate] = make_candidates(method, method_cli, adapters, CANDIDATES[0])
-    return MethodSearch(plan, row, candidates)
+    return MethodSearch(plan, row, candidates, method_cli.loop.training.epochs_per_round)
 
 
 def _hand_over(make_cli: MakeCLI, search: Search, folder: Path, counts: ImageCounts, interrupted: bool) -> None:

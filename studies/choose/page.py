@@ -41,6 +41,12 @@ def compared(records: Sequence[Record]) -> Comparison | None:
         return None
 
 
+def find_second(search: Search, chosen: HeldOutScores) -> HeldOutScores | None:
+    """Return the best held-out scores of another method; None if there is none."""
+    method = chosen.candidate.method
+    return best_of([scores for scores in search.best_of_method.values() if scores.candidate.method != method])
+
+
 def write_page(folder: Path, search: Search, counts: ImageCounts, interrupted: bool) -> str:
     """Write the page and its figures.
 
@@ -58,8 +64,7 @@ def write_page(folder: Path, search: Search, counts: ImageCounts, interrupted: b
     records = search.results.records
     metric = str(records[0].get("metric", ""))
     comparison = compared(records)
-    others = [scores for scores in search.best_of_method.values() if scores.candidate.method != chosen.candidate.method]
-    second = best_of(others)
+    second = find_second(search, chosen)
     goal = search.options.goal
     parts = ["# Which method suits these images", *advice(comparison, chosen, second, goal=goal, metric=metric)]
     if interrupted:
@@ -69,8 +74,8 @@ def write_page(folder: Path, search: Search, counts: ImageCounts, interrupted: b
     if judgement:
         parts += ["## Verdict on the test images", judgement]
         shown.append(judgement)
-    parts += _draw_figures(folder, comparison, chosen)
-    parts += ["## To paste into an e-mail", _format_email(search, counts, chosen, comparison, metric)]
+    parts += _draw_figures(folder, comparison, chosen, second)
+    parts += ["## To paste into an e-mail", _format_email(search, counts, comparison, metric)]
     parts += ["## What the methods do", _describe_methods(search)]
     parts += ["## What was tried", *_describe_trials(search, chosen)]
     parts += ["## How it was done", _describe_procedure(search, counts)]
@@ -80,7 +85,9 @@ def write_page(folder: Path, search: Search, counts: ImageCounts, interrupted: b
     return printable_lines("\n\n".join(shown))
 
 
-def _draw_figures(folder: Path, comparison: Comparison | None, chosen: HeldOutScores) -> list[str]:
+def _draw_figures(
+    folder: Path, comparison: Comparison | None, chosen: HeldOutScores, second: HeldOutScores | None
+) -> list[str]:
     """Draw the figures that the comparison has the scores for, and return what the page shows."""
     for name in (HOME_AND_ABROAD, CLIENTS):
         (folder / name).unlink(missing_ok=True)  # of an earlier command
@@ -96,18 +103,23 @@ def _draw_figures(folder: Path, comparison: Comparison | None, chosen: HeldOutSc
         save_figure(draw_home_and_abroad(comparison, row.name), folder / HOME_AND_ABROAD)
         parts.append(f"![Scores on own images and on all clients' images]({HOME_AND_ABROAD})")
     alone = row_of(comparison, ALONE, "personal")
-    if row is not None and alone is not None and alone is not row and OWN in comparison.criteria:
-        save_figure(draw_clients(comparison, alone.name, row.name), folder / CLIENTS)
-        parts.append(f"![Own images of each client, alone and with the choice]({CLIENTS})")
+    together = row
+    if row is alone and second is not None:
+        together = row_of(comparison, second.candidate.method, second.way)
+    if together is not None and alone is not None and alone is not together and OWN in comparison.criteria:
+        save_figure(draw_clients(comparison, alone.name, together.name), folder / CLIENTS)
+        parts.append(f"![Own images of each client, trained alone and together]({CLIENTS})")
     return parts
 
 
-def _format_email(
-    search: Search, counts: ImageCounts, chosen: HeldOutScores, comparison: Comparison | None, metric: str
-) -> str:
+def _format_email(search: Search, counts: ImageCounts, comparison: Comparison | None, metric: str) -> str:
+    """Return the paragraph for an e-mail as a quotation."""
+    chosen = search.chosen
+    assert chosen is not None
     text = email(
         comparison,
         chosen,
+        find_second(search, chosen),
         metric=metric,
         num_clients=counts.num_clients,
         num_train=counts.train,

@@ -17,6 +17,7 @@ from perada.core.files import write_atomic
 from perada.results.report import unit_of
 from perada.studies.choose.budget import (
     FEWEST_FINALISTS,
+    HELD_OUT_SHARE,
     REDUCTION,
     Cost,
     SearchPlan,
@@ -93,11 +94,13 @@ class MethodSearch:
         plan: Makes its runs.
         row: Its row.
         candidates: Its settings, the recipe's own first.
+        local_epochs: Passes of a client over its images in a round; None if the recipe sets the number of steps.
     """
 
     plan: Plan
     row: Row
     candidates: Sequence[Candidate]
+    local_epochs: float | None
 
     def trial(self, candidate: Candidate, draw: int, rounds: int, total_rounds: int) -> Trial:
         """Return a trial.
@@ -113,6 +116,9 @@ class MethodSearch:
             # The scores after the last round are computed in any case.
             "trainer.check_val_every_n_epoch": str(total_rounds),
         }
+        if self.local_epochs is not None:
+            # As many steps as on all training images: of few images, a fifth may be half of the batches.
+            point["training.local_epochs"] = f"{self.local_epochs / (1 - HELD_OUT_SHARE):.6g}"
         return make_trial(self.plan.job(self.row, draw, "tune", point), candidate, draw, rounds)
 
     def final_job(self, candidate: Candidate, seed: int, total_rounds: int) -> Job:

@@ -146,6 +146,9 @@ def advice(
             expectations.append(f"- {CRITERIA[criterion]}: {interval_text(comparison, interval)}")
     paragraphs.append("\n".join([f"What to expect of `best.yaml` ({score_title(metric)}):", "", *expectations]))
     paragraphs += _compare_with_alone(comparison, row)
+    together = None if second is None else row_of(comparison, second.candidate.method, second.way)
+    if row.trains_alone and together is not None:
+        paragraphs.append(_describe_training_together(comparison, together, row))
     paragraphs += _doubts(comparison, row)
     return paragraphs
 
@@ -183,6 +186,18 @@ def _compare_with_alone(comparison: Comparison, row: ComparedRow) -> list[str]:
     return [f"Compared with training alone: {'; '.join(parts)}."] if parts else []
 
 
+def _describe_training_together(comparison: Comparison, together: ComparedRow, alone: ComparedRow) -> str:
+    """Return how the best method that sends something compares with training alone, the choice."""
+    parts = []
+    for criterion in (OWN, EVERYONE):
+        if criterion in comparison.criteria:
+            entry = difference_between(comparison, criterion, together, alone)
+            if entry is not None:
+                change = f"{_change_text(comparison, entry)} on {CRITERIA[criterion]}"
+                parts.append(f"{change} ({certainty(entry, comparison)})")
+    return f"The best way of training together that was found, {together.name}, is {' and '.join(parts)}."
+
+
 def _change_text(comparison: Comparison, entry: Difference) -> str:
     """Return a difference in words, which are the same where lower scores are better."""
     if entry.mean == 0:
@@ -213,6 +228,7 @@ def _doubts(comparison: Comparison, row: ComparedRow) -> list[str]:
 def email(  # facts of one paragraph
     comparison: Comparison | None,
     chosen: HeldOutScores,
+    second: HeldOutScores | None,
     *,
     metric: str,
     num_clients: int,
@@ -225,6 +241,7 @@ def email(  # facts of one paragraph
     Args:
         comparison: The runs on all training images; None if they cannot be compared.
         chosen: What the held-out images chose.
+        second: The best setting of another method; None if there is none.
         metric: Name of the metric.
         num_clients: Number of clients.
         num_train: Number of all training images.
@@ -245,6 +262,9 @@ def email(  # facts of one paragraph
         return " ".join(sentences)
     sentences.append(_describe_scores(comparison, row, metric))
     sentences += _describe_gain(comparison, row)
+    together = None if second is None else row_of(comparison, second.candidate.method, second.way)
+    if row.trains_alone and together is not None:
+        sentences.append(_plain(_describe_training_together(comparison, together, row)))
     if not row.trains_alone:
         sentences.append(
             f"Images stay where they are: in each of the {rounds} rounds a site sends {_size_text(row.megabytes)} of "

@@ -62,8 +62,8 @@ def test_the_expected_time_is_that_of_a_plain_count_of_runs_and_rounds():
     for cost in COSTS.values():
         # 9 settings for 4 rounds, 3 of them for 6 more, 1 for 20 more, all on two draws.
         seconds += 2 * (9 * (2 + 4 * cost.per_round) + 3 * (2 + 6 * cost.per_round) + (2 + 20 * cost.per_round))
-        # Two seeds on all images, of which the trials had four fifths.
-        seconds += 2 * (2 + 30 * cost.per_round / 0.8)
+        # Two seeds on all images.
+        seconds += 2 * (2 + 30 * cost.per_round)
     assert plan.seconds(COSTS, jobs=1) == pytest.approx(seconds)
     assert plan.seconds(COSTS, jobs=2) == pytest.approx(seconds / 2)
 
