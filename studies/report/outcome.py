@@ -123,8 +123,8 @@ def _describe_consequence(alone: Contrast) -> str:
     if everyone > 0:
         cost = "costs some accuracy there" if own < 0 else "brings no clear gain there"
         return (
-            "take part if images like those of other clients matter, such as those of a new scanner. If only a "
-            f"client’s own images count, taking part {cost}, and training alone sends nothing."
+            "take part if images like those of other clients matter. If only a client’s own images count, taking "
+            f"part {cost}, and training alone sends nothing."
         )
     return "these figures give no reason to take part; training alone sends nothing."
 
