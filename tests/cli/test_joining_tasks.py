@@ -134,7 +134,7 @@ def binary(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:client 'late'. its personal model is worse:UserWarning")
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["", "table.csv"])
 def test_black_and_white_masks_are_those_of_a_run_with_two_classes(binary, tmp_path, source):
     states = []

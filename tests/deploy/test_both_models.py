@@ -69,7 +69,7 @@ CASES = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("case", CASES)
 def test_scores_are_those_of_the_simulation(case, tiny, tmp_path):
     algorithm, options = CASES[case]
@@ -85,6 +85,7 @@ def test_scores_are_those_of_the_simulation(case, tiny, tmp_path):
     assert not any(name.startswith(("both/global_test", "personal/global_test")) for name in found)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("algorithm", "prediction"), [("fedavg", "both"), ("fedbn", "both"), ("ditto", "personal")])
 def test_other_runs_have_no_such_scores(algorithm, prediction, tiny, tmp_path):
     made = parties(tiny, tmp_path, algorithm, loop={"prediction": prediction})
@@ -110,7 +111,7 @@ def test_server_and_sites_say_that_the_prediction_has_no_effect(
     assert [record.name for record in lines] == (["perada.site", "perada.deploy"] if has_line else [])
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("may_send", [["scores"], ["counts"], ["sizes", "losses"]])
 def test_a_site_sends_only_what_it_may(may_send, tiny, tmp_path):
     made = parties(tiny, tmp_path)
