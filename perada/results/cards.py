@@ -120,7 +120,12 @@ class _PointScale(NamedTuple):
 def _scale_of_keypoints(options: Record) -> _PointScale:
     """Return the scale of the coordinates, from the options of :class:`.Keypoints` in a file that may be hostile."""
     size = options["image_size"]
-    height, width = size if isinstance(size, Sequence) and not isinstance(size, str) else (size, size)
+    if isinstance(size, Sequence) and not isinstance(size, str):
+        height, width = size
+    else:
+        # The side of a square.
+        height = size
+        width = size
     sides = [float(width), float(height)]
     return _PointScale(center=[(side - 1) / 2 for side in sides], half=[side / 2 for side in sides])
 

@@ -44,13 +44,16 @@ def format_duration(seconds: float) -> str:
     >>> format_duration(42.1), format_duration(150), format_duration(5400)
     ('43 s', '2 min 30 s', '1 h 30 min')
     """
-    whole = math.ceil(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 600:
-        minutes, rest = divmod(whole, 60)
+    whole_seconds = math.ceil(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds} s"
+    if whole_seconds < 600:
+        minutes = whole_seconds // 60
+        rest = whole_seconds % 60
         return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    whole_minutes = math.ceil(seconds / 60)
+    hours = whole_minutes // 60
+    minutes = whole_minutes % 60
     if not hours:
         return f"{minutes} min"
     return f"{hours} h {minutes} min" if minutes else f"{hours} h"

@@ -76,14 +76,14 @@ def _choose(make_cli: MakeCLI, options: SearchOptions, folder: Path, overrides: 
     cli = make_cli(["--config", options.recipe, *overrides])
     _check_recipe(cli)
     results = Results(folder / RESULTS)
-    asked = {
+    fixed_options = {
         "recipe": options.recipe,
         "goal": options.goal,
         "seeds": list(options.seeds),
         "options": list(overrides),
         "anonymous": options.anonymous,
     }
-    state = SearchState(folder / STATE, asked)
+    state = SearchState(folder / STATE, fixed_options)
     counts = _count_images(make_cli, cli, options, overrides)
     methods, reasons = _find_methods(make_cli, cli, options, overrides)
     plan = SearchPlan(

@@ -132,25 +132,26 @@ class SearchState:
 
     Args:
         path: The file.
-        asked: Options that must be the same when the search goes on.
+        fixed_options: Options that must be the same when the search goes on.
 
     Raises:
         ValueError: If the file is of a search with other options.
     """
 
-    def __init__(self, path: Path, asked: dict[str, Any]) -> None:
+    def __init__(self, path: Path, fixed_options: dict[str, Any]) -> None:
         self.path = path
-        self.asked = asked
+        self.fixed_options = fixed_options
         self.seconds = 0.0
         self.budget = 0.0
         self.plan: SearchPlan | None = None
         if not path.is_file():
             return
         saved = json.loads(path.read_text(encoding="utf-8"))
-        for name, value in asked.items():
-            if saved["asked"].get(name) != value:
+        for name, value in fixed_options.items():
+            if saved["fixed_options"].get(name) != value:
+                saved_value = saved["fixed_options"].get(name)
                 raise ValueError(
-                    f"{str(path.parent)!r} has a search with {name} {saved['asked'].get(name)!r}, but now it is "
+                    f"{str(path.parent)!r} has a search with {name} {saved_value!r}, but now it is "
                     f"{value!r}; name another folder with --output, or delete this one"
                 )
         self.seconds = saved["seconds"]
@@ -164,7 +165,7 @@ class SearchState:
     def write(self) -> None:
         """Write the file."""
         content = {
-            "asked": self.asked,
+            "fixed_options": self.fixed_options,
             "budget": self.budget,
             "seconds": self.seconds,
             "plan": None if self.plan is None else asdict(self.plan),
