@@ -2,12 +2,14 @@
 """A first recipe for one's own images (`perada init`)."""
 
 import json
+import math
 import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -42,6 +44,13 @@ from perada.data.training_checks import check_as_training_does
 
 FEW_IMAGES = 20
 """Number of images below which a share of one in ten may be none."""
+PRETRAINED_SIZE = 224
+"""Height and width of the images that most networks of timm were trained on."""
+SMALLEST_SIZE = 64
+"""Height and width below which such networks have one position or none left after the last layer."""
+MOST_ENLARGED = 4
+"""How many times a recipe enlarges small images: such networks gain a point or two from more, while the time of a round
+grows with the number of pixels."""
 IMAGES_PER_CLIENT = 20
 """Images of a client in a first recipe that divides the images at random."""
 COMMON_COLUMNS = {  # names with underscores between words, the commonest first
@@ -236,6 +245,8 @@ def write_recipe(
         # A private run rejects it.
         "predicts_with_both": has_personal and chosen_algorithm.global_model and not epsilon,
         "public_fraction": 0.1,
+        "image_size": 32,
+        "longer_side": 0,
     }
     if not images:
         if task not in ("", "classes"):
@@ -256,6 +267,8 @@ def write_recipe(
         "unknown_labels": "unknown" in source.options,
         "blank_labels": "blank" in source.options,
         "clients": source.has_clients,
+        "image_size": source.image_size,
+        "longer_side": source.longer_side,
         "public_fraction": 0.25 if source.num_images < FEW_IMAGES else 0.1,
         "num_clients": max(2, min(10, source.num_images // IMAGES_PER_CLIENT)),
     }
@@ -313,6 +326,7 @@ class InferredSource:
         has_clients: Whether the source names their clients.
         summary: What was found and assumed, for people.
         broken: Files that cannot be read.
+        longer_side: Median of the images' longer sides in pixels; 0 if no image can be read.
     """
 
     kind: str
@@ -322,6 +336,17 @@ class InferredSource:
     has_clients: bool
     summary: str = ""
     broken: Sequence[str] = ()
+    longer_side: int = 0
+
+    @property
+    def image_size(self) -> int:
+        """Height and width that the recipe resizes images to."""
+        if not self.longer_side:
+            return PRETRAINED_SIZE
+        enlarged = MOST_ENLARGED * self.longer_side
+        # Networks halve the size up to five times.
+        multiple_of_32 = 32 * math.ceil(enlarged / 32)
+        return min(PRETRAINED_SIZE, max(SMALLEST_SIZE, multiple_of_32))
 
 
 def read_source(
@@ -365,9 +390,30 @@ def read_source(
     return source
 
 
-def _find_broken(manifest: Manifest) -> list[str]:
-    """Return the files that cannot be read."""
-    return [path for path in manifest.paths if not _can_be_opened(path)]
+@dataclass(frozen=True)
+class OpenedFiles:
+    """What the beginnings of image files tell.
+
+    Attributes:
+        broken: Files that cannot be read.
+        longer_side: Median of the longer sides of the others in pixels; 0 if there are none.
+    """
+
+    broken: Sequence[str]
+    longer_side: int
+
+
+def _open_files(manifest: Manifest) -> OpenedFiles:
+    """Open the files of images; their pixels are not read."""
+    broken = []
+    longer_sides = []
+    for path in manifest.paths:
+        try:
+            with Image.open(path) as image:
+                longer_sides.append(max(image.size))
+        except (OSError, SyntaxError, ValueError):
+            broken.append(path)
+    return OpenedFiles(broken, round(median(longer_sides)) if longer_sides else 0)
 
 
 def _summarize(manifest: Manifest, task: TaskName, broken: Sequence[str], assumed: str) -> str:
@@ -389,15 +435,6 @@ def _summarize(manifest: Manifest, task: TaskName, broken: Sequence[str], assume
         )
     lines.append(f"Assumed: {assumed}")
     return "\n".join(printable(line) for line in lines)
-
-
-def _can_be_opened(path: str) -> bool:
-    """Return whether a file begins like an image; its pixels are not read."""
-    try:
-        with Image.open(path):
-            return True
-    except (OSError, SyntaxError, ValueError):
-        return False
 
 
 def _read_table(
@@ -425,9 +462,24 @@ def _read_table(
     elif "separator" in options or isinstance(options.get("label"), list):
         inferred_task = "labels"
     has_clients = image_table.client is not None or "client" in image_table.listing.columns
-    broken = _find_broken(manifest)
-    summary = _summarize(manifest, inferred_task, broken, _assumptions(options))
-    return InferredSource("ImageTable", options, inferred_task, len(manifest.paths), has_clients, summary, broken)
+    return _describe_source("ImageTable", options, inferred_task, has_clients, manifest)
+
+
+def _describe_source(
+    kind: str, options: dict[str, Any], task: TaskName, has_clients: bool, manifest: Manifest
+) -> InferredSource:
+    """Return how images are read, after a look at their files."""
+    opened = _open_files(manifest)
+    return InferredSource(
+        kind=kind,
+        options=options,
+        task=task,
+        num_images=len(manifest.paths),
+        has_clients=has_clients,
+        summary=_summarize(manifest, task, opened.broken, _assumptions(options)),
+        broken=opened.broken,
+        longer_side=opened.longer_side,
+    )
 
 
 def _assumptions(options: dict[str, Any]) -> str:
@@ -453,10 +505,7 @@ def _read_folder(folder: str, task: str, declared: dict[str, Any], layout: str |
         manifest = ImageMasks(folder).read_manifest()
         inferred_values = {} if "mask_values" in declared else infer_mask_values(manifest.masks or [])
         options = {"root": folder} | inferred_values | declared
-        broken = _find_broken(manifest)
-        summary = _summarize(manifest, "masks", broken, _assumptions(options))
-        has_clients = "client" in manifest.columns
-        return InferredSource("ImageMasks", options, "masks", len(manifest.paths), has_clients, summary, broken)
+        return _describe_source("ImageMasks", options, "masks", "client" in manifest.columns, manifest)
     if layout is None:
         if "classes" not in declared:
             check_no_masks_beside(Path(folder), files)
@@ -467,10 +516,7 @@ def _read_folder(folder: str, task: str, declared: dict[str, Any], layout: str |
     # Reading the list also checks that the layout matches most images.
     layout_options = {"root": folder, "layout": layout} | declared
     manifest = Images(folder, layout=layout, classes=declared.get("classes")).read_manifest()
-    broken = _find_broken(manifest)
-    summary = _summarize(manifest, "classes", broken, _assumptions(layout_options))
-    has_clients = "{client}" in layout
-    return InferredSource("Images", layout_options, "classes", len(manifest.paths), has_clients, summary, broken)
+    return _describe_source("Images", layout_options, "classes", "{client}" in layout, manifest)
 
 
 def _check_level_of_masks(folder: str, files: list[str]) -> None:

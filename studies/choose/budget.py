@@ -16,6 +16,11 @@ CANDIDATES = (27, 18, 12, 9, 6, 3)
 FEWEST_FINALISTS = 3
 LAST_REDUCTIONS = ((3, 1, 3), (2, 1, 2), (1, 1, 1))
 """Draws, settings and seeds of small plans, one after another."""
+SHORTENING = 0.75
+"""Factor by which runs become shorter from a plan to the next smaller one."""
+SHORTEST_WITH_ALL_METHODS = 1 / 3
+"""Share of the recipe's rounds below which methods are left out before runs become shorter."""
+FEWEST_ROUNDS = 5
 HELD_OUT_SHARE = 0.2
 """Share of the training images on which settings are scored, and which the trials do not train on (grid.HOLD_OUT)."""
 _UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -177,8 +182,10 @@ def shrinking_plans(plan: SearchPlan) -> Iterator[SearchPlan]:
 
     Settings go first, since the recipe's own is among those that remain, then methods of the last rung, which are the
     worst on held-out images. Draws are kept longer: where images are few, one draw would choose methods by chance.
-    Methods go last: one that is not tried cannot be found to be the best.
+    Rounds come next: some methods learn more slowly than others, and would be judged too early. Methods go last, but
+    for very short runs: one that is not tried cannot be found to be the best.
     """
+    rounds_of_recipe = plan.rounds
     yield plan
     for number in CANDIDATES:
         if number < plan.num_candidates:
@@ -197,12 +204,23 @@ def shrinking_plans(plan: SearchPlan) -> Iterator[SearchPlan]:
         while len(plan.seeds) > num_seeds:
             plan = replace(plan, seeds=plan.seeds[:-1])
             yield plan
+    for shorter in shorter_plans(plan, max(FEWEST_ROUNDS, math.ceil(SHORTEST_WITH_ALL_METHODS * rounds_of_recipe))):
+        plan = shorter
+        yield plan
     for method in DROPPED_FIRST:
         remaining = tuple(name for name in plan.methods if name != method)
         if len(remaining) < len(plan.methods) and len(remaining) > len(ALWAYS_TRAINED):
             num_finalists = min(plan.num_finalists, len(remaining))
             plan = replace(plan, methods=remaining, num_finalists=num_finalists)
             yield plan
+    yield from shorter_plans(plan, FEWEST_ROUNDS)
+
+
+def shorter_plans(plan: SearchPlan, fewest_rounds: int) -> Iterator[SearchPlan]:
+    """Yield plans with fewer and fewer rounds, but not fewer than ``fewest_rounds``."""
+    while plan.rounds > fewest_rounds:
+        plan = replace(plan, rounds=max(fewest_rounds, math.floor(SHORTENING * plan.rounds)))
+        yield plan
 
 
 def growing_plans(plan: SearchPlan, largest: SearchPlan) -> Iterator[SearchPlan]:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
+from pytorch_lightning.accelerators import CPUAccelerator
 
 from perada.core.files import check_output_folder
 from perada.core.quiet import info_messages_disabled
+from perada.lightning.trainer_setup import available_cores
 from perada.results.report import unit_of
 from perada.studies.choose.budget import CANDIDATES, SearchPlan, num_draws_for, parse_duration
 from perada.studies.choose.candidates import (
@@ -39,6 +41,8 @@ from perada.studies.compare.running import SILENT, runner
 RESULTS = "results.json"
 STATE = "search.json"
 BEST = "best.yaml"
+MOST_JOBS = 8
+"""Most runs at once that are the default: each takes memory for its own copy of the images and of the network."""
 BOTH = "--evaluation.prediction=both"
 
 
@@ -53,28 +57,46 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     _add_options(parser)
     split = split_words(words, parser)
     parsed = parser.parse_args(split.of_compare)
-    options = SearchOptions(
-        recipe=parsed.recipe,
-        goal=parsed.goal,
-        budget=parse_duration(parsed.budget),
-        seeds=tuple(dict.fromkeys(parsed.seeds)),
-        jobs=parsed.jobs,
-        threads=parsed.threads,
-        anonymous=parsed.anonymous,
-    )
+    overrides = [*split.of_fit, SILENT]
+    budget = parse_duration(parsed.budget)
     folder = parsed.output
     _check_folder(folder)
-    overrides = [*split.of_fit, SILENT]
     with info_messages_disabled(), warnings.catch_warnings():
         # A warning of every run would hide the progress.
         warnings.simplefilter("once")
-        _choose(make_cli, options, folder, overrides)
+        cli = make_cli(["--config", parsed.recipe, *overrides])
+        _check_recipe(cli)
+        options = SearchOptions(
+            recipe=parsed.recipe,
+            goal=parsed.goal,
+            budget=budget,
+            seeds=tuple(dict.fromkeys(parsed.seeds)),
+            jobs=parsed.jobs or _default_jobs(cli, parsed.threads),
+            threads=parsed.threads,
+            anonymous=parsed.anonymous,
+        )
+        _choose(make_cli, cli, options, folder, overrides)
 
 
-def _choose(make_cli: MakeCLI, options: SearchOptions, folder: Path, overrides: Sequence[str]) -> None:
-    """Check the recipe, search, and write the files; also if the search is interrupted."""
-    cli = make_cli(["--config", options.recipe, *overrides])
-    _check_recipe(cli)
+def _default_jobs(cli: ConfiguredRun, threads: int) -> int:
+    """Return how many runs the cores of this machine can do at once; one on a GPU, which each run can fill."""
+    if not isinstance(cli.trainer.accelerator, CPUAccelerator):
+        return 1
+    return max(1, min(MOST_JOBS, available_cores() // threads))
+
+
+def _choose(
+    make_cli: MakeCLI, cli: ConfiguredRun, options: SearchOptions, folder: Path, overrides: Sequence[str]
+) -> None:
+    """Search, and write the files; also if the search is interrupted.
+
+    Args:
+        make_cli: See :data:`~perada.studies.compare.configured.MakeCLI`.
+        cli: The recipe's run, which is checked.
+        options: What is asked for.
+        folder: Folder of the search.
+        overrides: Options of ``perada fit``.
+    """
     results = Results(folder / RESULTS)
     fixed_options = {
         "recipe": options.recipe,
@@ -248,7 +270,8 @@ def _hand_over(make_cli: MakeCLI, search: Search, folder: Path, counts: ImageCou
 def _write_recipe(make_cli: MakeCLI, search: Search, path: Path, scores: HeldOutScores) -> None:
     """Write the recipe of a setting."""
     method_search = search.methods[scores.candidate.method]
-    rounds = search.largest_plan.rounds
+    assert search.plan is not None
+    rounds = search.plan.rounds
     job = method_search.final_job(scores.candidate, search.options.seeds[0], rounds)
     words = recipe_words([word for word in job.args if word != SILENT], scores.way, min(5, rounds))
     text = write_recipe(make_cli(words), _header(search, scores), _comments(search, scores))
@@ -277,7 +300,9 @@ def _header(search: Search, scores: HeldOutScores) -> list[str]:
         for criterion in comparison.criteria:
             interval = expected_score(comparison, row, criterion)
             lines.append(f"Expected on {CRITERIA[criterion]}: {interval_text(comparison, interval)}.")
-        lines.append(f"These are means over the seeds {', '.join(map(str, comparison.seeds))}, on the test images.")
+        seeds = ", ".join(map(str, comparison.seeds))
+        scored = f"means over the seeds {seeds}" if len(comparison.seeds) > 1 else f"of seed {seeds}"
+        lines.append(f"These scores are {scored}, on the test images.")
     else:
         lines.append("Chosen on held-out images, and not yet scored on test images.")
     lines.append("Paths are relative to the folder in which the search was started.")
@@ -306,10 +331,13 @@ def _comments(search: Search, scores: HeldOutScores) -> dict[str, str]:
         settings = f"best of {plan.num_candidates} settings of this method on held-out images"
     if plan.num_candidates > 1 and not scores.candidate.point:
         settings += ": that of the original recipe"
+    rounds_text = f"rounds, {_origin_of('trainer.max_epochs', search)}"
+    if plan.rounds < search.largest_plan.rounds:
+        rounds_text = f"rounds that fit into the budget; the original recipe has {search.largest_plan.rounds}"
     comments = {
         "seed_everything": "seed of training; any other is as good",
-        "trainer.max_epochs": "rounds, as in the original recipe",
-        "model.backbone": "the network, as in the original recipe",
+        "trainer.max_epochs": rounds_text,
+        "model.backbone": f"the network, {_origin_of('model.backbone', search)}",
         "model.adapter": f"what is trained; {settings}",
         "federated.algorithm": reason,
         "training.lr_local": f"for the adapter that is sent to the server; {settings}",
@@ -321,6 +349,14 @@ def _comments(search: Search, scores: HeldOutScores) -> dict[str, str]:
     if "federated.algorithm.prox_strength" in scores.candidate.point:
         comments["federated.algorithm.prox_strength"] = f"λ, the pull to the shared model; {settings}"
     return comments
+
+
+def _origin_of(option: str, search: Search) -> str:
+    """Return where an option that is not chosen comes from."""
+    for word in search.state.fixed_options["options"]:
+        if word.startswith(f"--{option}"):
+            return "as on the command line"
+    return "as in the original recipe"
 
 
 def _explain_prediction(scores: HeldOutScores) -> str:
@@ -362,7 +398,12 @@ def _add_options(parser: ArgumentParser) -> None:
         "--seeds", nargs="+", type=int, default=[0, 1, 2], help="Seeds of the last rung, which gives the verdict."
     )
     parser.add_argument(
-        "--jobs", type=PositiveInt, default=1, help="Number of concurrent runs, each in its own process."
+        "--jobs",
+        type=PositiveInt | None,
+        help=(
+            "Number of concurrent runs, each in its own process. By default one on a GPU; on a CPU as many as its "
+            f"cores allow with --threads each, at most {MOST_JOBS}."
+        ),
     )
     parser.add_argument("--threads", type=PositiveInt, default=1, help="Threads per run.")
     parser.add_argument(

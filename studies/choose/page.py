@@ -115,7 +115,7 @@ def _draw_figures(
 def _format_email(search: Search, counts: ImageCounts, comparison: Comparison | None, metric: str) -> str:
     """Return the paragraph for an e-mail as a quotation."""
     chosen = search.chosen
-    assert chosen is not None
+    assert chosen is not None and search.plan is not None
     text = email(
         comparison,
         chosen,
@@ -124,7 +124,7 @@ def _format_email(search: Search, counts: ImageCounts, comparison: Comparison | 
         num_clients=counts.num_clients,
         num_train=counts.train,
         num_test=counts.test,
-        rounds=search.largest_plan.rounds,
+        rounds=search.plan.rounds,
     )
     return f"> {text}"
 
@@ -148,7 +148,8 @@ def _describe_trials(search: Search, chosen: HeldOutScores) -> list[str]:
         behind = "chosen"
         if scores is not chosen:
             difference = lead(chosen, scores)
-            behind = f"{unit.number(-difference.mean)} ± {unit.number(difference.standard_error)}"
+            # Without the sign of a zero.
+            behind = f"{unit.number(0.0 - difference.mean)} ± {unit.number(difference.standard_error)}"
         rows.append(
             [
                 scores.candidate.method,
@@ -182,9 +183,7 @@ def _describe_trials(search: Search, chosen: HeldOutScores) -> list[str]:
 def _list_settings(search: Search) -> str:
     """Return a table of all settings that were scored, with their last held-out scores."""
     last_records: dict[tuple[str, int], list[Record]] = {}
-    for record in search.results.records:
-        if record["stage"] != "tune":
-            continue
+    for record in search.trial_records:
         key = (record["label"], int(record["varied"]["setting"]))
         former = last_records.get(key, [])
         former_rounds = int(former[0]["varied"]["rounds"]) if former else 0

@@ -44,6 +44,7 @@ from perada.studies.compare.plan import Job, Plan, Row
 from perada.studies.compare.results import Record, Results
 from perada.studies.compare.running import CarryOut, Result, Stretch, Task
 
+ROUNDS = "trainer.max_epochs"
 PROBE_ROUNDS = 2
 """Rounds of each method that are timed before the plan is made: the first one may also compute features."""
 TOLERANCE = 0.1
@@ -111,11 +112,7 @@ class MethodSearch:
             rounds: Rounds after which it is scored.
             total_rounds: Rounds of a complete run.
         """
-        point = candidate.point | {
-            "data.client_validation_seed": str(draw),
-            # The scores after the last round are computed in any case.
-            "trainer.check_val_every_n_epoch": str(total_rounds),
-        }
+        point = candidate.point | _length_options(total_rounds) | {"data.client_validation_seed": str(draw)}
         if self.local_epochs is not None:
             # As many steps as on all training images: of few images, a fifth may be half of the batches.
             point["training.local_epochs"] = f"{self.local_epochs / (1 - HELD_OUT_SHARE):.6g}"
@@ -123,8 +120,13 @@ class MethodSearch:
 
     def final_job(self, candidate: Candidate, seed: int, total_rounds: int) -> Job:
         """Return the run of a setting on all training images."""
-        point: Point = candidate.point | {"trainer.check_val_every_n_epoch": str(total_rounds)}
-        return self.plan.job(self.row, seed, "run", point)
+        return self.plan.job(self.row, seed, "run", candidate.point | _length_options(total_rounds))
+
+
+def _length_options(total_rounds: int) -> Point:
+    """Return the options that set the length of a run, and leave out the scores before its end."""
+    # The scores after the last round are computed in any case.
+    return {ROUNDS: str(total_rounds), "trainer.check_val_every_n_epoch": str(total_rounds)}
 
 
 class SearchState:
@@ -225,6 +227,16 @@ class Search:
         self._trials_folder = state.path.parent / "trials"
 
     @property
+    def trial_records(self) -> list[Record]:
+        """Results of trials that are a part of the plan; those with which methods were timed may have more rounds."""
+        assert self.plan is not None
+        records = []
+        for record in self.results.records:
+            if record["stage"] == "tune" and record["point"][ROUNDS] == str(self.plan.rounds):
+                records.append(record)
+        return records
+
+    @property
     def elapsed(self) -> float:
         """Seconds that were spent, by earlier commands too."""
         return time.time() - self._started_at
@@ -242,6 +254,7 @@ class Search:
         """
         self._time_methods()
         self.plan = self._make_plan()
+        self._note_what_is_left_out(self.plan)
         self.state.plan = self.plan
         self.state.budget = self.options.budget
         self._write_state()
@@ -259,19 +272,24 @@ class Search:
     def _time_methods(self) -> None:
         """Train the first setting of each method for a few rounds, which are a part of its trial."""
         rounds = min(PROBE_ROUNDS, self.largest_plan.rounds)
+        trials = []
         for method in self.largest_plan.methods:
             search = self.methods[method]
-            trial = search.trial(search.candidates[0], 0, rounds, self.largest_plan.rounds)
-            record = self._run_trials([trial])[0]
-            if "failed" in record:
-                if record["failed"].startswith("OutOfTimeError"):
-                    raise BudgetError(
-                        f"--budget {format_duration(self.options.budget)} is over before {rounds} rounds of {method} "
-                        "were trained; allow much more, or choose a smaller network or smaller images"
-                    )
-                self.failed_methods[method] = record["failed"]
-            else:
-                self._check_budget(method)
+            trials.append(search.trial(search.candidates[0], 0, rounds, self.largest_plan.rounds))
+        # The first method tells whether a search is possible at all. The others run at once, as the trials will: they
+        # take longer beside each other than alone.
+        for some_trials in (trials[:1], trials[1:]):
+            for trial, record in zip(some_trials, self._run_trials(some_trials), strict=True):
+                method = trial.candidate.method
+                if "failed" in record:
+                    if record["failed"].startswith("OutOfTimeError"):
+                        raise BudgetError(
+                            f"--budget {format_duration(self.options.budget)} is over before {rounds} rounds of "
+                            f"{method} were trained; allow much more, or choose a smaller network or smaller images"
+                        )
+                    self.failed_methods[method] = record["failed"]
+                else:
+                    self._check_budget(method)
         if not self.working_methods:
             reasons = "; ".join(f"{method}: {reason}" for method, reason in self.failed_methods.items())
             raise ValueError(f"no method could be trained: {reasons}")
@@ -291,9 +309,9 @@ class Search:
 
     def _too_small(self, needed: float) -> BudgetError:
         return BudgetError(
-            f"--budget {format_duration(self.options.budget)} is too small: the smallest search with "
-            f"{self.largest_plan.rounds} rounds needs about {format_duration(self.elapsed + needed)}; allow that, or "
-            "train fewer rounds (--trainer.max_epochs)"
+            f"--budget {format_duration(self.options.budget)} is too small: the smallest search, with "
+            f"{smallest_plan(self.largest_plan).rounds} rounds, needs about {format_duration(self.elapsed + needed)}; "
+            "allow that, or choose smaller images (--data.image_size) or a smaller network (--model.backbone)"
         )
 
     def cost(self, method: str) -> Cost:
@@ -322,10 +340,18 @@ class Search:
         plan = fit_plan(largest, costs, remaining, self.options.jobs)
         if plan is None:
             raise self._too_small(smallest_plan(largest).seconds(costs, self.options.jobs))
-        for method in methods:
+        return plan
+
+    def _note_what_is_left_out(self, plan: SearchPlan) -> None:
+        """Note methods and rounds for which the budget is too small."""
+        for method in self.working_methods:
             if method not in plan.methods:
                 self.notes.append(f"{method} was not tried: the budget is too small for more methods")
-        return plan
+        if plan.rounds < self.largest_plan.rounds:
+            self.notes.append(
+                f"runs have {plan.rounds} of the recipe's {self.largest_plan.rounds} rounds: the budget is too small "
+                "for more, and methods that learn slowly may gain most from them"
+            )
 
     def _print_plan(self) -> None:
         assert self.plan is not None
@@ -334,6 +360,8 @@ class Search:
         expected = self.plan.seconds({name: costs[name] for name in self.plan.methods}, self.options.jobs)
         print(f"Measured for one round: {rates}.")
         print(f"Plan for {format_duration(self.options.budget)}: {self.plan.describe()}.")
+        if self.plan.rounds < self.largest_plan.rounds:
+            print(f"Only {self.plan.rounds} of the recipe's {self.largest_plan.rounds} rounds fit into the budget.")
         print(f"Spent so far: {format_duration(self.elapsed)}; expected to take another {format_duration(expected)}.")
         full = replace(self.largest_plan, methods=self.plan.methods)
         if full != self.plan:
@@ -422,9 +450,8 @@ class Search:
         """Return how many rounds of a trial were trained in former rungs."""
         rounds = 0
         for record in self.results.records:
-            varied = {name: value for name, value in record["varied"].items() if name != "rounds"}
-            wanted = {name: value for name, value in trial.job.varied.items() if name != "rounds"}
-            if record["stage"] == "tune" and record["label"] == trial.job.label and varied == wanted:
+            # All lengths of a trial have the same arguments.
+            if record["args"] == trial.job.args:
                 rounds_of_record = int(record["varied"]["rounds"])
                 if rounds_of_record < trial.rounds:
                     rounds = max(rounds, rounds_of_record)
@@ -448,6 +475,7 @@ class Search:
             return
         plan = self._plan_last_rung(plan)
         self.finalists = self._find_finalists(plan.num_finalists)
+        self._drop_former_last_rung(plan)
         methods = [candidate.method for candidate in self.finalists]
         for number, seed in enumerate(plan.seeds):
             pending = []
@@ -462,6 +490,15 @@ class Search:
                 return
             self._run(pending)
         self._note_missing_seeds(self.options.seeds[len(plan.seeds) :])
+
+    def _drop_former_last_rung(self, plan: SearchPlan) -> None:
+        """Leave out runs of a smaller search in this folder, whose last rung had other settings or fewer rounds."""
+        wanted = []
+        for candidate in self.finalists:
+            for seed in self.options.seeds:
+                wanted.append(self.methods[candidate.method].final_job(candidate, seed, plan.rounds).args)
+        records = self.results.records
+        self.results.records = [record for record in records if record["stage"] != "run" or record["args"] in wanted]
 
     def _plan_last_rung(self, plan: SearchPlan) -> SearchPlan:
         """Return the plan with the methods and seeds of the last rung for which there is time now."""
@@ -494,7 +531,8 @@ class Search:
 
     def _note_missing_seeds(self, seeds: Sequence[int]) -> None:
         if seeds:
-            self.notes.append(f"the last rung lacks seed {', '.join(map(str, seeds))}: time ran out")
+            noun = "seed" if len(seeds) == 1 else "seeds"
+            self.notes.append(f"the last rung lacks {noun} {', '.join(map(str, seeds))}: time ran out")
 
     def _run_trials(self, trials: Sequence[Trial]) -> list[Record]:
         """Run the trials that have no result, and return the records of all."""

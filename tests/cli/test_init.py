@@ -17,7 +17,7 @@ from PIL import Image
 from perada import FederatedClassifier, FederatedLoop
 from perada.api import OPTION_CLASSES
 from perada.cli import main
-from perada.cli.init import QUESTIONS, write_recipe
+from perada.cli.init import QUESTIONS, read_source, write_recipe
 from perada.cli.recipes import RECIPES
 from perada.cli.runs import PeradaCLI
 from perada.data import ImageMasks, Images
@@ -606,3 +606,30 @@ def test_classes_with_and_without_masks_are_classes():
     write_images("all/0/mask", "all/0/no_mask", "all/1/mask", "all/1/no_mask")
     main([*INIT, "all"])
     assert read("recipe.yaml")["data"]["dataset"]["class_path"] == "Images"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected_size"),
+    [
+        ([(8, 8)], 64),
+        ([(28, 28)], 128),  # four times 28, and a multiple of 32
+        ([(20, 32)], 128),
+        ([(33, 32)], 160),
+        ([(56, 56)], 224),
+        ([(2000, 10)], 224),
+        ([(8, 8), (32, 32), (3000, 2000)], 128),  # one photograph among small images
+    ],
+    ids=str,
+)
+def test_small_images_are_enlarged_at_most_four_times(shapes, expected_size):
+    for name in ("north/cat", "north/dog", "south/cat", "south/dog"):
+        folder = Path("all", name)
+        folder.mkdir(parents=True)
+        for number in range(9):
+            height, width = shapes[number % len(shapes)]
+            Image.new("L", (width, height), number).save(folder / f"{number}.png")
+        (folder / "broken.png").write_bytes(b"no image")
+    source = read_source("all")
+    assert len(source.broken) == 4
+    recipe = yaml.safe_load(write_recipe("all", "fedavg", "1", "", source=source))
+    assert recipe["data"]["image_size"] == expected_size

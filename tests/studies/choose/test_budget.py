@@ -74,15 +74,25 @@ def test_plans_shrink_in_the_documented_order():
     assert seconds == sorted(seconds, reverse=True)
     first_change = {}
     for former, plan in itertools.pairwise(plans):
-        for name in ("num_candidates", "num_draws", "num_finalists", "seeds", "methods"):
+        for name in ("num_candidates", "num_draws", "num_finalists", "seeds", "rounds", "methods"):
             if getattr(former, name) != getattr(plan, name):
                 first_change.setdefault(name, len(first_change))
-    assert list(first_change) == ["num_candidates", "num_finalists", "num_draws", "seeds", "methods"]
+    assert list(first_change) == ["num_candidates", "num_finalists", "num_draws", "seeds", "rounds", "methods"]
     # Draws outlast the search for settings: one draw of few images would choose methods by chance.
     assert min(plan.num_draws for plan in plans if plan.num_candidates > 1) == 3
     smallest = plans[-1]
     assert {"standalone", "fedavg", "perada"} == set(smallest.methods)
-    assert (smallest.num_candidates, smallest.num_draws, smallest.seeds) == (1, 1, (0,))
+    assert (smallest.num_candidates, smallest.num_draws, smallest.seeds, smallest.rounds) == (1, 1, (0,), 5)
+    # A method is left out before runs have less than a third of the rounds.
+    assert min(plan.rounds for plan in plans if plan.methods == METHODS) == 10
+
+
+@pytest.mark.parametrize("rounds", [1, 4, 5, 6, 7, 15, 16, 200])
+def test_no_plan_has_more_rounds_than_the_recipe_or_fewer_than_five_of_them(rounds):
+    found = [plan.rounds for plan in shrinking_plans(replace(LARGEST, rounds=rounds))]
+    assert found == sorted(found, reverse=True)
+    assert found[0] == rounds
+    assert found[-1] == min(rounds, 5)
 
 
 @pytest.mark.parametrize("minutes", [8, 15, 30, 120, 600])

@@ -2,6 +2,7 @@
 """The search with runs that are made up: what it runs, what it chooses by, and when it ends."""
 
 import json
+import re
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,9 +20,14 @@ TINY = recipes.recipe(trainer={"max_epochs": 9})
 METHODS = ("standalone", "fedavg", "ditto")
 
 
+def complete_rounds(task):
+    """The rounds of a complete run with the options of a task, the last of which counts."""
+    return [int(word.split("=")[1]) for word in task.args if word.startswith("--trainer.max_epochs=")][-1]
+
+
 def made_up_result(task, score, seconds):
     """The result of a run in which all clients have a score."""
-    rounds = 9 if task.stretch is None else task.stretch.last_round
+    rounds = complete_rounds(task) if task.stretch is None else task.stretch.last_round
     clients = {
         name: [score] * 3
         for name in ("personal/local_test", "personal/global_test", "both/local_test", "both/global_test")
@@ -70,7 +76,7 @@ class Runs:
             yield Event(number, None)
             if self.interrupt_after is not None and len(self.tasks) == self.interrupt_after:
                 raise KeyboardInterrupt
-            rounds = 9 if task.stretch is None else task.stretch.last_round
+            rounds = complete_rounds(task) if task.stretch is None else task.stretch.last_round
             # A trial goes on from its checkpoint.
             former = [t.stretch.last_round for t in self.tasks if task.stretch and t.args == task.args]
             seconds = (rounds - max(former, default=0)) * self.seconds_per_round + 0.5
@@ -109,7 +115,8 @@ def method_of(task):
 
 
 def choose(*words):
-    main(["choose", "tiny.yaml", "--budget", "30m", *words])
+    # The made-up runs take place one after another.
+    main(["choose", "tiny.yaml", "--budget", "30m", "--jobs", "1", *words])
 
 
 def written(path="choice/best.yaml"):
@@ -214,10 +221,45 @@ def test_it_ends_within_the_budget_if_runs_become_slower_than_measured(runs, slo
 
 
 def test_too_small_a_budget_is_rejected_at_once_with_what_is_needed(runs):
-    with pytest.raises(ValueError, match=r"--budget 20 s is too small: .* needs about 1 min"):
+    # Two rounds of training alone took 2.5 seconds. At this rate five rounds take 6.25 seconds, of each of three
+    # methods on held-out images and on all images.
+    with pytest.raises(ValueError, match=r"--budget 20 s .* 5 rounds, needs about 40 s; .*--data.image_size"):
         choose("--budget", "20s")
     assert len(runs.tasks) == 1
     assert not Path("choice/best.yaml").exists()
+
+
+def test_runs_have_fewer_rounds_if_the_budget_is_too_small_for_all(runs, tmp_path, capsys):
+    choose("--budget", "1m")
+    assert runs.now - 1000.0 <= 66
+    finals = [task for task in runs.tasks if not is_trial(task)]
+    assert {method_of(task) for task in finals} == {"Standalone", "FedAvg", "Ditto"}
+    rounds = {complete_rounds(task) for task in finals}
+    assert len(rounds) == 1
+    assert 5 <= min(rounds) < 9
+    assert written()["trainer"]["max_epochs"] == min(rounds)
+    explained = f"{min(rounds)} of the recipe's 9 rounds"
+    assert explained in capsys.readouterr().out
+    assert explained in (tmp_path / "choice" / "choice.md").read_text()
+    recipe = (tmp_path / "choice" / "best.yaml").read_text()
+    assert f"the original recipe has 9\n  max_epochs: {min(rounds)}\n" in recipe
+
+
+def test_a_larger_budget_replaces_the_shorter_runs_of_a_smaller_one(runs, tmp_path):
+    choose("--budget", "1m")
+    choose("--budget", "30m")
+    assert written()["trainer"]["max_epochs"] == 9
+    records = json.loads((tmp_path / "choice" / "results.json").read_text())
+    finals = [record for record in records if record["stage"] == "run"]
+    assert {record["point"]["trainer.max_epochs"] for record in finals} == {"9"}
+    assert sorted((record["label"], record["seed"]) for record in finals) == [
+        (method, seed) for method in ("ditto", "fedavg", "standalone") for seed in (0, 1, 2)
+    ]
+    page = (tmp_path / "choice" / "choice.md").read_text()
+    assert "of the recipe's 9 rounds" not in page
+    # The former trials, on the same draw with fewer rounds, are not listed beside the new ones.
+    settings = page.split("Every setting")[1]
+    assert len(re.findall(r"\| ditto +\| +0 \|", settings)) == 1
 
 
 @pytest.mark.slow
