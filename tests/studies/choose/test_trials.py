@@ -63,9 +63,10 @@ def test_settings_are_ranked_by_the_direction_of_the_metric(lower, order):
     assert best_of(scores).candidate.number == order[0]
 
 
-def test_a_setting_counts_by_its_best_way_to_predict_and_once():
-    records = record([0.5], [0.1], both=[0.9])
-    scores = [*read_scores(candidate(0), 3, [records], MEAN), held_out(0.6, number=1)]
+@pytest.mark.parametrize(("everyone", "both"), [(0.1, 0.9), (0.9, 0.1)])
+def test_a_setting_counts_by_its_best_way_to_predict_and_once(everyone, both):
+    scored = record([0.5], [everyone], both=[both])
+    scores = [*read_scores(candidate(0), 3, [scored], MEAN), held_out(0.6, number=1)]
     assert [entry.number for entry in rank_candidates(scores)] == [0, 1]
 
 
@@ -86,3 +87,8 @@ def test_the_lead_is_paired_by_client_and_its_error_covers_them():
     # With one draw, that of a paired t-test.
     assert difference.standard_error == pytest.approx((first - second).std(ddof=1) / 2)
     assert lead(worse, better).mean == pytest.approx(-0.1)
+
+
+def test_a_lead_is_positive_where_errors_are_smaller():
+    difference = lead(held_out(2.0, number=0, lower=True), held_out(3.5, number=1, lower=True))
+    assert difference.mean == pytest.approx(1.5)

@@ -105,6 +105,10 @@ def test_the_sign_test_counts_the_clients(num_better, expected):
 def test_ties_count_for_neither_side():
     entry = difference("a", "b", np.array([[0.5, 0.6, 0.7]]), np.array([[0.5, 0.5, 0.8]]))
     assert (entry.num_better, entry.num_worse, entry.sign_p_value) == (1, 1, 1.0)
+    # Three clients of four are better, and one is equal: three fair coins agree with probability 1/4.
+    entry = difference("a", "b", np.array([[0.6, 0.7, 0.8, 0.5]]), np.full((1, 4), 0.5))
+    assert (entry.num_better, entry.num_worse) == (3, 0)
+    assert entry.sign_p_value == pytest.approx(1 / 4)
 
 
 def test_lower_errors_are_better():
