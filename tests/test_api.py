@@ -4,6 +4,7 @@
 import inspect
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -491,6 +492,13 @@ def test_batches_of_one_image_are_rejected_where_a_batch_norm_is_trained(call, t
         evaluated = {"distillation": mode["distillation"] | {"student_mode": "eval", "teacher_mode": "eval"}}
         assert len(call(norms(), data, **common | evaluated).metrics["rounds"]) == 1
         assert len(call(tiny.net(), data, **common | mode).metrics["rounds"]) == 1
+
+
+def test_an_image_that_is_left_after_others_are_held_out_is_rejected_with_that_reason(call, tiny):
+    data = perada.FederatedDataModule(tiny.data(sizes=(6, 2, 4)), client_validation=0.5, num_classes=3)
+    cause = "client 1 has 1 training image, since client_validation=0.5 holds out the others, but the adapter trains"
+    with pytest.raises(ValueError, match=re.escape(cause)):
+        call(norms(), data, rounds=1, logger=False, batch_size=None)
 
 
 @pytest.mark.slow

@@ -223,6 +223,8 @@ def check_batch_norm(context: RunContext) -> None:
         cause = "batch_size is 1"
     elif data.train_sizes[smallest] == 1:
         cause = f"client {smallest} has 1 training image"
+        if data.client_validation:
+            cause += f", since client_validation={data.client_validation} holds out the others"
     if cause is not None:
         raise ValueError(
             f"{cause}, but the adapter trains BatchNorm layers, which require at least 2 images per batch; use more "
