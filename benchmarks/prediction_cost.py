@@ -15,6 +15,7 @@ import perada
 from benchmarks.timing import processor_clock, ratio, take_turns
 from perada.data import FederatedData
 from perada.federation.typical_images import MAX_EXAMPLES
+from perada.results.models import both_predictor
 from perada.results.predictors import BothModelsPredictor, Predictor
 
 CLIENTS = 2
@@ -47,26 +48,57 @@ NETWORKS = (
     Network("resnet18", "residual", 224, (1, 16)),
     Network("vit_small_patch16_224", "bottleneck", 224, (1, 16)),
 )
+
+
+@dataclass(frozen=True)
+class Case:
+    """Which models the images of a batch need.
+
+    Attributes:
+        needs: Title.
+        personal_share: Weight of the personal model for images that look like the client's own.
+        own: Whether the images look like these.
+    """
+
+    needs: str
+    personal_share: float
+    own: bool
+
+
+CASES = (
+    Case("both models", personal_share=0.5, own=True),
+    Case("the personal one", personal_share=1.0, own=True),
+    Case("the global one", personal_share=0.5, own=False),
+)
 QUICK_NETWORKS = (Network("test_resnet", "residual", 32, (1,)),)
 
 
 def prediction_cost(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Time predictions of a client by its personal model, and by both, in processor time on a CPU."""
     for network in QUICK_NETWORKS if quick else NETWORKS:
-        one_model, both = _predictors(network, device)
+        predictors = _predictors(network, device)
         for batch_size in network.batch_sizes:
-            images = torch.randn(batch_size, 3, network.side, network.side)
-            ways = {
-                "one": partial(_predict, one_model, images, network.passes),
-                "both": partial(_predict, both, images, network.passes),
-            }
-            with torch.inference_mode():
-                seconds = take_turns(ways, device, repeats, warm_up=2, clock=processor_clock)
-            row: dict[str, Any] = {"network": network.backbone, "side": network.side, "images at once": batch_size}
-            for name, title in (("one", "one model"), ("both", "both models")):
-                seconds_per_pass = statistics.median(seconds[name]) / network.passes
-                row[f"{title}, ms per image"] = round(1e3 * seconds_per_pass / batch_size, 2)
-            yield row | {"both / one model": ratio(seconds["both"], seconds["one"]), "frozen": _frozen_share(both)}
+            for case in CASES:
+                images = predictors.own_images[:batch_size]
+                if not case.own:
+                    # Far brighter than any image of the client.
+                    images = images + 100
+                both = predictors.both[case.personal_share]
+                with torch.inference_mode():
+                    is_typical = both(images).typical
+                    assert is_typical is not None
+                    if not bool((is_typical == case.own).all()):
+                        raise ValueError(f"{case.needs}: an image was taken for one of the other kind")
+                    ways = {
+                        "one": partial(_predict, predictors.one_model, images, network.passes),
+                        "rule": partial(_predict, both, images, network.passes),
+                    }
+                    seconds = take_turns(ways, device, repeats, warm_up=2, clock=processor_clock)
+                row: dict[str, Any] = {"network": network.backbone, "images at once": batch_size, "needs": case.needs}
+                for name, title in (("one", "one model"), ("rule", "the rule")):
+                    seconds_per_pass = statistics.median(seconds[name]) / network.passes
+                    row[f"{title}, ms per image"] = round(1e3 * seconds_per_pass / batch_size, 2)
+                yield row | {"rule / one model": ratio(seconds["rule"], seconds["one"]), "frozen": _frozen_share(both)}
 
 
 def _predict(predictor: Predictor, images: torch.Tensor, passes: int) -> None:
@@ -75,8 +107,23 @@ def _predict(predictor: Predictor, images: torch.Tensor, passes: int) -> None:
         predictor(images)
 
 
-def _predictors(network: Network, device: torch.device) -> tuple[Predictor, BothModelsPredictor]:
-    """Return what predicts with the personal model of a client, and with both, after one step of training."""
+@dataclass(frozen=True)
+class Predictors:
+    """What predicts for a client after one step of training.
+
+    Attributes:
+        one_model: Predicts with its personal model.
+        both: Predicts with both models, by the weight of the personal one.
+        own_images: Its training images, prepared.
+    """
+
+    one_model: Predictor
+    both: dict[float, BothModelsPredictor]
+    own_images: torch.Tensor
+
+
+def _predictors(network: Network, device: torch.device) -> Predictors:
+    """Train a network for one step, and return what predicts for the first client."""
     random = torch.Generator().manual_seed(0)
     shape = (IMAGES_PER_CLIENT, 3, network.side, network.side)
     clients = []
@@ -102,9 +149,14 @@ def _predictors(network: Network, device: torch.device) -> tuple[Predictor, Both
             logger=False,
             enable_progress_bar=False,
         )
-    both = run._predictor(0, "both", device)
-    assert isinstance(both, BothModelsPredictor)
-    return run._predictor(0, "personal", device), both
+    state_of_both = run.state_of_both(0)
+    assert state_of_both is not None
+    both = {}
+    for case in CASES:
+        share = torch.tensor(case.personal_share, dtype=torch.double)
+        both[case.personal_share] = both_predictor(run, 0, state_of_both | {"personal_share": share}, device)
+    own_images = run.preprocessing.batch(list(clients[0].tensors[0][: max(network.batch_sizes)]))
+    return Predictors(run._predictor(0, "personal", device), both, own_images)
 
 
 def _frozen_share(both: BothModelsPredictor) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from perada.core.states import State, images_dtype, set_state
 from perada.engine.engine import Engine, classes_last
 from perada.engine.fold import fold
+from perada.engine.frozen_trunk import RecordedPass
 from perada.federation.both_models import both_models_of_state
 from perada.federation.typical_images import ComparedMap, ImageStatistics
 from perada.models.usage import share_frozen
@@ -68,6 +69,9 @@ class NetworkPredictor(Predictor):
 class BothModelsPredictor(Predictor):
     """Predicts with both models of a client. The frozen layers before the first adapter run once for both.
 
+    A model that has no weight for any image of a batch does not run: the personal one for images of which none looks
+    like the client's own, the global one for images that all do, of a client that relies on its personal model only.
+
     Args:
         network: The backbone with its adapter, in any state.
         personal_state: State of the client's personal model.
@@ -107,6 +111,9 @@ class BothModelsPredictor(Predictor):
         # One network for each state: to call one with other tensors takes longer than the adapters of a small network.
         self._personal = self._network(adapted, personal_state)
         self._members = [self._network(adapted, state) for state in global_states]
+        self._mixes = bool((self._weights.personal_shares < 1).any())
+        # The model that the client's own images need in any case.
+        self._first = self._members[0] if self._mixes else self._personal
 
     def _network(self, adapted: nn.Module, state: State) -> nn.Module:
         """Return a copy of the network in a state, which shares the frozen parameters."""
@@ -123,24 +130,42 @@ class BothModelsPredictor(Predictor):
     def __call__(self, images: Tensor) -> BatchOutputs:
         """Return the outputs of both models together."""
         x = in_dtype(self._dtype, images).to(self._device)
+        first_pass = None
         if self._trunk is None:
-            personal = self._personal(x)
-            shared_of_members = [member(x) for member in self._members]
             statistics = self._both.statistics(x)
         else:
-            first_pass = self._trunk.run(self._members[0], x)
-            shared_of_members = [first_pass.logits]
-            for member in self._members[1:]:
-                shared_of_members.append(self._trunk.run_from(member, first_pass.outputs))
-            personal = self._trunk.run_from(self._personal, first_pass.outputs)
+            first_pass = self._trunk.run(self._first, x)
             statistics = self._both.statistics.of_outputs(first_pass.outputs)
-        shared = self._task.ensemble(torch.stack([self._logits(output) for output in shared_of_members]), self._average)
         is_typical = self._both.typical([0], statistics)[0]
-        logits = self._both.logits(self._logits(personal), shared, is_typical, self._weights)
+        needs_personal = bool(is_typical.any())
+        needs_shared = self._mixes or not needs_personal or not bool(is_typical.all())
+        if needs_shared:
+            members = torch.stack([self._logits(member, x, first_pass) for member in self._members])
+            shared = self._task.ensemble(members, self._average)
+        if needs_personal:
+            personal = self._logits(self._personal, x, first_pass)
+        # The weight of a model that did not run is 0, so any numbers can take its place.
+        if not needs_shared:
+            shared = personal
+        if not needs_personal:
+            personal = shared
+        logits = self._both.logits(personal, shared, is_typical, self._weights)
         return BatchOutputs(logits.cpu(), is_typical.cpu())
 
-    def _logits(self, output: Tensor) -> Tensor:
-        """Return logits with the classes last, in single precision at least, for the output of a network."""
+    def _logits(self, network: nn.Module, x: Tensor, first_pass: RecordedPass | None) -> Tensor:
+        """Return the logits of a network for a batch, with the classes last, in single precision at least.
+
+        Args:
+            network: The network.
+            x: The images (B, ...).
+            first_pass: The pass of the first network, with the outputs of the frozen layers; None if there are none.
+        """
+        if first_pass is None or self._trunk is None:
+            output = network(x)
+        elif network is self._first:
+            output = first_pass.logits
+        else:
+            output = self._trunk.run_from(network, first_pass.outputs)
         logits = output.to(torch.promote_types(output.dtype, torch.float32))
         return classes_last(logits) if self._task.per_pixel else logits
 

@@ -11,6 +11,8 @@ import perada
 from perada.cli.main import main
 from perada.core.checks import OptionError
 from perada.results.clients import forget
+from perada.results.predictors import BothModelsPredictor
+from perada.tasks import Classification
 from tests.federation.test_both_models import fitted, is_typical_by_hand, predicted_by_hand, share_by_hand, shifted
 
 
@@ -51,6 +53,47 @@ def test_each_model_can_be_chosen(run, tiny):
     assert run.predict(images, 1, prediction="personal").typical is None
     with pytest.raises(ValueError, match="one model predicted all images"):
         assert run.predict(images).answered_by
+
+
+@pytest.mark.parametrize("adapter", ["full", "head"])
+def test_a_model_that_no_image_of_a_batch_needs_does_not_run(tiny, adapter):
+    """Outputs of a broken model are NaN, and so would be what is computed with them."""
+    data = shifted(tiny)
+    run = fitted(tiny, data, "ditto", adapter=adapter)
+    images = torch.cat([part.tensors[0] for part in data.test])
+    is_typical = run.predict(images, 2, prediction="both").typical
+    own, foreign = images[is_typical], images[~is_typical]
+    assert len(own) > 3 and len(foreign) > 3
+    states = {"personal": run.state("personal", 2), "global": run.state("global")}
+
+    def predict(batch, personal_share, broken=None):
+        used = dict(states)
+        if broken is not None:
+            used[broken] = {name: torch.full_like(tensor, torch.nan) for name, tensor in states[broken].items()}
+        predictor = BothModelsPredictor(
+            run._adapted.model,
+            used["personal"],
+            [used["global"]],
+            run.state_of_both(2) | {"personal_share": torch.tensor(personal_share, dtype=torch.double)},
+            Classification(),
+            run.info["average"],
+            images[0],
+            torch.device("cpu"),
+        )
+        with torch.no_grad():
+            return predictor(batch).logits.softmax(-1)
+
+    with torch.no_grad():
+        personal = run.personal(2)(images).softmax(-1)
+        shared = run.global_model()(images).softmax(-1)
+    torch.testing.assert_close(predict(own, 1.0, broken="global"), personal[is_typical])
+    torch.testing.assert_close(predict(foreign, 1.0, broken="personal"), shared[~is_typical])
+    torch.testing.assert_close(predict(foreign, 0.5, broken="personal"), shared[~is_typical])
+    torch.testing.assert_close(predict(images, 1.0), torch.where(is_typical[:, None], personal, shared))
+    assert predict(images[:0], 1.0).shape == (0, 3)
+    # Where both have a weight, both run.
+    assert predict(own, 0.5, broken="global").isnan().all()
+    assert predict(own, 0.5, broken="personal").isnan().all()
 
 
 @pytest.mark.parametrize("prediction", ["personal", "both"])
