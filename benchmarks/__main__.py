@@ -51,6 +51,7 @@ BENCHMARKS = {
     "defaults": "defaults",
     "advice_aa": "verdicts",
     "advice_known": "verdicts",
+    "choice_known": "choices",
     "few_shot": "few_shot",
     "rare_classes": "rare_labels",
     "unknown_labels": "rare_labels",
