@@ -331,6 +331,20 @@ def test_convolutions_whose_activations_are_channels_last(engine, padding):
     assert_same(answer, by_hand(net, asked, "flat", 0.2))
 
 
+@pytest.mark.parametrize("engine", ["folded", "opacus"])
+@pytest.mark.parametrize("groups", [1, 8])
+def test_padded_convolutions_of_a_single_position_that_are_channels_last(engine, groups):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 3, padding=1, groups=groups), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, CLASSES))
+    net = insert_adapter(build_backbone(net, CLASSES), "full").model.to(memory_format=torch.channels_last)
+    asked = query(net)
+    answer = NoisyGradients(
+        Privacy(0.0, max_norm=0.2, engine=engine), Engine(net, channels_last=True), Classification()
+    )(asked)
+    assert_same(answer, by_hand(net, asked, "flat", 0.2))
+
+
 def test_factors_whose_terms_cancel():
     """Σ b = 0 at equal large inputs: the gradient is small, its terms are not."""
     generator = torch.Generator().manual_seed(0)
