@@ -502,8 +502,8 @@ def _sample_conv2d(layer: nn.Conv2d, activations: list[Tensor], backprops: Tenso
     """Return the per-sample gradients of a convolution, computed by Opacus's sampler."""
     from opacus.grad_sample.conv import compute_conv_grad_sample
 
-    # Opacus 1.6.0 reads channels-last tensors as if they were contiguous. A map of one position may be both, and becomes
-    # channels-last again when Opacus pads it, unless it has the strides of a contiguous tensor.
+    # Opacus 1.6.0 reads channels-last tensors as if they were contiguous. A map of one position may be both, and
+    # becomes channels-last again when Opacus pads it, unless it has the strides of a contiguous tensor.
     images = activations[0].contiguous().flatten().view(activations[0].shape)
     samples: dict[nn.Parameter, Tensor] = compute_conv_grad_sample(layer, [images], backprops.contiguous())
     return samples
