@@ -58,7 +58,7 @@ ADAPTERS: dict[str, str | PeftConfig] = {
     "LN tuning": peft.LNTuningConfig(),
 }
 """perada's own names, and configurations of PEFT's methods, none with ``target_modules``."""
-ADAPTERS_PER_TABLE = 5
+OUTCOMES = ("folded", "loop", "rejected", "not tested")
 HEAVY = {"OFT", "BOFT", "LoHa", "LoKr", "HRA"}
 """Methods that make a weight as large as a layer's in each pass, and so are tried on the small networks only."""
 SIDE = 64
@@ -146,34 +146,30 @@ def page(cells: dict[tuple[str, str], Cell], commit: str) -> str:
 def _lines(cells: dict[tuple[str, str], Cell], commit: str) -> Iterator[str]:
     backbones = list(dict.fromkeys(backbone for backbone, _ in cells))
     adapters = list(dict.fromkeys(adapter for _, adapter in cells))
-    verdicts = Counter(cell.verdict for cell in cells.values())
     yield "# Which adapter runs on which backbone\n"
     yield "<!-- generated: python -m benchmarks.adapter_matrix -->\n"
     yield (
-        "This page shows which adapter runs on which backbone, not how well it learns. Each cell is a run of two "
-        f"clients with one local step each, with random weights, images of {SIDE}×{SIDE} pixels and `engine: auto`.\n"
+        "This page shows which adapter runs on which backbone, not how well it learns. Each outcome is that of a run "
+        f"of two clients with one local step each, with random weights, images of {SIDE}×{SIDE} pixels and "
+        "`engine: auto`.\n"
     )
     yield "- **folded**: all clients of a round train as one batch."
     yield "- **loop**: clients train one after another, which gives the same result and takes longer."
-    yield "- **–**: not tested, too slow (it builds a full-size weight for every layer)."
-    yield "- **A number**: the adapter is rejected, for the reason of this number below.\n"
-    words = {"loop": "run in the loop"}
-    counts = ", ".join(f"{count} are {words.get(verdict, verdict)}" for verdict, count in verdicts.most_common())
-    yield f"Of all cells, {counts}.\n"
-    # Numbers of the reasons, in the order in which the rows mention them.
+    yield "- **rejected**: the run ends with an error, whose [number](#reasons) is in brackets."
+    yield "- **not tested**: too slow (it builds a full-size weight for every layer).\n"
+    yield "## By adapter\n"
+    yield "Numbers of backbones with each outcome:\n"
+    yield table(["adapter", *OUTCOMES], _counts_by_adapter(cells, backbones, adapters))
+    yield ""
+    # Numbers of the reasons, in the order in which the sections mention them.
     reasons: dict[str, int] = {}
-    rows = []
-    for backbone in backbones:
-        row = [backbone]
-        for adapter in adapters:
-            row.append(_cell_text(cells.get((backbone, adapter)), backbone, reasons))
-        rows.append(row)
-    # A table of all adapters would be wider than a page.
-    for start in range(0, len(adapters), ADAPTERS_PER_TABLE):
-        names = adapters[start : start + ADAPTERS_PER_TABLE]
-        columns = range(1 + start, 1 + start + len(names))
-        yield f"## {', '.join(names)}\n"
-        yield table(["backbone", *names], [[row[0], *(row[column] for column in columns)] for row in rows])
+    for names, adapters_by_outcome in _group_backbones(cells, backbones, adapters, reasons).items():
+        title = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        yield f"## {title}\n"
+        if len(names) > 1:
+            yield f"The same for {', '.join(f'`{name}`' for name in names)}.\n"
+        for outcome, found in adapters_by_outcome:
+            yield f"- **{outcome}**: {', '.join(found)}"
         yield ""
     yield "## Reasons\n"
     for reason, number in reasons.items():
@@ -184,12 +180,49 @@ def _lines(cells: dict[tuple[str, str], Cell], commit: str) -> Iterator[str]:
     yield table(["command", "commit", "torch", "PEFT"], [[command, commit, torch_version, peft.__version__]])
 
 
-def _cell_text(cell: Cell | None, backbone: str, reasons: dict[str, int]) -> str:
-    """Return a cell's text; a reason without a number gets the next one in ``reasons``."""
+def _counts_by_adapter(
+    cells: dict[tuple[str, str], Cell], backbones: Sequence[str], adapters: Sequence[str]
+) -> list[list[str]]:
+    """Return a row for each adapter: its name, and how many backbones have each outcome."""
+    rows = []
+    for adapter in adapters:
+        counts = Counter(_outcome(cells.get((backbone, adapter))) for backbone in backbones)
+        rows.append([adapter, *(str(counts[outcome]) for outcome in OUTCOMES)])
+    return rows
+
+
+AdaptersByOutcome = tuple[tuple[str, tuple[str, ...]], ...]
+"""Each outcome that occurs, with its adapters; a rejected one is followed by the number of its reason."""
+
+
+def _group_backbones(
+    cells: dict[tuple[str, str], Cell], backbones: Sequence[str], adapters: Sequence[str], reasons: dict[str, int]
+) -> dict[tuple[str, ...], AdaptersByOutcome]:
+    """Put backbones together on which all adapters have the same outcome, and number new reasons in ``reasons``."""
+    names_by_outcomes: dict[AdaptersByOutcome, list[str]] = {}
+    for backbone in backbones:
+        found: dict[str, list[str]] = {outcome: [] for outcome in OUTCOMES}
+        for adapter in adapters:
+            outcome_cell = cells.get((backbone, adapter))
+            outcome = _outcome(outcome_cell)
+            text = adapter
+            if outcome_cell is not None and outcome == "rejected":
+                text += f" ({_number_reason(outcome_cell, backbone, reasons)})"
+            found[outcome].append(text)
+        outcomes = tuple((outcome, tuple(names)) for outcome, names in found.items() if names)
+        names_by_outcomes.setdefault(outcomes, []).append(backbone)
+    return {tuple(names): outcomes for outcomes, names in names_by_outcomes.items()}
+
+
+def _outcome(cell: Cell | None) -> str:
+    """Return the word of the page for a cell; None stands for an adapter that was not tried."""
     if cell is None:
-        return "–"
-    if cell.verdict in ("folded", "loop"):
-        return cell.verdict
+        return "not tested"
+    return cell.verdict if cell.verdict in ("folded", "loop") else "rejected"
+
+
+def _number_reason(cell: Cell, backbone: str, reasons: dict[str, int]) -> str:
+    """Return the number of a rejection's reason, a new one if ``reasons`` lacks it; in bold for a raw error."""
     # Without the names of the backbone and of its class, reasons of several backbones are one.
     reason = re.sub(r", not \w+;", ";", cell.why.replace(repr(backbone), "…"))
     number = reasons.setdefault(reason, len(reasons) + 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `mkdocs.yml` asks for beside Markdown: where the site's pages are, and how docstrings become Markdown."""
+"""What `mkdocs.yml` asks for beside Markdown: where pages are, and how notebooks and docstrings become Markdown."""
 
 import re
 import tomllib
@@ -9,6 +9,7 @@ from griffe import Alias, AliasResolutionError, Extension, Module, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -18,12 +19,15 @@ PAGES = (
     "docs/**/*.png",
     "docs/*.svg",
     "docs/site.css",
-    "docs/tutorials/*.ipynb",
     "docs/example_report/*.html",
     "docs/example_report/*.csv",
     "recipes/**/*.yaml",
     "perada/models/weights/*.md",
 )
+
+NOTEBOOKS = "docs/tutorials/*.ipynb"
+# The site begins with a page of its own, and the README, which is for readers of the repository, is a page like others.
+DESTINATIONS = {"docs/home.md": "index.html", "README.md": "README/index.html"}
 
 # Pages of these packages show what they hand on, under that name. Others show each object in its own module only.
 FACES = {f"perada.{name}" for name in ("algorithms", "data", "lightning", "privacy", "server", "tasks")}
@@ -42,8 +46,41 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Lay the site out as the repository is, so that a link between two files is right in both."""
     theme = [file for file in files if file.src_dir != config.docs_dir]
-    paths = sorted(path.relative_to(ROOT).as_posix() for pattern in PAGES for path in ROOT.glob(pattern))
-    return Files([*theme, *(File(path, str(ROOT), config.site_dir, config.use_directory_urls) for path in paths)])
+    pages = []
+    for path in sorted(path.relative_to(ROOT).as_posix() for pattern in PAGES for path in ROOT.glob(pattern)):
+        destination = DESTINATIONS.get(path)
+        pages.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls, dest_uri=destination))
+    notebooks = []
+    for notebook in sorted(ROOT.glob(NOTEBOOKS)):
+        notebooks += convert_notebook(notebook, config)
+    return Files([*theme, *pages, *notebooks])
+
+
+class NotebookPage(File):
+    """A notebook that is a page of the site, so that links to the notebook lead to the page."""
+
+    def is_documentation_page(self) -> bool:
+        """Return True, which MkDocs otherwise does for Markdown only."""
+        return True
+
+
+def convert_notebook(path: Path, config: MkDocsConfig) -> list[File]:
+    """Return the page of a notebook, the images that it shows, and the notebook itself to download."""
+    uri = path.relative_to(ROOT).as_posix()
+    folder = f"{path.stem}_files"
+    resources = {"unique_key": path.stem, "output_files_dir": folder}
+    text, resources = MarkdownExporter().from_filename(str(path), resources=resources)
+    title, _, rest = text.partition("\n")
+    download = f"[Download the notebook]({folder}/{path.name})"
+    page = NotebookPage(uri, str(ROOT), config.site_dir, config.use_directory_urls)
+    # The exporter describes an image by its format.
+    page.content_string = f"{title}\n\n{download}\n{rest.replace('![png](', '![Output of this cell](')}"
+
+    parent = Path(uri).parent
+    files = [page, File.generated(config, (parent / folder / path.name).as_posix(), abs_src_path=str(path))]
+    for name, content in resources["outputs"].items():
+        files.append(File.generated(config, (parent / name).as_posix(), content=content))
+    return files
 
 
 class Docstrings(Extension):

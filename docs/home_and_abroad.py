@@ -5,6 +5,8 @@ A method is a point: to the right are good scores on own images, at the top good
 leads from the personal models of a method to its prediction with both models.
 """
 
+import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,7 +126,7 @@ def place_label(text: str, point: Point, taken: list[Box]) -> Box:
     Args:
         text: The label.
         point: The point that the label names.
-        taken: Boxes of all points, and of the labels that have their place.
+        taken: Boxes of all points and arrows, and of the labels that have their place.
 
     Raises:
         ValueError: There is no free place on any side of the point.
@@ -145,6 +147,19 @@ def place_label(text: str, point: Point, taken: list[Box]) -> Box:
         if fits_across and fits_down and not any(label.overlaps(box) for box in taken):
             return label
     raise ValueError(f"no room for the label {text!r}: widen X_RANGE or Y_RANGE, or make points smaller")
+
+
+def cover_arrow(start: Point, end: Point) -> list[Box]:
+    """Return boxes that cover the line between two points, each as high or as wide as half a letter."""
+    pieces = max(1, round(math.dist((start.x, start.y), (end.x, end.y)) / (FONT_SIZE / 2)))
+    corners = []
+    for piece in range(pieces + 1):
+        share = piece / pieces
+        corners.append((start.x + share * (end.x - start.x), start.y + share * (end.y - start.y)))
+    boxes = []
+    for (x, y), (next_x, next_y) in itertools.pairwise(corners):
+        boxes.append(Box(min(x, next_x) - 1, min(y, next_y), max(x, next_x) + 1, max(y, next_y)))
+    return boxes
 
 
 def draw_axes() -> list[str]:
@@ -177,6 +192,8 @@ def draw_figure(methods: dict[str, Method]) -> str:
         if method.personal is not None:
             personal_points[name] = point_of(method.personal, SMALL_RADIUS)
     taken = [point.box for point in (*best_points.values(), *personal_points.values())]
+    for name, start in personal_points.items():
+        taken += cover_arrow(start, best_points[name])
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         f'font-family="Helvetica, Arial, sans-serif" font-size="{FONT_SIZE}" role="img" '

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The code in the documentation runs; CONTRIBUTING.md says how its blocks are marked."""
 
+import base64
+import io
 import itertools
+import json
 import math
 import os
 import re
@@ -17,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from torch.distributed.run import get_args_parser
 
 import perada
@@ -27,6 +31,8 @@ from perada.cli import main
 from perada.cli.main import COMMANDS
 from perada.cli.options import check_options
 from perada.cli.recipes import is_comparison
+from perada.data.sets.scanners import DEVICES
+from perada.data.shifts import GROUPS, corrupt
 from perada.server import make_rule
 from perada.studies.choose import search as choosing
 from perada.studies.compare import command as comparing
@@ -369,8 +375,15 @@ def test_the_figure_shows_the_scores_and_covers_no_name():
     for first, second in itertools.combinations(boxes, 2):
         apart = first[2] <= second[0] or second[2] <= first[0] or first[3] <= second[1] or second[3] <= first[1]
         assert apart, (first, second)
+    # Circles, and places along the arrows.
+    marks = list(circles)
+    for path in root.iterfind("svg:path", SVG):
+        if "arrow" in path.attrib["class"]:
+            start_x, start_y, end_x, end_y = map(float, re.findall(r"[\d.]+", path.attrib["d"]))
+            for share in np.linspace(0, 1, 101):
+                marks.append([start_x + share * (end_x - start_x), start_y + share * (end_y - start_y), 1])
     for left, top, right, bottom in boxes:
-        for x, y, radius in circles:
+        for x, y, radius in marks:
             nearest = (min(max(x, left), right), min(max(y, top), bottom))
             assert math.dist((x, y), nearest) > radius
 
@@ -396,6 +409,84 @@ def test_the_figure_is_readable_in_light_and_dark_mode():
         assert set(colours) == {".back", "text", ".perada", ".other"}
         for name in ("text", ".perada", ".other"):
             assert contrast(colours[name], colours[".back"]) > 4.5, name
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """The script of the pictures of scanners, corruptions, deployments and rounds."""
+    return runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+
+
+@pytest.mark.parametrize("name", ["deployment.svg", "round.svg"])
+def test_diagrams_are_drawn_by_their_script(pictures, name):
+    assert (ROOT / "docs" / name).read_text() == pictures["PICTURES"][name]()
+
+
+def embedded_images(name):
+    """Names of the images in a picture, with their pixels."""
+    root = ElementTree.parse(ROOT / "docs" / name).getroot()
+    found = {}
+    pixels = None
+    for element in root:
+        if element.tag.endswith("image"):
+            data = base64.b64decode(element.attrib["href"].removeprefix("data:image/png;base64,"))
+            pixels = np.asarray(Image.open(io.BytesIO(data)))
+            label = ""
+        elif element.tag.endswith("text") and pixels is not None:
+            label += element.text
+            found[label] = pixels
+    return {label: image for label, image in found.items() if not label.endswith("_")}
+
+
+def test_the_picture_of_scanners_shows_what_each_does_to_a_digit(pictures):
+    images = embedded_images("scanners.svg")
+    assert list(images) == list(DEVICES)
+    for name, image in pictures["scanned_images"]().items():
+        assert np.array_equal(images[name], image[0].numpy())
+    plain = images["plain"]
+    assert np.array_equal(images["negative"], 255 - plain)
+    assert np.array_equal(images["turned"], np.rot90(plain))
+    assert np.array_equal(images["mirrored"], plain[:, ::-1])
+    assert np.array_equal(images["upside_down_negative"], 255 - plain[::-1, ::-1])
+    assert np.array_equal(images["faint"], plain // 5 + 102)
+    assert np.std(images["noisy"].astype(float) - plain) > 30
+
+
+@pytest.mark.slow
+def test_the_picture_of_corruptions_has_every_kind_with_the_severity_that_its_page_names():
+    images = embedded_images("corruptions.svg")
+    assert list(images) == ["unchanged", *GROUPS["all"]]
+    unchanged = torch.from_numpy(images["unchanged"].copy())[None]
+    (severity,) = re.findall(
+        r"corruption with severity (\d)\]\(corruptions.svg\)", (ROOT / "docs" / "shifts.md").read_text()
+    )
+    for kind in GROUPS["all"]:
+        expected = corrupt(unchanged, kind, int(severity), seed=0)[0].numpy()
+        # Another version of OpenCV or Pillow may round differently.
+        assert np.abs(images[kind].astype(float) - expected).mean() < 2, kind
+
+
+@pytest.mark.parametrize("name", ["deployment.svg", "round.svg", "scanners.svg", "corruptions.svg"])
+def test_pictures_are_readable_on_a_phone_and_in_both_modes(name):
+    text = (ROOT / "docs" / name).read_text()
+    root = ElementTree.fromstring(text)
+    width = float(root.attrib["viewBox"].split()[2])
+    font_size = float(root.attrib["font-size"])
+    assert font_size * 340 / width > 11
+    for label in root.iterfind("svg:text", SVG):
+        extent = 0.58 * font_size * len(label.text)
+        x = float(label.attrib["x"])
+        left = x if label.attrib["text-anchor"] == "start" else x - extent / 2
+        assert left >= -4 and left + extent <= width + 4, label.text
+    light, query, dark = (
+        text.partition("<style>")[2].partition("</style>")[0].partition("@media (prefers-color-scheme: dark)")
+    )
+    assert query
+    for mode in (light, dark):
+        colours = dict(re.findall(r"(\.?\w+) { fill: (#\w{6})", mode))
+        for written in ("text", ".label"):
+            assert contrast(colours[written], colours[".back"]) > 4.5
+        assert contrast(colours["text"], colours[".box"]) > 4.5
 
 
 def test_a_label_without_room_is_an_error():
@@ -464,6 +555,30 @@ def test_every_package_has_a_page_of_the_api_reference():
     pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")}
     assert set(pages) == packages
     assert all(f"::: perada.{package}" in page for package, page in pages.items() if package != "perada")
+
+
+NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
+
+
+def test_each_notebook_is_in_the_navigation_and_in_the_list_of_pages():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert NOTEBOOKS
+    for notebook in NOTEBOOKS:
+        assert navigation.count(f": docs/tutorials/{notebook.name}\n") == 1
+        assert f"(tutorials/{notebook.name})" in listed
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_of_notebooks_are_small(notebook):
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    for output in outputs:
+        texts = [output.get("text", []), output.get("data", {}).get("text/plain", [])]
+        lines = "".join(line for text in texts for line in text).splitlines()
+        assert len(lines) <= 40  # a screen
+        assert max(map(len, lines), default=0) <= 400  # an error is one line
+        assert len(output.get("data", {}).get("image/png", "")) < 60_000
 
 
 def test_the_page_for_missing_pages_links_to_pages():

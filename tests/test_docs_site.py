@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation as a site, as headless Chromium shows it: links, search, a phone, dark mode, the example report."""
 
+import json
 import os
 import subprocess
 import sys
@@ -201,6 +202,72 @@ def test_search_finds_a_page_and_opens_it(address, browser):
     assert results[0].startswith(f"{address}docs/secure_sums/")
     browser.visit(results[0], 1280, "light")
     assert "secure sum" in browser.run("document.querySelector('article').textContent").lower()
+
+
+def test_the_home_page_leads_to_a_first_run_and_to_own_images(address, browser):
+    browser.visit(address, 1280, "light")
+    buttons = browser.run("[...document.querySelectorAll('article a.md-button')].map(button => button.href)")
+    assert buttons == [f"{address}docs/getting-started/", f"{address}docs/own_images/"]
+    assert browser.run("document.querySelectorAll('.readers h2').length") == 3
+    # The message, the buttons and the figure are seen without scrolling.
+    lowest = browser.run(
+        "Math.max(...['h1', 'a.md-button', '.figure img'].map(part => "
+        "document.querySelector(`article ${part}`).getBoundingClientRect().bottom))"
+    )
+    assert lowest < 900
+
+
+def test_notebooks_are_pages_with_their_outputs(site, address, browser):
+    notebooks = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
+    pictures = 0
+    for notebook in notebooks:
+        browser.visit(f"{address}docs/tutorials/{notebook.stem}/", 1280, "light")
+        page = browser.run("document.querySelector('article').innerText")
+        code_cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+        blocks = browser.run("document.querySelectorAll('article pre').length")
+        assert blocks >= len(code_cells)
+        for cell in code_cells:
+            assert "".join(cell["source"]).splitlines()[0] in page
+            for output in cell["outputs"]:
+                assert "".join(output.get("text", [])).split("\n")[0].strip() in page
+                pictures += "image/png" in output.get("data", {})
+        link = browser.run("document.querySelector('article a[href$=ipynb]').href").removeprefix(address)
+        assert (site / link).read_bytes() == notebook.read_bytes()
+        browser.visit(f"{address}docs/", 1280, "light")
+        links = browser.run("[...document.querySelectorAll('article a')].map(link => link.href)")
+        assert f"{address}docs/tutorials/{notebook.stem}/" in links
+    assert pictures == len(list((site / "docs" / "tutorials").glob("*_files/*.png"))) > 0
+
+
+WIDER_THAN_THEIR_PLACE = """[...document.querySelectorAll('article SELECTOR')]
+    .filter(element => element.scrollWidth > element.parentElement.clientWidth + 1)
+    .map(element => element.innerText.slice(0, 80))"""
+
+
+@pytest.mark.parametrize("width", [1280, PHONE])
+def test_tables_of_adapters_and_backbones_need_no_scrolling(address, browser, width):
+    browser.visit(f"{address}docs/adapter_matrix/", width, "light")
+    first_tables = WIDER_THAN_THEIR_PLACE.replace("SELECTOR", "h2#by-adapter ~ .md-typeset__scrollwrap table")
+    assert browser.run("document.querySelectorAll('article table').length") >= 2
+    assert browser.run(first_tables)[:1] == []
+
+
+def test_a_line_of_84_characters_fits_a_block_of_code_on_a_laptop(address, browser):
+    browser.visit(f"{address}docs/getting-started/", 1280, "light")
+    browser.run("document.querySelector('article pre code').textContent = 'm'.repeat(84)")
+    scroll, room = browser.run(
+        "(code => [code.scrollWidth, code.clientWidth])(document.querySelector('article pre code'))"
+    )
+    assert scroll == room
+
+
+@pytest.mark.parametrize("width", [1280, PHONE])
+def test_the_page_for_missing_pages_opens_the_search(address, browser, width):
+    browser.visit(f"{address}404.html", width, "light")
+    browser.run("document.querySelector('article button').click()")
+    browser.send("Input.insertText", text="secure sums")
+    first_result = "document.querySelector('.md-search-result__link')?.href"
+    assert wait_for(browser, first_result).startswith(f"{address}docs/secure_sums/")
 
 
 def test_the_example_report_opens_from_its_page(address, browser):

@@ -35,46 +35,81 @@ QUICK = {
 """Cells that are not slow: together they have each small backbone and each verdict."""
 
 
+def sections():
+    """The title of each section of the page, and its text."""
+    _, *parts = PAGE.read_text().partition("\n<!-- /generated -->")[0].split("\n## ")
+    return {title: text for title, _, text in (part.partition("\n") for part in parts)}
+
+
+def rows(text):
+    """Cells of the rows of a table, without its head."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+
+
 def said():
-    """``{(backbone, adapter): cell of the page}``, from all of its tables."""
+    """``{(backbone, adapter): (outcome, number of its reason)}``, from all sections on backbones."""
     cells = {}
-    head = []
-    for line in PAGE.read_text().partition("\n## Reasons")[0].splitlines():
-        if not line.startswith("| "):
+    for title, text in sections().items():
+        if title in ("By adapter", "Reasons"):
             continue
-        first, *others = [cell.strip() for cell in line.strip("|").split("|")]
-        if first == "backbone":
-            head = others
-            continue
-        for name, text in zip(head, others, strict=True):
-            assert (first, name) not in cells
-            cells[first, name] = text
+        sentence = re.search(r"^The same for (.*)\.$", text, re.MULTILINE)
+        backbones = re.findall(r"`(\w+)`", sentence[1]) if sentence else [title]
+        assert len(backbones) == 1 or title == f"{backbones[0]} and {len(backbones) - 1} more"
+        for outcome, names in re.findall(r"^- \*\*([\w ]+)\*\*: (.*)$", text, re.MULTILINE):
+            for name in names.split(", "):
+                adapter, _, number = name.removesuffix(")").partition(" (")
+                for backbone in backbones:
+                    assert (backbone, adapter) not in cells
+                    cells[backbone, adapter] = outcome, number
     return cells
-
-
-def as_said(verdict):
-    """A number stands for a reason of a rejection; raw errors have it in bold."""
-    return verdict if verdict in ("folded", "loop", "–") else "rejected" if verdict.isdigit() else "raw error"
 
 
 def test_the_page_has_every_cell_and_no_raw_error():
     cells = said()
     assert set(cells) == {(backbone, adapter) for backbone in BACKBONES for adapter in ADAPTERS}
-    assert "raw error" not in map(as_said, cells.values())
+    for outcome, number in cells.values():
+        assert outcome in ("folded", "loop", "rejected", "not tested")
+        assert number.isdigit() == (outcome == "rejected")  # raw errors have a number in bold
+
+
+def test_adapters_have_as_many_backbones_as_the_sections_say():
+    cells = said()
+    for adapter, *counts in rows(sections()["By adapter"]):
+        outcomes = [cells[backbone, adapter][0] for backbone in BACKBONES]
+        assert [int(count) for count in counts] == [
+            outcomes.count(outcome) for outcome in ("folded", "loop", "rejected", "not tested")
+        ]
 
 
 def test_the_tables_are_written_as_the_page_has_them():
-    """From the cells of the page: their verdicts and the texts of their reasons."""
+    """From the cells of the page: their outcomes and the texts of their reasons."""
     text = PAGE.read_text()
     reasons = dict(re.findall(r"^(\d+)\. `(.*)`$", text, re.MULTILINE))
+    outcomes = said()
     cells = {}
-    for (backbone, adapter), cell_text in said().items():
-        if cell_text != "–":
-            is_rejected = cell_text in reasons
-            verdict = "rejected" if is_rejected else cell_text
-            cells[backbone, adapter] = Cell(verdict, reasons[cell_text] if is_rejected else "")
-    written = page(dict(cells), "commit").partition("\n<!-- /generated -->")[0]
+    for backbone in BACKBONES:
+        for adapter in ADAPTERS:
+            outcome, number = outcomes[backbone, adapter]
+            if outcome != "not tested":
+                cells[backbone, adapter] = Cell(outcome, reasons.get(number, ""))
+    written = page(cells, "commit").partition("\n<!-- /generated -->")[0]
     assert written == text.partition("\n<!-- /generated -->")[0]
+
+
+def test_backbones_that_differ_in_one_adapter_have_sections_of_their_own():
+    cells = {
+        ("first", "lora"): Cell("folded"),
+        ("first", "head"): Cell("rejected", "backbone 'first' has none"),
+        ("second", "lora"): Cell("folded"),
+        ("second", "head"): Cell("rejected", "backbone 'second' has none"),
+        ("third", "lora"): Cell("folded"),
+        ("third", "head"): Cell("raw error", "KeyError: 'x'"),
+    }
+    written = page(cells, "commit")
+    assert "## first and 1 more\n\nThe same for `first`, `second`.\n" in written
+    assert "head (1)" in written and "1. `backbone … has none`" in written
+    assert "## third\n" in written and "head (**2**)" in written
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -83,7 +118,7 @@ def test_the_tables_are_written_as_the_page_has_them():
     [pytest.param(*row, marks=[pytest.mark.slow] * (row[:2] not in QUICK)) for row in CELLS],
 )
 def test_small_networks(backbone, adapter, verdict):
-    assert cell(backbone, ADAPTERS[adapter]).verdict == as_said(said()[backbone, adapter]) == verdict
+    assert cell(backbone, ADAPTERS[adapter]).verdict == said()[backbone, adapter][0] == verdict
 
 
 @pytest.mark.slow
@@ -93,4 +128,4 @@ def test_every_cell_of_the_page(backbone):
     cells = said()
     for adapter in ADAPTERS:
         tried = backbone in SMALL or adapter not in HEAVY
-        assert (cell(backbone, ADAPTERS[adapter]).verdict if tried else "–") == as_said(cells[backbone, adapter])
+        assert (cell(backbone, ADAPTERS[adapter]).verdict if tried else "not tested") == cells[backbone, adapter][0]
