@@ -30,7 +30,10 @@ NOTEBOOKS = "docs/tutorials/*.ipynb"
 DESTINATIONS = {"docs/home.md": "index.html", "README.md": "README/index.html"}
 
 # Pages of these packages show what they hand on, under that name. Others show each object in its own module only.
-FACES = {f"perada.{name}" for name in ("algorithms", "data", "lightning", "privacy", "server", "tasks")}
+FACES = {
+    f"perada.{name}"
+    for name in ("algorithms", "data", "lightning", "privacy", "server", "tasks")
+}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -47,9 +50,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Lay the site out as the repository is, so that a link between two files is right in both."""
     theme = [file for file in files if file.src_dir != config.docs_dir]
     pages = []
-    for path in sorted(path.relative_to(ROOT).as_posix() for pattern in PAGES for path in ROOT.glob(pattern)):
+    for path in sorted(
+        path.relative_to(ROOT).as_posix()
+        for pattern in PAGES
+        for path in ROOT.glob(pattern)
+    ):
         destination = DESTINATIONS.get(path)
-        pages.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls, dest_uri=destination))
+        pages.append(
+            File(
+                path,
+                str(ROOT),
+                config.site_dir,
+                config.use_directory_urls,
+                dest_uri=destination,
+            )
+        )
     notebooks = []
     for notebook in sorted(ROOT.glob(NOTEBOOKS)):
         notebooks += convert_notebook(notebook, config)
@@ -69,7 +84,9 @@ def convert_notebook(path: Path, config: MkDocsConfig) -> list[File]:
     uri = path.relative_to(ROOT).as_posix()
     folder = f"{path.stem}_files"
     resources = {"unique_key": path.stem, "output_files_dir": folder}
-    text, resources = MarkdownExporter().from_filename(str(path), resources=resources)
+    text, resources = MarkdownExporter().from_filename(
+        str(path), resources=resources
+    )
     title, _, rest = text.partition("\n")
     download = f"[Download the notebook]({folder}/{path.name})"
     page = NotebookPage(uri, str(ROOT), config.site_dir, config.use_directory_urls)
@@ -77,9 +94,16 @@ def convert_notebook(path: Path, config: MkDocsConfig) -> list[File]:
     page.content_string = f"{title}\n\n{download}\n{rest.replace('![png](', '![Output of this cell](')}"
 
     parent = Path(uri).parent
-    files = [page, File.generated(config, (parent / folder / path.name).as_posix(), abs_src_path=str(path))]
+    files = [
+        page,
+        File.generated(
+            config, (parent / folder / path.name).as_posix(), abs_src_path=str(path)
+        ),
+    ]
     for name, content in resources["outputs"].items():
-        files.append(File.generated(config, (parent / name).as_posix(), content=content))
+        files.append(
+            File.generated(config, (parent / name).as_posix(), content=content)
+        )
     return files
 
 
@@ -99,7 +123,9 @@ class Docstrings(Extension):
                 documented.exports = None
             todo += documented.members.values()
             if documented.docstring:
-                documented.docstring.value = markdown(documented.docstring.value, documented)
+                documented.docstring.value = markdown(
+                    documented.docstring.value, documented
+                )
 
 
 def markdown(text: str, of: Object) -> str:
@@ -113,7 +139,9 @@ def markdown(text: str, of: Object) -> str:
         return f"[`{text}`][{target}]" if target else f"`{text}`"
 
     text = re.sub(r":(\w+):`([^`]+)`", link, text)
-    return re.sub(r"(?:^ *>>> .*\n?(?:^ *\S.*\n?)*\n?)+", fenced, text, flags=re.MULTILINE)
+    return re.sub(
+        r"(?:^ *>>> .*\n?(?:^ *\S.*\n?)*\n?)+", fenced, text, flags=re.MULTILINE
+    )
 
 
 def resolve(name: str, of: Object) -> str | None:
@@ -133,7 +161,9 @@ def resolve(name: str, of: Object) -> str | None:
     except AliasResolutionError:
         return None
     except KeyError:
-        raise PluginError(f"the docstring of {of.path} names {name}, which does not exist") from None
+        raise PluginError(
+            f"the docstring of {of.path} names {name}, which does not exist"
+        ) from None
 
 
 def has_page(target: Object | None) -> bool:
@@ -141,7 +171,11 @@ def has_page(target: Object | None) -> bool:
     while target and target.parent and not isinstance(target.parent, Module):
         target = target.parent
     face = target.package.modules.get(target.path.split(".")[1]) if target else None
-    return face is None or face.path not in FACES or target.name in (face.exports or ())
+    return (
+        face is None
+        or face.path not in FACES
+        or target.name in (face.exports or ())
+    )
 
 
 def fenced(match: re.Match[str]) -> str:

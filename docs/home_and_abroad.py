@@ -85,13 +85,22 @@ class Point:
     @property
     def box(self) -> Box:
         """The square around the circle."""
-        return Box(self.x - self.radius, self.y - self.radius, self.x + self.radius, self.y + self.radius)
+        return Box(
+            self.x - self.radius,
+            self.y - self.radius,
+            self.x + self.radius,
+            self.y + self.radius,
+        )
 
 
 def read_table(text: str) -> dict[str, Method]:
     """Read the first table of a page that has the columns of the figure, without what follows the ±."""
     lines = text.splitlines()
-    header = next(place for place, line in enumerate(lines) if line.startswith("|") and HOME in line and ABROAD in line)
+    header = next(
+        place
+        for place, line in enumerate(lines)
+        if line.startswith("|") and HOME in line and ABROAD in line
+    )
     columns = [cell.strip() for cell in lines[header].split("|")[1:-1]]
     scores: dict[str, dict[str, Scores]] = {}
     for line in lines[header + 2 :]:
@@ -104,7 +113,9 @@ def read_table(text: str) -> dict[str, Method]:
     methods: dict[str, Method] = {}
     for name, scores_of_method in scores.items():
         if BOTH in scores_of_method:
-            methods[name] = Method(scores_of_method[BOTH], scores_of_method[PERSONAL])
+            methods[name] = Method(
+                scores_of_method[BOTH], scores_of_method[PERSONAL]
+            )
         else:
             (only_scores,) = scores_of_method.values()
             methods[name] = Method(only_scores)
@@ -144,21 +155,41 @@ def place_label(text: str, point: Point, taken: list[Box]) -> Box:
         label = Box(left, top, left + width, top + LINE_HEIGHT)
         fits_across = plot.left <= label.left and label.right <= plot.right
         fits_down = plot.top <= label.top and label.bottom <= plot.bottom
-        if fits_across and fits_down and not any(label.overlaps(box) for box in taken):
+        if (
+            fits_across
+            and fits_down
+            and not any(label.overlaps(box) for box in taken)
+        ):
             return label
-    raise ValueError(f"no room for the label {text!r}: widen X_RANGE or Y_RANGE, or make points smaller")
+    raise ValueError(
+        f"no room for the label {text!r}: widen X_RANGE or Y_RANGE, or make points smaller"
+    )
 
 
 def cover_arrow(start: Point, end: Point) -> list[Box]:
     """Return boxes that cover the line between two points, each as high or as wide as half a letter."""
-    pieces = max(1, round(math.dist((start.x, start.y), (end.x, end.y)) / (FONT_SIZE / 2)))
+    pieces = max(
+        1, round(math.dist((start.x, start.y), (end.x, end.y)) / (FONT_SIZE / 2))
+    )
     corners = []
     for piece in range(pieces + 1):
         share = piece / pieces
-        corners.append((start.x + share * (end.x - start.x), start.y + share * (end.y - start.y)))
+        corners.append(
+            (
+                start.x + share * (end.x - start.x),
+                start.y + share * (end.y - start.y),
+            )
+        )
     boxes = []
     for (x, y), (next_x, next_y) in itertools.pairwise(corners):
-        boxes.append(Box(min(x, next_x) - 1, min(y, next_y), max(x, next_x) + 1, max(y, next_y)))
+        boxes.append(
+            Box(
+                min(x, next_x) - 1,
+                min(y, next_y),
+                max(x, next_x) + 1,
+                max(y, next_y),
+            )
+        )
     return boxes
 
 
@@ -168,15 +199,23 @@ def draw_axes() -> list[str]:
     for score in range(X_RANGE[0], X_RANGE[1] + 1, 10):
         x = f"{point_of(Scores(score, 0), 0).x:.1f}"
         parts.append(f'<path class="grid" d="M{x} {TOP} V{HEIGHT - BOTTOM}"/>')
-        parts.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{score}</text>')
+        parts.append(
+            f'<text x="{x}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{score}</text>'
+        )
     for score in range(Y_RANGE[0], Y_RANGE[1] + 1, 10):
         y = f"{point_of(Scores(0, score), 0).y:.1f}"
         parts.append(f'<path class="grid" d="M{LEFT} {y} H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y}" dy="5" text-anchor="end">{score}</text>')
+        parts.append(
+            f'<text x="{LEFT - 8}" y="{y}" dy="5" text-anchor="end">{score}</text>'
+        )
     middle_x = (LEFT + WIDTH - RIGHT) / 2
     middle_y = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(f'<text x="{middle_x}" y="24" text-anchor="middle">Good at home, and abroad</text>')
-    parts.append(f'<text x="{middle_x}" y="{HEIGHT - 14}" text-anchor="middle">accuracy on own images, %</text>')
+    parts.append(
+        f'<text x="{middle_x}" y="24" text-anchor="middle">Good at home, and abroad</text>'
+    )
+    parts.append(
+        f'<text x="{middle_x}" y="{HEIGHT - 14}" text-anchor="middle">accuracy on own images, %</text>'
+    )
     parts.append(
         f'<text transform="translate(17 {middle_y}) rotate(-90)" text-anchor="middle">'
         "accuracy on all clients' images, %</text>"
@@ -186,12 +225,16 @@ def draw_axes() -> list[str]:
 
 def draw_figure(methods: dict[str, Method]) -> str:
     """Draw a point and a label for each method, and its arrow, as the text of an SVG file."""
-    best_points = {name: point_of(method.best, RADIUS) for name, method in methods.items()}
+    best_points = {
+        name: point_of(method.best, RADIUS) for name, method in methods.items()
+    }
     personal_points: dict[str, Point] = {}
     for name, method in methods.items():
         if method.personal is not None:
             personal_points[name] = point_of(method.personal, SMALL_RADIUS)
-    taken = [point.box for point in (*best_points.values(), *personal_points.values())]
+    taken = [
+        point.box for point in (*best_points.values(), *personal_points.values())
+    ]
     for name, start in personal_points.items():
         taken += cover_arrow(start, best_points[name])
     parts = [
@@ -208,15 +251,24 @@ def draw_figure(methods: dict[str, Method]) -> str:
             parts.append(
                 f'<path class="{colour} arrow" d="M{start.x:.1f} {start.y:.1f} L{point.x:.1f} {point.y:.1f}"/>'
             )
-            parts.append(f'<circle class="{colour}" cx="{start.x:.1f}" cy="{start.y:.1f}" r="{start.radius}"/>')
-        parts.append(f'<circle class="{colour}" cx="{point.x:.1f}" cy="{point.y:.1f}" r="{point.radius}"/>')
+            parts.append(
+                f'<circle class="{colour}" cx="{start.x:.1f}" cy="{start.y:.1f}" r="{start.radius}"/>'
+            )
+        parts.append(
+            f'<circle class="{colour}" cx="{point.x:.1f}" cy="{point.y:.1f}" r="{point.radius}"/>'
+        )
         label = place_label(name, point, taken)
         taken.append(label)
         middle = (label.left + label.right) / 2
         baseline = label.top + 0.8 * LINE_HEIGHT
-        parts.append(f'<text class="{colour}" x="{middle:.1f}" y="{baseline:.1f}" text-anchor="middle">{name}</text>')
+        parts.append(
+            f'<text class="{colour}" x="{middle:.1f}" y="{baseline:.1f}" text-anchor="middle">{name}</text>'
+        )
     return "\n".join([*parts, "</svg>", ""])
 
 
 if __name__ == "__main__":
-    FIGURE.write_text(draw_figure(read_table((ROOT / "README.md").read_text(encoding="utf-8"))), encoding="utf-8")
+    FIGURE.write_text(
+        draw_figure(read_table((ROOT / "README.md").read_text(encoding="utf-8"))),
+        encoding="utf-8",
+    )

@@ -49,7 +49,13 @@ def frame(parts: Sequence[str], height: int, description: str) -> str:
     return "\n".join([head, STYLE, background, *parts, "</svg>", ""])
 
 
-def write(lines: Sequence[str], x: float, y: float, style: str = "", anchor: str = "middle") -> list[str]:
+def write(
+    lines: Sequence[str],
+    x: float,
+    y: float,
+    style: str = "",
+    anchor: str = "middle",
+) -> list[str]:
     """Write lines of text below each other; y is the first baseline."""
     attribute = f' class="{style}"' if style else ""
     return [
@@ -58,12 +64,18 @@ def write(lines: Sequence[str], x: float, y: float, style: str = "", anchor: str
     ]
 
 
-def box(title: str, lines: Sequence[str], left: float, top: float, width: float) -> list[str]:
+def box(
+    title: str, lines: Sequence[str], left: float, top: float, width: float
+) -> list[str]:
     """Draw a box with a title and lines of text, as high as they need."""
     height = (1 + len(lines)) * LINE_HEIGHT + 14
     rectangle = f'<rect class="box" x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" rx="6"/>'
     middle, baseline = left + width / 2, top + 22
-    return [rectangle, *write([title], middle, baseline, "title"), *write(lines, middle, baseline + LINE_HEIGHT)]
+    return [
+        rectangle,
+        *write([title], middle, baseline, "title"),
+        *write(lines, middle, baseline + LINE_HEIGHT),
+    ]
 
 
 def arrow(start: tuple[float, float], end: tuple[float, float]) -> str:
@@ -94,7 +106,11 @@ def draw_sheet(images: dict[str, Tensor], columns: int, description: str) -> str
             f'<image x="{left:g}" y="{top:g}" width="{image_side:g}" height="{image_side:g}" '
             f'style="image-rendering: pixelated" href="data:image/png;base64,{data}"/>'
         )
-        parts += write(split_name(name), left + image_side / 2, top + image_side + LINE_HEIGHT - 2)
+        parts += write(
+            split_name(name),
+            left + image_side / 2,
+            top + image_side + LINE_HEIGHT - 2,
+        )
     rows = -(-len(images) // columns)
     return frame(parts, round(rows * cell_height) + 6, description)
 
@@ -122,23 +138,38 @@ def scanned_images() -> dict[str, Tensor]:
 def corrupted_images() -> dict[str, Tensor]:
     """Return the digit and its corruptions: uint8 (1, SIDE, SIDE) by kind."""
     digit = read_digit()[0]
-    return {"unchanged": digit} | {kind: corrupt(digit, kind, SEVERITY, seed=0) for kind in GROUPS["all"]}
+    return {"unchanged": digit} | {
+        kind: corrupt(digit, kind, SEVERITY, seed=0) for kind in GROUPS["all"]
+    }
 
 
 def draw_scanners() -> str:
     """Draw what each scanner does to an image."""
-    return draw_sheet(scanned_images(), 4, "The same digit as each of the twelve scanners sees it.")
+    return draw_sheet(
+        scanned_images(),
+        4,
+        "The same digit as each of the twelve scanners sees it.",
+    )
 
 
 def draw_corruptions() -> str:
     """Draw what each kind of corruption does to an image."""
-    return draw_sheet(corrupted_images(), 4, f"A digit, and its 19 kinds of corruption with severity {SEVERITY}.")
+    return draw_sheet(
+        corrupted_images(),
+        4,
+        f"A digit, and its 19 kinds of corruption with severity {SEVERITY}.",
+    )
 
 
 def draw_deployment() -> str:
     """Draw a server and three sites, and what travels between them."""
     server_lines = ["recipe, common adapter,", "unlabelled public images"]
-    site_lines = ["images, labels", "personal model", "ε account", "log of all sent"]
+    site_lines = [
+        "images, labels",
+        "personal model",
+        "ε account",
+        "log of all sent",
+    ]
     site_width, site_top = 124, 206
     parts = box("Server", server_lines, 40, 14, 340)
     for number, name in enumerate("ABC"):
@@ -150,29 +181,65 @@ def draw_deployment() -> str:
     parts.append('<rect class="back" x="10" y="112" width="400" height="66"/>')
     parts += write(["↓ common adapter"], WIDTH / 2, 130, "label")
     parts += write(
-        ["↑ what the site changed in it: as it is,", "with noise (ε), or masked (secure sums)"], WIDTH / 2, 150, "label"
+        [
+            "↑ what the site changed in it: as it is,",
+            "with noise (ε), or masked (secure sums)",
+        ],
+        WIDTH / 2,
+        150,
+        "label",
     )
-    parts += write(["What stands in the box of a site stays there."], WIDTH / 2, 332)
-    return frame(parts, 346, "The server sends the common adapter to three sites, which send what they changed in it.")
+    parts += write(
+        ["What stands in the box of a site stays there."], WIDTH / 2, 332
+    )
+    return frame(
+        parts,
+        346,
+        "The server sends the common adapter to three sites, which send what they changed in it.",
+    )
 
 
 def draw_round() -> str:
     """Draw a round of PerAda."""
     server_left, client_left, width = 36, 236, 174
     parts = box("Server", ["has the common", "adapter w"], server_left, 14, width)
-    client_lines = ["trains θ from w, and v,", "which λ pulls to w,", "on its own images"]
+    client_lines = [
+        "trains θ from w, and v,",
+        "which λ pulls to w,",
+        "on its own images",
+    ]
     parts += box("Each sampled client", client_lines, client_left, 14, width)
     parts += box("Server", ["averages the θ"], server_left, 150, width)
-    parts += box("Server", ["distils them on", "public images"], server_left, 244, width)
-    parts += box("Each client", ["keeps v, its", "personal adapter"], client_left, 244, width)
+    parts += box(
+        "Server", ["distils them on", "public images"], server_left, 244, width
+    )
+    parts += box(
+        "Each client", ["keeps v, its", "personal adapter"], client_left, 244, width
+    )
     server_middle, client_middle = server_left + width / 2, client_left + width / 2
-    parts += [arrow((server_left + width + 2, 40), (client_left - 3, 40)), *write(["w"], 223, 32, "label")]
-    parts += [arrow((client_left + 10, 102), (server_left + width - 40, 147)), *write(["θ"], 218, 134, "label")]
+    parts += [
+        arrow((server_left + width + 2, 40), (client_left - 3, 40)),
+        *write(["w"], 223, 32, "label"),
+    ]
+    parts += [
+        arrow((client_left + 10, 102), (server_left + width - 40, 147)),
+        *write(["θ"], 218, 134, "label"),
+    ]
     parts += [arrow((server_middle, 202), (server_middle, 241))]
-    parts += [arrow((client_middle, 102), (client_middle, 241)), *write(["v"], client_middle + 14, 176, "label")]
+    parts += [
+        arrow((client_middle, 102), (client_middle, 241)),
+        *write(["v"], client_middle + 14, 176, "label"),
+    ]
     back = f"M{server_left} 280 H16 V40 H{server_left - 3}"
-    parts += [f'<path class="arrow" d="{back}" marker-end="url(#head)"/>', *write(["w"], 26, 170, "label")]
-    return frame(parts, 326, "A round: w goes to clients, which train θ and v; the server averages the θ and distils.")
+    parts += [
+        f'<path class="arrow" d="{back}" marker-end="url(#head)"/>',
+        *write(["w"], 26, 170, "label"),
+    ]
+    return frame(
+        parts,
+        326,
+        "A round: w goes to clients, which train θ and v; the server averages the θ and distils.",
+    )
 
 
 PICTURES: dict[str, Callable[[], str]] = {

@@ -79,6 +79,22 @@ def test_every_fence_is_a_block_that_a_test_knows():
             assert note == "" or re.fullmatch(r"test: parse only, since \w+ .+|file: \w+\.py", note), (page, note)
 
 
+CODE_WIDTH = 84
+"""Characters of a line of code that fit beside the site's navigation on a screen 1,280 pixels wide."""
+
+
+def test_lines_of_python_fit_the_width_of_a_page():
+    for page in PAGES:
+        long_lines = [
+            line
+            for block in blocks(page)
+            if block.language == "python"
+            for line in block.code.splitlines()
+            if len(line) > CODE_WIDTH
+        ]
+        assert long_lines == [], page
+
+
 def commands(tree=COMMANDS, prefix=""):
     """The names of all commands."""
     names = set()
@@ -502,7 +518,7 @@ def test_the_blocks_on_privacy_run(reader):
     names = reader.follow("docs/privacy.md")
     (source,) = [block.code for block in blocks("docs/privacy.md") if "mean_epsilon" in block.code]
     for name in ("server", "release", "equal"):
-        said = re.search(rf"^{name} = .*# (.*)$", source, flags=re.MULTILINE)
+        said = re.search(rf"^# (.*)\n{name} = ", source, flags=re.MULTILINE)
         assert said is not None
         assert [f"{value:.2f}" for value in names[name]] == said[1].split(", ")
     ledgers, delta = names["ledgers"], names["delta"]
