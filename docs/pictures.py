@@ -190,7 +190,7 @@ def draw_deployment() -> str:
         "label",
     )
     parts += write(
-        ["What stands in the box of a site stays there."], WIDTH / 2, 332
+        ["Everything in the box of a site stays there."], WIDTH / 2, 332
     )
     return frame(
         parts,
