@@ -88,8 +88,9 @@ class EvaluationPass:
         # Of predictions with both models, on their client's images and on everyone's.
         self._both_client_scores = Scores(metrics, self.task, groups=self.num_clients)
         self._both_everywhere_scores = Scores(metrics, self.task, models=len(self.everywhere))
-        # The number of each client's images that are typical of it.
+        # The number of images that are typical of each client: of its own, and of everyone's.
         self._num_typical = torch.zeros(self.num_clients, dtype=torch.int64)
+        self._num_typical_everywhere = torch.zeros(self.num_clients, dtype=torch.int64)
 
         self._sizes = torch.zeros(self.num_clients, dtype=torch.int64)
         self._recent: Sequence[bool] | None = None
@@ -97,7 +98,7 @@ class EvaluationPass:
             # Before the first round no client has taken part, and there is no mean over recent clients.
             self._recent = federation.participation.recent
         self._tallies: dict[str, Tally | NumberCounts] = {}
-        for model in ("personal", "global"):
+        for model in ("personal", "global", "both"):
             self._tallies[model] = Tally(self.task) if self.task.has_classes else NumberCounts(self.task)
         self.per_class: dict[str, Tensor] = {}
 
@@ -185,6 +186,7 @@ class EvaluationPass:
         logits = self._both.logits(owner_logits, shared.logits, is_typical, weights)
         owner = to_device_async(batch.owner, logits.device)
         self._both_client_scores.update(logits.unsqueeze(0), batch.y, owner, counted=counted)
+        self._tallies["both"].update(logits, batch.y, owner, counted)
         if counted is not None:
             is_typical = is_typical & counted
         typical_owners = owners[is_typical.cpu()]
@@ -206,6 +208,7 @@ class EvaluationPass:
                 weights = self._both.weights(run.clients, run.logits.device).of_batches()
                 logits_of_both = self._both.logits(run.logits, shared.logits, is_typical, weights)
                 self._both_everywhere_scores.update(logits_of_both, batch.y, models=run.places)
+                self._num_typical_everywhere[run.clients] += is_typical.sum(1).cpu()
             clients = to_device_async(torch.tensor(run.clients), owner.device)
             is_owner = owner.unsqueeze(1) == clients  # (B, p)
             # The first of the p models if none is the owner's.
@@ -234,7 +237,7 @@ class EvaluationPass:
         self._global_client_scores.merge(ranks)
         self._both_client_scores.merge(ranks)
         self._both_everywhere_scores.merge(ranks)
-        ranks.sum_([self._num_typical])
+        ranks.sum_([self._num_typical, self._num_typical_everywhere])
 
         own_failed = self._client_scores.failed_images[0] > 0
         everywhere_failed = self._failed_on_everyone()
@@ -270,7 +273,7 @@ class EvaluationPass:
 
         Args:
             per_client: Receives the scores (M,) of the clients by name. ``typical/local_test`` is the share of each
-                client's test images that are typical of it.
+                client's test images that are typical of it, ``typical/global_test`` that of everyone's test images.
         """
         results: dict[str, float] = {}
         own_failed = self._both_client_scores.failed_images[0] > 0
@@ -290,6 +293,11 @@ class EvaluationPass:
                 results |= spread(name, global_test, metric.lower_is_better, failed=everywhere_failed)
         per_client["typical/local_test"] = self._num_typical.double() / self._sizes
         results["typical/local_test"] = float(per_client["typical/local_test"].nanmean())
+        if self.everywhere:
+            shares = torch.full((self.num_clients,), torch.nan, dtype=torch.float64)
+            shares[self.everywhere] = self._num_typical_everywhere[self.everywhere].double() / self._sizes.sum()
+            per_client["typical/global_test"] = shares
+            results["typical/global_test"] = float(shares.nanmean())
         return results
 
     def _failed_on_everyone(self) -> Tensor:
@@ -378,7 +386,8 @@ class EvaluationPass:
             Entries in plain types:
 
             - ``test_images``: the number of images that each client is scored on (M,);
-            - ``predictions``: by ``personal`` and ``global``, a record of :class:`.Tally` or :class:`.NumberCounts`;
+            - ``predictions``: by ``personal``, ``global`` and ``both``, a record of :class:`.Tally` or
+              :class:`.NumberCounts`;
             - ``global/local_test``: the global model's score on each client's test images (M,), with personal models;
             - ``per_class``: scores of each class.
 
@@ -390,6 +399,8 @@ class EvaluationPass:
             names.append("personal")
         if self._members is not None:
             names.append("global")
+        if self._both is not None:
+            names.append("both")
         predictions = {}
         for name in names:
             predictions[name] = self._tallies[name].record(ranks)

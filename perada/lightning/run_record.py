@@ -4,7 +4,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from typing import Any
+
+import torch
 
 from perada.algorithms.records import algorithm_record
 from perada.data import FederatedDataModule
@@ -141,6 +144,7 @@ def run_info(context: RunContext) -> dict[str, Any]:
         privacy=context.federation.protection.record(data.num_clients),
     )
     info = describe_run(context.settings, context.module, data, facts)
+    info["training"]["public_images"] = data.public_size
     if context.settings.lora_ranks:
         info["lora_ranks"] = list(context.settings.lora_ranks)
     return info
@@ -207,6 +211,7 @@ def describe_run(
         # In the test mode of privacy the noise is derived from the seed, with which anyone could subtract it.
         "seed": None if settings.test_mode else settings.seed,
         "training": _describe_training(settings, module, data, facts),
+        "versions": {"perada": version("perada"), "torch": str(torch.__version__)},
         "privacy": facts.privacy,
     }
 
@@ -235,6 +240,7 @@ def _describe_training(
     training["sampling"] = data.sampling
     for option in RECORDED_OPTIONS:
         training[option] = getattr(module.training_options, option)
+    training["distillation_steps"] = settings.distillation.steps if settings.algorithm.uses_distillation else 0
     training["metric"] = module.evaluation.metric
     # JSON has no infinity.
     clip_norm = module.training_options.clip_norm

@@ -18,6 +18,8 @@ SCORES_OF_BOTH = ("both/local_test", "both/global_test")
 """Scores of predictions with both models of a client, which not all runs have."""
 TYPICAL = "typical/local_test"
 """Share of a client's test images that look like its training images."""
+TYPICAL_OF_ALL = "typical/global_test"
+"""Share of all clients' test images that look like a client's training images."""
 TYPICAL_SHARES = "typical/"
 """How names of shares of images begin that look like a client's training images."""
 SCORE_GROUPS = ("personal/", "global/", "both/")
@@ -47,6 +49,7 @@ TITLES = {
     "both/local_test": "both models, own images",
     "both/global_test": "both models, all clients' images",
     TYPICAL: "own images that look typical",
+    TYPICAL_OF_ALL: "all clients' images that look typical",
     "global/best_mode": "best mode",
     "global/worst_mode": "worst mode",
     ENTROPY: "entropy of the modes",
@@ -444,7 +447,7 @@ def shift_names(names: Iterable[str]) -> list[str]:
 
     >>> shift_names(["personal/local_test", "personal/fog", "personal/fog_std", "global/fog", "comm/up_mb"])
     ['personal/fog', 'global/fog']
-    >>> shift_names(["typical/fog", "both/fog", "global/fog", "typical/local_test"])
+    >>> shift_names(["typical/fog", "both/fog", "global/fog", "typical/local_test", "typical/global_test"])
     ['global/fog', 'both/fog', 'typical/fog']
     """
     scores = {name for name in names if name.startswith((*SCORE_GROUPS, TYPICAL_SHARES)) and not is_spread(name)}
@@ -454,7 +457,7 @@ def shift_names(names: Iterable[str]) -> list[str]:
         group, _, shift = name.partition("/")
         return shift, order_of_groups.index(group)
 
-    return sorted(scores - {*SCORES, *SCORES_OF_BOTH, TYPICAL, *MODES}, key=sort_key)
+    return sorted(scores - {*SCORES, *SCORES_OF_BOTH, TYPICAL, TYPICAL_OF_ALL, *MODES}, key=sort_key)
 
 
 def scores_of_both(names: Iterable[str]) -> list[str]:

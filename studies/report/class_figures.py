@@ -14,6 +14,7 @@ from perada.studies.report.facts import (
     confusion_tables,
     empty_confusion,
     expected_calibration_error,
+    model_of_confusion,
     model_title,
     most_frequent_mistakes,
 )
@@ -43,6 +44,12 @@ if TYPE_CHECKING:
 
 MAX_CLIENTS = 12
 """Largest number of clients whose confusions are drawn."""
+MODEL_TEXTS = {
+    "personal": "each client's personal model",
+    "global": "the global model",
+    "both": "both models of each client together",
+}
+"""Whose predictions a figure shows, by the entry of the run's file."""
 MAX_TIES = 3
 """Largest number of equally frequent mistakes that a sentence names."""
 
@@ -88,13 +95,12 @@ def partition_figure(counts: Sequence[Sequence[int]], classes: Sequence[str], cl
 def confusion(record: RunRecord, name: str) -> RenderedFigure | None:
     """Draw which class was predicted for which, over the test images of all clients.
 
-    The predictions are those of the clients' own models, or of the global model if there are no personal ones.
+    The predictions are those that clients make (:func:`.facts.model_of_confusion`).
     """
     num_classes = len(record.class_names)
-    models = [model for model in ("personal", "global") if record.confusion.get(model)]
-    if not models or num_classes > 200:
+    model = model_of_confusion(record)
+    if model is None or num_classes > 200:
         return None
-    model = models[0]
     pooled = empty_confusion(num_classes)
     for _, label, predicted, count in record.confusion[model]:
         pooled[label][predicted] += count
@@ -107,7 +113,7 @@ def confusion(record: RunRecord, name: str) -> RenderedFigure | None:
         _name_classes(axes.yaxis, record.class_names)
         axes.tick_params(axis="x", rotation=_rotation_of(record.class_names))
         figure.colorbar(image, label="share of the class")
-        model_text = "each client's personal model" if model == "personal" else "the global model"
+        model_text = MODEL_TEXTS.get(model, model_title(model))
         alt = f"Classes and predicted classes of all clients' test images by {model_text}."
         alt += _most_frequent_mistake(pooled, record.class_names)
         return render(figure, name, alt, wide=num_classes > 12)
@@ -129,7 +135,9 @@ def _most_frequent_mistake(table: Counts, class_names: Sequence[str]) -> str:
 
 def confusion_by_client(record: RunRecord, name: str) -> RenderedFigure | None:
     """Draw the confusions of the clients with the least accurate models, one plot per client."""
-    tables = confusion_tables(record, "personal")
+    model = model_of_confusion(record)
+    # All clients make the mistakes of one global model.
+    tables = {} if model in (None, "global") else confusion_tables(record, model)
     num_classes = len(record.class_names)
     if not tables or num_classes > 30:
         return None

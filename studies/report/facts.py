@@ -103,14 +103,26 @@ def right_counts(record: RunRecord, scores: Sequence[float]) -> list[RightCount 
 
 
 def model_title(model: str) -> str:
-    """Return words for the models of a file's entry, ``personal`` or ``global``.
+    """Return words for the models of a file's entry, ``personal``, ``global`` or ``both``.
 
-    >>> model_title("personal"), model_title("global")
-    ('personal models', 'global model')
+    >>> model_title("personal"), model_title("global"), model_title("both")
+    ('personal models', 'global model', 'both models')
     """
     if model == "global":
         return "global model"
     return f"{printable(model)} models"
+
+
+def model_of_confusion(record: RunRecord) -> str | None:
+    """Return whose mistakes a page shows: both models of each client, its own, or the global one.
+
+    Returns:
+        The first of ``both``, ``personal`` and ``global`` of which the run has counts; None if it has none.
+    """
+    for model in ("both", "personal", "global"):
+        if record.confusion.get(model):
+            return model
+    return None
 
 
 def confusion_tables(record: RunRecord, model: str) -> dict[int, Counts]:
@@ -118,7 +130,7 @@ def confusion_tables(record: RunRecord, model: str) -> dict[int, Counts]:
 
     Args:
         record: The run.
-        model: ``personal`` or ``global``.
+        model: ``personal``, ``global`` or ``both``.
     """
     num_classes = len(record.class_names)
     tables: dict[int, Counts] = {}

@@ -346,7 +346,7 @@ def _describe_shifts(record: RunRecord) -> str:
         severest = max(scores_of_severity)
         first = record.unit.text(mean_of_scores(scores_of_severity[mildest]))
         last = record.unit.text(mean_of_scores(scores_of_severity[severest]))
-        models = "both models" if model == "both" else model_title(model)
+        models = model_title(model)
         sentences.append(f"{models} {first} at severity {mildest:g}, {last} at {severest:g}")
     return f"Scores by kind of corruption and severity. Means over the kinds: {'; '.join(sentences)}."
 

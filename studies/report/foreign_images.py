@@ -4,12 +4,13 @@
 import math
 from dataclasses import dataclass
 
-from perada.results.report import TYPICAL, TYPICAL_SHARES
+from perada.results.report import TYPICAL, TYPICAL_OF_ALL, TYPICAL_SHARES
 from perada.studies.report.pictures import ForeignExample
 from perada.studies.report.plotting import (
     COLOURS,
     MAX_NAMED_CLIENTS,
     RenderedFigure,
+    add_legend,
     new_axes,
     render,
     report_style,
@@ -25,10 +26,12 @@ class ForeignShare:
     Attributes:
         client: Number of the client.
         share: The share, from 0 to 1.
+        share_of_others: The share of the other clients' test images; NaN if it is not known.
     """
 
     client: int
     share: float
+    share_of_others: float = math.nan
 
 
 def foreign_shares(record: RunRecord, name: str = TYPICAL) -> list[ForeignShare]:
@@ -41,18 +44,38 @@ def foreign_shares(record: RunRecord, name: str = TYPICAL) -> list[ForeignShare]
     shares = []
     for client, typical_share in enumerate(record.clients.get(name, [])):
         if not math.isnan(typical_share):
-            shares.append(ForeignShare(client, 1 - typical_share))
+            others = share_of_others(record, client) if name == TYPICAL else math.nan
+            shares.append(ForeignShare(client, 1 - typical_share, others))
     return sorted(shares, key=lambda foreign: -foreign.share)
+
+
+def share_of_others(record: RunRecord, client: int) -> float:
+    """Return the share of the other clients' test images that look foreign to a client; NaN if it is not known.
+
+    It follows from the shares of all clients' images and of the client's own.
+    """
+    typical_shares_of_all = record.clients.get(TYPICAL_OF_ALL)
+    if typical_shares_of_all is None or not record.test_images:
+        return math.nan
+    num_own = record.test_images[client]
+    num_others = sum(record.test_images) - num_own
+    if num_others == 0:
+        return math.nan
+    num_typical = typical_shares_of_all[client] * sum(record.test_images)
+    num_typical_own = record.clients[TYPICAL][client] * num_own
+    # Shares are floating-point numbers, whose difference may be a little below 0 or above 1.
+    return min(1.0, max(0.0, 1 - (num_typical - num_typical_own) / num_others))
 
 
 def shifts_with_shares(record: RunRecord) -> list[str]:
     """Return the names of the shifted test sets of which the run has such shares, sorted."""
-    names = [name for name in record.clients if name.startswith(TYPICAL_SHARES) and name != TYPICAL]
+    of_test_images = (TYPICAL, TYPICAL_OF_ALL)
+    names = [name for name in record.clients if name.startswith(TYPICAL_SHARES) and name not in of_test_images]
     return sorted(name.removeprefix(TYPICAL_SHARES) for name in names)
 
 
 def foreign_images(record: RunRecord, name: str) -> RenderedFigure | None:
-    """Draw the share of each client's test images that look foreign, the largest at the top."""
+    """Draw the share of each client's test images that look foreign, and of other clients', the largest at the top."""
     shares = foreign_shares(record)
     if not shares:
         return None
@@ -61,9 +84,18 @@ def foreign_images(record: RunRecord, name: str) -> RenderedFigure | None:
     with report_style():
         figure, axes = new_axes(4.5, height)
         ranks = range(len(shares))
-        axes.barh(ranks, [100 * foreign.share for foreign in shares], color=COLOURS[0], height=0.7)
+        has_others = any(not math.isnan(foreign.share_of_others) for foreign in shares)
+        bar_height = 0.38 if has_others else 0.7
+        own_places = [rank - bar_height / 2 if has_others else rank for rank in ranks]
+        own_percentages = [100 * foreign.share for foreign in shares]
+        axes.barh(own_places, own_percentages, color=COLOURS[0], height=bar_height, label="own images")
+        if has_others:
+            places = [rank + bar_height / 2 for rank in ranks]
+            percentages = [100 * foreign.share_of_others for foreign in shares]
+            axes.barh(places, percentages, color=COLOURS[1], height=bar_height, label="other clients' images")
+            add_legend(figure)
         axes.set_xlim(0, 100)
-        axes.set_xlabel("own test images that look foreign in %")
+        axes.set_xlabel("test images that look foreign in %")
         axes.invert_yaxis()
         if has_names:
             axes.set_ylabel("client")
@@ -77,6 +109,9 @@ def foreign_images(record: RunRecord, name: str) -> RenderedFigure | None:
             "Share of each client's test images that do not look like its training images. The largest: "
             f"{100 * first.share:.1f} % (client {client_name})."
         )
+        known = [foreign.share_of_others for foreign in shares if not math.isnan(foreign.share_of_others)]
+        if known:
+            alt += f" Of other clients' images, {100 * min(known):.1f} to {100 * max(known):.1f} % look foreign."
         return render(figure, name, alt)
 
 

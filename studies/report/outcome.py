@@ -10,6 +10,7 @@ from perada.results.report import ScoreUnit, score_title
 from perada.studies.report.baselines import PredictedScores, own_and_global, predicted_scores, predicts_with_both
 from perada.studies.report.contrasts import ALONE, SHARED, Contrast
 from perada.studies.report.facts import right_counts
+from perada.studies.report.image_source import describe_images
 from perada.studies.report.records import RunRecord
 
 # The command prints the path of its page before it imports anything large.
@@ -145,8 +146,12 @@ def _describe_run(record: RunRecord) -> str:
         "hospital or a scanner; in a round, clients train on their own images and send numbers, but no images"
         f"{_describe_traffic(record)}. The server averages these numbers. "
     )
+    images = describe_images(record)
+    if images:
+        text = f"{images} {text}"
     if not record.private:
         text += "Without differential privacy, they may reveal something about the images. "
+    text += _describe_distillation(record)
     if predicts_with_both(record):
         text += (
             "A client predicts with two models: its own (the personal model) together with the common one (the global "
@@ -157,6 +162,19 @@ def _describe_run(record: RunRecord) -> str:
     else:
         text += "All clients predict with one common model (the global model)."
     return text
+
+
+def _describe_distillation(record: RunRecord) -> str:
+    """Return what the server does with public images, with a space after it; empty if it does nothing."""
+    training = record.info.get("training")
+    if not isinstance(training, dict) or not training.get("distillation_steps"):
+        return ""
+    num_images = training.get("public_images")
+    images = f"{num_images:,} public images" if num_images else "public images"
+    return (
+        f"On {images}, whose labels it does not need, the server then teaches the common model what the clients’ "
+        "models predict (distillation). "
+    )
 
 
 def _describe_scores(record: RunRecord, scores: PredictedScores) -> str:

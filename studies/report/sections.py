@@ -36,6 +36,7 @@ from perada.studies.report.facts import (
     count_images,
     expected_calibration_error,
     megabytes_sent,
+    model_of_confusion,
     model_title,
     most_frequent_mistakes,
     right_counts,
@@ -450,12 +451,17 @@ def _partition(record: RunRecord, prefix: str) -> Section:
 
 
 def _confusion(record: RunRecord, prefix: str) -> Section:
+    predictors = {
+        "personal": "The predictions are those of the personal models.",
+        "global": "The predictions are those of the global model.",
+        "both": "The predictions are those that clients make, with both of their models; the tables have each model.",
+    }
     return Section(
         key="confusion",
         title="Mistakes",
         intro="Which class was taken for which (a confusion matrix): rows are the true classes of the test images, "
         "columns the predicted ones, and numbers are images. Right predictions are on the diagonal; the colour is the "
-        "share of the row. The predictions are those of the personal models.",
+        f"share of the row. {predictors.get(model_of_confusion(record) or '', '')}".strip(),
         figures=_draw(record, prefix, [class_figures.confusion, class_figures.confusion_by_client]),
         tables=[_mistakes_table(record, model, prefix) for model in record.confusion],
     )
@@ -470,10 +476,14 @@ def _mistakes_table(record: RunRecord, model: str, prefix: str) -> Table:
         table = tables[client]
         mistake = _most_frequent_mistake(table, record.class_names)
         rows.append([record.client_names[client], count_images(table), accuracy[client], mistake])
-    model_text = "each client’s own" if model == "personal" else "the global"
+    model_texts = {
+        "personal": "each client’s own model",
+        "global": "the global model",
+        "both": "both models of each client together",
+    }
     return Table(
         name=f"{prefix}mistakes_{_file_name_part(model)}",
-        caption=f"Mistakes of {model_text} model on the client’s images",
+        caption=f"Mistakes of {model_texts.get(model, model_title(model))} on the client’s images",
         header=["client", "test images", "accuracy", "most frequent mistake"],
         rows=rows,
     )
@@ -617,15 +627,21 @@ def _foreign_images(record: RunRecord, prefix: str) -> Section:
     for shift in foreign_images.shifts_with_shares(record):
         shares = foreign_images.foreign_shares(record, f"{TYPICAL_SHARES}{shift}")
         shares_of_shifts[shift] = {foreign.client: foreign.share for foreign in shares}
+    shares_of_own = foreign_images.foreign_shares(record)
+    has_others = any(not math.isnan(foreign.share_of_others) for foreign in shares_of_own)
     rows: list[list[Cell]] = []
-    for foreign in foreign_images.foreign_shares(record):
+    for foreign in shares_of_own:
         row: list[Cell] = [record.client_names[foreign.client]]
         if record.test_images:
             row.append(record.test_images[foreign.client])
         row.append(foreign.share)
+        if has_others:
+            row.append(foreign.share_of_others)
         row += [share_of_client.get(foreign.client, math.nan) for share_of_client in shares_of_shifts.values()]
         rows.append(row)
     share_columns = ["own images", *shares_of_shifts]
+    if has_others:
+        share_columns.insert(1, "other clients' images")
     header = ["client", *share_columns]
     if record.test_images:
         header.insert(1, "test images")
@@ -640,6 +656,11 @@ def _foreign_images(record: RunRecord, prefix: str) -> Section:
         "Share of each client's test images that do not look like its training images. For these, a client predicts "
         "with the global model, and for others with a mean of both models."
     )
+    if has_others:
+        intro += (
+            " Of the test images of other clients, those that look foreign are left to the global model, and the rest "
+            "are taken for the client's own."
+        )
     if record.foreign_examples:
         intro += " Share this page only with those who may see the images."
     return Section(

@@ -110,6 +110,8 @@ def test_scores_are_those_of_a_plain_loop(tiny, algorithm, fixed_share):
     clients = run.metrics["clients"]
     test_sets = [part.tensors for part in data.test]
     shares_typical = []
+    shares_typical_of_all = []
+    confusion = {}
     shares = []
     for client, (own_images, own_labels) in enumerate(test_sets):
         training_images, training_labels = data.train[client].tensors
@@ -118,7 +120,11 @@ def test_scores_are_those_of_a_plain_loop(tiny, algorithm, fixed_share):
             share = share_by_hand(run, training_images, training_labels)
             shares.append(share)
         is_typical = is_typical_by_hand(training_images, own_images)
-        right = predicted_by_hand(run, client, is_typical, share, own_images, training_labels) == own_labels
+        predicted = predicted_by_hand(run, client, is_typical, share, own_images, training_labels)
+        for label, prediction in zip(own_labels.tolist(), predicted.tolist(), strict=True):
+            key = client, label, prediction
+            confusion[key] = confusion.get(key, 0) + 1
+        right = predicted == own_labels
         assert clients["both/local_test"][client] == pytest.approx(float(right.float().mean()), abs=1e-6)
         shares_typical.append(float(is_typical.float().mean()))
 
@@ -127,12 +133,19 @@ def test_scores_are_those_of_a_plain_loop(tiny, algorithm, fixed_share):
         is_typical = is_typical_by_hand(training_images, all_images)
         right = predicted_by_hand(run, client, is_typical, share, all_images, training_labels) == all_labels
         assert clients["both/global_test"][client] == pytest.approx(float(right.float().mean()), abs=1e-6)
+        shares_typical_of_all.append(float(is_typical.float().mean()))
         if client != 1 and fixed_share is not None:
             assert 0 < is_typical.float().mean() < 1
     assert clients["typical/local_test"] == pytest.approx(shares_typical)
+    assert clients["typical/global_test"] == pytest.approx(shares_typical_of_all)
+    predictions = run.metrics["predictions"]["both"]
+    assert {tuple(row[:3]): row[3] for row in predictions["confusion"]} == confusion
+    assert sum(predictions["calibration"]["right"]) == sum(
+        count for (_, label, prediction), count in confusion.items() if label == prediction
+    )
     assert fixed_share is not None or len({*shares}) > 1
     last = run.metrics["rounds"][-1]
-    for name in ("both/local_test", "both/global_test", "typical/local_test"):
+    for name in ("both/local_test", "both/global_test", "typical/local_test", "typical/global_test"):
         assert last[name] == pytest.approx(np.mean(clients[name]))
     assert last["both/local_test_std"] == pytest.approx(np.std(clients["both/local_test"]))
 
@@ -159,7 +172,7 @@ def test_other_scores_are_the_same_without(tiny):
     for name, scores in without.metrics["clients"].items():
         assert with_both.metrics["clients"][name] == scores
     added = with_both.metrics["clients"].keys() - without.metrics["clients"].keys()
-    assert added == {"both/local_test", "both/global_test", "typical/local_test"}
+    assert added == {"both/local_test", "both/global_test", "typical/local_test", "typical/global_test"}
 
 
 @pytest.mark.parametrize(("threshold", "personal_share"), [(math.inf, 1.0), (math.nan, 1.0)])

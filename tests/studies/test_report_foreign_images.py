@@ -3,9 +3,11 @@
 
 import csv
 import math
+from importlib.metadata import version
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from sklearn.neighbors import NearestNeighbors
 from torch.utils.data import TensorDataset
@@ -48,11 +50,26 @@ def test_the_page_has_the_share_of_each_clients_images(tiny, folder, tmp_path):
         training_images, _ = data.train[client].tensors
         images, _ = data.test[client].tensors
         is_foreign = ~is_typical_by_hand(training_images, images)
-        expected[str(client)] = (len(images), int(is_foreign.sum()) / len(images))
+        others = torch.cat([data.test[other].tensors[0] for other in range(5) if other != client])
+        is_foreign_of_others = ~is_typical_by_hand(training_images, others)
+        expected[str(client)] = (
+            len(images),
+            int(is_foreign.sum()) / len(images),
+            int(is_foreign_of_others.sum()) / len(others),
+        )
     with (tmp_path / "foreign_images.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    found = {row["client"]: (int(row["test images"]), float(row["own images"])) for row in rows}
-    assert found == {client: (count, pytest.approx(share, abs=1e-6)) for client, (count, share) in expected.items()}
+    assert {row["client"] for row in rows} == expected.keys()
+    for row in rows:
+        num_images, share, share_of_others = expected[row["client"]]
+        assert int(row["test images"]) == num_images
+        assert float(row["own images"]) == pytest.approx(share, abs=1e-6)
+        assert float(row["other clients' images"]) == pytest.approx(share_of_others, abs=1e-6)
+    assert len({row["other clients' images"] for row in rows}) > 2
+    with (tmp_path / "run.csv").open(encoding="utf-8", newline="") as file:
+        settings = {row["setting"]: row["value"] for row in csv.DictReader(file)}
+    assert settings["versions.torch"] == torch.__version__
+    assert settings["versions.perada"] == version("perada")
     shares = [float(row["own images"]) for row in rows]
     assert shares == sorted(shares, reverse=True)
     assert len({*shares}) > 2
@@ -76,6 +93,15 @@ def test_shares_of_shifted_images_have_columns_of_their_own(tmp_path):
     assert table.header == ["client", "test images", "own images", "fog"]
     texts = [[table.text_of(row, column) for column in range(4)] for row in table.rows]
     assert texts == [["1", "8", "50.0", "75.0"], ["0", "4", "25.0", "87.5"]]
+
+
+def test_a_client_that_has_all_test_images_has_no_others(tmp_path):
+    clients = {"typical/local_test": [0.75, math.nan], "typical/global_test": [0.75, 0.5]}
+    record = RunRecord("run", tmp_path, clients=clients, test_images=[4, 0])
+    (foreign,) = foreign_shares(record)
+    assert math.isnan(foreign.share_of_others)
+    (section,) = (section for section in sections(record) if section.key == "foreign_images")
+    assert section.tables[0].header == ["client", "test images", "own images"]
 
 
 def predictions(folder, rows):

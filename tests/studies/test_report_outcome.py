@@ -17,6 +17,7 @@ from perada.studies.compare.differences import difference
 from perada.studies.report.baselines import own_and_global, read_baselines
 from perada.studies.report.contrasts import ALONE, SHARED, with_shared_images
 from perada.studies.report.facts import RightCount, right_counts
+from perada.studies.report.image_source import names_of_sets
 from perada.studies.report.outcome import compare_counts, describe_outcome
 from perada.studies.report.page import with_pictures, write_page
 from perada.studies.report.pictures import find_predicted_images
@@ -223,6 +224,88 @@ def test_clients_predict_with_both_models_where_the_run_does(tmp_path):
     assert texts == {name: f"{round(score * n)} of {n}" for name, score, n in zip(NAMES, both, IMAGES, strict=True)}
     record.info["prediction"] = "personal"
     assert "together with the common one" not in describe_outcome(record).paragraphs[0]
+
+
+def test_mistakes_and_confidence_are_those_of_what_clients_predict_with(tmp_path):
+    """Of a run that predicts with both models of a client: theirs are drawn, and each model has its table."""
+    # Rows of client, class, predicted class and number of images.
+    confusion = {
+        "personal": [[0, 0, 0, 15], [0, 1, 0, 5]],
+        "global": [[0, 0, 0, 9], [0, 0, 1, 11]],
+        "both": [[0, 0, 0, 18], [0, 0, 1, 2]],
+    }
+    bins = {"personal": [0.9, 15], "global": [0.8, 9], "both": [0.85, 18]}
+    calibration = {
+        model: {"count": [0, 20], "right": [0, right], "confidence": [0.0, confidence]}
+        for model, (confidence, right) in bins.items()
+    }
+    record = a_run(tmp_path, OWN, confusion=confusion, calibration=calibration)
+    found = {section.key: section for section in sections(record)}
+    confusion_figure, by_client = found["confusion"].figures
+    assert "both models of each client together" in confusion_figure.alt
+    assert "0 was taken for 1 (2 times)" in confusion_figure.alt
+    assert "1 clients" in by_client.alt
+    assert [table.name for table in found["confusion"].tables] == [
+        "mistakes_personal",
+        "mistakes_global",
+        "mistakes_both",
+    ]
+    accuracies = [table.rows[0][2] for table in found["confusion"].tables]
+    assert accuracies == [15 / 20, 9 / 20, 18 / 20]
+    # The distance of confidence and accuracy in the only bin.
+    assert "personal models 15.0 %, global model 35.0 %, both models 5.0 %" in found["calibration"].intro
+    del confusion["both"]
+    found = {section.key: section for section in sections(record)}
+    assert "each client's personal model" in found["confusion"].figures[0].alt
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sentence"),
+    [
+        ("Digits", "The images are scikit-learn’s handwritten digits, divided among simulated participants."),
+        (
+            "{class_path: perada.data.Scanners, "
+            "init_args: {dataset: {class_path: RandomPart, init_args: {dataset: CIFAR10}}}}",
+            "The images are the photographs of CIFAR-10, divided among simulated participants; the scanners, which "
+            "change how they look, are simulated, too.",
+        ),
+        (
+            "{class_path: perada.data.Scanners, init_args: {dataset: mine.Scans}}",
+            "The scanners, which change how images look, are simulated.",
+        ),
+        ("{class_path: perada.data.Images, init_args: {root: scans}}", ""),
+        ("null", ""),
+    ],
+)
+def test_the_lead_says_if_images_or_scanners_are_simulated(tmp_path, dataset, sentence):
+    record = a_run(tmp_path, OWN, config=f"data:\n  dataset: {dataset}\n")
+    lead, _ = describe_outcome(record).paragraphs
+    assert lead.startswith(f"{sentence} 6 clients" if sentence else "6 clients trained together")
+
+
+@pytest.mark.parametrize("config", ["", "[", "data: 3", "data: {dataset: {class_path: [1]}}", "data: {dataset: 3}"])
+def test_a_configuration_that_names_no_set_says_nothing_of_images(config):
+    assert names_of_sets(config) == []
+
+
+def test_sets_within_one_another_without_end_are_not_followed(tmp_path):
+    config = "data: {dataset: &a {class_path: Scanners, init_args: {dataset: *a}}}"
+    assert names_of_sets(config) == ["Scanners"] * 10
+
+
+@pytest.mark.parametrize(
+    ("training", "sentence"),
+    [
+        ({"distillation_steps": 20, "public_images": 359}, "On 359 public images, whose"),
+        ({"distillation_steps": 20}, "On public images, whose"),
+        ({"distillation_steps": 0, "public_images": 359}, None),
+        ({}, None),
+    ],
+)
+def test_the_lead_names_distillation_and_public_images(tmp_path, training, sentence):
+    lead, _ = describe_outcome(a_run(tmp_path, OWN, info=INFO | {"training": training})).paragraphs
+    assert ("distillation" in lead) == (sentence is not None)
+    assert sentence is None or sentence in lead
 
 
 @pytest.mark.parametrize(("right", "images"), [(34, 47), (0, 5), (47, 47), (1, 1), (500, 1000)])
