@@ -38,12 +38,12 @@ __all__ = [
 ]
 
 
-def register(name: str, config: type[PeftConfig], model: type[BaseTuner]) -> None:
+def register(name: str, config_class: type[PeftConfig], model: type[BaseTuner]) -> None:
     """Register a method with PEFT, so that its configurations can be used like those of PEFT's built-in methods.
 
     Args:
         name: The method's ``peft_type``, which its configurations set.
-        config: The configuration class.
+        config_class: The configuration class.
         model: The tuner. Its ``prefix`` begins the names of all that it adds to a layer.
 
     Raises:
@@ -54,9 +54,9 @@ def register(name: str, config: type[PeftConfig], model: type[BaseTuner]) -> Non
     peft_type = cast(PeftType, name)
     registered = mapping.PEFT_TYPE_TO_CONFIG_MAPPING.get(peft_type)
     # By name: a module that is loaded again defines its class anew.
-    if registered is not None and registered.__qualname__ != config.__qualname__:
+    if registered is not None and registered.__qualname__ != config_class.__qualname__:
         raise ValueError(f"name={name!r} is already used by {registered.__name__}; choose a different name")
-    mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] = config
+    mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] = config_class
     mapping.PEFT_TYPE_TO_TUNER_MAPPING[peft_type] = model
     mapping.PEFT_TYPE_TO_PREFIX_MAPPING[peft_type] = model.prefix
 

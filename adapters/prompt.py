@@ -208,14 +208,14 @@ class PromptedBlock(nn.Module):
     """A block with prompts that are a part of the network.
 
     Args:
-        base: The block.
+        block: The block.
         insert: Module that inserts prompts before it.
         remove: Module that removes prompts after it.
     """
 
-    def __init__(self, base: nn.Module, insert: nn.Module, remove: nn.Module) -> None:
+    def __init__(self, block: nn.Module, insert: nn.Module, remove: nn.Module) -> None:
         super().__init__()
-        self.base_layer = base
+        self.base_layer = block
         self.perada_enter = insert
         self.perada_leave = remove
 

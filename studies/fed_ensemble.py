@@ -64,16 +64,16 @@ class Predictions:
     averaged: Tensor
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
+def summary(records: Sequence[dict[str, Any]]) -> str:
     """Return a table of the results beside the paper's.
 
     Args:
-        rows: What :func:`study` returns.
+        records: What :func:`study` returns.
     """
     header = ["K", "rounds", "bias", "squared bias", "variance", "× K", "of one mode"]
     header += ["bias (paper)", "variance (paper)"]
     body = []
-    for row in rows:
+    for row in records:
         modes = row["modes"]
         cells = [
             str(modes),
@@ -92,14 +92,16 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     return table(header, body)
 
 
-def draw(problem: Problem, x: Tensor, predictions: dict[int, Predictions], rows: Sequence[dict[str, Any]]) -> "Figure":
+def draw(
+    problem: Problem, x: Tensor, predictions: dict[int, Predictions], records: Sequence[dict[str, Any]]
+) -> "Figure":
     """Draw the first re-run's modes and their mean, the re-runs of the smallest K, and the variance against K.
 
     Args:
         problem: The data.
         x: The grid (G,).
         predictions: Predictions by K.
-        rows: What :func:`study` returns.
+        records: What :func:`study` returns.
     """
     figure = new_figure(11, 3.6)
     axes_of_modes, axes_of_reruns, axes_of_variance = figure.subplots(1, 3)
@@ -110,7 +112,7 @@ def draw(problem: Problem, x: Tensor, predictions: dict[int, Predictions], rows:
     averaged = predictions[smallest].averaged
     _draw_predictions(axes_of_reruns, problem, x, averaged[0], averaged, smallest)
     axes_of_reruns.set_title(f"K = {smallest}: re-runs (± 2 s.d.)")
-    _draw_variance(axes_of_variance, rows)
+    _draw_variance(axes_of_variance, records)
     return figure
 
 
@@ -128,10 +130,10 @@ def _draw_predictions(
     axes.legend(loc="lower left")
 
 
-def _draw_variance(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
+def _draw_variance(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
     """Draw the variance against K, with the paper's and with a line of slope -1."""
-    modes = [row["modes"] for row in rows]
-    variances = [row["variance"] for row in rows]
+    modes = [row["modes"] for row in records]
+    variances = [row["variance"] for row in records]
     axes.loglog(modes, variances, "o-", label="here")
     axes.loglog(list(PAPER), [published.variance for published in PAPER.values()], "s:", label="paper")
     axes.loglog(modes, [variances[0] * modes[0] / k for k in modes], "k--", linewidth=1, label="∝ 1/K")

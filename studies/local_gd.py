@@ -231,16 +231,16 @@ def _draw_panels(all_axes: "Iterable[Axes]", panels: Sequence[Panel]) -> None:
         axes.legend(fontsize="small")
 
 
-def _regression_panels(results: dict[str, Curves]) -> list[Panel]:
+def _regression_panels(curves: dict[str, Curves]) -> list[Panel]:
     """Return panels (a) to (c)."""
-    by_round = results["rounds"]
+    by_round = curves["rounds"]
     rounds = range(len(by_round["central"]))
     distances_by_round = [
         Line("G – C", rounds, by_round["central"]),
         Line("G – closed form, L steps", rounds, by_round["closed"], "--"),
         Line("G – closed form, L → ∞", rounds, by_round["limit"], ":"),
     ]
-    ends = results["dimensions"]
+    ends = curves["dimensions"]
     dimensions = ends["dimension"]
     distances_by_dimension = [
         Line("G – C", dimensions, ends["central"], "o-"),
@@ -259,9 +259,9 @@ def _regression_panels(results: dict[str, Curves]) -> list[Panel]:
     ]
 
 
-def _classification_panels(results: dict[str, Curves]) -> list[Panel]:
+def _classification_panels(curves: dict[str, Curves]) -> list[Panel]:
     """Return panels (d) to (g)."""
-    by_round = results["rounds"]
+    by_round = curves["rounds"]
     rounds = _rounds_of(by_round["plain_central"])
     distances_by_round = [
         Line("G – C", rounds, by_round["plain_central"]),
@@ -270,7 +270,7 @@ def _classification_panels(results: dict[str, Curves]) -> list[Panel]:
         Line("G-Mod – SVM", rounds, by_round["modified_svm"], "--"),
         Line("C – SVM", rounds, by_round["central_svm"] * len(rounds), "k:"),
     ]
-    ends = results["dimensions"]
+    ends = curves["dimensions"]
     dimensions = ends["dimension"]
     distances_by_dimension = [
         Line("G – C", dimensions, ends["plain_central"], "o-"),

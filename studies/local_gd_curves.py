@@ -125,7 +125,7 @@ class Nodes(Counts):
     samples: int = 50
 
 
-def regression_at(dimension: int, nodes: Nodes, settings: RegressionSettings, seed: int) -> Curves:
+def regression_at(dimension: int, nodes: Nodes, regression: RegressionSettings, seed: int) -> Curves:
     """Return the curves of one dimension by round, from w⁰ on.
 
     Distances are ‖w₁ − w₂‖/d. ``closed`` and ``limit`` are those of the global model to its closed form, for L steps
@@ -133,11 +133,11 @@ def regression_at(dimension: int, nodes: Nodes, settings: RegressionSettings, se
     ‖w − w_i*‖²/d. With one value: ``central_least_norm``, ``central_error``, and ``scale``, ‖X⁺y‖/d.
     """
     problem = linear.regression(dimension, nodes.count, nodes.samples, seed)
-    local = linear.regression_steps(problem, settings.local_steps, settings.lr)
-    path = linear.federate(local, dimension, settings.rounds)
-    closed_form = linear.closed_form(problem, settings.rounds, settings.local_steps, settings.lr)
-    closed_form_in_the_limit = linear.closed_form(problem, settings.rounds)
-    central = linear.centralized(problem, settings.central_steps, settings.lr, classify=False)
+    local = linear.regression_steps(problem, regression.local_steps, regression.lr)
+    path = linear.federate(local, dimension, regression.rounds)
+    closed_form = linear.closed_form(problem, regression.rounds, regression.local_steps, regression.lr)
+    closed_form_in_the_limit = linear.closed_form(problem, regression.rounds)
+    central = linear.centralized(problem, regression.central_steps, regression.lr, classify=False)
     least_norm = linear.least_norm(problem)
 
     def distance(models: Tensor, target: Tensor) -> Tensor:
@@ -161,15 +161,15 @@ def _error(w: Tensor, truth: Tensor) -> Tensor:
     return (w.unsqueeze(-2) - truth).square().mean((-1, -2))
 
 
-def classification_at(dimension: int, nodes: Nodes, settings: ClassificationSettings, seed: int) -> Curves:
+def classification_at(dimension: int, nodes: Nodes, classification: ClassificationSettings, seed: int) -> Curves:
     """Return the curves of one dimension by round, from the first round on, since w⁰ = 0 has no direction.
 
     For each of ``plain`` and ``modified`` Local-GD: the distances in direction ``…_central`` and ``…_svm``, to the
     centralized model and to the hard-margin SVM, and ``…_accuracy``. With one value: ``central_svm``,
     ``central_accuracy`` and ``svm_accuracy``.
     """
-    problem = linear.classification(dimension, nodes.count, nodes.samples, settings.noise, seed)
-    return _classification_curves(problem, settings)
+    problem = linear.classification(dimension, nodes.count, nodes.samples, classification.noise, seed)
+    return _classification_curves(problem, classification)
 
 
 def _classification_curves(problem: linear.Problem, settings: ClassificationSettings | DirichletSettings) -> Curves:
@@ -191,15 +191,15 @@ def _classification_curves(problem: linear.Problem, settings: ClassificationSett
     return _curves(**curves)
 
 
-def dirichlet_curves(settings: DirichletSettings, seed: int, advance: Advance) -> dict[str, Curves]:
+def dirichlet_curves(dirichlet: DirichletSettings, seed: int, advance: Advance) -> dict[str, Curves]:
     """Return the curves of :func:`classification_at` for nodes in Dirichlet proportions, by the text of α.
 
     They also have, by node, the number of ``samples`` and of those labelled 1, ``positive``.
     """
     curves_of_alpha: dict[str, Curves] = {}
-    for alpha in settings.alphas:
-        problem = linear.dirichlet_classification(settings.dimension, alpha, settings.nodes, settings.samples, seed)
-        curves = _classification_curves(problem, settings)
+    for alpha in dirichlet.alphas:
+        problem = linear.dirichlet_classification(dirichlet.dimension, alpha, dirichlet.nodes, dirichlet.samples, seed)
+        curves = _classification_curves(problem, dirichlet)
         assert problem.sizes is not None
         counts = _curves(samples=problem.sizes.double(), positive=(problem.y > 0).double().sum(1))
         curves_of_alpha[f"{alpha:g}"] = curves | counts

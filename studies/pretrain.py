@@ -156,10 +156,10 @@ def _test_loader(data: ImageSet) -> DataLoader[Any]:
     return _loader(data, BatchSampler(SequentialSampler(data), batch_size=1000, drop_last=False))
 
 
-def _loader(data: ImageSet, batches: BatchSampler) -> DataLoader[Any]:
+def _loader(data: ImageSet, sampler: BatchSampler) -> DataLoader[Any]:
     """Return a loader that gathers each batch by its indices."""
     # A loader without a generator takes a seed from the global stream, even if it has nothing to draw.
-    return DataLoader(data, sampler=batches, batch_size=None, generator=torch.Generator())
+    return DataLoader(data, sampler=sampler, batch_size=None, generator=torch.Generator())
 
 
 def pretrain(settings: PretrainSettings) -> Path:

@@ -241,7 +241,7 @@ class Deployment:
         for name in NAMES:
             stored = read_state(folder / name / SITE_STATE)
             spent[name] = (stored.totals.rounds, stored.totals.ledger.state_dict())
-            for role, state in (stored.state.training.client_state or {}).items():
+            for role, state in (stored.run_state.training.client_state or {}).items():
                 states[f"{name}/{role}"] = state
         if self.kind in _RANDOM:
             return Result({}, [], spent)

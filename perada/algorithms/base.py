@@ -295,7 +295,7 @@ class ServerStep:
             The student's state.
         """
         if clients_of_teachers is None:
-            are_all_updates = isinstance(teachers, Updates) and teachers.clients == len(self.clients)
+            are_all_updates = isinstance(teachers, Updates) and teachers.num_clients == len(self.clients)
             clients_of_teachers = self.clients if are_all_updates else ()
         return self.distiller(student, teachers, average_from, self.previous, clients_of_teachers)
 

@@ -35,11 +35,11 @@ SERVER_CLIENTS = 4
 """Number of clients in these rounds."""
 
 
-def is_foreign(options: Options) -> bool:
+def is_foreign(component: Options) -> bool:
     """Return whether the class of an algorithm or a rule, or of one that it contains, is from outside perada."""
-    if not type(options).__module__.startswith("perada."):
+    if not type(component).__module__.startswith("perada."):
         return True
-    return any(is_foreign(part) for part in vars(options).values() if isinstance(part, Options))
+    return any(is_foreign(part) for part in vars(component).values() if isinstance(part, Options))
 
 
 @dataclass(frozen=True)
@@ -250,11 +250,11 @@ class DryRun:
         )
 
 
-def _stacked(states: Stacks, clients: int) -> Stacks:
+def _stacked(states: Stacks, num_clients: int) -> Stacks:
     """Return each role's state as a stack (C, ...) with one equal row per client."""
     stacks = {}
     for role, state in states.items():
-        stacks[role] = expand(state, clients)
+        stacks[role] = expand(state, num_clients)
     return stacks
 
 
@@ -305,11 +305,11 @@ def server_follows_from_mean(
     return _are_close(states, states_of_means)
 
 
-def _are_close(states: dict[str, State], other_states: dict[str, State]) -> bool:
+def _are_close(named_states: dict[str, State], other_states: dict[str, State]) -> bool:
     """Return whether two collections of states have the same names, and tensors that are equal up to rounding."""
-    if states.keys() != other_states.keys():
+    if named_states.keys() != other_states.keys():
         return False
-    for name, state in states.items():
+    for name, state in named_states.items():
         if state.keys() != other_states[name].keys():
             return False
         for key, value in state.items():

@@ -34,7 +34,7 @@ def dry_run_rounds(
     phases: Sequence[Phase],
     *,
     num_clients: int,
-    clients: int,
+    clients_per_round: int,
     num_classes: int,
     task: Task = DEFAULT_TASK,
 ) -> None:
@@ -47,8 +47,8 @@ def dry_run_rounds(
         initial: The initial state.
         phases: Phases of local training.
         num_clients: Number of all clients of the federation.
-        clients: Number of clients per round. Fewer are tried if their states are large; if the rule does not accept so
-            few, the mean is used instead.
+        clients_per_round: Number of clients per round. Fewer are tried if their states are large; if the rule does not
+            accept so few, the mean is used instead.
         num_classes: Number of classes.
         task: What the clients learn.
 
@@ -63,7 +63,7 @@ def dry_run_rounds(
         if not isinstance(phase, Phase):
             raise _MisfitError(f"{name}.phases returned {phase!r}; return perada.data.Phase(name, epochs, steps)")
     affordable_clients = MAX_NUMBERS // numel(initial)
-    num_tried = min(max(2, min(clients, affordable_clients)), num_clients)
+    num_tried = min(max(2, min(clients_per_round, affordable_clients)), num_clients)
     try:
         rule.check(num_tried)
     except ValueError:
@@ -188,20 +188,20 @@ def _check_stacks(who: str, stacks: object) -> None:
         _tensors_by_name(f"{who} for role {role!r}", state)
 
 
-def _check_roles(who: str, stacks: Stacks, expected: Stacks, clients: int) -> None:
+def _check_roles(who: str, stacks: Stacks, expected_stacks: Stacks, num_clients: int) -> None:
     """Raise unless states have the expected roles, names, shapes and dtypes.
 
     Args:
         who: Name of the method that returned them, for the message.
         stacks: States (C, ...) by role.
-        expected: The expected states by role, without a client axis.
-        clients: Number C of clients.
+        expected_stacks: The expected states by role, without a client axis.
+        num_clients: Number C of clients.
     """
-    if set(stacks) != set(expected):
+    if set(stacks) != set(expected_stacks):
         roles = sorted(map(str, stacks))
-        raise _MisfitError(f"{who} returned {roles} instead of states for the roles {quoted(sorted(expected))}")
+        raise _MisfitError(f"{who} returned {roles} instead of states for the roles {quoted(sorted(expected_stacks))}")
     for role, state in stacks.items():
-        _check_state(f"{who} for role {role!r}", state, expected[role], clients)
+        _check_state(f"{who} for role {role!r}", state, expected_stacks[role], num_clients)
 
 
 def _tensors_by_name(who: str, state: object) -> State:
@@ -211,14 +211,16 @@ def _tensors_by_name(who: str, state: object) -> State:
     raise _MisfitError(f"{who} returned {value_text(state)}; return tensors by name, {{name: tensor}}")
 
 
-def _check_state(who: str, state: object, expected: State, clients: int | None = None, partial: bool = False) -> None:
+def _check_state(
+    who: str, state: object, expected: State, num_clients: int | None = None, partial: bool = False
+) -> None:
     """Raise unless a state has the expected names, shapes and dtypes.
 
     Args:
         who: Name of the method, for the message.
         state: The state, as returned by the method.
         expected: A state with the expected names, shapes and dtypes, without a client axis.
-        clients: Number C of clients in the state; None if it has no client axis.
+        num_clients: Number C of clients in the state; None if it has no client axis.
         partial: Whether names may be missing.
     """
     tensors = _tensors_by_name(who, state)
@@ -232,8 +234,8 @@ def _check_state(who: str, state: object, expected: State, clients: int | None =
                 )
             raise _MisfitError(message)
         shape = tuple(expected[name].shape)
-        if clients is not None:
-            shape = (clients, *shape)
+        if num_clients is not None:
+            shape = (num_clients, *shape)
         dtype = expected[name].dtype
         if tuple(value.shape) != shape or value.dtype != dtype:
             raise _MisfitError(

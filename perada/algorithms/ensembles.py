@@ -454,21 +454,21 @@ class FedEnsemble(AlgorithmWrapper):
         return self.base.personal(client_state, global_state)
 
 
-def _part_of_step(server: ServerStep, rows: Sequence[int], mode: State, prefix: str) -> ServerStep:
+def _part_of_step(server: ServerStep, places: Sequence[int], mode: State, prefix: str) -> ServerStep:
     """Return the server step of a single mode.
 
     Args:
         server: The server step of all modes.
-        rows: Indices, among the round's clients, of those that trained the mode.
+        places: Indices, among the round's clients, of those that trained the mode.
         mode: State of the mode before the round.
         prefix: Prefix of the names of the mode's server tensors.
     """
     clients = server.clients
     weights = server.weights
     # With all clients the weights stay as they are, to the last bit.
-    if len(rows) < len(clients):
-        clients = tuple(clients[row] for row in rows)
-        weights = weights[rows] / weights[rows].sum()
+    if len(places) < len(clients):
+        clients = tuple(clients[row] for row in places)
+        weights = weights[places] / weights[places].sum()
     mode_state: dict[str, State] = {}
     for name, state in server.state.items():
         if name.startswith(prefix):
@@ -477,7 +477,7 @@ def _part_of_step(server: ServerStep, rows: Sequence[int], mode: State, prefix: 
         server,
         clients=clients,
         previous=mode,
-        updates=server.updates.part(rows, without=(MODE,)),
+        updates=server.updates.part(places, without=(MODE,)),
         weights=weights,
         state=mode_state,
     )

@@ -312,9 +312,9 @@ class _NormWeightedRule(ServerRule):
         self._factors = factors
         self._largest_rank = largest_rank
 
-    def check(self, clients: int) -> None:
+    def check(self, num_clients: int) -> None:
         """Raise a ValueError if the rule does not support this number of clients."""
-        self.rule.check(clients)
+        self.rule.check(num_clients)
 
     def __call__(self, aggregation: Aggregation) -> State:
         updates = aggregation.updates
@@ -352,7 +352,7 @@ class _NormWeightedRule(ServerRule):
                     value = aggregation.previous[name].detach()
                     factors[name] = value.expand(len(updates.places), *value.shape)
         factors = _to_cpu(factors)
-        norms = torch.zeros(len(self._factors), updates.clients, dtype=torch.float64)
+        norms = torch.zeros(len(self._factors), updates.num_clients, dtype=torch.float64)
         for layer, pair in enumerate(self._factors):
             products = client_pairs(factors[pair.up], factors[pair.down])
             for place, product in zip(updates.places, products, strict=True):

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def class_path_of(kind: Callable[..., Any]) -> str:
+def class_path_of(factory: Callable[..., Any]) -> str:
     """Return the path by which a recipe names a class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{factory.__module__}.{factory.__qualname__}"
 
 
 def option_words(option: str, spec: dict[str, Any]) -> list[str]:

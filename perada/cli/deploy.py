@@ -198,19 +198,20 @@ def _run_of_site(site_file: SiteFile, recipe: str | None, run: str | None) -> Ru
     return export_site_run(client, state, site_file.name)
 
 
-def _recipe_of(site_file: SiteFile, state: RunState) -> Path:
+def _recipe_of(site_file: SiteFile, run_state: RunState) -> Path:
     """Return the file of the approved recipe of a run, or the only one of the site's file.
 
     Raises:
         ValueError: If there are several, and none has the run's digest.
     """
     for path, approved in site_file.recipes.items():
-        if approved.digest == state.recipe:
+        if approved.digest == run_state.recipe:
             return path
     if len(site_file.recipes) == 1:
         return next(iter(site_file.recipes))
     raise ValueError(
-        f"no recipe of the site's file has the digest {state.recipe} of run {state.run}; add that recipe to the file"
+        f"no recipe of the site's file has the digest {run_state.recipe} of run {run_state.run}; "
+        "add that recipe to the file"
     )
 
 

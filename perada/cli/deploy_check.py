@@ -50,7 +50,7 @@ def measure_step(client: Client) -> StepCost:
     is_cuda = device.type == "cuda"
     protection = client.protection(None, 0)
     plan = client.plan(request)
-    sampling = None if protection.images is None else protection.images.sampling()
+    sampling = None if protection.image_account is None else protection.image_account.sampling()
     batch = next(client.batches(plan, sampling))
     with suppress(OSError):
         # On Linux this resets the peak of the process's memory.

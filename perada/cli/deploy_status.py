@@ -60,14 +60,14 @@ def site_status(site: SiteFile) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _runs_table(states: Sequence[RunState]) -> str:
+def _runs_table(run_states: Sequence[RunState]) -> str:
     """Format a table of the runs of a site."""
     header = ["run", "transport's id", "recipe", "rounds trained", "last round"]
-    has_sums = any(state.summing.update_round >= 0 for state in states)
+    has_sums = any(state.summing.update_round >= 0 for state in run_states)
     if has_sums:
         header.append("last under masks")
     rows = []
-    for state in states:
+    for state in run_states:
         training = state.training
         row = [
             state.run,

@@ -59,7 +59,7 @@ MIN_MEMORY = 2.0
 class Check(NamedTuple):
     """Result of a check; runs do not work where one fails."""
 
-    state: Literal["pass", "warn", "fail"]
+    status: Literal["pass", "warn", "fail"]
     text: str
 
 
@@ -81,9 +81,9 @@ def doctor(parser: ArgumentParser, words: list[str]) -> None:
     print()
     for state in ("fail", "warn", "pass"):
         for check in checks:
-            if check.state == state:
-                print(f"{check.state}  {printable(check.text)}")
-    if any(check.state == "fail" for check in checks):
+            if check.status == state:
+                print(f"{check.status}  {printable(check.text)}")
+    if any(check.status == "fail" for check in checks):
         sys.exit(1)
 
 

@@ -159,9 +159,9 @@ def node(parser: ArgumentParser, words: list[str]) -> None:
     )
     checks = check_node(supernode)
     for check in checks:
-        if options.check or check.state != "pass":
-            print(f"{check.state}  {printable(check.text)}", flush=True)
-    if any(check.state == "fail" for check in checks):
+        if options.check or check.status != "pass":
+            print(f"{check.status}  {printable(check.text)}", flush=True)
+    if any(check.status == "fail" for check in checks):
         sys.exit(1)
     if not options.check:
         run_node(supernode)
@@ -276,7 +276,7 @@ def _json_logs_if_requested(monitoring: Monitoring) -> AbstractContextManager[No
     return json_logs(sys.stdout, USER_ERRORS)
 
 
-def serve(path: Path, transport: Transport, terms: Terms, state: Path, monitoring: Monitoring) -> None:
+def serve(path: Path, transport: Transport, terms: Terms, state_folder: Path, monitoring: Monitoring) -> None:
     """Run a recipe over a transport. Called by the app at the server."""
     from perada.cli.deploy import run_rounds
     from perada.cli.runs import USER_ERRORS
@@ -291,7 +291,7 @@ def serve(path: Path, transport: Transport, terms: Terms, state: Path, monitorin
     # A library that adds a handler to the root logger would print each line a second time.
     log.propagate = False
     try:
-        run_rounds(str(path), transport, state, terms, monitoring)
+        run_rounds(str(path), transport, state_folder, terms, monitoring)
     except USER_ERRORS as error:
         if in_json:
             log.error("%s", one_line(error))

@@ -291,37 +291,37 @@ def _find_config(path: Path) -> Path | None:
     return None
 
 
-def _build_user_algorithm(config: Path, run: Path, *, trust: bool) -> "Algorithm | None":
+def _build_user_algorithm(config_path: Path, run_folder: Path, *, trust: bool) -> "Algorithm | None":
     """Build the algorithm of a run's ``config.yaml`` if its class, or one that it wraps, is not perada's.
 
     Args:
-        config: The file.
-        run: The run's folder or checkpoint, which must be intact before anything is imported.
+        config_path: The file.
+        run_folder: The run's folder or checkpoint, which must be intact before anything is imported.
         trust: Whether modules that are not perada's may be imported.
 
     Raises:
         ValueError: If they may not, or the algorithm cannot be built.
     """
     try:
-        entry = read_yaml(config)["federated"].get("algorithm")
+        entry = read_yaml(config_path)["federated"].get("algorithm")
         classes = foreign_classes(entry)
     except (KeyError, AttributeError) as error:
         raise ValueError(
-            f"the algorithm in {str(config)!r} cannot be re-created ({type(error).__name__}: {error}); correct it"
+            f"the algorithm in {str(config_path)!r} cannot be re-created ({type(error).__name__}: {error}); correct it"
         ) from error
     if not classes:
         return None
     if not trust:
         raise ValueError(
-            f"{str(config)!r} names {quoted(classes)}, which is not part of perada and was not imported; if you trust "
-            "this code and the run, add --trust"
+            f"{str(config_path)!r} names {quoted(classes)}, which is not part of perada and was not imported; if you "
+            "trust this code and the run, add --trust"
         )
     with collection_paused():
         from perada.algorithms import Algorithm
         from perada.cli.parser import with_own_classes
         from perada.results.restore import check_intact_file, checkpoint_of
 
-    check_intact_file(checkpoint_of(run))
+    check_intact_file(checkpoint_of(run_folder))
     try:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--algorithm", type=Algorithm)
@@ -329,7 +329,9 @@ def _build_user_algorithm(config: Path, run: Path, *, trust: bool) -> "Algorithm
         algorithm: Algorithm = parser.instantiate_classes(parsed).algorithm
     except Exception as error:  # whatever a user's class raises
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ValueError(f"the algorithm in {str(config)!r} cannot be re-created ({reason}); correct it") from error
+        raise ValueError(
+            f"the algorithm in {str(config_path)!r} cannot be re-created ({reason}); correct it"
+        ) from error
     return algorithm
 
 

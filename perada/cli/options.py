@@ -63,8 +63,8 @@ def names_elsewhere() -> dict[str, tuple[str, ...]]:
 @cache
 def facts() -> Facts:
     """Read ``commands.json``."""
-    content: Facts = json.loads(COMMANDS_FILE.read_text(encoding="utf-8"))
-    return content
+    commands: Facts = json.loads(COMMANDS_FILE.read_text(encoding="utf-8"))
+    return commands
 
 
 def help_text(command: str, words: Sequence[str]) -> str | None:

@@ -282,10 +282,10 @@ def _format_options(actions: Iterable[Action], command: str) -> str:
     return "\n".join(lines)
 
 
-def _exported_classes(base: type) -> list[str]:
+def _exported_classes(parent: type) -> list[str]:
     """Return the names of perada's subclasses of a class that their packages export."""
     names = set()
-    for subclass in subclasses(base):
+    for subclass in subclasses(parent):
         package = ".".join(subclass.__module__.split(".")[:2])
         exported = getattr(sys.modules.get(package), "__all__", ())
         if package.startswith("perada.") and subclass.__name__ in exported:

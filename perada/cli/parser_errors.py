@@ -436,18 +436,18 @@ def _list_choices(names: Sequence[str], accepted: str) -> str:
 
 def _classes(types: str) -> list[type]:
     """Return the classes, except Python's own, whose paths are in a text."""
-    classes: list[type] = []
+    named_classes: list[type] = []
     for path in dict.fromkeys(re.findall(r"\w+(?:\.\w+)+", types)):
         module, _, name = path.rpartition(".")
         value = getattr(sys.modules.get(module), name, None)
         if isinstance(value, type) and not module.startswith("collections"):
-            classes.append(value)
-    return classes
+            named_classes.append(value)
+    return named_classes
 
 
-def subclasses(base: type) -> Iterator[type]:
+def subclasses(parent: type) -> Iterator[type]:
     """Yield all subclasses of a class that are neither abstract nor private."""
-    direct_subclasses: list[type] = type.__subclasses__(base)
+    direct_subclasses: list[type] = type.__subclasses__(parent)
     for subclass in direct_subclasses:
         if not subclass.__name__.startswith("_") and not getattr(subclass, "__abstractmethods__", None):
             yield subclass

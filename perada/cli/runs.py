@@ -271,11 +271,11 @@ class PeradaCLI(LightningCLI):
         """Raise a FailedOutputsError if models have no scores, so that the exit status is 1. Nothing is lost by it."""
         self._raise_for(self.model.results.failed_outputs)
 
-    def _raise_for(self, failed: Sequence[FailedOutputs]) -> None:
+    def _raise_for(self, failed_outputs: Sequence[FailedOutputs]) -> None:
         """Raise a FailedOutputsError that names the models, if there are any."""
-        if failed:
+        if failed_outputs:
             private = self.loop.context.settings.private
-            message = describe_failed(failed, self.datamodule.client_names, anonymous=private)
+            message = describe_failed(failed_outputs, self.datamodule.client_names, anonymous=private)
             raise FailedOutputsError(f"{message}; {REMEDY}")
 
     def _print_scores(self) -> None:
@@ -406,32 +406,32 @@ def privacy_lines(cli: PeradaCLI) -> list[str]:
     if protection is None:
         return []
     lines = []
-    if protection.images is not None:
-        options = protection.images.options
-        planned = protection.images.planned_epsilons(data.num_clients)
-        noise = sorted(protection.images.noise_multipliers)
+    if protection.image_account is not None:
+        options = protection.image_account.options
+        planned = protection.image_account.planned_epsilons(data.num_clients)
+        noise = sorted(protection.image_account.noise_multipliers)
         spent = ", ".join(f"{epsilon_text(max(values))} ({ledger} ledger)" for ledger, values in planned.items())
         lines.append(_privacy_line("privacy", noise, spent, cli, options))
-    if protection.clients is not None:
-        planned = protection.clients.planned_epsilons(data.num_clients)
+    if protection.client_level is not None:
+        planned = protection.client_level.planned_epsilons(data.num_clients)
         spent = epsilon_text(max(planned["server"])) if planned else ""
-        noise = [protection.clients.noise_multiplier]
-        lines.append(_privacy_line("client_privacy", noise, spent, cli, protection.clients.options))
+        noise = [protection.client_level.noise_multiplier]
+        lines.append(_privacy_line("client_privacy", noise, spent, cli, protection.client_level.options))
     return lines
 
 
 def _privacy_line(
-    section: str, noise: Sequence[float], spent: str, cli: PeradaCLI, options: Privacy | ClientPrivacy
+    section: str, noise: Sequence[float], spent: str, cli: PeradaCLI, privacy: Privacy | ClientPrivacy
 ) -> str:
     """Format the privacy of a section; ``noise`` are the noise multipliers in ascending order."""
     sigma = f"{noise[0]:.4g}" if noise[0] == noise[-1] else f"{noise[0]:.4g} to {noise[-1]:.4g}"
     if not spent:
         return f"{section}: noise multiplier σ = {sigma}; ε grows with every round, and the number of rounds is open."
     bound = "" if len(cli.datamodule.train_sizes) == 1 else "at most "
-    limit = "" if options.max_epsilon is None else f"; a client stops training at max_epsilon={options.max_epsilon:g}"
+    limit = "" if privacy.max_epsilon is None else f"; a client stops training at max_epsilon={privacy.max_epsilon:g}"
     return (
         f"{section}: noise multiplier σ = {sigma}; after {cli.trainer.max_epochs} rounds ε = {bound}{spent}, "
-        f"δ = {options.delta:g}{limit}."
+        f"δ = {privacy.delta:g}{limit}."
     )
 
 

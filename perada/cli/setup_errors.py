@@ -64,10 +64,10 @@ def _image_sets(data: FederatedDataModule) -> Iterable[ImageSet]:
             yield shift
 
 
-def _read(images: ImageSet) -> None:
+def _read(image_set: ImageSet) -> None:
     """Read the list of a set's images."""
-    images.download()
-    len(images)
+    image_set.download()
+    len(image_set)
 
 
 def _errors_of_model(data: FederatedDataModule, module: FederatedClassifier) -> list[Exception]:

@@ -158,8 +158,8 @@ class Streams:
         # γ must be odd.
         return cls(seeds, gammas | 1)
 
-    def __getitem__(self, clients: slice) -> "Streams":
-        return Streams(self.seeds[clients], self.gammas[clients])
+    def __getitem__(self, places: slice) -> "Streams":
+        return Streams(self.seeds[places], self.gammas[places])
 
     def fork(self, purpose: str, index: int) -> "Streams":
         """Derive independent streams of the same clients.

@@ -98,15 +98,15 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     >>> tied_names(model)
     {'1.weight': '0.weight'}
     """
-    first: dict[int, str] = {}
+    first_name_of: dict[int, str] = {}
     tied = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{path}.{name}".lstrip(".")
-            if id(parameter) in first:
-                tied[full_name] = first[id(parameter)]
+            if id(parameter) in first_name_of:
+                tied[full_name] = first_name_of[id(parameter)]
             else:
-                first[id(parameter)] = full_name
+                first_name_of[id(parameter)] = full_name
     return tied
 
 
@@ -216,13 +216,13 @@ def unstack(stacked: State) -> list[State]:
     return states
 
 
-def expand(state: State, clients: int) -> State:
-    """View one state as a stack of ``clients`` equal ones, without copying.
+def expand(state: State, num_clients: int) -> State:
+    """View one state as a stack of ``num_clients`` equal ones, without copying.
 
     >>> expand({"w": torch.ones(3)}, 4)["w"].shape
     torch.Size([4, 3])
     """
-    return {key: value.unsqueeze(0).expand(clients, *value.shape) for key, value in state.items()}
+    return {key: value.unsqueeze(0).expand(num_clients, *value.shape) for key, value in state.items()}
 
 
 def gather(stacked: State, clients: Sequence[int]) -> State:
@@ -238,9 +238,9 @@ def gather(stacked: State, clients: Sequence[int]) -> State:
     return gathered
 
 
-def prefix(stacked: State, clients: int) -> State:
-    """Return views of the first ``clients`` rows of a stack."""
-    return {key: value[:clients] for key, value in stacked.items()}
+def prefix(stacked: State, num_clients: int) -> State:
+    """Return views of the first ``num_clients`` rows of a stack."""
+    return {key: value[:num_clients] for key, value in stacked.items()}
 
 
 def select(state: State, keys: Iterable[str]) -> State:

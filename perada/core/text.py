@@ -166,7 +166,7 @@ def abbreviated(names: Sequence[str], limit: int = 5) -> str:
     return f"{first} and {hidden} more"
 
 
-def number_cells(numbers: Sequence[float]) -> list[str]:
+def number_cells(values: Sequence[float]) -> list[str]:
     """Return the numbers of a column of a table as cells, with as many digits as needed.
 
     These are seven significant digits, or fifteen where seven would make different numbers equal, or round integers,
@@ -177,10 +177,10 @@ def number_cells(numbers: Sequence[float]) -> list[str]:
     >>> number_cells([1700000003601.0])
     ['1700000003601']
     """
-    cells = [f"{number:.7g}" for number in numbers]
-    has_long_integers = any(abs(number) >= 1e7 for number in numbers)
-    if has_long_integers or len({*cells}) < len({*numbers}):
-        return [f"{number:.15g}" for number in numbers]
+    cells = [f"{number:.7g}" for number in values]
+    has_long_integers = any(abs(number) >= 1e7 for number in values)
+    if has_long_integers or len({*cells}) < len({*values}):
+        return [f"{number:.15g}" for number in values]
     return cells
 
 

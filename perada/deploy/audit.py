@@ -304,17 +304,17 @@ class AuditLog:
         torn = (log.torn + mark).removesuffix(b"\n")
         self._append({"torn": _describe_torn(torn), **counters}, mark, log.tip)
 
-    def _append(self, content: Entry, prefix: bytes = b"", before: Tip | None = None) -> None:
+    def _append(self, entry: Entry, prefix: bytes = b"", before: Tip | None = None) -> None:
         """Write an entry to the log and to disk.
 
         Args:
-            content: The entry.
+            entry: The entry.
             prefix: Bytes to write before it.
             before: Position of the line that it follows; by default the last one that this process wrote.
         """
         if before is None:
             before = self.tip
-        line = _sealed_line(before, content)
+        line = _sealed_line(before, entry)
         data = prefix + canonical(line) + b"\n"
         tip = Tip(before.lines + 1, line[KEY])
         try:
@@ -519,10 +519,10 @@ def _free_name(folder: Path) -> Path:
     return folder / f"audit-{number}.jsonl"
 
 
-def _sealed_line(before: Tip, content: Entry) -> Entry:
+def _sealed_line(before: Tip, entry: Entry) -> Entry:
     """Return the entry that follows ``before``, with its number, its time and its digest."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return sealed({"number": before.lines + 1, "time": now, "previous": before.last, **content})
+    return sealed({"number": before.lines + 1, "time": now, "previous": before.last, **entry})
 
 
 def _write_head(folder: Path, tip: Tip) -> None:

@@ -19,12 +19,12 @@ from perada.results.report import LAST_ROUND
 from perada.results.run import Run
 
 
-def export_site_run(client: Client, state: RunState, name: str) -> Run:
+def export_site_run(client: Client, run_state: RunState, name: str) -> Run:
     """Return a site's run, of one client: its personal model, and the last global model it received.
 
     Args:
         client: Recipe of the run, with the site's data.
-        state: The site's state in the run.
+        run_state: The site's state in the run.
         name: Name of the site.
 
     Raises:
@@ -32,13 +32,13 @@ def export_site_run(client: Client, state: RunState, name: str) -> Run:
     """
     recipe = client.recipe
     data = client.data
-    training = state.training
-    if not state.scoring.global_state:
+    training = run_state.training
+    if not run_state.scoring.global_state:
         raise ValueError(f"site {name} has not received a global state yet; export after the first evaluation")
     assert recipe.module.adapted is not None
-    shared = to_device(state.scoring.global_state, recipe.device)
-    stacked_personal = client.personal(shared, state)
-    account = client.protection(training.account, training.num_rounds).images
+    shared = to_device(run_state.scoring.global_state, recipe.device)
+    stacked_personal = client.personal(shared, run_state)
+    account = client.protection(training.account, training.num_rounds).image_account
     privacy: dict[str, Any] = {}
     if account is not None:
         privacy["sample"] = account.record()
@@ -55,8 +55,8 @@ def export_site_run(client: Client, state: RunState, name: str) -> Run:
         privacy=privacy or None,
     )
     info = describe_run(client.settings, recipe.module, data, facts)
-    if state.rank:
-        info["lora_ranks"] = [state.rank]
+    if run_state.rank:
+        info["lora_ranks"] = [run_state.rank]
     metrics: dict[str, Any] = {"rounds": [], "clients": {}}
     if account is not None:
         for ledger, values in account.epsilons([0]).items():
@@ -65,12 +65,12 @@ def export_site_run(client: Client, state: RunState, name: str) -> Run:
     if stacked_personal is not None:
         personal = unstack(stacked_personal)[0]
         personal_of = lambda _: personal  # noqa: E731  # the state of any client, of which there is one
-    state_of_both = client.state_of_both(shared, state)
+    state_of_both = client.state_of_both(shared, run_state)
     members = _members(recipe, shared, {})
     return Run(recipe.module.adapted, members, personal_of, 1, metrics, info, lambda _: state_of_both)
 
 
-def export_server_run(recipe: ServerRecipe, progress: RunProgress, states: Mapping[str, Any]) -> Run:
+def export_server_run(recipe: ServerRecipe, progress: RunProgress, saved_states: Mapping[str, Any]) -> Run:
     """Return the server's run of all sites: the global model and the rounds.
 
     Where clients predict with their own models, these are at the sites, and the run has none of them.
@@ -78,7 +78,7 @@ def export_server_run(recipe: ServerRecipe, progress: RunProgress, states: Mappi
     Args:
         recipe: Recipe whose network is built.
         progress: Progress of the run.
-        states: The server's states, as :func:`perada.deploy.server.progress.read_progress` returns them.
+        saved_states: The server's states, as :func:`perada.deploy.server.progress.read_progress` returns them.
     """
     assert recipe.module.adapted is not None
     settings = recipe.settings()
@@ -107,7 +107,7 @@ def export_server_run(recipe: ServerRecipe, progress: RunProgress, states: Mappi
     for row in progress.history:
         rounds.append({name: int(value) if name == "round" else value for name, value in row.items()})
     metrics = {"rounds": rounds, "clients": {LAST_ROUND: [member.last_round for member in members]}}
-    models = _members(recipe, to_device(states["global"], recipe.device), states["server"])
+    models = _members(recipe, to_device(saved_states["global"], recipe.device), saved_states["server"])
     return Run(recipe.module.adapted, models, None, len(members), metrics, info)
 
 

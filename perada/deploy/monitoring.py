@@ -49,9 +49,9 @@ class Monitoring:
         check_choice("log_format", self.log_format, ("text", "json"))
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Self:
+    def of(cls, run_config: Mapping[str, Any]) -> Self:
         """Select the options from those that Flower passes on."""
-        return cls(**{each.name: config[each.name] for each in fields(cls) if each.name in config})
+        return cls(**{each.name: run_config[each.name] for each in fields(cls) if each.name in run_config})
 
     def certificate_expiry(self) -> Callable[[], float | None]:
         """Return what looks up when the SuperLink's certificate expires, in seconds since 1970; None without one."""

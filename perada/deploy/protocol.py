@@ -270,10 +270,10 @@ def _check_dictionary(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a dictionary, got {value!r}")
 
 
-def _check_numbers(values: Mapping[str, object], optional: bool, least: float = -1e12) -> None:
+def _check_numbers(numbers_by_name: Mapping[str, object], optional: bool, least: float = -1e12) -> None:
     """Check a dictionary of at most `MAX_ENTRIES` finite numbers; with ``optional`` None is allowed."""
-    check_integer("the number of entries", len(values), 0, le=MAX_ENTRIES)
-    for key, value in values.items():
+    check_integer("the number of entries", len(numbers_by_name), 0, le=MAX_ENTRIES)
+    for key, value in numbers_by_name.items():
         _check_entry_name(key)
         check_number(key, value, ge=least, le=1e12, optional=optional)
 
@@ -385,8 +385,8 @@ class Message(NamedTuple):
     tensors: "State"
 
 
-def unpack(message: bytes, expected: Spec) -> Message:
-    """Decode a message that has exactly the ``expected`` tensors.
+def unpack(message: bytes, expected_tensors: Spec) -> Message:
+    """Decode a message that has exactly the tensors of ``expected_tensors``.
 
     Raises:
         RejectionError: If it is not a message, has other tensors, or a value is not finite or out of range.
@@ -396,10 +396,10 @@ def unpack(message: bytes, expected: Spec) -> Message:
         received = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in table.items()}
     except (KeyError, TypeError) as error:
         raise RejectionError(f"a tensor is not described ({error!r})") from None
-    if received != expected:
-        name = min(name for name in {*received, *expected} if received.get(name) != expected.get(name))
-        raise RejectionError(f"the tensor {name[:80]!r} is {received.get(name)}, expected {expected.get(name)}")
-    if not expected:
+    if received != expected_tensors:
+        name = min(name for name in {*received, *expected_tensors} if received.get(name) != expected_tensors.get(name))
+        raise RejectionError(f"the tensor {name[:80]!r} is {received.get(name)}, expected {expected_tensors.get(name)}")
+    if not expected_tensors:
         return Message(header, {})
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -409,8 +409,8 @@ def unpack(message: bytes, expected: Spec) -> Message:
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise RejectionError(f"it is not a safetensors file ({error})") from None
     for name, value in state.items():
-        _check_range(name, value, dtype=expected[name][0])
-    return Message(header, {name: state[name] for name in expected})
+        _check_range(name, value, dtype=expected_tensors[name][0])
+    return Message(header, {name: state[name] for name in expected_tensors})
 
 
 def _check_range(name: str, value: "Tensor", dtype: str) -> None:

@@ -185,9 +185,9 @@ class Recipe:
                 )
             # Only for its errors about tensors that cannot be summed.
             exact_change(self.template.sent, self.template.sending)
-        return ClientLevel(options, loop.seed, sites, self.rounds, sums=loop.secure_sums)
+        return ClientLevel(options, loop.seed, sites, self.rounds, secure_sums=loop.secure_sums)
 
-    def contents(self, round: int, images: "PublicImages") -> "Contents":
+    def contents(self, round: int, public_images: "PublicImages") -> "Contents":
         """Return the layout of a site's contribution to the secure sum of a round.
 
         Raises:
@@ -200,7 +200,7 @@ class Recipe:
             example = example_contribution(example, loop.client_privacy.clipping == "adaptive")
         logits: tuple[int, ...] = (0, 0)
         if self.distils(round):
-            logits = (self.teacher_batches(round, images).size, *self._shape_of_distilled_logits(images))
+            logits = (self.teacher_batches(round, public_images).size, *self._shape_of_distilled_logits(public_images))
         is_private = loop.privacy is not None or loop.client_privacy is not None
         contents = Contents(
             options=loop.secure_sums,
@@ -213,10 +213,10 @@ class Recipe:
         _check_message_size(contents)
         return contents
 
-    def _shape_of_distilled_logits(self, images: "PublicImages") -> tuple[int, ...]:
+    def _shape_of_distilled_logits(self, public_images: "PublicImages") -> tuple[int, ...]:
         """Return the shape (..., K) of the logits of a public image that are distilled."""
         task = self.module.task
-        pixels = images.image_size if task.per_pixel else ()
+        pixels = public_images.image_size if task.per_pixel else ()
         logits = torch.empty(*pixels, self.module.num_classes or 0, device="meta")
         return tuple(task.distilled(logits).shape)
 
@@ -248,10 +248,10 @@ class Recipe:
         has_ensemble = loop.algorithm.uses_distillation and not loop.algorithm.builds_teachers
         return has_ensemble and loop.client_privacy is None and loop.distillation.active(round)
 
-    def teacher_batches(self, round: int, images: "PublicImages") -> TeacherBatches:
+    def teacher_batches(self, round: int, public_images: "PublicImages") -> TeacherBatches:
         """Return the batches of public images on which sites compute the logits to be summed."""
         options = self.loop.distillation
-        indices = images.public_indices(round, options.steps, options.batch_size)
+        indices = public_images.public_indices(round, options.steps, options.batch_size)
         return TeacherBatches.of_steps(indices, options, self.module.engine)
 
     def sent(self, round: int) -> State:
@@ -330,9 +330,9 @@ class PublicImages:
         """Return indices (steps, B) like :meth:`perada.data.FederatedDataModule.public_indices`."""
         return public_indices(self.public_size, round, steps, batch_size, self._preparation)
 
-    def used(self, options: Distillation, round: int) -> Tensor:
+    def used(self, distillation: Distillation, round: int) -> Tensor:
         """Return the positions (N,) of the images that a round uses, in ascending order."""
-        indices = self.public_indices(round, options.steps, options.batch_size)
+        indices = self.public_indices(round, distillation.steps, distillation.batch_size)
         positions: Tensor = (indices % self.public_size).unique()
         return positions
 

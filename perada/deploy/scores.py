@@ -37,7 +37,7 @@ class _OwnScore:
         score: Name of the score in a secure sum.
         square: Name of its square there.
         weighted: Name of its product with the number of test images.
-        failed: Name of the number of sites at which outputs of the model are NaN or infinite.
+        failed_model: Name of the number of sites at which outputs of the model are NaN or infinite.
     """
 
     name: str
@@ -45,7 +45,7 @@ class _OwnScore:
     score: str
     square: str
     weighted: str
-    failed: str
+    failed_model: str
 
     def summand_names(self, metric: Metric) -> list[str]:
         """Return the names of the three numbers of a metric in a secure sum."""
@@ -90,48 +90,48 @@ def count_summands(metrics: Sequence[Metric], task: Task, classes: int) -> dict[
     return num_summands
 
 
-def counts_of(scores: Mapping[str, Scores], test_size: int) -> dict[str, Any]:
+def counts_of(scores_of_model: Mapping[str, Scores], test_size: int) -> dict[str, Any]:
     """Return the facts that a site sends with ``counts``, from which scores on the images of all sites are computed.
 
     Args:
-        scores: Scores of the site's models by name.
+        scores_of_model: Scores of the site's models by name.
         test_size: Number of the site's test images.
 
     Returns:
         ``counts`` and ``sums`` of each model as far as there are any, and ``tests``; nothing if there are neither. A
         model whose outputs are NaN or infinite for some images has neither.
     """
-    counts: dict[str, list[int]] = {}
-    sums: dict[str, dict[str, list[float]]] = {}
-    for model, score in scores.items():
+    counts_of_model: dict[str, list[int]] = {}
+    sums_of_model: dict[str, dict[str, list[float]]] = {}
+    for model, score in scores_of_model.items():
         if score.failed_images.any():
             continue
         if score.counts.any():
-            counts[model] = score.counts[:, 0, 0].tolist()
+            counts_of_model[model] = score.counts[:, 0, 0].tolist()
         if score.statistics:
-            sums[model] = {name: values[0, 0].tolist() for name, values in score.statistics.items()}
+            sums_of_model[model] = {name: values[0, 0].tolist() for name, values in score.statistics.items()}
     facts: dict[str, Any] = {}
-    if counts:
-        facts["counts"] = counts
-    if sums:
-        facts["sums"] = sums
+    if counts_of_model:
+        facts["counts"] = counts_of_model
+    if sums_of_model:
+        facts["sums"] = sums_of_model
     if facts:
         facts["tests"] = test_size
     return facts
 
 
-def failed_models_of(scores: Mapping[str, Scores]) -> dict[str, Any]:
+def failed_models_of(scores_of_model: Mapping[str, Scores]) -> dict[str, Any]:
     """Return the fact ``failed_models``: the models whose outputs are NaN or infinite for some test images.
 
     For how many is not sent: if these are all of them, it is the number of the site's test images.
 
     Args:
-        scores: Scores of the site's models by name.
+        scores_of_model: Scores of the site's models by name.
 
     Returns:
         The fact; nothing if all outputs are finite.
     """
-    failed = sorted(model for model, score in scores.items() if score.failed_images.any())
+    failed = sorted(model for model, score in scores_of_model.items() if score.failed_images.any())
     return {"failed_models": failed} if failed else {}
 
 
@@ -329,7 +329,7 @@ def summand_names(metrics: Sequence[Metric], num_summands: Mapping[str, int], wi
     for name, length in num_summands.items():
         names += _pooled_names(name, length)
     names += ["own/tests", "global/right", "global/all", "global/failed"]
-    names += [own_score.failed for own_score in own_scores]
+    names += [own_score.failed_model for own_score in own_scores]
     if with_both:
         names.append(_TYPICAL)
     return names
@@ -381,7 +381,7 @@ def score_summands(
         summands[_TYPICAL] = facts["typical"]
     if facts:
         for own_score in own_scores:
-            summands[own_score.failed] = float(_local_model_failed(facts, own_score.models))
+            summands[own_score.failed_model] = float(_local_model_failed(facts, own_score.models))
         summands["global/failed"] = float(_has_failed(facts, "global"))
     summed = {metric.name: metric.summed for metric in metrics}
     for name, statistics in facts.get("sums", {}).get("global", {}).items():
@@ -441,7 +441,7 @@ def _own_score_of_sums(own_score: _OwnScore, suffix: str, metric: Metric, result
     """
     means = result.metrics
     name = f"{own_score.name}{suffix}"
-    if result.totals.get(own_score.failed, 0) > 0:
+    if result.totals.get(own_score.failed_model, 0) > 0:
         return dict.fromkeys((name, f"{name}_std", f"{name}_weighted"), math.nan)
     score_name, square_name, weighted_name = own_score.summand_names(metric)
     # A lying site can make either of them missing.

@@ -254,7 +254,7 @@ class SiteTotals:
 class StoredSite(NamedTuple):
     """Content of a site's file: a run, what all runs have spent, and the counters that reveal an older copy."""
 
-    state: RunState
+    run_state: RunState
     totals: SiteTotals
     committed: Committed
 
@@ -370,9 +370,9 @@ class SiteStore:
         self.commits = commits
         self._attempted = commits
         self._tip = stored.committed.tip
-        self._run = stored.state.run
+        self._run = stored.run_state.run
         self._former = dict(stored.committed.former)
-        return stored.state
+        return stored.run_state
 
     def load(self, run: str) -> RunState:
         """Return the state of a run; a new one if the site has none.
@@ -395,11 +395,11 @@ class SiteStore:
                 raise RejectionError(
                     f"{str(path)!r} is missing, so run {run} cannot be continued; restore it from a backup", "other"
                 ) from None
-        if stored.state.run != run:
-            raise ValueError(f"{str(path)!r} contains run {stored.state.run} instead; restore it from a backup")
+        if stored.run_state.run != run:
+            raise ValueError(f"{str(path)!r} contains run {stored.run_state.run} instead; restore it from a backup")
         if stored.committed.commits != self._former[run]:
             raise RejectionError(_older_copy_message(path, stored.committed.commits, self._former[run]), "other")
-        return stored.state
+        return stored.run_state
 
     @property
     def is_new(self) -> bool:
@@ -414,16 +414,16 @@ class SiteStore:
             runs.add(self._run)
         return sorted(runs)
 
-    def commit(self, state: RunState, totals: SiteTotals) -> None:
+    def commit(self, run_state: RunState, totals: SiteTotals) -> None:
         """Write the state of a run and the totals in one step.
 
         Raises:
             DiskError: If they cannot be written. The file is then the one before, or this one.
         """
         self._lock.check_in_place()
-        former = {run: commits for run, commits in self._former.items() if run != state.run}
+        former = {run: commits for run, commits in self._former.items() if run != run_state.run}
         former_path = None
-        if self._run is not None and self._run != state.run:
+        if self._run is not None and self._run != run_state.run:
             # Another run begins, or goes on: the file of the last one is put aside.
             with naming_disk(self.folder):
                 (self.folder / FORMER_RUNS).mkdir(exist_ok=True, mode=0o700)
@@ -432,7 +432,7 @@ class SiteStore:
         commits = self.commits + 1
         tip = self.audit.tip
         content = {
-            "state": state,
+            "state": run_state,
             "total": totals.ledger.state_dict(),
             "rounds": totals.rounds,
             "sampling": totals.sampling,
@@ -451,7 +451,7 @@ class SiteStore:
         self.totals = totals
         self.commits = commits
         self._tip = tip
-        self._run = state.run
+        self._run = run_state.run
         self._former = former
 
     def log(self, message: bytes, reply: bytes, spent: Callable[[Request], object]) -> None:
@@ -514,11 +514,11 @@ def check_former(folder: Path, committed: Committed) -> None:
             raise ValueError(_older_copy_message(path, commits, committed.former[path.stem]))
 
 
-def _older_copy_message(path: Path, commits: int, expected: int) -> str:
+def _older_copy_message(path: Path, commits: int, expected_commits: int) -> str:
     """Return the text of the error for a state that was replaced by an older copy."""
     return (
-        f"{str(path)!r} is an older copy: it is number {commits} of the states written, but number {expected} was set "
-        "aside; restore that one, or remove the file if the run is over"
+        f"{str(path)!r} is an older copy: it is number {commits} of the states written, but number "
+        f"{expected_commits} was set aside; restore that one, or remove the file if the run is over"
     )
 
 
@@ -618,9 +618,9 @@ def read_runs(folder: Path, *, tensors: bool = True) -> tuple[list[RunState], Si
     if not path.is_file():
         return [], SiteTotals()
     stored = read_state(path, tensors=tensors)
-    states = [stored.state]
+    states = [stored.run_state]
     for run in sorted(stored.committed.former):
         former_path = former_file(folder, run)
         if former_path.is_file():
-            states.append(read_state(former_path, tensors=tensors).state)
+            states.append(read_state(former_path, tensors=tensors).run_state)
     return states, stored.totals

@@ -61,9 +61,9 @@ class Terms:
             )
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Self:
+    def of(cls, run_config: Mapping[str, Any]) -> Self:
         """Select the terms from the options that Flower passes on."""
-        return cls(**{each.name: config[each.name] for each in fields(cls) if each.name in config})
+        return cls(**{each.name: run_config[each.name] for each in fields(cls) if each.name in run_config})
 
 
 class Transport(Protocol):

@@ -120,7 +120,7 @@ class Chunks(NamedTuple):
     at_a_time: int = 1
 
 
-def chunks_in_memory(client_bytes: int, clients: int, threads: int) -> Chunks:
+def chunks_in_memory(client_bytes: int, num_clients: int, threads: int) -> Chunks:
     """Return how clients behind a frozen backbone are divided into chunks.
 
     Each thread trains a chunk if that keeps all of them busy and there is memory for it. All chunks are of about the
@@ -128,18 +128,18 @@ def chunks_in_memory(client_bytes: int, clients: int, threads: int) -> Chunks:
 
     Args:
         client_bytes: Bytes that a local step of one client keeps for its backward pass.
-        clients: Clients in a round.
+        num_clients: Clients in a round.
         threads: Number of chunks that can train side by side.
     """
     most = max(1, ACTIVATION_BYTES // max(1, client_bytes))
-    one_thread = Chunks(math.ceil(clients / math.ceil(clients / most)))
+    one_thread = Chunks(math.ceil(num_clients / math.ceil(num_clients / most)))
     most = min(most, SIDE_BY_SIDE_BYTES // max(1, threads * client_bytes))
     if threads == 1 or most == 0:
         return one_thread
     # A multiple of the number of threads, so that none waits for the others' last chunks.
-    num_chunks = threads * math.ceil(clients / (threads * most))
-    size = math.ceil(clients / num_chunks)
-    equal_clients = RoundPlan(0, tuple(range(clients)), ((1,) * clients,), size, chunks_at_a_time=threads)
+    num_chunks = threads * math.ceil(num_clients / (threads * most))
+    size = math.ceil(num_clients / num_chunks)
+    equal_clients = RoundPlan(0, tuple(range(num_clients)), ((1,) * num_clients,), size, chunks_at_a_time=threads)
     if busiest_lane(equal_clients) > MAX_BUSIEST_LANE:
         return one_thread
     return Chunks(size, threads)

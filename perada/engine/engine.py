@@ -53,31 +53,31 @@ class Engine:
 
     Args:
         model: The model of a single client, in which only the adapter is trained; ``model(x)`` returns logits (B, K).
-        kind: ``"folded"`` runs all clients as one batch, ``"loop"`` one client after another, and ``"auto"`` folds if
-            every trained layer has a stacked version.
+        engine_name: ``"folded"`` runs all clients as one batch, ``"loop"`` one client after another, and ``"auto"``
+            folds if every trained layer has a stacked version.
         channels_last: Run images in the channels-last memory format.
         per_pixel: Whether the model returns logits (B, K, H, W) of pixels. The engine returns them with the classes
             last, (B, H, W, K), as tasks and the server expect logits.
         compile: Options of ``torch.compile``, which then compiles the pass of full batches; ``None`` not to compile.
 
     Attributes:
-        kind: ``"folded"`` or ``"loop"``.
+        engine_name: ``"folded"`` or ``"loop"``.
         trunk: The frozen trunk, once :meth:`find_trunk` has found one.
 
     Raises:
-        ValueError: If ``kind`` is unknown, or is ``"folded"`` and a trained layer has no stacked twin.
+        ValueError: If ``engine_name`` is unknown, or is ``"folded"`` and a trained layer has no stacked twin.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        kind: EngineName = "auto",
+        engine_name: EngineName = "auto",
         *,
         channels_last: bool = False,
         per_pixel: bool = False,
         compile: dict[str, Any] | None = None,
     ) -> None:
-        check_choice("engine", kind, get_args(EngineName))
+        check_choice("engine", engine_name, get_args(EngineName))
         self.model = model
         self.memory_format = torch.channels_last if channels_last else torch.preserve_format
         self.per_pixel = per_pixel
@@ -85,15 +85,15 @@ class Engine:
         if folded.missing:
             layers = [f"{path} ({name})" for path, name in folded.missing.items()]
             message = f"trained layers without a stacked version: {abbreviated(layers, 4)}"
-            if kind == "folded":
+            if engine_name == "folded":
                 raise OptionError(
                     f"engine='folded' cannot run {message}; use engine='loop' or 'auto'", name="engine", value="folded"
                 )
-            if kind == "auto":
+            if engine_name == "auto":
                 warnings.warn(f"engine='auto' falls back to the per-client loop: {message}", stacklevel=2)
         self.kind: Literal["folded", "loop"] = "folded"
         self._fold = folded
-        if kind == "loop" or folded.missing:
+        if engine_name == "loop" or folded.missing:
             self.kind = "loop"
             # The loop runs the single model, but its dropout layers must draw from the clients' streams too.
             self._fold = fold(model, random_only=True)
@@ -429,9 +429,9 @@ def _call(module: nn.Module, tensors: State, x_R: Tensor, tied: Mapping[str, str
     return logits
 
 
-def _padded(values: Tensor, rows: int) -> Tensor:
-    """Append rows of zeros to values (B, ...) until there are ``rows`` rows."""
-    padding = values.new_zeros(rows - len(values), *values.shape[1:])
+def _padded(values: Tensor, num_rows: int) -> Tensor:
+    """Append rows of zeros to values (B, ...) until there are ``num_rows`` rows."""
+    padding = values.new_zeros(num_rows - len(values), *values.shape[1:])
     if len(padding) == 0:
         return values
     return torch.cat([values, padding])
@@ -496,29 +496,29 @@ def client_means(values: Tensor, counts: Sequence[int]) -> Tensor:
     return sums / per_client(num_rows, sums)
 
 
-def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
+def real_rows(counts: Sequence[int], num_rows: int, device: torch.device) -> Tensor:
     """Return a mask (C, B) that is true for rows with an image and false for padding.
 
     Args:
         counts: Number of real rows of each client.
-        rows: Number B of rows of each client.
+        num_rows: Number B of rows of each client.
         device: Device of the mask.
 
     >>> real_rows((2, 1), 2, torch.device("cpu")).tolist()
     [[True, True], [True, False]]
     """
     num_real = to_device_async(torch.tensor(counts), device)
-    return torch.arange(rows, device=device) < num_real.unsqueeze(1)
+    return torch.arange(num_rows, device=device) < num_real.unsqueeze(1)
 
 
-def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clients: int, task: Task) -> Tensor:
+def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], num_clients: int, task: Task) -> Tensor:
     """Compute the mean loss of each of K models on the images of each of C clients, in evaluation mode.
 
     Args:
         engine: Engine that runs the models.
         members: States (K, ...) of the models.
         batches: The clients' images.
-        clients: Number C of clients.
+        num_clients: Number C of clients.
         task: Computes the loss of an image.
 
     Returns:
@@ -526,8 +526,8 @@ def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clie
     """
     models = unstack(members)
     device = device_of(members)
-    loss_sums = torch.zeros(clients, len(models), device=device)
-    num_images = torch.zeros(clients, device=device)
+    loss_sums = torch.zeros(num_clients, len(models), device=device)
+    num_images = torch.zeros(num_clients, device=device)
     with torch.no_grad():
         for batch in batches:
             rows = slice(batch.start, batch.stop)

@@ -100,7 +100,7 @@ def _find_obstacle(model: nn.Module, x: Tensor, channels_last: bool, tolerance: 
     else:
         # There is a single client, whose mirrored images are used for the second one.
         two_clients = torch.stack([x[0, :rows], x[0, :rows].flip(-1)])
-    states = stack(perturbed_states(get_state(model), parameter_keys(model), clients=2))
+    states = stack(perturbed_states(get_state(model), parameter_keys(model), num_clients=2))
     batches = [two_clients]
     if two_clients.is_floating_point():
         # For negated images of one client, a network that branches on a sign may take another branch.
@@ -188,7 +188,7 @@ def _failure(error: Exception) -> _Obstacle:
     return _Obstacle(f"it fails on images of two clients ({type(error).__name__}: {message})", raised=True)
 
 
-def perturbed_states(state: State, keys: Collection[str], clients: int, least: float = 0.0) -> list[State]:
+def perturbed_states(state: State, keys: Collection[str], num_clients: int, least: float = 0.0) -> list[State]:
     """Return a copy of a state for each client, with random changes of some parameters.
 
     The changes matter because most adapters are initially zero: a network would compute the same with and without them.
@@ -197,11 +197,11 @@ def perturbed_states(state: State, keys: Collection[str], clients: int, least: f
         state: State to copy, without a client axis.
         keys: Names of the parameters to change. The standard deviation of a change is a tenth of the parameter's root
             mean square, or 0.02 if the parameter is zero.
-        clients: Number of clients.
+        num_clients: Number of clients.
         least: Smallest standard deviation of a change.
     """
     states = []
-    for client in range(clients):
+    for client in range(num_clients):
         # One block of numbers is repeated, since drawing numbers for all parameters would take longer than a pass.
         block = torch.randn(_BLOCK, generator=generator(0, "perturbation", client))
         perturbed = clone(state)

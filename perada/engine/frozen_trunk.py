@@ -54,7 +54,7 @@ class FrozenTrunk:
     Args:
         shapes: Shape of each constant module's output for one image, by the module's path.
         needed: Paths of the modules whose outputs are the features, in the order of their calls.
-        image: Shape of an image.
+        image_shape: Shape of an image.
         share: Share of a forward pass's floating-point operations that features save.
 
     Attributes:
@@ -68,12 +68,12 @@ class FrozenTrunk:
         self,
         shapes: dict[str, torch.Size],
         needed: tuple[str, ...],
-        image: torch.Size,
+        image_shape: torch.Size,
         share: float = 0.0,
     ) -> None:
         self.shapes = shapes
         self.needed = needed
-        self.image = image
+        self.image = image_shape
         self.share = share
         self.size = sum(shapes[path].numel() for path in needed)
         self.rows = 0
@@ -124,20 +124,20 @@ class FrozenTrunk:
             self._cut_outputs[path] = output.to(dtype, copy=True, memory_format=layout)
         return self._blank_images(len(x_R), x_R)
 
-    def _blank_images(self, rows: int, like: Tensor) -> Tensor:
+    def _blank_images(self, num_rows: int, like: Tensor) -> Tensor:
         """Return the input of a pass that takes the outputs of constant modules from elsewhere.
 
         Args:
-            rows: Number R of images.
+            num_rows: Number R of images.
             like: Tensor on the device of the pass.
 
         Returns:
             Images (R, ...).
         """
-        self.rows = rows
+        self.rows = num_rows
         blank = torch.nan if self.spoil else 0.0
         # A view of a single number, which takes no memory.
-        return like.new_full((), blank, dtype=self._image_dtype).expand(rows, *self.image)
+        return like.new_full((), blank, dtype=self._image_dtype).expand(num_rows, *self.image)
 
     def features(self, model: nn.Module, x_R: Tensor) -> Tensor:
         """Compute the features of images.
@@ -201,12 +201,12 @@ class FrozenTrunk:
         self._cut_outputs = None
         return logits
 
-    def output(self, path: str, run: Callable[[], Tensor], like: Tensor) -> Tensor:
+    def output(self, path: str, run_model: Callable[[], Tensor], like: Tensor) -> Tensor:
         """Return the output of a constant module in the current pass: computed now, or cut from the features.
 
         Args:
             path: Path of the module.
-            run: Function that computes the output.
+            run_model: Function that computes the output.
             like: Tensor with the dtype and device of the output.
         """
         if self._cut_outputs is not None:
@@ -217,7 +217,7 @@ class FrozenTrunk:
             if self.spoil:
                 return like.new_full(shape, torch.nan)
             return like.new_empty(shape)
-        out = run()
+        out = run_model()
         if self._recorded_outputs is not None and path in self.needed:
             # A copy, since a model may change the output in place.
             self._recorded_outputs[path] = out.clone()
@@ -283,7 +283,7 @@ def _find(model: nn.Module, x_R: Tensor, least_share: float) -> FrozenTrunk | No
         return None
 
     # The first trunk has the outputs of all constant modules as features, which shows which of them are needed.
-    trunk = FrozenTrunk(shapes, needed=tuple(shapes), image=image_shape)
+    trunk = FrozenTrunk(shapes, needed=tuple(shapes), image_shape=image_shape)
     trunk.spoil = True
     module = fold(model, random_only=True, wrap=trunk.wrap).model
     module.eval()
@@ -405,18 +405,18 @@ def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
     return {path: shape for path, shape in constant.items() if modules[path] not in inner}
 
 
-def _agree(output: _Output, output_of_two: _Output, rows: int) -> bool:
+def _agree(output: _Output, output_of_two: _Output, num_rows: int) -> bool:
     """Return whether a module's outputs for the first two images are the same in both passes.
 
     Args:
         output: Output for all images.
         output_of_two: Output for the first two of them.
-        rows: Number of all images.
+        num_rows: Number of all images.
     """
     if output.changing or output_of_two.changing:
         return False
     # The first axis must be that of the images.
-    if len(output.fingerprint) != rows or len(output_of_two.fingerprint) != 2:
+    if len(output.fingerprint) != num_rows or len(output_of_two.fingerprint) != 2:
         return False
     if output.shape[1:] != output_of_two.shape[1:]:
         return False

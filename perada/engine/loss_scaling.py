@@ -27,8 +27,8 @@ class LossScales:
     """The loss scales (C,) of C clients while they train.
 
     Args:
-        options: A scaler of torch, which holds the options; it does not scale anything itself.
-        clients: Number C of clients.
+        scaler: A scaler of torch, which holds the options; it does not scale anything itself.
+        num_clients: Number C of clients.
         start: Scale from which all clients start; ``None`` for torch's initial scale.
         device: Device of the scales.
 
@@ -39,28 +39,28 @@ class LossScales:
         stepped: Whether (C,) a client took any step.
     """
 
-    def __init__(self, options: GradScaler, clients: int, start: LossScale | None, device: torch.device) -> None:
+    def __init__(self, scaler: GradScaler, num_clients: int, start: LossScale | None, device: torch.device) -> None:
         if start is None:
-            start = (options.get_scale(), 0)
-        self.options = options
+            start = (scaler.get_scale(), 0)
+        self.options = scaler
         self.start = start
         scale, good_steps = start
-        self.scale = torch.full((clients,), scale, device=device)
-        self.good_steps = torch.full((clients,), good_steps, device=device)
-        self.skipped = torch.zeros(clients, dtype=torch.int64, device=device)
-        self.stepped = torch.zeros(clients, dtype=torch.bool, device=device)
+        self.scale = torch.full((num_clients,), scale, device=device)
+        self.good_steps = torch.full((num_clients,), good_steps, device=device)
+        self.skipped = torch.zeros(num_clients, dtype=torch.int64, device=device)
+        self.stepped = torch.zeros(num_clients, dtype=torch.bool, device=device)
 
-    def enter(self, states: State, rows: slice) -> State:
+    def enter(self, states: State, client_slice: slice) -> State:
         """Return states whose gradients are divided by the loss scales on their way to the parameters.
 
         Args:
-            states: States (C, ...) of the clients in ``rows``, of which those that are trained require gradients.
-            rows: Which clients run through the network.
+            states: States (C, ...) of the clients in ``client_slice``; those that are trained require gradients.
+            client_slice: Which clients run through the network.
 
         Returns:
             The tensors to pass to the network; their values are those of ``states``.
         """
-        inverse = 1 / self.scale[rows]
+        inverse = 1 / self.scale[client_slice]
         scaled = dict(states)
         for key, value in states.items():
             if value.requires_grad:
@@ -68,26 +68,26 @@ class LossScales:
                 scaled[key] = _scaled(value.view_as(value), inverse)
         return scaled
 
-    def leave(self, logits: Tensor, rows: slice) -> Tensor:
+    def leave(self, logits: Tensor, client_slice: slice) -> Tensor:
         """Return the network's logits (C, ...), whose gradients are multiplied by the loss scales."""
         # A copy, since update() changes the scales in place, possibly before the backward pass.
-        return _scaled(logits, self.scale[rows].clone())
+        return _scaled(logits, self.scale[client_slice].clone())
 
-    def update(self, gradients: Sequence[Tensor], rows: slice) -> Tensor:
-        """Adjust the scales of the clients in ``rows``.
+    def update(self, gradients: Sequence[Tensor], client_slice: slice) -> Tensor:
+        """Adjust the scales of the clients in ``client_slice``.
 
         Args:
             gradients: Gradients (C, ...) of these clients, one tensor per parameter, in float32 or float64.
-            rows: Which clients take part in the step.
+            client_slice: Which clients take part in the step.
 
         Returns:
             A mask (C,) of the clients whose gradients are all finite, which take the step.
         """
         options = self.options
         # These are views: the in-place operations below change the scales and counters of the clients in `rows`.
-        scale = self.scale[rows]
-        good_steps = self.good_steps[rows]
-        finite = torch.ones_like(self.stepped[rows])
+        scale = self.scale[client_slice]
+        good_steps = self.good_steps[client_slice]
+        finite = torch.ones_like(self.stepped[client_slice])
         if gradients:
             finite = torch.stack([finite_rows(gradient) for gradient in gradients]).all(0)
 
@@ -100,8 +100,8 @@ class LossScales:
         largest_scale = torch.finfo(scale.dtype).max
         scale.mul_(factor).clamp_(max=largest_scale)
         good_steps.masked_fill_(grows, 0)
-        self.skipped[rows] += ~finite
-        self.stepped[rows] |= finite
+        self.skipped[client_slice] += ~finite
+        self.stepped[client_slice] |= finite
         return finite
 
     def settle(self, sound: Tensor, ranks: Ranks) -> LossScale:
@@ -140,11 +140,11 @@ class KeptScales:
     They are carried over because each round that began with torch's initial scale would first skip steps.
 
     Args:
-        options: A scaler of torch, as for :class:`LossScales`; ``None`` if losses are not scaled.
+        scaler: A scaler of torch, as for :class:`LossScales`; ``None`` if losses are not scaled.
     """
 
-    def __init__(self, options: GradScaler | None) -> None:
-        self.options = options
+    def __init__(self, scaler: GradScaler | None) -> None:
+        self.options = scaler
         self._scales: dict[str, LossScale] = {}
 
     def open(self, role: str, count: int, device: torch.device) -> LossScales | None:

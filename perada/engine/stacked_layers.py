@@ -36,7 +36,7 @@ class FoldContext:
     The layers of a model are called by its own ``forward``, so the engine cannot pass these as arguments.
 
     Attributes:
-        clients: Number C of clients.
+        num_clients: Number C of clients.
         counts: Number of real rows of each client, whose other rows are padding; ``None`` if all are real.
         streams: Random streams of the clients; ``None`` if the pass draws nothing.
         draws: Number of layers that have drawn from the streams in this pass.
@@ -44,7 +44,7 @@ class FoldContext:
             GPU than a kernel for each client.
     """
 
-    clients: int = 1
+    num_clients: int = 1
     counts: tuple[int, ...] | None = None
     streams: Streams | None = None
     draws: int = 0
@@ -52,14 +52,14 @@ class FoldContext:
 
     def begin(
         self,
-        clients: int,
+        num_clients: int,
         counts: tuple[int, ...] | None,
         streams: Streams | None,
         *,
         together: bool = False,
     ) -> None:
         """Start a pass; the arguments are the attributes of the same names."""
-        self.clients = clients
+        self.num_clients = num_clients
         self.counts = counts
         self.streams = streams
         self.together = together
@@ -77,9 +77,9 @@ class FoldContext:
         return self.streams.fork("layer", self.draws)
 
 
-def _split_clients(x_R: Tensor, clients: int) -> Tensor:
+def _split_clients(x_R: Tensor, num_clients: int) -> Tensor:
     """View rows (R, ...) as (C, B, ...)."""
-    return x_R.view(clients, -1, *x_R.shape[1:])
+    return x_R.view(num_clients, -1, *x_R.shape[1:])
 
 
 class StackedLayer(nn.Module):
@@ -115,7 +115,7 @@ class StackedLayer(nn.Module):
         """Return a tensor with its client axis, (C, ...); a frozen one is expanded. None if the layer lacks it."""
         value: Tensor | None = getattr(self, name, None)
         if value is not None and name in self.frozen:
-            return value.unsqueeze(0).expand(self.context.clients, *value.shape)
+            return value.unsqueeze(0).expand(self.context.num_clients, *value.shape)
         return value
 
     def common(self, name: str) -> Tensor | None:
@@ -139,7 +139,7 @@ class StackedLayer(nn.Module):
         factors = self.stacked(name)
         if factors is None:
             return x_R
-        x_CB = _split_clients(x_R, self.context.clients)
+        x_CB = _split_clients(x_R, self.context.num_clients)
         product_CB = x_CB * factors.reshape(len(factors), *shape)
         return product_CB.flatten(0, 1)
 
@@ -148,7 +148,7 @@ class StackedLayer(nn.Module):
         bias = self.stacked("bias")
         if bias is None:
             return x_R
-        x_CB = _split_clients(x_R, self.context.clients)
+        x_CB = _split_clients(x_R, self.context.num_clients)
         sum_CB = x_CB + bias.reshape(len(bias), *shape)
         return sum_CB.flatten(0, 1)
 
@@ -171,7 +171,7 @@ class StackedLinear(StackedLayer):
             leading_axes = out.dim() - 1
             shape = [1] * leading_axes + [-1]
             return self.shifted(out, shape)
-        x_CND = x_R.reshape(self.context.clients, -1, x_R.shape[-1])
+        x_CND = x_R.reshape(self.context.num_clients, -1, x_R.shape[-1])
         out = _batched_linear(x_CND, self.weight, self.stacked("bias"))
         return out.reshape(*x_R.shape[:-1], out.shape[-1])
 
@@ -193,7 +193,7 @@ class StackedConv2d(StackedLayer):
             # One convolution for the rows of all clients, which can differ only in their biases.
             out = conv._conv_forward(x_R, common_weight, None)
             return self.shifted(out, [1, -1, 1, 1])
-        x_CB = _split_clients(x_R, self.context.clients)
+        x_CB = _split_clients(x_R, self.context.num_clients)
         bias = self.stacked("bias")
 
         tap = _only_tap(conv, x_R)
@@ -274,7 +274,7 @@ class StackedConvTranspose2d(StackedLayer):
             # One convolution for the rows of all clients, which can differ only in their biases.
             out = convolve(x_R, common_weight, None)
             return self.shifted(out, [1, -1, 1, 1])
-        x_CB = _split_clients(x_R, self.context.clients)
+        x_CB = _split_clients(x_R, self.context.num_clients)
         weights = self.weight.unbind()
         biases = _unbound(self.stacked("bias"), len(x_CB))
         outputs = []
@@ -293,12 +293,12 @@ def _only_tap(conv: nn.Conv2d, x_R: Tensor) -> int | None:
     return pixel_tap(conv)
 
 
-def _is_small_map_of_clients(conv: nn.Conv2d, x_R: Tensor, clients: int) -> bool:
+def _is_small_map_of_clients(conv: nn.Conv2d, x_R: Tensor, num_clients: int) -> bool:
     """Return whether convolutions of maps (R, in, H, W) with trained weights are faster as matrix products."""
     # A compiler rearranges the weights by itself.
     if torch.compiler.is_compiling() or not is_small_map(conv, x_R):
         return False
-    images_of_a_client = x_R[: len(x_R) // clients]
+    images_of_a_client = x_R[: len(x_R) // num_clients]
     return pays_with_trained_weights(conv, images_of_a_client)
 
 
@@ -405,7 +405,7 @@ class StackedBatchNorm(StackedLayer):
             momentum: Weight of the batch's statistics in the update.
         """
         has_padding = self.context.counts is not None
-        if self.context.together and not has_padding and self.context.clients > 1:
+        if self.context.together and not has_padding and self.context.num_clients > 1:
             return self._normalise_together(x_R, means, variances, momentum)
         return self._normalise_by_client(x_R, means, variances, momentum)
 
@@ -418,7 +418,7 @@ class StackedBatchNorm(StackedLayer):
     ) -> Tensor:
         """Normalise the clients' full batches by one call, as one batch of B images with C·D channels."""
         norm = self.original[0]
-        clients = self.context.clients
+        clients = self.context.num_clients
         use_batch = self.training or means is None
         # Channels become the last axis, next to which the client axis is put. S stands for the axes of an image.
         x_RSD = x_R.movedim(1, -1)
@@ -448,7 +448,7 @@ class StackedBatchNorm(StackedLayer):
     ) -> Tensor:
         """Normalise the real rows of one client after the other; rows of padding become zeros."""
         norm = self.original[0]
-        clients = self.context.clients
+        clients = self.context.num_clients
         counts = self.context.counts
         use_batch = self.training or means is None
         means_by_client = _unbound(means, clients)
@@ -479,13 +479,13 @@ class StackedBatchNorm(StackedLayer):
         return _joined(outputs)
 
 
-def _unbound(stack: Tensor | None, clients: int) -> Sequence[Tensor | None]:
+def _unbound(stack: Tensor | None, num_clients: int) -> Sequence[Tensor | None]:
     """Split a stack (C, ...) by client; None stands for None for each client.
 
     unbind() is a single operation with one gradient; that of each ``stack[client]`` would have the size of the stack.
     """
     if stack is None:
-        return [None] * clients
+        return [None] * num_clients
     return stack.unbind()
 
 
@@ -572,7 +572,7 @@ class StackedDropout(StackedLayer):
         if threshold >= 2**15:
             # Everything is dropped, and 1/(1-p) may be infinite.
             return x_R.new_zeros(shape)
-        draws_per_client = math.prod(shape) // self.context.clients
+        draws_per_client = math.prod(shape) // self.context.num_clients
         keep = self.context.next_streams().bits(draws_per_client) >= threshold
         if dims == x_R.dim():
             # The mask has the memory format of the input.

@@ -111,8 +111,8 @@ class LocalRound:
                 algorithm, phase = personalization
                 phases = (phase,)
         private: PrivateRound | None = None
-        if trainer.protection.images is not None:
-            private = PrivateRound(trainer.protection.images, trainer.gradients, settings.seed, plan, tuning)
+        if trainer.protection.image_account is not None:
+            private = PrivateRound(trainer.protection.image_account, trainer.gradients, settings.seed, plan, tuning)
         opened = algorithm.begin_round(client_state, received, trainer.tensor_names)
 
         # In a private run nobody may know which units dropout leaves out.
@@ -570,12 +570,12 @@ def _rows_of_roles(stacks: Stacks, start: int, stop: int) -> Stacks:
     return {role: _rows(stacked, start, stop) for role, stacked in stacks.items()}
 
 
-def _all_finite(clients: Tensor, *stacks: State) -> Tensor:
-    """Return which of ``clients`` (C,) have only finite values in the stacks (C, ...)."""
+def _all_finite(is_candidate: Tensor, *stacks: State) -> Tensor:
+    """Return which of the clients that ``is_candidate`` (C,) marks have only finite values in the stacks (C, ...)."""
     for stacked in stacks:
         for value in stacked.values():
-            clients = clients & finite_rows(value)
-    return clients
+            is_candidate = is_candidate & finite_rows(value)
+    return is_candidate
 
 
 def _without_checked(state: State, checked: set[int]) -> State:

@@ -73,17 +73,18 @@ class Cohort:
 
     Args:
         local_round: What the clients train from, and what is counted in each step.
-        sums: Adds up what the clients send, where the server needs only their mean; by default all of it is kept.
+        update_sums: Adds up what the clients send, where the server needs only their mean; by default all of it is
+            kept.
 
     Attributes:
         local_round: As passed.
         failed: Clients of whom a sample could not be read, with the reason.
     """
 
-    def __init__(self, local_round: LocalRound, sums: UpdateSums | None = None) -> None:
+    def __init__(self, local_round: LocalRound, update_sums: UpdateSums | None = None) -> None:
         self.local_round = local_round
         self.plan = local_round.plan
-        self.sums = sums
+        self.sums = update_sums
         self.failed: dict[int, str] = {}
         self._trainer = local_round.trainer
         clients = len(self.plan.clients)
@@ -203,7 +204,7 @@ class Cohort:
             return False
         return not self._first_streams.are_unchanged()
 
-    def trained_again(self, batches: Iterable[AnyBatch], sums: UpdateSums | None) -> "Cohort":
+    def trained_again(self, batches: Iterable[AnyBatch], update_sums: UpdateSums | None) -> "Cohort":
         """Train the same clients again from the same states, one step after another, also in all later rounds.
 
         A network may begin to draw from a global random stream in any step, for example when a callback raises the
@@ -211,7 +212,7 @@ class Cohort:
 
         Args:
             batches: The round's batches.
-            sums: New sums in place of :attr:`sums`; None if all updates are kept.
+            update_sums: New sums in place of :attr:`update_sums`; None if all updates are kept.
 
         Returns:
             The cohort that has taken all steps, to be finished in place of this one.
@@ -231,7 +232,7 @@ class Cohort:
                 factor=former_round.factor,
                 tuning=former_round.tuning,
             ),
-            sums,
+            update_sums,
         )
         for batch in batches:
             again.step(batch)
@@ -261,7 +262,7 @@ class Cohort:
                 self._early_updates[chunk.start] = _ChunkUpdate(result.update, result.received, accepted)
                 self._add_up(self.sums)
 
-    def _add_up(self, sums: UpdateSums) -> None:
+    def _add_up(self, update_sums: UpdateSums) -> None:
         """Add updates to the sums in the order of the plan's chunks.
 
         The last bits of a sum depend on the order. A chunk that ends before an earlier one, in another thread, waits.
@@ -269,7 +270,7 @@ class Cohort:
         while self._not_summed and self._not_summed[0].start in self._early_updates:
             start = self._not_summed.popleft().start
             update = self._early_updates.pop(start)
-            sums.add(update.sent, update.received, start, update.accepted)
+            update_sums.add(update.sent, update.received, start, update.accepted)
 
     def wait(self) -> None:
         """Wait until all steps so far have been taken, in whatever thread."""
@@ -353,14 +354,14 @@ class _ChunkedStacks:
     """Stacks (C, ...) that are written chunk by chunk.
 
     Args:
-        clients: Number C of clients.
+        num_clients: Number C of clients.
 
     Attributes:
         state: The stacks; empty before the first chunk.
     """
 
-    def __init__(self, clients: int) -> None:
-        self._clients = clients
+    def __init__(self, num_clients: int) -> None:
+        self._clients = num_clients
         self.state: State = {}
 
     def write(self, chunk: State, start: int) -> None:

@@ -44,13 +44,13 @@ def check_diagnostics(choice: bool | Sequence[Diagnostic]) -> None:
         check_choice("diagnostics", name, ALL)
 
 
-def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -> dict[Diagnostic, str]:
+def obstacles(settings: Settings, public: bool, has_test_images: bool, factors: str = "") -> dict[Diagnostic, str]:
     """Find the diagnostics that a run cannot measure, each with the reason and the remedy.
 
     Args:
         settings: The options of the run.
         public: Whether there are public images.
-        test: Whether there are test images.
+        has_test_images: Whether there are test images.
         factors: Reason why clients do not send LoRA factors; empty if they do.
 
     Returns:
@@ -86,7 +86,7 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
         reasons["personal_distance"] = f"clients of {name} have no personal models; choose PerAda or Ditto"
     if not public:
         reasons |= dict.fromkeys(ON_PUBLIC, "the data has no public set; provide one (public=...)")
-    if not test:
+    if not has_test_images:
         reasons["ensemble_error"] = "the data has no test images; provide some (test=[...])"
     not_compared = _why_not_compared(settings.training.task)
     if not_compared:
@@ -148,22 +148,22 @@ class DiagnosticsPass:
 
     Attributes:
         engine: Engine that runs the models.
-        data: Public and test images.
+        federation_data: Public and test images.
         updates: Local models θ_m (C, ...).
         globals: Global models (G, ...), which are the same in all processes; the last one is w.
         personal: Personal models v_m (p, ...) of this process.
         places: Places of these models among the round's clients.
-        clients: Number of clients of the round.
+        num_clients: Number of clients of the round.
         task: What the models predict.
     """
 
     engine: Engine
-    data: FederationData
+    federation_data: FederationData
     updates: Updates
     globals: State
     personal: State
     places: Sequence[int]
-    clients: int
+    num_clients: int
     task: Task
 
     def measure(self, names: Collection[str]) -> dict[str, float]:
@@ -188,12 +188,12 @@ class DiagnosticsPass:
         The distance of a personal model from w (Theorem 2, second term, without its factor 2), from 0 to 1, is
         1/n Σ_i min(1, ‖p_m(x_i) − g(x_i)‖₁).
         """
-        size = self.data.public_size
+        size = self.federation_data.public_size
         places = list(self.places)
         ensemble_distances = torch.zeros(stack_size(self.globals), dtype=torch.float64)
-        personal_distances = torch.zeros(self.clients, dtype=torch.float64)
+        personal_distances = torch.zeros(self.num_clients, dtype=torch.float64)
         for rows in torch.split(torch.arange(size), IMAGES_AT_ONCE):
-            x = self.data.public_images(rows, self._device)
+            x = self.federation_data.public_images(rows, self._device)
             g_GBK = probabilities(self.engine.shared_logits(self.globals, x), self.task)
             if "distillation_distance" in names:
                 _, h_BK = self._means(x, g_GBK.shape[-1])
@@ -221,7 +221,7 @@ class DiagnosticsPass:
         total_hits = 0.0
         total_errors = 0.0
         total = 0.0
-        for x, y in self.data.test_batches(self._device):
+        for x, y in self.federation_data.test_batches(self._device):
             # A process without local models gets the number of classes from a global model.
             averaged_model = prefix(self.globals, 1)
             classes = self.engine.shared_logits(averaged_model, x[:1]).shape[-1]
@@ -251,7 +251,7 @@ class DiagnosticsPass:
             sums = torch.stack([double(logits).sum(0), probabilities(logits, self.task).sum(0)])
         sums = double(sums)
         self.updates.ranks.sum_([sums])
-        mean_logits, mean_predictions = sums / self.updates.clients
+        mean_logits, mean_predictions = sums / self.updates.num_clients
         return mean_logits, mean_predictions
 
 
@@ -301,9 +301,9 @@ def full_gradients(
     for role in local_round.opened:
         for phase in local_round.phases:
             trained.update(local_round.algorithm.trainable_keys(role, phase.name, tensor_names, local_round.plan.round))
-    sums: list[State] = []
+    gradient_sums: list[State] = []
     for point in points:
-        sums.append({name: torch.zeros_like(point[name]) for name in tensor_names.keys if name in trained})
+        gradient_sums.append({name: torch.zeros_like(point[name]) for name in tensor_names.keys if name in trained})
     num_images = torch.zeros(clients, dtype=torch.float64)
     for batch in batches:
         rows = slice(batch.start, batch.stop)
@@ -311,7 +311,7 @@ def full_gradients(
         width = max(batch.counts)
         x = batch.x[:, :width]
         y = batch.y[:, :width]
-        for point, sums_of_point in zip(points, sums, strict=True):
+        for point, sums_of_point in zip(points, gradient_sums, strict=True):
             models = {name: point[name][rows].detach() for name in tensor_names.keys}
             leaves = {name: models[name].clone().requires_grad_() for name in sums_of_point}
             with torch.enable_grad():
@@ -323,7 +323,7 @@ def full_gradients(
                 if leaf.grad is not None:
                     sums_of_point[name][rows] += leaf.grad
     gradients = []
-    for sums_of_point in sums:
+    for sums_of_point in gradient_sums:
         means = {name: double(total) / _per_client(num_images, total) for name, total in sums_of_point.items()}
         gradients.append(means)
     return FullGradients(at_points=gradients, num_images=num_images)

@@ -72,12 +72,12 @@ class EvaluationPass:
             num_members = stack_size(self._members)
 
         # Of the models with which clients predict, each on its client's images.
-        self._client_scores = Scores(metrics, self.task, groups=self.num_clients)
+        self._client_scores = Scores(metrics, self.task, num_groups=self.num_clients)
         # Of the personal models, and of the global model, on everyone's images.
         self._everywhere_scores = Scores(metrics, self.task, models=len(self.everywhere))
         self._global_scores = Scores(metrics, self.task)
         # Of the global model on each client's images, beside the personal ones.
-        self._global_client_scores = Scores(metrics[:1], self.task, groups=self.num_clients)
+        self._global_client_scores = Scores(metrics[:1], self.task, num_groups=self.num_clients)
         # Of single members of an ensemble.
         self._member_scores = Scores(metrics[:1], self.task, models=num_members)
         self._entropies: list[Tensor] = []
@@ -86,7 +86,7 @@ class EvaluationPass:
         has_both_models = federation.personalized and self._members is not None
         self._both = both if has_both_models else None
         # Of predictions with both models, on their client's images and on everyone's.
-        self._both_client_scores = Scores(metrics, self.task, groups=self.num_clients)
+        self._both_client_scores = Scores(metrics, self.task, num_groups=self.num_clients)
         self._both_everywhere_scores = Scores(metrics, self.task, models=len(self.everywhere))
         # The number of images that are typical of each client: of its own, and of everyone's.
         self._num_typical = torch.zeros(self.num_clients, dtype=torch.int64)
@@ -114,16 +114,16 @@ class EvaluationPass:
         self._sizes += batch.owner.cpu().bincount(minlength=self.num_clients)
         # All processes have the global model, and share its batches among them.
         is_batch_of_rank = index % ranks.size == ranks.rank
-        shared: _SharedOutputs | None = None
+        shared_outputs: _SharedOutputs | None = None
         if self._members is not None and (is_batch_of_rank or self._both is not None):
             logits_of_members = self.federation.engine.shared_logits(self._members, batch.x)
             logits = self.task.ensemble(logits_of_members, self.federation.settings.algorithm.average)
             if is_batch_of_rank:
                 self._score_global_model(logits_of_members, logits, batch, owner)
             if self._both is not None:
-                shared = _SharedOutputs(logits, self._both.statistics(batch.x))
+                shared_outputs = _SharedOutputs(logits, self._both.statistics(batch.x))
         if self.federation.personalized:
-            self._score_personal_models(batch, owner, shared)
+            self._score_personal_models(batch, owner, shared_outputs)
 
     def _score_global_model(self, logits_of_members: Tensor, logits: Tensor, batch: EvalBatch, owner: Tensor) -> None:
         """Score the global model on a batch.
@@ -148,12 +148,12 @@ class EvaluationPass:
             # Without personal models, clients predict with the global one.
             self._client_scores.update(one_model, batch.y, owner)
 
-    def _score_personal_models(self, batch: EvalBatch, owner: Tensor, shared: _SharedOutputs | None) -> None:
+    def _score_personal_models(self, batch: EvalBatch, owner: Tensor, shared_outputs: _SharedOutputs | None) -> None:
         """Score personal models on everyone's images, and the model of the owner (B,) on each image.
 
-        With ``shared``, predictions with both models are scored too.
+        With ``shared_outputs``, predictions with both models are scored too.
         """
-        owner_logits = self._score_everywhere(batch, owner, shared)
+        owner_logits = self._score_everywhere(batch, owner, shared_outputs)
         if len(self.everywhere) < self.num_clients:
             # The models of some owners did not run on everyone's images.
             owner_logits = own_logits(self.federation, batch)
@@ -165,25 +165,25 @@ class EvaluationPass:
             counted = to_device_async(self._owned, owner.device)[owner]
         self._client_scores.update(owner_logits.unsqueeze(0), batch.y, owner, counted=counted)
         self._tallies["personal"].update(owner_logits, batch.y, owner, counted)
-        if shared is not None:
-            self._score_both_models(batch, owner_logits, shared, counted)
+        if shared_outputs is not None:
+            self._score_both_models(batch, owner_logits, shared_outputs, counted)
 
     def _score_both_models(
-        self, batch: EvalBatch, owner_logits: Tensor, shared: _SharedOutputs, counted: Tensor | None
+        self, batch: EvalBatch, owner_logits: Tensor, shared_outputs: _SharedOutputs, counted: Tensor | None
     ) -> None:
         """Score the prediction with both models of each image's owner.
 
         Args:
             batch: The batch.
             owner_logits: Logits (B, K) of the owners' personal models.
-            shared: The other outputs.
+            shared_outputs: The other outputs.
             counted: Mask (B,) of the images whose owner's model this process has; None for all.
         """
         assert self._both is not None
         owners = batch.owner.cpu()
-        is_typical = self._both.typical_of_owners(owners, shared.statistics)
+        is_typical = self._both.typical_of_owners(owners, shared_outputs.statistics)
         weights = self._both.weights(owners.tolist(), owner_logits.device)
-        logits = self._both.logits(owner_logits, shared.logits, is_typical, weights)
+        logits = self._both.logits(owner_logits, shared_outputs.logits, is_typical, weights)
         owner = to_device_async(batch.owner, logits.device)
         self._both_client_scores.update(logits.unsqueeze(0), batch.y, owner, counted=counted)
         self._tallies["both"].update(logits, batch.y, owner, counted)
@@ -192,8 +192,10 @@ class EvaluationPass:
         typical_owners = owners[is_typical.cpu()]
         self._num_typical += typical_owners.bincount(minlength=self.num_clients)
 
-    def _score_everywhere(self, batch: EvalBatch, owner: Tensor, shared: _SharedOutputs | None) -> Tensor | None:
-        """Score the models that run on everyone's images, and predictions with both models if there are ``shared``.
+    def _score_everywhere(
+        self, batch: EvalBatch, owner: Tensor, shared_outputs: _SharedOutputs | None
+    ) -> Tensor | None:
+        """Score the models that run on everyone's images, and predictions with both models if there are outputs for them.
 
         Returns:
             The logits (B, K) of the model of each image's owner (B,), from the same passes; those of another model
@@ -203,10 +205,10 @@ class EvaluationPass:
         owner_logits: Tensor | None = None
         for run in everywhere_logits(self.federation, self.everywhere, batch.x):
             self._everywhere_scores.update(run.logits, batch.y, models=run.places)
-            if self._both is not None and shared is not None:
-                is_typical = self._both.typical(run.clients, shared.statistics)
+            if self._both is not None and shared_outputs is not None:
+                is_typical = self._both.typical(run.clients, shared_outputs.statistics)
                 weights = self._both.weights(run.clients, run.logits.device).of_batches()
-                logits_of_both = self._both.logits(run.logits, shared.logits, is_typical, weights)
+                logits_of_both = self._both.logits(run.logits, shared_outputs.logits, is_typical, weights)
                 self._both_everywhere_scores.update(logits_of_both, batch.y, models=run.places)
                 self._num_typical_everywhere[run.clients] += is_typical.sum(1).cpu()
             clients = to_device_async(torch.tensor(run.clients), owner.device)
@@ -257,7 +259,7 @@ class EvaluationPass:
             global_test = self._on_everyone(name, everywhere_scores[metric.name][:, 0], global_score)
             if global_test is not None:
                 per_client[name] = global_test
-                results |= spread(name, global_test, metric.lower_is_better, failed=everywhere_failed)
+                results |= spread(name, global_test, metric.lower_is_better, is_failed=everywhere_failed)
 
             if self._global_scores:
                 name = f"global/global_test{suffix}"
@@ -290,7 +292,7 @@ class EvaluationPass:
                 name = f"both/global_test{suffix}"
                 global_test = self._of_everywhere(name, everywhere_scores[metric.name][:, 0])
                 per_client[name] = global_test
-                results |= spread(name, global_test, metric.lower_is_better, failed=everywhere_failed)
+                results |= spread(name, global_test, metric.lower_is_better, is_failed=everywhere_failed)
         per_client["typical/local_test"] = self._num_typical.double() / self._sizes
         results["typical/local_test"] = float(per_client["typical/local_test"].nanmean())
         if self.everywhere:
@@ -516,19 +518,19 @@ class ShiftedEvaluation:
             x = engine.features(x)
         # All processes have the global model, and share its batches among them.
         is_batch_of_rank = index % federation.ranks.size == federation.ranks.rank
-        shared: _SharedOutputs | None = None
+        shared_outputs: _SharedOutputs | None = None
         if federation.settings.algorithm.global_model and (is_batch_of_rank or self._both is not None):
             logits = shared_logits(federation, x)
             if is_batch_of_rank:
                 logits_of_places = logits.expand(len(self._global_places), *logits.shape)
                 self._update(self._global, logits_of_places, batch, self._global_places, self._global_places)
             if self._both is not None:
-                shared = _SharedOutputs(logits, self._both.statistics(x))
+                shared_outputs = _SharedOutputs(logits, self._both.statistics(x))
         if federation.personalized:
             for run in everywhere_logits(federation, self.everywhere, x):
                 self._update(self._personal, run.logits, batch, run.places, run.clients)
-                if shared is not None:
-                    self._score_both_models(run, batch, shared)
+                if shared_outputs is not None:
+                    self._score_both_models(run, batch, shared_outputs)
 
     def _update(
         self, scores: Scores, logits: Tensor, batch: EvalBatch, places: Sequence[int], clients: Sequence[int]
@@ -542,18 +544,18 @@ class ShiftedEvaluation:
             is_of_others = owner != client
             scores.update(client_logits.unsqueeze(0), batch.y, models=[place], counted=is_of_others)
 
-    def _score_both_models(self, run: "ModelsRun", batch: EvalBatch, shared: _SharedOutputs) -> None:
+    def _score_both_models(self, models_run: "ModelsRun", batch: EvalBatch, shared_outputs: _SharedOutputs) -> None:
         """Score predictions with both models of the p clients whose personal models ran on a batch."""
         assert self._both is not None
-        is_typical = self._both.typical(run.clients, shared.statistics)  # (p, B)
-        weights = self._both.weights(run.clients, run.logits.device).of_batches()
-        logits = self._both.logits(run.logits, shared.logits, is_typical, weights)
-        self._update(self._both_scores, logits, batch, run.places, run.clients)
+        is_typical = self._both.typical(models_run.clients, shared_outputs.statistics)  # (p, B)
+        weights = self._both.weights(models_run.clients, models_run.logits.device).of_batches()
+        logits = self._both.logits(models_run.logits, shared_outputs.logits, is_typical, weights)
+        self._update(self._both_scores, logits, batch, models_run.places, models_run.clients)
 
-        is_scored = torch.ones(len(run.clients), len(batch.owner), dtype=torch.bool)
+        is_scored = torch.ones(len(models_run.clients), len(batch.owner), dtype=torch.bool)
         if self.others:
-            is_scored = batch.owner.cpu() != torch.tensor(run.clients).unsqueeze(1)
-        clients = list(run.clients)
+            is_scored = batch.owner.cpu() != torch.tensor(models_run.clients).unsqueeze(1)
+        clients = list(models_run.clients)
         self._num_images[clients] += is_scored.sum(1)
         self._num_typical[clients] += (is_typical.cpu() & is_scored).sum(1)
 
@@ -587,13 +589,13 @@ class ShiftedEvaluation:
             results[name] = ModelScores(personal, global_score, both)
         return results
 
-    def _of_clients(self, scores: Scores) -> dict[str, ClientScores]:
+    def _of_clients(self, merged_scores: Scores) -> dict[str, ClientScores]:
         """Return the merged scores of the models of ``everywhere``, by metric, as scores of all clients."""
         clients = list(self.everywhere)
         failed = torch.zeros(self.federation.num_clients, dtype=torch.bool)
-        failed[clients] = scores.failed_images[:, 0] > 0
+        failed[clients] = merged_scores.failed_images[:, 0] > 0
         scores_of_metrics: dict[str, ClientScores] = {}
-        for name, means in scores.means().items():
+        for name, means in merged_scores.means().items():
             client_scores = means.new_full((self.federation.num_clients,), torch.nan)
             client_scores[clients] = means[:, 0]
             scores_of_metrics[name] = ClientScores(client_scores, failed)
@@ -606,12 +608,12 @@ MIN_EVERYWHERE = 10
 """Number of models that are drawn at least."""
 
 
-def count_everywhere(clients: int, images: int, requested: int | None) -> int:
+def count_everywhere(num_clients: int, num_images: int, requested: int | None) -> int:
     """Return the number of clients whose models run on everyone's images.
 
     Args:
-        clients: Number of all clients.
-        images: Number of all their test images.
+        num_clients: Number of all clients.
+        num_images: Number of all their test images.
         requested: The option ``global_test_clients``. None for all clients or, where they would take more than
             :data:`EVERYWHERE_LIMIT` forward passes, as many as stay below it, but at least :data:`MIN_EVERYWHERE`.
 
@@ -621,26 +623,26 @@ def count_everywhere(clients: int, images: int, requested: int | None) -> int:
     10000
     """
     if requested is not None:
-        return min(requested, clients)
-    if clients * images <= EVERYWHERE_LIMIT:
-        return clients
-    return min(clients, max(MIN_EVERYWHERE, EVERYWHERE_LIMIT // images))
+        return min(requested, num_clients)
+    if num_clients * num_images <= EVERYWHERE_LIMIT:
+        return num_clients
+    return min(num_clients, max(MIN_EVERYWHERE, EVERYWHERE_LIMIT // num_images))
 
 
-def sample_clients(clients: int, count: int, seed: int) -> list[int]:
+def sample_clients(num_clients: int, count: int, seed: int) -> list[int]:
     """Choose the clients whose models run on everyone's images, in order.
 
     Args:
-        clients: Number of all clients.
+        num_clients: Number of all clients.
         count: Number of clients to draw; all if there are no more.
         seed: Seed of the run.
 
     >>> sample_clients(3, 3, 0), len(sample_clients(9, 4, 0)), sample_clients(9, 0, 0)
     ([0, 1, 2], 4, [])
     """
-    if count >= clients:
-        return list(range(clients))
-    permutation = torch.randperm(clients, generator=generator(seed, "global test"))
+    if count >= num_clients:
+        return list(range(num_clients))
+    permutation = torch.randperm(num_clients, generator=generator(seed, "global test"))
     return sorted(permutation[:count].tolist())
 
 

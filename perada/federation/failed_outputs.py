@@ -71,19 +71,21 @@ def failed_of_records(records: Sequence[Mapping[str, Any]]) -> list[FailedOutput
     return [FailedOutputs(**record) for record in records]
 
 
-def describe_failed(failed: Sequence[FailedOutputs], names: Sequence[str] | None, anonymous: bool = False) -> str:
+def describe_failed(
+    failed_outputs: Sequence[FailedOutputs], names: Sequence[str] | None, anonymous: bool = False
+) -> str:
     """Return a message about outputs that are NaN or infinite.
 
     Args:
-        failed: The models, at least one.
+        failed_outputs: The models, at least one.
         names: Names of the clients.
         anonymous: Whether to say only how many there are: in a private run no log may name clients.
     """
     if anonymous:
-        personal = [entry for entry in failed if entry.model == "personal"]
+        personal = [entry for entry in failed_outputs if entry.model == "personal"]
         whose = f"the models of {len(personal)} clients" if personal else "the global model"
     else:
-        whose = abbreviated([entry.describe(names) for entry in failed])
+        whose = abbreviated([entry.describe(names) for entry in failed_outputs])
     return f"outputs are NaN or infinite: {whose}. Such a model has no score, and means that include it are NaN"
 
 

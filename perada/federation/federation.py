@@ -93,7 +93,7 @@ class Federation:
         name = ""
         if tuned:
             # All clients are fine-tuned, but fewer may take part in rounds.
-            storage = replace(storage, clients=self.num_clients)
+            storage = replace(storage, num_clients=self.num_clients)
             name = "tuned"
         initial = algorithm.initial_client_state(self.global_state, self.tensor_names)
         return SharedStore(storage.open(initial, name), self.ranks)
@@ -130,11 +130,11 @@ class Federation:
         self.protection.spend(shares.plan, self.ranks)
         received = self.server.broadcast(cohort_plan, self.num_clients, losses)
         client_state = self.store.local.gather(cohort_plan.clients)
-        sums: UpdateSums | None = None
+        update_sums: UpdateSums | None = None
         if train_sizes is not None:
-            sums = self.server.sums(shares, train_sizes)
+            update_sums = self.server.sums(shares, train_sizes)
         local_round = LocalRound.begin(self.trainer, cohort_plan, client_state, received, factor=factor)
-        self.cohort = Cohort(local_round, sums)
+        self.cohort = Cohort(local_round, update_sums)
         if loader and "gradient_norms" in settings.diagnostics:
             # With the names that are not sent.
             models = expand(self.global_state, len(cohort_plan.clients)) | received
@@ -150,11 +150,11 @@ class Federation:
         task = self.settings.training.task
         return compare(self.engine, self.server.members(), batches, len(plan.clients), task)
 
-    def end_round(self, data: FederationData, steps: Loader, progress: Progress = iter) -> RoundReport:
+    def end_round(self, federation_data: FederationData, steps: Loader, progress: Progress = iter) -> RoundReport:
         """End the round: store the clients' states, aggregate the finite updates, and distil. A collective.
 
         Args:
-            data: Numbers of training images, public images, and the server's validation set.
+            federation_data: Numbers of training images, public images, and the server's validation set.
             steps: Loads the batches of a plan again, in case that the network began to draw from a global random
                 stream while threads trained side by side.
             progress: Wraps the steps of the distillation in a progress bar.
@@ -164,7 +164,7 @@ class Federation:
         self.cohort = None
         shares = self._shares
         if cohort.drew_side_by_side():
-            new_sums = None if cohort.sums is None else self.server.sums(shares, data.train_sizes)
+            new_sums = None if cohort.sums is None else self.server.sums(shares, federation_data.train_sizes)
             cohort = cohort.trained_again(steps(shares.local_plan), new_sums)
         local_round = cohort.local_round
         plan = shares.plan
@@ -188,16 +188,16 @@ class Federation:
         context = RoundContext(
             plan=plan,
             received=received,
-            train_sizes=data.train_sizes,
-            data=data,
-            level=self.protection.clients,
+            train_sizes=federation_data.train_sizes,
+            server_data=federation_data,
+            level=self.protection.client_level,
             progress=progress,
         )
         valid = results.accepted.nonzero().flatten().tolist()
         server = self.server.aggregate(context, updates, valid)
         metrics |= server.metrics
         if server.updates is not None and self.settings.diagnostics:
-            metrics |= self._diagnostics(server.updates, data, server.student)
+            metrics |= self._diagnostics(server.updates, federation_data, server.student)
         metrics |= self._gradient_norms | self.protection.metrics()
         # Whose training fails depends on the images, so a private run logs no number of failures.
         if results.broken and not self.settings.private:
@@ -218,7 +218,7 @@ class Federation:
                 self.last_rounds[client] = self.rounds_done
 
     def _round_metrics(
-        self, opened: Stacks, received: State, sent_by_one: State, results: ClientResults
+        self, opened: Stacks, received: State, sent_by_one: State, client_results: ClientResults
     ) -> dict[str, float]:
         """Compute training losses, numbers of parameters, and megabytes that all clients send and receive."""
         settings = self.settings
@@ -237,20 +237,22 @@ class Federation:
                 # Every client receives all global models, and chooses one.
                 received_by_one = self.global_state
             metrics["comm/down_mb"] = megabytes_of_clients(received_by_one, self.tensor_names, ranks, clients)
-        if results.skipped is not None:
-            metrics["train/skipped_steps"] = float(results.skipped.sum())
+        if client_results.skipped is not None:
+            metrics["train/skipped_steps"] = float(client_results.skipped.sum())
         # No ledger accounts for losses.
         if settings.client_privacy is None:
-            for role, losses in results.losses.items():
-                metrics[f"train/{role}_loss"] = float(losses[results.finite].mean())
+            for role, losses in client_results.losses.items():
+                metrics[f"train/{role}_loss"] = float(losses[client_results.finite].mean())
         return metrics
 
-    def _diagnostics(self, updates: Updates, data: FederationData, student: State | None) -> dict[str, float]:
+    def _diagnostics(
+        self, updates: Updates, federation_data: FederationData, student: State | None
+    ) -> dict[str, float]:
         """Measure the round's diagnostics, without those of gradients.
 
         Args:
             updates: The aggregated updates.
-            data: Public and test images.
+            federation_data: Public and test images.
             student: State before the distillation; None if nothing was distilled.
         """
         shares = self._shares
@@ -264,23 +266,23 @@ class Federation:
             places = shares.places
         diagnostics = DiagnosticsPass(
             engine=self.engine,
-            data=data,
+            federation_data=federation_data,
             updates=updates.completed(self.global_state),
             globals=stack(models),
             personal=personal,
             places=places,
-            clients=len(shares.plan.clients),
+            num_clients=len(shares.plan.clients),
             task=self.settings.training.task,
         )
         return diagnostics.measure(self.settings.diagnostics)
 
     def personalize(
-        self, groups: Iterable[RoundPlan], loader: Loader, factor: float = 1.0
+        self, plans: Iterable[RoundPlan], loader: Loader, factor: float = 1.0
     ) -> tuple[list[int], dict[int, str]]:
         """Fine-tune the final global state for every client separately, as the algorithm requires. A collective.
 
         Args:
-            groups: Plans of clients that train together; every client is in exactly one.
+            plans: Plans of clients that train together; every client is in exactly one.
             loader: Loads their training images.
             factor: Factor of their learning rates.
 
@@ -294,7 +296,7 @@ class Federation:
         self.tuned = self._store(algorithm, tuned=True)
         broken: list[int] = []
         failed: dict[int, str] = {}
-        for plan in groups:
+        for plan in plans:
             shares = Shares.of(plan, self.ranks.size, self.ranks.rank)
             self.protection.spend(plan, self.ranks, tuning=True)
             cohort_plan = shares.cohort_plan

@@ -44,8 +44,8 @@ class LocalTrainer:
     @cached_property
     def gradients(self) -> SampleGradients:
         """Computes the gradients of private training; created in the first round, when features may replace images."""
-        assert self.protection.images is not None
-        return SampleGradients(self.protection.images.options, self.engine, self.settings.training.task)
+        assert self.protection.image_account is not None
+        return SampleGradients(self.protection.image_account.options, self.engine, self.settings.training.task)
 
     def step_graphs(self, device: torch.device) -> StepGraphs | None:
         """Return the CUDA graphs of local steps on a device; None if the option is off."""
@@ -54,7 +54,7 @@ class LocalTrainer:
         if self._graphs is None:
             self._graphs = open_graphs(
                 device,
-                private=self.protection.images is not None,
+                private=self.protection.image_account is not None,
                 scaled=self.scales.options is not None,
                 compiled=self.engine.is_compiled,
             )

@@ -176,7 +176,7 @@ def score_names(choice: MetricChoice, task: Task | None = None) -> dict[str, boo
     >>> score_names(["accuracy", "ece"])["global/global_test_ece"]
     True
     """
-    scores: dict[str, bool] = {}
+    is_error_by_name: dict[str, bool] = {}
     for place, entry in enumerate(_entries(choice)):
         kind = entry.kind
         if kind == "auto" and task is not None:
@@ -195,15 +195,15 @@ def score_names(choice: MetricChoice, task: Task | None = None) -> dict[str, boo
         )
         for name in names:
             full_name = f"{name}_{entry.name}" if place else name
-            scores[full_name] = lower_is_better
+            is_error_by_name[full_name] = lower_is_better
             if name != "global/global_test":
-                scores[f"{full_name}_std"] = True
-                scores[f"{full_name}_worst"] = lower_is_better
-                scores[f"{full_name}_p10"] = lower_is_better
+                is_error_by_name[f"{full_name}_std"] = True
+                is_error_by_name[f"{full_name}_worst"] = lower_is_better
+                is_error_by_name[f"{full_name}_p10"] = lower_is_better
             if name.endswith("/local_test"):
-                scores[f"{full_name}_weighted"] = lower_is_better
-                scores[f"{full_name}_recent"] = lower_is_better
-    return scores
+                is_error_by_name[f"{full_name}_weighted"] = lower_is_better
+                is_error_by_name[f"{full_name}_recent"] = lower_is_better
+    return is_error_by_name
 
 
 def make_metrics(choice: MetricChoice, task: Task, classes: int) -> list[Metric]:
@@ -429,7 +429,7 @@ def spread(
     lower_is_better: bool = False,
     sizes: Tensor | None = None,
     recent: Sequence[bool] | None = None,
-    failed: Tensor | None = None,
+    is_failed: Tensor | None = None,
 ) -> dict[str, float]:
     """Compute statistics of the clients' scores: mean, standard deviation, and the tail of poorly served clients.
 
@@ -439,7 +439,7 @@ def spread(
         lower_is_better: Whether a lower score is better.
         sizes: Number (M,) of images on which each client is scored.
         recent: Whether each client took part recently.
-        failed: Mask (M,) of the clients that have no score because outputs of their models are NaN or infinite; by
+        is_failed: Mask (M,) of the clients that have no score because outputs of their models are NaN or infinite; by
             default none.
 
     Returns:
@@ -450,7 +450,7 @@ def spread(
     """
     # Means of many clients' scores, and standard deviations that are small compared to a mean, need the digits.
     values = values.double()
-    if failed is not None and failed.any():
+    if is_failed is not None and is_failed.any():
         values = torch.full_like(values, torch.nan)
     scored = ~values.isnan()
     scores = values[scored]

@@ -59,18 +59,18 @@ class Scores:
         metrics: The metrics.
         task: What the models predict.
         models: Number P of models.
-        groups: Number G of groups.
+        num_groups: Number G of groups.
     """
 
-    def __init__(self, metrics: Sequence[Metric], task: Task, models: int = 1, groups: int = 1) -> None:
+    def __init__(self, metrics: Sequence[Metric], task: Task, models: int = 1, num_groups: int = 1) -> None:
         self.metrics = metrics
         self.task = task
         self._num_models = models
         # A metric belongs to one of these three, which differ in what they keep of a batch.
-        self._accuracy = _Accuracy(task, models, groups)
-        self._statistics = _MetricStatistics(metrics, task, models, groups)
-        self._predictions = _StoredPredictions(metrics, task, models, groups)
-        self._failed_images = torch.zeros(models, groups, dtype=torch.int64)
+        self._accuracy = _Accuracy(task, models, num_groups)
+        self._statistics = _MetricStatistics(metrics, task, models, num_groups)
+        self._predictions = _StoredPredictions(metrics, task, models, num_groups)
+        self._failed_images = torch.zeros(models, num_groups, dtype=torch.int64)
         self._has_accuracy = any(metric.is_accuracy for metric in metrics)
 
     def __bool__(self) -> bool:
@@ -175,8 +175,8 @@ class _Accuracy:
         counts: Numbers of right and of all predictions, (2, P, G).
     """
 
-    def __init__(self, task: Task, models: int, groups: int) -> None:
-        self.counts = torch.zeros(2, models, groups, dtype=torch.int64)
+    def __init__(self, task: Task, models: int, num_groups: int) -> None:
+        self.counts = torch.zeros(2, models, num_groups, dtype=torch.int64)
         self._task = task
 
     def __bool__(self) -> bool:
@@ -213,11 +213,11 @@ class _Accuracy:
 class _MetricStatistics:
     """Metrics that are computed from statistics of the images, which are copied to the host only at the end."""
 
-    def __init__(self, metrics: Sequence[Metric], task: Task, models: int, groups: int) -> None:
+    def __init__(self, metrics: Sequence[Metric], task: Task, models: int, num_groups: int) -> None:
         self._metrics = {metric.name: metric.summed for metric in metrics if metric.summed is not None}
         self._task = task
         self._num_models = models
-        self._num_groups = groups
+        self._num_groups = num_groups
         # Statistics (P, G, S) by metric; empty before the first batch.
         self._statistics: dict[str, Tensor] = {}
 
@@ -287,11 +287,11 @@ class _Predictions:
 class _StoredPredictions:
     """Metrics such as AUROC that are not sums over batches, for which all predictions are stored on the CPU."""
 
-    def __init__(self, metrics: Sequence[Metric], task: Task, models: int, groups: int) -> None:
+    def __init__(self, metrics: Sequence[Metric], task: Task, models: int, num_groups: int) -> None:
         self._functions = {metric.name: metric.compute for metric in metrics if metric.compute is not None}
         self._task = task
         self._num_models = models
-        self._num_groups = groups
+        self._num_groups = num_groups
         self._batches: list[_Predictions] = []
 
     def __bool__(self) -> bool:
@@ -305,14 +305,14 @@ class _StoredPredictions:
         # On the CPU, since the device may not support double precision. In single precision, many confident predictions
         # would be equal, and could not be ranked.
         predictions = probabilities(outputs.logits.cpu(), self._task)
-        rows: slice | Tensor = slice(None)
+        positions: slice | Tensor = slice(None)
         if outputs.counted is not None:
-            rows = outputs.counted.cpu()
+            positions = outputs.counted.cpu()
         batch = _Predictions(
             models=outputs.models,
-            probabilities=predictions[:, rows],
-            labels=outputs.y.cpu()[rows],
-            groups=outputs.groups.cpu()[rows],
+            probabilities=predictions[:, positions],
+            labels=outputs.y.cpu()[positions],
+            groups=outputs.groups.cpu()[positions],
         )
         self._batches.append(batch)
 
@@ -344,7 +344,7 @@ class _StoredPredictions:
         groups = torch.cat([batch.groups for batch in batches])
         sizes = groups.bincount(minlength=self._num_groups).tolist()
         rows_of_groups = torch.split(groups.argsort(stable=True), sizes)
-        scores: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in self._functions}
+        scores_of_group: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in self._functions}
         for group, rows in enumerate(rows_of_groups):
             if len(rows) == 0:
                 continue
@@ -355,8 +355,8 @@ class _StoredPredictions:
                     continue
                 for name, compute in self._functions.items():
                     score = compute(predictions_of_group, labels[rows])
-                    scores[name][model, group] = score.to(torch.get_default_dtype())
-        return scores
+                    scores_of_group[name][model, group] = score.to(torch.get_default_dtype())
+        return scores_of_group
 
     def _table(self, score_of: Mapping[tuple[int, int], Tensor]) -> Tensor:
         """Arrange scores by (model, group) in a table (P, G), or (P, G, K) if there is a score for each class."""

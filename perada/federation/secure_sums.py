@@ -8,14 +8,14 @@ from perada.federation.settings import Settings
 from perada.server.aggregate import ServerRule
 
 
-def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: State, clients: int) -> None:
+def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: State, num_clients: int) -> None:
     """Check that algorithm, rule and options need only sums over a round's clients.
 
     Args:
         settings: Settings of the run; without ``secure_sums`` nothing is checked.
         tensor_names: Names of the state's tensors.
         initial: The algorithm's initial state.
-        clients: Number of all clients.
+        num_clients: Number of all clients.
 
     Raises:
         ValueError: If they need more.
@@ -26,7 +26,7 @@ def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: St
     if secure is None:
         return
     name = type(algorithm).__name__
-    drawn = min(clients, settings.clients_per_round or clients)
+    drawn = min(num_clients, settings.clients_per_round or num_clients)
     instead = "or leave secure_sums out"
     if not algorithm.sends_updates:
         raise _incompatible(f"{name}: its clients send nothing; leave secure_sums out")

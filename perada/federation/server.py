@@ -59,7 +59,7 @@ class RoundContext:
         plan: The round's clients and their steps.
         received: States (C, ...) that the clients received, divided among the ranks like the updates.
         train_sizes: Numbers of training images of all clients of the federation, for weights.
-        data: Public images and the server's validation set.
+        server_data: Public images and the server's validation set.
         level: Account of the client-level privacy; None without it.
         progress: Wraps the steps of the distillation in a progress bar.
         logit_sum: Sum of the clients' logits, if the sites of a deployment have made a secure sum; empty in a round
@@ -70,7 +70,7 @@ class RoundContext:
     plan: RoundPlan
     received: Updates
     train_sizes: Sequence[int]
-    data: ServerData
+    server_data: ServerData
     level: ClientLevel | None = None
     progress: Progress = iter
     logit_sum: Tensor | None = None
@@ -305,7 +305,7 @@ class Server:
             change = level.mean_change(updates, received, plan.round, plan.clients)
         base = {name: received[name] for name in updates.names if name != VOTE}
         mean_before = updates.replace(base).mean(weights)
-        return updates.repeat(level.apply_mean_change(mean_before, change, updates.clients))
+        return updates.repeat(level.apply_mean_change(mean_before, change, updates.num_clients))
 
     def _accepted(self, context: RoundContext, updates: Updates | UpdateSums, valid: Sequence[int]) -> "_Accepted":
         """Choose the clients whose updates are aggregated. A collective.
@@ -365,7 +365,7 @@ class Server:
             engine=self.engine,
             options=self.settings.distillation,
             parameters=self.tensor_names.parameters,
-            data=context.data,
+            server_data=context.server_data,
             round=DistillationRound(
                 index=context.plan.round,
                 seed=self.settings.seed,
@@ -412,7 +412,7 @@ class Server:
         )
 
     def _predict(
-        self, context: RoundContext, previous: State, models: Updates | State, images: int, labelled: bool
+        self, context: RoundContext, previous: State, models: Updates | State, num_images: int, labelled: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Predict on the server's images. A collective if the models are :class:`Updates`.
 
@@ -420,7 +420,7 @@ class Server:
             context: The round, with the server's images.
             previous: State with the tensors that the models lack.
             models: Models (C, ...).
-            images: Largest number N of images.
+            num_images: Largest number N of images.
             labelled: Whether to use the validation set, which has labels, rather than public images.
 
         Returns:
@@ -435,7 +435,7 @@ class Server:
             states = states | local_models
         predictions = []
         labels = []
-        for x, y in self._images(context, images, labelled):
+        for x, y in self._images(context, num_images, labelled):
             logits = self.engine.shared_logits(states, x)[:clients]
             predictions.append(probabilities(logits, task))
             if y is not None:
@@ -449,7 +449,7 @@ class Server:
 
     def _images(self, context: RoundContext, limit: int, labelled: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield batches of the server's images, with labels or None; no more than ``limit`` images in total."""
-        data = context.data
+        data = context.server_data
         if not labelled:
             for indices in data.public_indices(context.plan.round, 1, limit)[0].split(PREDICTION_BATCH):
                 yield data.public_images(indices, self.device), None
@@ -505,11 +505,11 @@ def mean_numel(state: State, tensor_names: TensorNames, ranks: Sequence[int]) ->
     return sizes
 
 
-def megabytes_of_clients(state: State, tensor_names: TensorNames, ranks: Sequence[int], clients: int) -> float:
-    """Compute the megabytes (10**6 bytes) of a state (no client axis) times ``clients``; see :func:`mean_numel`."""
+def megabytes_of_clients(state: State, tensor_names: TensorNames, ranks: Sequence[int], num_clients: int) -> float:
+    """Compute the megabytes (10**6 bytes) of a state (no client axis) times ``num_clients``; see :func:`mean_numel`."""
     sizes = mean_numel(state, tensor_names, ranks)
     bytes_of_client = fsum(size * state[name].element_size() for name, size in sizes.items())
-    return clients * bytes_of_client / 1e6
+    return num_clients * bytes_of_client / 1e6
 
 
 def parameter_counts(
@@ -633,9 +633,9 @@ def _norms_and_cosines(
     if received:
         device = device_of(received)
     dtype = double_dtype(device)
-    squares = torch.zeros(updates.clients, dtype=dtype, device=device)
+    squares = torch.zeros(updates.num_clients, dtype=dtype, device=device)
     # Inner products of the changes with the mean change.
-    products = torch.zeros(updates.clients, dtype=dtype, device=device)
+    products = torch.zeros(updates.num_clients, dtype=dtype, device=device)
     mean_square = torch.zeros((), dtype=dtype, device=device)
     rows = to_device_async(torch.tensor(updates.places, dtype=torch.int64), device)
     if updates.local_rows:
@@ -651,7 +651,7 @@ def _norms_and_cosines(
         mean_change = squares.new_zeros(sent_rows.shape[1])
         for block in blocks:
             change = double(sent_rows[:, block]) - double(received_rows[:, block])
-            mean_change[block] = change.sum(0) / updates.clients
+            mean_change[block] = change.sum(0) / updates.num_clients
         # One collective for all blocks, since ranks have different numbers of blocks.
         updates.ranks.sum_([mean_change])
         mean_square += mean_change.square().sum()

@@ -84,13 +84,13 @@ class Storage:
         kind: ``device``, ``host`` or ``disk``; ``auto`` for the first of these in which the states fit.
         folder: Folder of the files; by default a temporary one.
         prune: Whether to delete files that no checkpoint needs any more.
-        clients: Maximum number of clients whose states are stored, for the choice of ``auto``.
+        num_clients: Maximum number of clients whose states are stored, for the choice of ``auto``.
     """
 
     kind: StoreKind = "auto"
     folder: Path | None = None
     prune: bool = True
-    clients: int = 0
+    num_clients: int = 0
 
     def __post_init__(self) -> None:
         check_choice("client_store", self.kind, get_args(StoreKind))
@@ -118,7 +118,7 @@ class Storage:
             for value in state.values():
                 device = value.device
                 bytes_per_client += value.nbytes
-        needed = self.clients * bytes_per_client
+        needed = self.num_clients * bytes_per_client
         on_gpu = device.type == "cuda"
         if on_gpu:
             free_memory = torch.cuda.mem_get_info(device)[0]

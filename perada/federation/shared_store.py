@@ -54,14 +54,14 @@ class SharedStore:
                 )
         return self.local.gather(clients)
 
-    def bring(self, shares: Sequence[RoundPlan]) -> None:
+    def bring(self, plans: Sequence[RoundPlan]) -> None:
         """Move the clients of a round to the ranks that train them. A collective.
 
         Args:
-            shares: The plan of each rank.
+            plans: The plan of each rank.
         """
         targets: dict[int, int] = {}
-        for rank, share in enumerate(shares):
+        for rank, share in enumerate(plans):
             targets |= dict.fromkeys(share.clients, rank)
         self._move(targets)
 
@@ -69,28 +69,28 @@ class SharedStore:
         """Move all states to rank 0. A collective."""
         self._move(dict.fromkeys(self._holders, 0))
 
-    def scatter(self, shares: Sequence[RoundPlan], broken: Collection[int], rows: Stacks) -> None:
+    def scatter(self, plans: Sequence[RoundPlan], broken: Collection[int], stacks: Stacks) -> None:
         """Store the new states that clients keep.
 
         Args:
-            shares: The plan of each rank.
+            plans: The plan of each rank.
             broken: Clients whose training failed, which keep their former states.
-            rows: States (C, ...) that the clients of this rank's plan keep, by role, in the plan's order.
+            stacks: States (C, ...) that the clients of this rank's plan keep, by role, in the plan's order.
         """
         # Every rank records the clients of all ranks, so that the tables stay equal.
-        for rank, share in enumerate(shares):
+        for rank, share in enumerate(plans):
             for client in share.clients:
                 if client not in broken:
                     self._holders[client] = rank
 
         finite_clients = []
         finite_places = []
-        for place, client in enumerate(shares[self.ranks.rank].clients):
+        for place, client in enumerate(plans[self.ranks.rank].clients):
             if client not in broken:
                 finite_clients.append(client)
                 finite_places.append(place)
         finite_rows = {}
-        for role, stack in rows.items():
+        for role, stack in stacks.items():
             finite_rows[role] = gather(stack, finite_places)
         self.local.scatter(finite_clients, finite_rows)
 

@@ -135,17 +135,17 @@ class ClientStore:
         for client in clients:
             self.written.pop(client, None)
 
-    def write_row(self, client: int, row: Tensor) -> None:
+    def write_row(self, client: int, row_values: Tensor) -> None:
         """Store a copy of a client's row (size,) in memory."""
         if not self.host:
-            self.written[client] = row.to(self._initial.device, copy=True)
+            self.written[client] = row_values.to(self._initial.device, copy=True)
             return
         # The client's memory is used again. It is pinned, so that copies from and to a GPU are asynchronous.
         stored = self.written.get(client)
         if stored is None:
             pinned = self._initial.device.type == "cuda"
             stored = torch.empty(self.size, dtype=torch.uint8, pin_memory=pinned)
-        self.written[client] = stored.copy_(row, non_blocking=True)
+        self.written[client] = stored.copy_(row_values, non_blocking=True)
 
     def read_row(self, client: int) -> Tensor:
         """Return the row of a written client, without copying."""
@@ -273,10 +273,10 @@ class DiskStore(ClientStore):
             if path is not None and self.temporary and path in self._files:
                 path.unlink()
 
-    def write_row(self, client: int, row: Tensor) -> None:
+    def write_row(self, client: int, row_values: Tensor) -> None:
         """Write a client's row (size,) to a new file, which replaces the client's former one."""
         self._count += 1
-        content = row.contiguous().cpu().numpy().data
+        content = row_values.contiguous().cpu().numpy().data
         digest = hashlib.sha256(self.header)
         digest.update(content)
         name = f"client_{client}-{self._session}-{self._count}-{digest.hexdigest()[:32]}.safetensors"

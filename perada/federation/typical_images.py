@@ -122,10 +122,10 @@ class ImageStatistics:
             statistics.append(statistics_of_map(output, axes))
         return torch.cat(statistics, 1)
 
-    def compared_maps(self, image: torch.Size) -> list[ComparedMap]:
+    def compared_maps(self, image_shape: torch.Size) -> list[ComparedMap]:
         """Return the tensors whose statistics are computed, in their order, for images of a shape."""
         if self.trunk is None:
-            return [ComparedMap.of(None, image, _axes_after_channels(1 + len(image)))]
+            return [ComparedMap.of(None, image_shape, _axes_after_channels(1 + len(image_shape)))]
         maps: list[ComparedMap] = []
         for path in self.trunk.needed:
             shape = self.trunk.shapes[path]
@@ -138,18 +138,18 @@ def _axes_after_channels(dims: int) -> tuple[int, ...]:
     return tuple(range(2, dims))
 
 
-def _position_axes(shape: torch.Size, image: torch.Size) -> tuple[int, ...]:
+def _position_axes(shape: torch.Size, image_shape: torch.Size) -> tuple[int, ...]:
     """Return the axes of positions in the output (B, ...) of a layer.
 
     Args:
         shape: Shape of the output for one image: a map (C, H, W) or (H, W, C), tokens (N, C), or a vector (C,).
-        image: Shape of an image, (channels, height, width), whose proportions the maps have.
+        image_shape: Shape of an image, (channels, height, width), whose proportions the maps have.
     """
     if len(shape) == 2:
         return (1,)
-    if len(shape) == 3 and len(image) == 3:
+    if len(shape) == 3 and len(image_shape) == 3:
         first, second, third = shape
-        height, width = image[1:]
+        height, width = image_shape[1:]
         has_channels_first = second * width == third * height
         has_channels_last = first * width == second * height
         if has_channels_last and not has_channels_first:
@@ -309,11 +309,11 @@ class TypicalImages:
         )
 
 
-def padded_states(states: Mapping[int, State]) -> dict[int, State]:
+def padded_states(state_of_client: Mapping[int, State]) -> dict[int, State]:
     """Return states of :meth:`TypicalImages.state` by client, padded to the same number of rows of ``examples``."""
-    num_rows = max((len(state["examples"]) for state in states.values()), default=0)
+    num_rows = max((len(state["examples"]) for state in state_of_client.values()), default=0)
     padded: dict[int, State] = {}
-    for client, state in states.items():
+    for client, state in state_of_client.items():
         examples = state["examples"]
         padding = examples.new_zeros(num_rows - len(examples), examples.shape[1])
         padded[client] = state | {"examples": torch.cat([examples, padding])}

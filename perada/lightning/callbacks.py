@@ -330,19 +330,19 @@ class PredictionFile(pl.Callback):
             row.append(path_of_image.get(number, ""))
 
     def _add_masks(
-        self, trainer: pl.Trainer, columns: Sequence[Tensor], has_prediction: Sequence[Tensor], pictures: Tensor
+        self, trainer: pl.Trainer, class_masks: Sequence[Tensor], has_prediction: Sequence[Tensor], pictures: Tensor
     ) -> None:
         """Write the images and masks of a batch, and add a row with their paths for each image.
 
         Args:
             trainer: The trainer.
-            columns: The owners (B,), the masks (B, H, W), and the masks that the models predict.
+            class_masks: The owners (B,), the masks (B, H, W), and the masks that the models predict.
             has_prediction: For each of them a mask (B,) of the images that have an entry.
             pictures: The images uint8 (B, Ch, H, W).
         """
         # log_dir is a collective: all processes read it, and rank 0 writes.
         folder = trainer.log_dir if trainer.loggers else None
-        owners, *masks_of_columns = columns
+        owners, *masks_of_columns = class_masks
         for row, owner in enumerate(owners.tolist()):
             image = len(self._rows)
             cells = [str(image), str(owner)]

@@ -140,9 +140,9 @@ def _warn_if_not_normalized(context: RunContext, images: Tensor) -> None:
 
 def _check_image(context: RunContext, name: str, image: Tensor) -> None:
     """Raise a ValueError if an image (1, ...) does not pass through the model, or the output is not (1, K, ...)."""
-    expected: tuple[int, ...] = (1, context.data.num_classes)
+    expected_shape: tuple[int, ...] = (1, context.data.num_classes)
     if context.module.task.per_pixel:
-        expected = (*expected, *image.shape[-2:])
+        expected_shape = (*expected_shape, *image.shape[-2:])
     backbone = f"backbone {context.adapted.backbone.name!r}"
     mismatch = f"{name} of shape {tuple(image.shape[1:])} and type {dtype_name(image.dtype)} do not fit {backbone}"
     try:
@@ -151,9 +151,10 @@ def _check_image(context: RunContext, name: str, image: Tensor) -> None:
     except Exception as error:  # layers raise errors of any kind
         reason = " ".join(str(error).split())[:200]
         raise _explained(context, name, image, mismatch, reason) from error
-    if tuple(logits.shape) != expected:
+    if tuple(logits.shape) != expected_shape:
         raise ValueError(
-            f"{mismatch}: the output has shape {tuple(logits.shape)} instead of {expected}; choose a different backbone"
+            f"{mismatch}: the output has shape {tuple(logits.shape)} instead of {expected_shape}; "
+            "choose a different backbone"
         )
 
 
@@ -295,7 +296,7 @@ def dry_run_foreign_classes(context: RunContext) -> None:
         context.module.initial_state(0),
         settings.phases,
         num_clients=data.num_clients,
-        clients=settings.clients_per_round or data.num_clients,
+        clients_per_round=settings.clients_per_round or data.num_clients,
         num_classes=data.num_classes,
         task=settings.training.task,
     )

@@ -427,7 +427,7 @@ class FederatedLoop(pl.Callback):
                 f"round {round + 1} cannot be trained after {federation.rounds_done} rounds: the Trainer's own count "
                 "differs; create a new Trainer"
             )
-        images = federation.protection.images
+        images = federation.protection.image_account
         if images is not None:
             images.check_data(context.data.train_sizes, context.data.batch_size)
         rate_factor = self.training.rate_factor(round, trainer.max_epochs or 0)

@@ -234,21 +234,21 @@ def _release_privacy(info: Mapping[str, Any]) -> Privacy | None:
     return replace(Privacy(**sample_level["options"]), ledger="release")
 
 
-def _local_score(scores: Mapping[str, Sequence[float]]) -> float | None:
+def _local_score(scores_by_metric: Mapping[str, Sequence[float]]) -> float | None:
     """Return the score of the only client on its test images; None if it was not scored."""
-    if LOCAL_SCORE not in scores:
+    if LOCAL_SCORE not in scores_by_metric:
         return None
-    return scores[LOCAL_SCORE][0]
+    return scores_by_metric[LOCAL_SCORE][0]
 
 
-def _warn_if_worse(name: str, before: float, after: float, images: int, module: FederatedClassifier) -> None:
+def _warn_if_worse(name: str, before: float, after: float, num_images: int, module: FederatedClassifier) -> None:
     """Warn if the client's model is worse after training than before.
 
     Args:
         name: Name of the client.
         before: Score of the model before training.
         after: Score of the model after training.
-        images: Number of test images that the model is scored on.
+        num_images: Number of test images that the model is scored on.
         module: The module that was trained, whose first metric the scores are.
     """
     is_worse = after > before if module.metrics[0].lower_is_better else after < before
@@ -256,7 +256,7 @@ def _warn_if_worse(name: str, before: float, after: float, images: int, module: 
     # The scores before training are rounded when they are recorded, so equal scores may differ a little.
     if is_worse and not math.isclose(after, before, abs_tol=1e-4):
         rank_zero_warn(
-            f"client {name!r}: its personal model is worse than the global model on its {images} test images, "
+            f"client {name!r}: its personal model is worse than the global model on its {num_images} test images, "
             f"{unit.text(after)} after {unit.text(before)}; use the global model for it, or train less or with "
             "different options (rounds, local_steps, lr)"
         )

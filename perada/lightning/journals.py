@@ -14,17 +14,17 @@ from perada.lightning.trainer_attributes import is_dev_run
 from perada.privacy.journal import JOURNAL, Journal
 
 
-def find_journals(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
+def find_journals(saved_states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
     """Return the journals in which rounds may be recorded that were begun after a checkpoint was written.
 
     One is beside the checkpoint. Those of the runs that its run was resumed from are at their recorded paths or, where
     all of them were moved together, at the same paths relative to the checkpoint.
 
     Args:
-        states: The saved states of the checkpoint's federation.
+        saved_states: The saved states of the checkpoint's federation.
         checkpoint: Path of the checkpoint.
     """
-    saved = states.get("privacy") or {}
+    saved = saved_states.get("privacy") or {}
     folder = Path(checkpoint).absolute().parent
     former_folder = Path(saved.get("folder") or folder)
     journals = [folder / JOURNAL]

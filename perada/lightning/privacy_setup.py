@@ -57,9 +57,9 @@ def check_private(context: RunContext) -> None:
         check_delta_covers("privacy", settings.privacy.delta, data.train_sizes[largest], subject)
 
 
-def _privacy_error(options: str, reason: str) -> OptionError:
+def _privacy_error(option_names: str, reason: str) -> OptionError:
     """Return an error that names the options that request privacy (:attr:`.Settings.privacy_options`)."""
-    return OptionError(f"{options}: {reason}", name=options)
+    return OptionError(f"{option_names}: {reason}", name=option_names)
 
 
 def _check_options(context: RunContext) -> None:
@@ -174,7 +174,7 @@ def _check_pretraining(context: RunContext) -> None:
     check_pretraining(context.module.pretrained, datasets, context.settings.privacy_options)
 
 
-def check_pretraining(pretrained: bool | str, datasets: Iterable[Dataset[Any]], options: str) -> None:
+def check_pretraining(pretrained: bool | str, datasets: Iterable[Dataset[Any]], option_names: str) -> None:
     """Raise an OptionError if weights that perada ships were trained on the images of one of these datasets.
 
     The frozen backbone would contain what the ledgers promise to hide. What other weights were trained on is not known
@@ -183,7 +183,7 @@ def check_pretraining(pretrained: bool | str, datasets: Iterable[Dataset[Any]], 
     Args:
         pretrained: The option.
         datasets: The clients' images.
-        options: The options that request privacy, for the message.
+        option_names: The options that request privacy, for the message.
     """
     trained_on = SHIPPED_SOURCES.get(str(pretrained))
     if trained_on is None:
@@ -191,8 +191,8 @@ def check_pretraining(pretrained: bool | str, datasets: Iterable[Dataset[Any]], 
     for dataset in datasets:
         if any(type(source).__name__ == trained_on for source in _sources(dataset)):
             raise OptionError(
-                f"{options}: pretrained={pretrained!r} was trained on the images of {trained_on}, which the clients of "
-                "this run hold, and no ledger counts that; use weights that were trained on other images",
+                f"{option_names}: pretrained={pretrained!r} was trained on the images of {trained_on}, which the "
+                "clients of this run hold, and no ledger counts that; use weights that were trained on other images",
                 name="pretrained",
                 value=pretrained,
             )
@@ -263,13 +263,13 @@ def check_private_gradients(
     check_gradients(privacy, module.engine, states_near_initial(module, 2), x, y, module.task)
 
 
-def states_near_initial(module: FederatedClassifier, clients: int) -> State:
+def states_near_initial(module: FederatedClassifier, num_clients: int) -> State:
     """Return states (C, ...) near the initial one in which every trained parameter has an effect.
 
     Most adapters start as zero, so that some of their gradients are zero too.
     """
     source = generator(0, "probe")
-    states = {key: value.clone() for key, value in expand(get_state(module.model), clients).items()}
+    states = {key: value.clone() for key, value in expand(get_state(module.model), num_clients).items()}
     for key in module.tensor_names.parameters:
         value = states[key]
         # Drawn on the CPU, so that the noise is the same on every device.
@@ -323,9 +323,9 @@ def plan_privacy(context: RunContext, rounds: int | None) -> Protection:
         clients = ClientLevel(
             settings.client_privacy,
             settings.seed,
-            clients=settings.clients_per_round or num_clients,
+            num_clients=settings.clients_per_round or num_clients,
             rounds=largest_count,
             planned=planned_rounds,
-            sums=settings.secure_sums,
+            secure_sums=settings.secure_sums,
         )
     return Protection(images, clients)

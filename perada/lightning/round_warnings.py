@@ -89,7 +89,7 @@ class Failures(NamedTuple):
     """Numbers of clients drawn in a round, and of those whose training failed."""
 
     drawn: float
-    failed: float
+    failed_share: float
 
 
 class NothingLearnedError(ValueError):
@@ -98,7 +98,7 @@ class NothingLearnedError(ValueError):
 
 def check_failures(rounds: Sequence[Failures], limit: int | None) -> None:
     """Raise an OptionError if clients have failed more than ``max_failures`` times in all rounds so far."""
-    count = int(sum(round.failed for round in rounds))
+    count = int(sum(round.failed_share for round in rounds))
     if limit is not None and count > limit:
         raise OptionError(
             f"max_failures={limit}: clients failed {count} times in {len(rounds)} rounds (see the warnings); fix the "
@@ -110,7 +110,7 @@ def check_failures(rounds: Sequence[Failures], limit: int | None) -> None:
 
 def check_anything_learned(rounds: Sequence[Failures]) -> None:
     """Raise a NothingLearnedError if every client failed in every round of a run."""
-    if rounds and all(round.drawn == round.failed for round in rounds):
+    if rounds and all(round.drawn == round.failed_share for round in rounds):
         raise NothingLearnedError(
             f"every client failed in all {len(rounds)} rounds (see the warnings), so nothing was learned; fix the "
             "data, or lower the learning rates"

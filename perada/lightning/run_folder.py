@@ -131,5 +131,5 @@ def client_storage(requested: Storage, clients_per_round: int | None, num_client
         requested,
         folder=None if run_folder is None else run_folder / "clients",
         prune=replaces_checkpoints,
-        clients=stored_clients,
+        num_clients=stored_clients,
     )

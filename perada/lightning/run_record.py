@@ -102,13 +102,13 @@ def write_run_file(context: RunContext, history: History, client_scores: ClientS
 def run_metrics(context: RunContext, history: History, client_scores: ClientScores) -> dict[str, Any]:
     """Return what becomes :attr:`perada.Run.metrics`, without entries that are empty."""
     results = context.results
-    clients: dict[str, list[Any]] = {name: scores.tolist() for name, scores in results.per_client.items()}
+    client_metrics: dict[str, list[Any]] = {name: scores.tolist() for name, scores in results.per_client.items()}
     if context.federation.rounds_done:
-        clients[LAST_ROUND] = list(context.federation.last_rounds)
-    clients |= context.federation.protection.epsilons(context.data.num_clients)
+        client_metrics[LAST_ROUND] = list(context.federation.last_rounds)
+    client_metrics |= context.federation.protection.epsilons(context.data.num_clients)
     metrics = {
         "rounds": history,
-        "clients": clients,
+        "clients": client_metrics,
         "shifts": None if results.shifted is None else results.shifted.kinds,
         "initial": client_scores.initial,
         "by_round": client_scores.by_round,

@@ -33,19 +33,19 @@ FEW_MODELS = 10
 """Number of models to propose where scoring all of them on all images takes long."""
 
 
-def scoring_notice(seconds: float, batches: int, models: int, everywhere: int) -> str | None:
+def scoring_notice(seconds: float, num_batches: int, models: int, everywhere: int) -> str | None:
     """Return a message on how long it takes to score all models, if that is long.
 
     Args:
         seconds: Duration of the first batch of images.
-        batches: Number of batches.
+        num_batches: Number of batches.
         models: Number of personal models; 0 if clients predict with the global one.
         everywhere: Number of personal models that are scored on all images, and not only on those of their client.
 
     Returns:
         The message, which names the options that reduce the time; None for less than :data:`LONG_SCORING` seconds.
     """
-    total = seconds * batches
+    total = seconds * num_batches
     if total < LONG_SCORING:
         return None
     remedy = "score less often with check_val_every_n_epoch (--trainer.check_val_every_n_epoch)"
@@ -57,7 +57,7 @@ def scoring_notice(seconds: float, batches: int, models: int, everywhere: int) -
     subject = "the global model"
     if models:
         subject = f"{models} personal models, {everywhere} of them on all test images"
-    measured = f"{batches} batches, the first took {seconds:.1f} s"
+    measured = f"{num_batches} batches, the first took {seconds:.1f} s"
     return f"scoring {subject} takes about {_format_duration(total)} each time ({measured}); {remedy}"
 
 
@@ -84,9 +84,9 @@ class ScoringClock:
             _synchronize(context)
             self._started_at = time.perf_counter()
 
-    def stop(self, context: RunContext, batch_idx: int, batches: float) -> None:
-        """Stop the clock after the first batch, and log how long all ``batches`` will take, if that is long."""
-        if batch_idx != 0 or self.announced or not math.isfinite(batches):
+    def stop(self, context: RunContext, batch_idx: int, num_batches: float) -> None:
+        """Stop the clock after the first batch, and log how long all ``num_batches`` will take, if that is long."""
+        if batch_idx != 0 or self.announced or not math.isfinite(num_batches):
             return
         self.announced = True
         _synchronize(context)
@@ -96,7 +96,7 @@ class ScoringClock:
         if context.federation.personalized:
             models = context.data.num_clients
             everywhere = len(context.module.everywhere)
-        notice = scoring_notice(seconds, int(batches), models, everywhere)
+        notice = scoring_notice(seconds, int(num_batches), models, everywhere)
         if notice is not None:
             rank_zero_info(notice)
 
@@ -136,18 +136,18 @@ def score_shifts(context: RunContext) -> bool:
     if not data.conditions or not limit:
         return False
     started_at = time.perf_counter()
-    results: list[_ConditionScores] = []
+    condition_scores: list[_ConditionScores] = []
     for condition in context.progress_bar(data.conditions, "Shifts"):
         evaluation = ShiftedEvaluation(
             context.federation, module.metrics, module.everywhere, condition.others, module.both
         )
         context.evaluate(data.shift_loader(condition), limit, evaluation.step)
         by_metric = evaluation.result()
-        results.append(_ConditionScores(condition, by_metric, evaluation.typical_shares))
-        if len(results) == 1:
+        condition_scores.append(_ConditionScores(condition, by_metric, evaluation.typical_shares))
+        if len(condition_scores) == 1:
             _announce_long_shifts(time.perf_counter() - started_at, len(data.conditions))
     shifted = _summarize(
-        results,
+        condition_scores,
         has_global_model=context.settings.algorithm.global_model,
         shifts=_shift_reprs(context),
         seconds=time.perf_counter() - started_at,
@@ -195,7 +195,7 @@ def _shift_reprs(context: RunContext) -> dict[str, str]:
 
 
 def _summarize(
-    results: Sequence[_ConditionScores], has_global_model: bool, shifts: dict[str, str], seconds: float
+    condition_scores: Sequence[_ConditionScores], has_global_model: bool, shifts: dict[str, str], seconds: float
 ) -> ShiftScores:
     """Combine the scores on all shifted sets.
 
@@ -203,13 +203,13 @@ def _summarize(
     scores of single kinds are those of the first metric.
 
     Args:
-        results: Scores on each set.
+        condition_scores: Scores on each set.
         has_global_model: Whether there is a global model.
         shifts: Values that identify the shifts.
         seconds: Time that scoring took.
     """
     results_of_shifts: dict[str, list[_ConditionScores]] = {}
-    for result in results:
+    for result in condition_scores:
         results_of_shifts.setdefault(result.condition.shift, []).append(result)
     scores: dict[str, float] = {}
     per_client: dict[str, torch.Tensor] = {}
@@ -245,13 +245,13 @@ def _summarize(
     return ShiftScores(scores, per_client, kinds, shifts, seconds)
 
 
-def _severity_curves(results: Sequence[_ConditionScores], metric: str) -> dict[str, dict[str, list[float]]]:
+def _severity_curves(condition_scores: Sequence[_ConditionScores], metric: str) -> dict[str, dict[str, list[float]]]:
     """Return the scores of each kind of corruption in the order of its severities, without scores that are NaN.
 
     A curve is left out as a whole: a curve of the other severities would look complete.
     """
     curves: dict[str, dict[str, list[float]]] = {}
-    for result in results:
+    for result in condition_scores:
         scores = result.by_metric[metric]
         mean, std = _mean_and_std(scores.personal)
         values = {"personal": mean, "personal_std": std, "global": scores.global_score}
@@ -305,7 +305,7 @@ def fine_tune_clients(context: RunContext) -> bool:
         rank_zero_warn(f"privacy: client {', '.join(map(str, excluded))} cannot afford the fine-tuning")
     plans = _fine_tuning_plans(context, able, phase)
     sampling: PrivateSampling | None = None
-    images = federation.protection.images
+    images = federation.protection.image_account
     if images is not None:
         sampling = images.sampling(tuning=True)
     with context.precision():

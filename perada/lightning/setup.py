@@ -129,7 +129,7 @@ def _number_of_rounds(context: RunContext) -> int | None:
 
 def configure_rounds(context: RunContext, protection: Protection) -> None:
     """Configure how the data draws clients and batches, which differs if training is private."""
-    images = protection.images
+    images = protection.image_account
     context.data.configure_rounds(
         seed=context.settings.seed,
         clients_per_round=context.settings.clients_per_round,

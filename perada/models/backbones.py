@@ -382,13 +382,13 @@ def _extract_logits(
             return cast(Tensor, output[name])
     if hasattr(output, "logits"):
         return cast(Tensor, output.logits)
-    parts: list[object] = []
+    outputs: list[object] = []
     if isinstance(output, tuple | list):
-        parts = list(output)
-    logits = [part for part in parts if isinstance(part, Tensor) and part.ndim == ndim and part.shape[1] == classes]
+        outputs = list(output)
+    logits = [part for part in outputs if isinstance(part, Tensor) and part.ndim == ndim and part.shape[1] == classes]
     if len(logits) == 1:
         return logits[0]
-    description = value_text(parts) if parts else value_text(output)
+    description = value_text(outputs) if outputs else value_text(output)
     raise TypeError(
         f"backbone {type(module).__name__!r} returns {description}, and {len(logits)} of its parts are logits (B, "
         f"{classes}{', H, W' if ndim == 4 else ''}); return the logits, or an object with .logits"
@@ -467,7 +467,7 @@ def size_to_build(backbone: object, image_size: int | None) -> int | None:
     return image_size
 
 
-def _timm_weights(name: str, config: PretrainedCfg | None, pretrained: bool | str) -> dict[str, Any]:
+def _timm_weights(name: str, pretrained_cfg: PretrainedCfg | None, pretrained: bool | str) -> dict[str, Any]:
     """Return changes to timm's configuration of the weights.
 
     Raises:
@@ -482,13 +482,13 @@ def _timm_weights(name: str, config: PretrainedCfg | None, pretrained: bool | st
         return {key: saved[key] for key in ("input_size", "mean", "std") if key in saved}
     if not pretrained:
         return {}
-    if config is None or not config.has_weights:
+    if pretrained_cfg is None or not pretrained_cfg.has_weights:
         raise no_weights(name, "timm does not publish any")
-    if config.hf_hub_id and not config.custom_load:
+    if pretrained_cfg.hf_hub_id and not pretrained_cfg.custom_load:
         file_names: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin")
-        if config.hf_hub_filename:
-            file_names = (config.hf_hub_filename,)
-        cached = cached_file(name, config.hf_hub_id, file_names)
+        if pretrained_cfg.hf_hub_filename:
+            file_names = (pretrained_cfg.hf_hub_filename,)
+        cached = cached_file(name, pretrained_cfg.hf_hub_id, file_names)
         if cached:
             return {"file": cached}
     return {}
@@ -568,12 +568,12 @@ def _check_config_class(name: str, source: str, load_options: dict[str, Any]) ->
         raise _own_code_error(name)
 
 
-def _check_model_class(name: str, config: "PretrainedConfig") -> None:
+def _check_model_class(name: str, model_config: "PretrainedConfig") -> None:
     """Raise an OptionError if transformers would need code from the repository for the model itself."""
     from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
-    needs_code = "AutoModelForImageClassification" in getattr(config, "auto_map", ())
-    if needs_code and type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+    needs_code = "AutoModelForImageClassification" in getattr(model_config, "auto_map", ())
+    if needs_code and type(model_config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
         raise _own_code_error(name)
 
 
@@ -587,7 +587,7 @@ def _own_code_error(name: str) -> OptionError:
 
 
 def _configure_transformers(
-    config: "PretrainedConfig",
+    model_config: "PretrainedConfig",
     name: str,
     num_classes: int | None,
     has_weights: bool,
@@ -605,17 +605,17 @@ def _configure_transformers(
     Raises:
         OptionError: If the weights are for another number of channels.
     """
-    if num_classes is not None and num_classes != config.num_labels:
-        config.num_labels = num_classes
-    if getattr(config, "num_channels", None) not in (None, in_chans):
+    if num_classes is not None and num_classes != model_config.num_labels:
+        model_config.num_labels = num_classes
+    if getattr(model_config, "num_channels", None) not in (None, in_chans):
         if has_weights:
-            raise _other_weights_error("num_channels", in_chans, name, config.num_channels)
-        config.num_channels = in_chans
-    if image_size is not None and hasattr(config, "image_size") and not has_weights:
-        config.image_size = image_size
+            raise _other_weights_error("num_channels", in_chans, name, model_config.num_channels)
+        model_config.num_channels = in_chans
+    if image_size is not None and hasattr(model_config, "image_size") and not has_weights:
+        model_config.image_size = image_size
     if image_size is not None:
         return image_size
-    return getattr(config, "image_size", None)
+    return getattr(model_config, "image_size", None)
 
 
 def _side(image_size: object) -> object:
@@ -648,7 +648,7 @@ def _other_weights_error(option: str, value: int, name: str, value_of_weights: o
 
 def _load_transformers(
     source: str,
-    config: "PretrainedConfig",
+    model_config: "PretrainedConfig",
     load_options: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
     """Load a transformers model in float32.
@@ -665,7 +665,7 @@ def _load_transformers(
     try:
         loaded = AutoModelForImageClassification.from_pretrained(
             source,
-            config=config,
+            config=model_config,
             # By default transformers takes that of the file.
             dtype=torch.float32,
             # A head for another number of classes is drawn anew. _check_loaded accepts no other mismatch.

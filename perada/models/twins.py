@@ -69,7 +69,7 @@ class StackedCharacters(StackedLayer):
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Map tokens (R, L) to (R, L, D)."""
-        tokens_by_client = x_R.chunk(self.context.clients)
+        tokens_by_client = x_R.chunk(self.context.num_clients)
         outputs = []
         for tokens, weight in zip(tokens_by_client, self.weight, strict=True):
             outputs.append(F.embedding(tokens, weight))

@@ -180,7 +180,7 @@ class _Trial:
         self.all_images = x
         self.channels_last = channels_last
         self.keys = parameter_keys(adapted.model)
-        self.states = perturbed_states(get_state(adapted.model), self.keys, clients=2)
+        self.states = perturbed_states(get_state(adapted.model), self.keys, num_clients=2)
         dtypes = {value.dtype for value in adapted.model.parameters() if value.is_floating_point()}
         self.tolerance = max(TOLERANCES.get(dtype, HALF_TOLERANCE) for dtype in dtypes)
         self.x = x[:1]
@@ -352,12 +352,12 @@ class _Trial:
             self._logits(model, self.x, training=False)
         return [path for path in wrappers if path not in called]
 
-    def _wrong_gradients(self, expected: Gradients, gradients: Gradients) -> list[str]:
+    def _wrong_gradients(self, expected_gradients: Gradients, gradients: Gradients) -> list[str]:
         """Return the parameters whose gradients differ by more than rounding."""
-        sizes = [float(value.abs().max()) for value in expected.values() if value is not None]
+        sizes = [float(value.abs().max()) for value in expected_gradients.values() if value is not None]
         largest = max(sizes, default=0.0)
         wrong = []
-        for key, value in expected.items():
+        for key, value in expected_gradients.items():
             gradient = gradients[key]
             if value is None or gradient is None:
                 if value is not gradient:

@@ -61,12 +61,12 @@ class Budget(ABC):
     """The budget of one section of a run's options: what has been spent and what remains.
 
     Args:
-        options: The section.
+        privacy: The section.
         planned: In how many of the planned rounds each client takes part; None if their number is not fixed.
 
     Attributes:
         section: Name of the section.
-        options: The section.
+        privacy: The section.
         limit: The ε that no client may exceed; None for no limit.
         ledgers: Ledgers of the privacy costs so far.
         lost: The part of them that was not planned: rounds that were lost in a crash, or trained by another run.
@@ -74,11 +74,11 @@ class Budget(ABC):
 
     section: str
 
-    def __init__(self, options: Privacy | ClientPrivacy, planned: Planned | None) -> None:
+    def __init__(self, privacy: Privacy | ClientPrivacy, planned: Planned | None) -> None:
         check_opacus()
-        self.options = options
+        self.options = privacy
         self._planned = planned
-        limits = [limit for limit in (options.max_epsilon, options.target_epsilon) if limit is not None]
+        limits = [limit for limit in (privacy.max_epsilon, privacy.target_epsilon) if limit is not None]
         self.limit = min(limits, default=None)
         self.ledgers = Ledgers()
         self.lost = Ledgers()

@@ -207,10 +207,10 @@ class ClientLevel(Budget):
     Args:
         options: The section ``client_privacy``.
         seed: Seed of the run, from which the noise is derived in the test mode.
-        clients: Smallest number of clients in a round.
+        num_clients: Smallest number of clients in a round.
         rounds: Number of rounds in which a client takes part, for which the noise of a target ε is calibrated.
         planned: In how many of the planned rounds each client takes part.
-        sums: Options of secure sums, in which each client adds its share of the noise itself; None without them.
+        secure_sums: Options of secure sums, in which each client adds its share of the noise itself; None without them.
 
     Attributes:
         noise_multiplier: z of a round, for the updates and, with adaptive clipping, the count together.
@@ -229,25 +229,25 @@ class ClientLevel(Budget):
         self,
         options: ClientPrivacy,
         seed: int,
-        clients: int,
+        num_clients: int,
         rounds: int = 0,
         planned: Planned | None = None,
-        sums: SecureSums | None = None,
+        secure_sums: SecureSums | None = None,
     ) -> None:
         super().__init__(options, planned)
-        self.sums = sums
-        self.hidden = sums is not None
+        self.sums = secure_sums
+        self.hidden = secure_sums is not None
         self.norm = options.max_norm
         self.noise_multiplier = options.noise_multiplier or 0.0
         self._seed = seed
-        self._count_std = clients / 20 if options.count_noise is None else options.count_noise
+        self._count_std = num_clients / 20 if options.count_noise is None else options.count_noise
         if options.target_epsilon is not None:
             self.check_planned(rounds > 0)
             self.noise_multiplier = calibrate(options.target_epsilon, options.delta, 1.0, rounds, options.accountant)
         # Only for their errors: the first rejects too little noise of the count, the second a grid that is too coarse.
         self._noise_split()
-        if sums is not None:
-            self.contribution_noise(max(clients, sums.min_sites))
+        if secure_sums is not None:
+            self.contribution_noise(max(num_clients, secure_sums.min_sites))
 
     def _noise_split(self) -> _NoiseSplit:
         """Split z between the updates and the count of short updates."""
@@ -302,30 +302,30 @@ class ClientLevel(Budget):
             self._move_norm(share, len(clients))
         return result
 
-    def contribution_noise(self, clients: int) -> ContributionNoise:
+    def contribution_noise(self, num_clients: int) -> ContributionNoise:
         """Return the noise that each of n clients adds to a secure sum: the noise of the sum divided by √t.
 
         At least t of the clients are in the sum (:meth:`.SecureSums.least`), so its noise is sufficient even if the
         others drop out.
 
         Args:
-            clients: Number n of clients.
+            num_clients: Number n of clients.
 
         Raises:
             ValueError: If the grid of the sum is too coarse for the noise, or too small.
         """
         assert self.sums is not None
         split = self._noise_split()
-        root = math.sqrt(self.sums.least(clients))
+        root = math.sqrt(self.sums.least(num_clients))
         change_std = self.norm * split.update_multiplier / root
-        check_grid(self.sums, self.norm, change_std, clients, "the change")
+        check_grid(self.sums, self.norm, change_std, num_clients, "the change")
         if self.options.clipping != "adaptive":
             return ContributionNoise(change_std)
         vote_std = split.count_std / root if self.noise_multiplier else 0.0
-        check_grid(self.sums, 0.5, vote_std, clients, "the vote")
+        check_grid(self.sums, 0.5, vote_std, num_clients, "the vote")
         return ContributionNoise(change_std, vote_std)
 
-    def contribution(self, update: State, received: State, clients: int, round: int, client: int) -> State:
+    def contribution(self, update: State, received: State, num_clients: int, round: int, client: int) -> State:
         """Return a client's contribution to a secure sum: its noisy clipped change in integers.
 
         With adaptive clipping its vote is included (see :func:`noisy_share`). A client whose change is not finite
@@ -334,7 +334,7 @@ class ClientLevel(Budget):
         Args:
             update: State that the client sends, without a client axis.
             received: State that it had received, without a client axis.
-            clients: Number of clients in the sum.
+            num_clients: Number of clients in the sum.
             round: Number of the round.
             client: Number of the client.
 
@@ -342,14 +342,14 @@ class ClientLevel(Budget):
             ValueError: As :meth:`contribution_noise` does.
         """
         assert self.sums is not None
-        noise = self.contribution_noise(clients)
+        noise = self.contribution_noise(num_clients)
         integers, norm = clip_to_grid(exact_change(update, received), self.norm, self.sums)
         if self.options.clipping == "adaptive":
             if math.isnan(norm):
                 vote = 0.0
             else:
                 vote = 0.5 if norm <= self.norm else -0.5
-            integers[VOTE] = self.sums.to_integers(torch.tensor(vote), clients)
+            integers[VOTE] = self.sums.to_integers(torch.tensor(vote), num_clients)
         source = self._noise_source(round, client)
         # Noise is drawn in the order of names, so that it is the same in a simulation and at the sites.
         for name in sorted(integers):
@@ -395,18 +395,18 @@ class ClientLevel(Budget):
         updates.ranks.sum_([totals[name] for name in sorted(totals)])
         return {name: self.sums.real(total) / len(clients) for name, total in totals.items()}
 
-    def apply_mean_change(self, base: State, change: Mapping[str, Tensor], clients: int) -> State:
+    def apply_mean_change(self, base_state: State, change: Mapping[str, Tensor], num_clients: int) -> State:
         """Return the state after a round of secure sums, and update S.
 
         Args:
-            base: State that clients received, without a client axis. Tensors without a change are kept.
+            base_state: State that clients received, without a client axis. Tensors without a change are kept.
             change: Result of :meth:`mean_change`.
-            clients: Number of clients of the round.
+            num_clients: Number of clients of the round.
         """
         if VOTE in change:
-            self._move_norm(0.5 + float(change[VOTE]), clients)
+            self._move_norm(0.5 + float(change[VOTE]), num_clients)
         moved: State = {}
-        for key, value in base.items():
+        for key, value in base_state.items():
             if key in change:
                 # Added in double precision, so that it is rounded once.
                 exact = double(value) + change[key].to(value.device, double_dtype(value.device))
@@ -415,18 +415,18 @@ class ClientLevel(Budget):
                 moved[key] = value
         return moved
 
-    def _move_norm(self, share: float, clients: int) -> None:
+    def _move_norm(self, share: float, num_clients: int) -> None:
         """Update S geometrically: S ← S · exp(−η (share − γ)) (Andrew et al. 2021, section 2.2).
 
         Args:
             share: Noisy share of short updates.
-            clients: Number of clients in a secure sum. If its grid has no room for the new S, S stays as it is.
+            num_clients: Number of clients in a secure sum. If its grid has no room for the new S, S stays as it is.
         """
         previous_norm = self.norm
         self.norm *= math.exp(-self.options.clip_lr * (share - self.options.quantile))
         if self.sums is not None:
             try:
-                self.contribution_noise(clients)
+                self.contribution_noise(num_clients)
             except ValueError:
                 self.norm = previous_norm
 

@@ -194,38 +194,38 @@ def noisy_mean(
     return result
 
 
-def with_noise(row: Tensor, std: float, source: torch.Generator | None, added: Tensor | None = None) -> Tensor:
-    """Return ``row`` + ``added`` + std · N(0, 1) in double precision, not yet rounded to the dtype of ``row``.
+def with_noise(values: Tensor, std: float, source: torch.Generator | None, added: Tensor | None = None) -> Tensor:
+    """Return ``values`` + ``added`` + std · N(0, 1) in double precision, not yet rounded to the dtype of ``values``.
 
     Args:
-        row: Tensor of any shape.
+        values: Tensor of any shape.
         std: Standard deviation of the noise; nothing is drawn if it is 0.
         source: Generator on the CPU; None for the cryptographic generator.
         added: Tensor of the same shape; None for 0.
     """
-    exact = double(row)
+    exact = double(values)
     if added is not None:
         exact = exact + double(added)
     if not std:
         return exact
     if source is None:
-        noise = secure_noise(row)
+        noise = secure_noise(values)
     else:
-        noise = torch.randn(row.shape, generator=source, dtype=row.dtype)
+        noise = torch.randn(values.shape, generator=source, dtype=values.dtype)
     return exact + std * noise.to(exact)
 
 
-def check_precision(name: str, value: Tensor, options: str) -> None:
+def check_precision(name: str, value: Tensor, option_names: str) -> None:
     """Raise a ValueError if a tensor is in half precision, whose rounding errors may be larger than the noise.
 
     Args:
         name: Name of the tensor.
         value: The tensor.
-        options: The options that request privacy, for the message.
+        option_names: The options that request privacy, for the message.
     """
     if value.dtype.itemsize < 4:
         raise OptionError(
-            f"{options}: {name!r} is {dtype_name(value.dtype)}, where rounding would swallow the noise; train it in "
-            "float32 (frozen weights may stay as they are, and precision='bf16-mixed' computes in half precision)",
-            name=options,
+            f"{option_names}: {name!r} is {dtype_name(value.dtype)}, where rounding would swallow the noise; train it "
+            "in float32 (frozen weights may stay as they are, and precision='bf16-mixed' computes in half precision)",
+            name=option_names,
         )

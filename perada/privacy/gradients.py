@@ -253,12 +253,12 @@ class SampleGradients:
                 samples[key] = sample
         return samples
 
-    def _put_into_model(self, states: State, rows: int) -> dict[str, nn.Parameter]:
+    def _put_into_model(self, states: State, num_rows: int) -> dict[str, nn.Parameter]:
         """Put the clients' tensors into the hooked model.
 
         Args:
             states: States (C, ...).
-            rows: Number of rows of each client, for which some parameters are repeated.
+            num_rows: Number of rows of each client, for which some parameters are repeated.
 
         Returns:
             The new parameters by name.
@@ -269,7 +269,7 @@ class SampleGradients:
             if self.one_by_one:
                 tensor = tensor[0]
             if key in self._row_keys:
-                tensor = tensor.repeat_interleave(rows, 0).flatten(0, 1)
+                tensor = tensor.repeat_interleave(num_rows, 0).flatten(0, 1)
             first_place = self._places[key][0]
             if first_place.name in first_place.module._buffers:
                 first_place.module._buffers[first_place.name] = tensor
@@ -292,25 +292,25 @@ def _copy_sharing_frozen(model: nn.Module) -> nn.Module:
 
 def _tied_parameters(model: nn.Module) -> dict[str, list[str]]:
     """Return all names of each parameter, by the first of them."""
-    names: dict[int, list[str]] = {}
+    names_of_tensor: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {aliases[0]: aliases for aliases in names.values()}
+        names_of_tensor.setdefault(id(parameter), []).append(name)
+    return {aliases[0]: aliases for aliases in names_of_tensor.values()}
 
 
-def _places(model: nn.Module, names: dict[str, list[str]]) -> dict[str, list[_Place]]:
+def _places(model: nn.Module, names_of_key: dict[str, list[str]]) -> dict[str, list[_Place]]:
     """Return the places of tensors in a model.
 
     Args:
         model: The model, whose layers may be wrapped in :class:`_ClonedOutput`.
-        names: All names of each tensor, by its key.
+        names_of_key: All names of each tensor, by its key.
 
     Returns:
         The places of each tensor, by its key.
     """
     modules = dict(_modules_behind_clones(model))
     places: dict[str, list[_Place]] = {}
-    for key, aliases in names.items():
+    for key, aliases in names_of_key.items():
         places[key] = []
         for alias in aliases:
             path, _, name = alias.rpartition(".")
@@ -545,7 +545,7 @@ def _sample_by_autograd(
 ) -> dict[nn.Parameter, Tensor]:
     """Return the per-sample gradients of a layer without a sampler, by running each row as a separate client."""
     original = layer.original[0]
-    clients = layer.context.clients
+    clients = layer.context.num_clients
     rows = len(backprops)
     trained: dict[str, nn.Parameter] = {}
     repeated: dict[str, Tensor] = {}
@@ -559,14 +559,14 @@ def _sample_by_autograd(
     without_hooks._forward_hooks = OrderedDict()
     without_hooks._backward_hooks = OrderedDict()
     counts = layer.context.counts
-    layer.context.clients = rows
+    layer.context.num_clients = rows
     layer.context.counts = None
     try:
         with torch.enable_grad():
             output = functional_call(without_hooks, repeated, tuple(activations))
         gradients = torch.autograd.grad(output, list(repeated.values()), backprops)
     finally:
-        layer.context.clients = clients
+        layer.context.num_clients = clients
         layer.context.counts = counts
     return {trained[name]: gradient for name, gradient in zip(repeated, gradients, strict=True)}
 

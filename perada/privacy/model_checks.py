@@ -63,7 +63,7 @@ class _Batch:
 
 
 def check_gradients(
-    options: Privacy,
+    privacy: Privacy,
     engine: Engine,
     states: State,
     x: Tensor,
@@ -75,7 +75,7 @@ def check_gradients(
     They do not where Opacus's hooks miss a use of a parameter, which would then be trained on noise only.
 
     Args:
-        options: The section ``privacy``.
+        privacy: The section ``privacy``.
         engine: Engine that runs the model.
         states: States (C, ...) of C clients, whose trained tensors require gradients.
         x: Images (C, B, ...).
@@ -94,7 +94,7 @@ def check_gradients(
             name="privacy",
         )
     try:
-        sums = _unclipped_sums(options, engine, states, x, y, task)
+        sums = _unclipped_sums(privacy, engine, states, x, y, task)
     except Exception as error:  # layers fail under the hooks with errors of any kind
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
@@ -105,7 +105,7 @@ def check_gradients(
     wrong = _wrong_sum(sums, expected_sums, dtype)
     if wrong is None and is_half(dtype):
         # The rounding of half precision would hide a use that contributes little to a gradient.
-        wrong = _wrong_sum_in_better_precision(options, engine, states, x, y, task)
+        wrong = _wrong_sum_in_better_precision(privacy, engine, states, x, y, task)
     if wrong is not None:
         raise ValueError(
             f"privacy does not support this model: the per-image gradients of {wrong!r} do not add up to the "
@@ -128,10 +128,10 @@ def _batch_gradients(engine: Engine, states: State, x: Tensor, y: Tensor, task: 
     return found
 
 
-def _unclipped_sums(options: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, task: Task) -> State:
+def _unclipped_sums(privacy: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, task: Task) -> State:
     """Return the sums (C, ...) of per-image gradients, which no bound clips, by name."""
     clients, rows = x.shape[:2]
-    unclipped = replace(options, max_norm=UNCLIPPED, clipping="flat", physical_batch_size=None)
+    unclipped = replace(privacy, max_norm=UNCLIPPED, clipping="flat", physical_batch_size=None)
     sample_gradients = SampleGradients(unclipped, engine, task)
     return sample_gradients.sums(Query(states, x, y, (rows,) * clients, _dropout_streams(x)))
 
@@ -163,7 +163,7 @@ def _wrong_sum(sums: State, expected_sums: State, dtype: torch.dtype) -> str | N
 
 
 def _wrong_sum_in_better_precision(
-    options: Privacy,
+    privacy: Privacy,
     engine: Engine,
     states: State,
     x: Tensor,
@@ -185,7 +185,7 @@ def _wrong_sum_in_better_precision(
                 exact_states = _states_to_dtype(states, dtype)
                 exact_x = _to_dtype(x, dtype)
                 expected_sums = _batch_gradients(exact_engine, exact_states, exact_x, y, task)
-                sums = _unclipped_sums(options, exact_engine, exact_states, exact_x, y, task)
+                sums = _unclipped_sums(privacy, exact_engine, exact_states, exact_x, y, task)
                 return _wrong_sum(sums, expected_sums, coarsest_dtype(exact_engine.model))
         except Exception:  # a network with a fixed dtype fails with errors of any kind
             continue
@@ -207,7 +207,7 @@ def _check_streams(engine: Engine, states: State, x: Tensor) -> None:
         )
 
 
-def check_products(device: torch.device, options: str) -> None:
+def check_products(device: torch.device, option_names: str) -> None:
     """Check that a device multiplies float32 matrices in full precision.
 
     A clipped sum is such a product. With a reduced precision an image's contribution could exceed the clipping bound,
@@ -215,7 +215,7 @@ def check_products(device: torch.device, options: str) -> None:
 
     Args:
         device: Device of the training.
-        options: The options that request privacy, for the message.
+        option_names: The options that request privacy, for the message.
 
     Raises:
         ValueError: If the precision is reduced, as with TF32.
@@ -229,15 +229,15 @@ def check_products(device: torch.device, options: str) -> None:
     largest_relative_error = float((product / exact - 1).abs().max())
     if largest_relative_error > 1e-5:
         raise OptionError(
-            f"{options}: float32 matrix products are computed with reduced precision here, so an image may contribute "
-            "more than its share to a clipped sum; leave torch.set_float32_matmul_precision at 'highest' and TF32 off "
-            "for matrix products (precision='bf16-mixed' is fine: sums are computed in float32)",
-            name=options,
+            f"{option_names}: float32 matrix products are computed with reduced precision here, so an image may "
+            "contribute more than its share to a clipped sum; leave torch.set_float32_matmul_precision at 'highest' "
+            "and TF32 off for matrix products (precision='bf16-mixed' is fine: sums are computed in float32)",
+            name=option_names,
         )
 
 
 def check_one_image(
-    options: Privacy,
+    privacy: Privacy,
     engine: Engine,
     states: State,
     x: Tensor,
@@ -255,7 +255,7 @@ def check_one_image(
     image's mask depends on its place in the batch.
 
     Args:
-        options: The section ``privacy``.
+        privacy: The section ``privacy``.
         engine: Engine that runs the model.
         states: States (C, ...) of C clients in float32 or float64.
         x: Images (C, B, ...) of a batch.
@@ -269,7 +269,7 @@ def check_one_image(
     batch = _at_least_min_images(x, y, counts)
 
     def find_problem(dtype: torch.dtype | None) -> str | None:
-        return _OneImageTrial(options, engine, states, batch, task, dtype).problem()
+        return _OneImageTrial(privacy, engine, states, batch, task, dtype).problem()
 
     problem = _in_best_precision(find_problem, x.device)
     if problem is not None:
@@ -375,7 +375,7 @@ class _OneImageTrial:
     """Sums of clipped gradients of a batch, of the batch without one image per client, and of the removed images.
 
     Args:
-        options: The section ``privacy``.
+        privacy: The section ``privacy``.
         engine: Engine whose model is copied.
         states: States (C, ...) of C clients.
         batch: Images of the clients.
@@ -390,7 +390,7 @@ class _OneImageTrial:
 
     def __init__(
         self,
-        options: Privacy,
+        privacy: Privacy,
         engine: Engine,
         states: State,
         batch: _Batch,
@@ -408,14 +408,14 @@ class _OneImageTrial:
         self.other_rows = self.all_rows[self.all_rows != removed_rows].view(clients, -1)
         one_each = (1,) * clients
         # The bound is the median of the gradients' norms, so that some gradients are clipped and some are not.
-        unclipped = replace(options, max_norm=UNCLIPPED, clipping="flat")
+        unclipped = replace(privacy, max_norm=UNCLIPPED, clipping="flat")
         self._gradients = SampleGradients(unclipped, self._engine, task)
         gradients = self._sums_of_rows(removed_rows, one_each)
         squared_norms = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
         norms = torch.stack(squared_norms).sum(0).sqrt()
         # A bound must not be 0.
         self._bound = float(norms.median()) or 1.0
-        self._gradients = SampleGradients(replace(options, max_norm=self._bound), self._engine, task)
+        self._gradients = SampleGradients(replace(privacy, max_norm=self._bound), self._engine, task)
         self.gradients_of_removed = self._sums_of_rows(removed_rows, one_each)
 
     def sums(self, rows: Tensor) -> State:

@@ -164,10 +164,10 @@ def options_of(kind: type[T], section: str, options: T | Mapping[str, Any] | Non
     return kind(**options)
 
 
-def _check_common(section: str, options: Privacy | ClientPrivacy) -> None:
+def _check_common(section: str, privacy: Privacy | ClientPrivacy) -> None:
     """Check the options that both sections have."""
-    noise_multiplier = options.noise_multiplier
-    target_epsilon = options.target_epsilon
+    noise_multiplier = privacy.noise_multiplier
+    target_epsilon = privacy.target_epsilon
     if (noise_multiplier is None) == (target_epsilon is None):
         problem = "neither noise_multiplier nor target_epsilon is set"
         if noise_multiplier is not None:
@@ -187,17 +187,17 @@ def _check_common(section: str, options: Privacy | ClientPrivacy) -> None:
         hint="typical values are 0.5 to 5",
     )
     check_target(f"{section}: target_epsilon", target_epsilon, optional=True)
-    check_number(f"{section}: max_norm", options.max_norm, gt=0, le=1e200, hint="typical values are 0.1 to 10")
-    check_delta(options.delta, f"{section}: ")
-    types = get_type_hints(type(options))
-    for field in fields(options):
+    check_number(f"{section}: max_norm", privacy.max_norm, gt=0, le=1e200, hint="typical values are 0.1 to 10")
+    check_delta(privacy.delta, f"{section}: ")
+    types = get_type_hints(type(privacy))
+    for field in fields(privacy):
         if get_origin(types[field.name]) is Literal:
             choices = get_args(types[field.name])
         elif types[field.name] is bool:
             choices = (True, False)
         else:
             continue
-        check_choice(f"{section}: {field.name}", getattr(options, field.name), choices)
+        check_choice(f"{section}: {field.name}", getattr(privacy, field.name), choices)
 
 
 def privacy_options(privacy: Privacy | None, client_privacy: ClientPrivacy | None) -> str:

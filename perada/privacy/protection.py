@@ -73,8 +73,8 @@ class PrivateRound:
         self,
         stream: str,
         states: State,
-        batches: dict[str, CohortBatch],
-        rows: slice,
+        batch_of_role: dict[str, CohortBatch],
+        client_slice: slice,
         dropout: Streams,
     ) -> Tensor:
         """Return losses (C,) of 0 whose gradients with respect to ``states`` are the noisy gradients of a batch.
@@ -84,44 +84,44 @@ class PrivateRound:
         Args:
             stream: Name of the stream of batches.
             states: States (C, ...) of some clients.
-            batches: The step's batches of these clients, by stream.
-            rows: Which of the round's clients these are.
+            batch_of_role: The step's batches of these clients, by stream.
+            client_slice: Which of the round's clients these are.
             dropout: Random streams of these clients.
 
         Raises:
             RuntimeError: If more gradients are computed than the ledgers count.
         """
-        self._count_query(one_of(batches), stream, rows)
-        batch = batches[stream]
+        self._count_query(one_of(batch_of_role), stream, client_slice)
+        batch = batch_of_role[stream]
         counts = batch.counts
         width = max(1, *counts)
         sums = self.gradients.sums(Query(states, batch.x[:, :width], batch.y[:, :width], counts, dropout))
         total = torch.zeros(len(counts), device=batch.x.device)
-        for key, gradient in self._noisy_gradients(sums, stream, rows).items():
+        for key, gradient in self._noisy_gradients(sums, stream, client_slice).items():
             # The derivative of this product with respect to the state is the noisy gradient.
             total = total + as_matrix(states[key] * gradient).sum(1)
         return total - total.detach()
 
-    def _noisy_gradients(self, sums: State, stream: str, rows: slice) -> State:
+    def _noisy_gradients(self, sums: State, stream: str, client_slice: slice) -> State:
         """Return the noisy gradients (C, ...) of the mean loss from the clipped sums.
 
         Args:
             sums: Sums (C, ...) of clipped gradients.
             stream: Name of the stream of batches.
-            rows: Which of the round's clients these are.
+            client_slice: Which of the round's clients these are.
         """
         account = self.account
-        clients = self.plan.clients[rows]
+        clients = self.plan.clients[client_slice]
         sigmas = [account.noise_multipliers[client] for client in clients]
         stds = [sigma * account.options.max_norm for sigma in sigmas]
         # Sums are divided by the expected number of images, since the actual one would reveal something about the data.
         expected_batch = [account.sizes[client] * account.rate(client) for client in clients]
-        generators = None if self.secure else self._noise[stream][rows]
+        generators = None if self.secure else self._noise[stream][client_slice]
         return noisy_mean(sums, stds, expected_batch, generators)
 
-    def _count_query(self, batch: CohortBatch, stream: str, rows: slice) -> None:
+    def _count_query(self, batch: CohortBatch, stream: str, client_slice: slice) -> None:
         """Count a gradient of a step; raise a RuntimeError if there are more than planned."""
-        place = (batch.phase, batch.step, stream, rows.start)
+        place = (batch.phase, batch.step, stream, client_slice.start)
         self._num_queries[place] += 1
         if self._num_queries[place] > self._planned_queries[batch.phase].get(stream, 0):
             raise RuntimeError(
@@ -135,16 +135,16 @@ class Protection:
     """Protection of a run: private training of every client, and privacy of what clients send.
 
     Attributes:
-        images: Account of the clients' images; None without ``privacy``.
-        clients: Client-level privacy; None without ``client_privacy``.
+        image_account: Account of the clients' images; None without ``privacy``.
+        client_level: Client-level privacy; None without ``client_privacy``.
         journal: Journal in which rounds are recorded before they begin; it has no file in a run without checkpoints.
         counted: Ids of the rounds in the ledgers.
         run: Id of the run and of all runs that are resumed from it.
         last_journaled: Id of the newest entry of the journal; None if there is none.
     """
 
-    images: Account | None = None
-    clients: ClientLevel | None = None
+    image_account: Account | None = None
+    client_level: ClientLevel | None = None
     journal: Journal = field(default_factory=lambda: Journal([]))
     counted: list[str] = field(default_factory=list)
     run: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -154,10 +154,10 @@ class Protection:
     def budgets(self) -> dict[str, Budget]:
         """Budgets by name: ``images`` and ``clients``, as far as they are protected."""
         budgets: dict[str, Budget] = {}
-        if self.images is not None:
-            budgets["images"] = self.images
-        if self.clients is not None:
-            budgets["clients"] = self.clients
+        if self.image_account is not None:
+            budgets["images"] = self.image_account
+        if self.client_level is not None:
+            budgets["clients"] = self.client_level
         return budgets
 
     @property
@@ -286,10 +286,10 @@ class Protection:
     def metrics(self) -> dict[str, float]:
         """Return the ε spent so far, and ``privacy/test_mode`` if any noise is derived from the run's seed."""
         metrics: dict[str, float] = {}
-        if self.images is not None:
-            metrics |= self.images.metrics()
-        if self.clients is not None:
-            metrics |= self.clients.metrics()
+        if self.image_account is not None:
+            metrics |= self.image_account.metrics()
+        if self.client_level is not None:
+            metrics |= self.client_level.metrics()
         if not all(self._secure_sections.values()):
             metrics["privacy/test_mode"] = 1.0
         return metrics
@@ -298,28 +298,28 @@ class Protection:
         """Return the ε spent so far by each client, by name of the metric."""
         clients = range(num_clients)
         epsilons: dict[str, list[float]] = {}
-        if self.images is not None:
-            for ledger, values in self.images.epsilons(clients).items():
+        if self.image_account is not None:
+            for ledger, values in self.image_account.epsilons(clients).items():
                 epsilons[f"privacy/{ledger}_epsilon"] = values
-        if self.clients is not None:
-            epsilons["privacy/client_epsilon"] = self.clients.epsilons(clients)["server"]
+        if self.client_level is not None:
+            epsilons["privacy/client_epsilon"] = self.client_level.epsilons(clients)["server"]
         return epsilons
 
     def record(self, num_clients: int) -> dict[str, Any] | None:
         """Return options, noise and ε of each client in plain types; None if nothing is private."""
         record: dict[str, Any] = {}
-        if self.images is not None:
-            record["sample"] = self.images.record()
-        if self.clients is not None:
-            record["client"] = self.clients.record(num_clients)
+        if self.image_account is not None:
+            record["sample"] = self.image_account.record()
+        if self.client_level is not None:
+            record["client"] = self.client_level.record(num_clients)
         return record or None
 
     def state_dict(self) -> dict[str, Any]:
         """Return ledgers and journals, in plain types."""
         written = [path for path in (*self.journal.paths, *self.journal.earlier_paths) if path.exists()]
         return {
-            "images": None if self.images is None else self.images.state_dict(),
-            "clients": None if self.clients is None else self.clients.state_dict(),
+            "images": None if self.image_account is None else self.image_account.state_dict(),
+            "clients": None if self.client_level is None else self.client_level.state_dict(),
             "secure_rng": self._secure_sections,
             "counted": list(self.counted),
             "run": self.run,

@@ -19,7 +19,7 @@ from perada.privacy.accounting import check_step
 
 
 def poisson_batches(
-    images: int,
+    num_images: int,
     sample_rate: float,
     steps: int,
     *,
@@ -35,7 +35,7 @@ def poisson_batches(
     binomial number of images and may be empty: a step like any other, of noise only.
 
     Args:
-        images: Number of the client's images.
+        num_images: Number of the client's images.
         sample_rate: Probability that an image is in a batch.
         steps: Number of batches.
         seed: Seed of the run, which a client must keep secret.
@@ -52,7 +52,7 @@ def poisson_batches(
     >>> [batch.tolist() for batch in batches]
     [[0, 1, 2, 3], [0, 1, 2, 3]]
     """
-    check_integer("images", images, hint="a client without images cannot take part")
+    check_integer("images", num_images, hint="a client without images cannot take part")
     check_step(0.0, sample_rate, steps)
     source = generator(seed, f"poisson/{role}", round, client)
 
@@ -60,15 +60,15 @@ def poisson_batches(
     for _ in range(steps):
         # In float64, since a float32 has 24 random bits: the rate would be rounded to a multiple of 2**-24.
         if secure:
-            draws = secure_uniform((images,))
+            draws = secure_uniform((num_images,))
         else:
-            draws = torch.rand(images, generator=source, dtype=torch.float64)
+            draws = torch.rand(num_images, generator=source, dtype=torch.float64)
         batches.append((draws < sample_rate).nonzero().squeeze(1))
     return batches
 
 
 def shuffled_batches(
-    images: int,
+    num_images: int,
     batch_size: int,
     steps: int,
     *,
@@ -85,7 +85,7 @@ def shuffled_batches(
     images would move to other batches. There are :func:`passes` of them, and each round begins with a new one.
 
     Args:
-        images: Number n of the client's images.
+        num_images: Number n of the client's images.
         batch_size: Number B of images in a batch; the last batch of a pass may be smaller.
         steps: Number of batches.
         seed: Seed of the run, which a client must keep secret.
@@ -103,17 +103,17 @@ def shuffled_batches(
     """
     source = generator(seed, f"shuffle/{role}", round, client)
     batches: list[Tensor] = []
-    for _ in range(passes(images, batch_size, steps)):
+    for _ in range(passes(num_images, batch_size, steps)):
         if secure:
-            order = secure_permutation(images)
+            order = secure_permutation(num_images)
         else:
-            order = torch.randperm(images, generator=source)
+            order = torch.randperm(num_images, generator=source)
         batches += torch.split(order, batch_size)
     # The last pass may have more batches than there are steps left.
     return batches[:steps]
 
 
-def passes(images: int, batch_size: int, steps: int) -> int:
+def passes(num_images: int, batch_size: int, steps: int) -> int:
     """Return the number of passes over n images that ``steps`` batches of size B begin: ⌈steps / ⌈n / B⌉⌉.
 
     Each pass is accounted for as one step at rate 1.
@@ -121,10 +121,10 @@ def passes(images: int, batch_size: int, steps: int) -> int:
     >>> [passes(5, 2, steps) for steps in (0, 1, 3, 4)]
     [0, 1, 1, 2]
     """
-    check_integer("images", images, hint="a client without images cannot take part")
+    check_integer("images", num_images, hint="a client without images cannot take part")
     check_integer("steps", steps, 0)
     check_integer("batch_size", batch_size)
-    batches_per_pass = math.ceil(images / batch_size)
+    batches_per_pass = math.ceil(num_images / batch_size)
     return math.ceil(steps / batches_per_pass)
 
 

@@ -23,7 +23,7 @@ class BothModelsNetwork(nn.Module):
 
     Args:
         personal: The client's personal model, which is changed.
-        shared: The global model, or an :class:`.Ensemble` of them, which is changed.
+        shared_model: The global model, or an :class:`.Ensemble` of them, which is changed.
         state_of_both: The client's :meth:`.BothModels.state`.
         compared_maps: The tensors by whose statistics images are compared.
         task: What the models predict.
@@ -39,17 +39,17 @@ class BothModelsNetwork(nn.Module):
     def __init__(
         self,
         personal: nn.Module,
-        shared: nn.Module,
+        shared_model: nn.Module,
         state_of_both: State,
         compared_maps: Sequence[ComparedMap],
         task: Task,
     ) -> None:
         super().__init__()
-        members = list(shared.members) if isinstance(shared, Ensemble) else [shared]
+        members = list(shared_model.members) if isinstance(shared_model, Ensemble) else [shared_model]
         for model in (*members[1:], personal):
             _share_equal_tensors(model, members[0])
         self.personal = personal
-        self.shared = shared
+        self.shared = shared_model
         self._compared_maps = tuple(compared_maps)
         self._task = task
         self._neighbors = int(state_of_both["neighbors"])

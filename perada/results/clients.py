@@ -211,10 +211,10 @@ def forget(folder: Path, client: int | str) -> int:
     return number
 
 
-def _write_without(folder: Path, states: StateIndex, client: int) -> StateIndex:
+def _write_without(folder: Path, state_index: StateIndex, client: int) -> StateIndex:
     """Write the files with a client's states again, without them and under other names, and return the new index."""
     index: StateIndex = {}
-    for name, part in states.items():
+    for name, part in state_index.items():
         kind = kind_of(name)
         if kind not in (PERSONAL, TYPICAL) or client not in part.rows:
             index[name] = part
@@ -222,7 +222,7 @@ def _write_without(folder: Path, states: StateIndex, client: int) -> StateIndex:
         rows = [number for number in part.rows if number != client]
         read_state = StateFiles(folder, kind, {name: part})
         # The names of all files in the folder: one that an interrupted call left is not overwritten, but deleted.
-        taken = {*states, *(path.name for path in folder.glob("*.safetensors"))}
+        taken = {*state_index, *(path.name for path in folder.glob("*.safetensors"))}
         written = write_states(folder, kind, rows, read_state, taken)
         sync([*(folder / new_name for new_name in written), folder])
         index |= written

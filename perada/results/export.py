@@ -59,12 +59,12 @@ class PeftFolders:
 
     Args:
         adapted: The model.
-        base: Name of its backbone in the configurations.
+        base_model: Name of its backbone in the configurations.
     """
 
-    def __init__(self, adapted: AdaptedModel, base: str | None = None) -> None:
+    def __init__(self, adapted: AdaptedModel, base_model: str | None = None) -> None:
         self._adapted = adapted
-        self._base = base
+        self._base = base_model
         # PEFT would also search the folder for modules whose names end like the head's.
         self._tensors = tensors_taken_for_saved(adapted) | saved_tensors(adapted)
         model_state = adapted.model.state_dict()
@@ -242,9 +242,9 @@ def _facts(config: PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, objec
     return facts
 
 
-def _check_equal_facts(folder: Path, actual: Mapping[str, object], expected: Mapping[str, object]) -> None:
+def _check_equal_facts(folder: Path, actual: Mapping[str, object], expected_facts: Mapping[str, object]) -> None:
     """Raise a ValueError if an adapter's options or tensors differ from the run's."""
-    difference = first_difference(actual, expected)
+    difference = first_difference(actual, expected_facts)
     if difference is not None:
         raise ValueError(
             f"the adapter in {str(folder)!r} belongs to a different backbone or adapter: {difference.name} is "
@@ -409,31 +409,31 @@ def shared_run_file(
     """
     if not scores:
         info, _ = published(info, metrics)
-    shared: dict[str, Any] = {key: value for key, value in info.items() if key not in _NOT_SHARED}
-    shared["clients"] = None
-    shared["training"] = {name: value for name, value in info["training"].items() if name != "images"}
+    shared_content: dict[str, Any] = {key: value for key, value in info.items() if key not in _NOT_SHARED}
+    shared_content["clients"] = None
+    shared_content["training"] = {name: value for name, value in info["training"].items() if name != "images"}
     privacy = info.get("privacy") or {}
     if client is None:
-        shared["privacy"] = record_of_nobody(privacy) or None
+        shared_content["privacy"] = record_of_nobody(privacy) or None
         rounds = []
         for row in metrics["rounds"] if scores else []:
             rounds.append({name: value for name, value in row.items() if not name.endswith(_ENDINGS_OF_FEW_CLIENTS)})
-        return RunFile(num_clients, shared, {"rounds": rounds, "clients": {}}, shared=True)
+        return RunFile(num_clients, shared_content, {"rounds": rounds, "clients": {}}, shared=True)
 
     client_name = str(client)
     names = info.get("clients")
     if names:
         client_name = names[client]
-        shared["clients"] = [client_name]
-    shared["adapter_of"] = info.get("adapter_of", client_name)
-    shared["privacy"] = record_of_one(privacy, client) or None
+        shared_content["clients"] = [client_name]
+    shared_content["adapter_of"] = info.get("adapter_of", client_name)
+    shared_content["privacy"] = record_of_one(privacy, client) or None
     # The client is number 0 of the shared run.
     joined = [record for record in info.get("joined", []) if record["client"] == client]
-    shared["joined"] = [record | {"client": 0} for record in joined]
+    shared_content["joined"] = [record | {"client": 0} for record in joined]
     client_metrics = {}
     if scores:
         client_metrics = {name: [values[client]] for name, values in metrics["clients"].items()}
-    return RunFile(1, shared, {"rounds": [], "clients": client_metrics}, shared=True)
+    return RunFile(1, shared_content, {"rounds": [], "clients": client_metrics}, shared=True)
 
 
 def push(write: Callable[[Path], None], repo: str, description: str, private: bool, token: str | None) -> str:

@@ -139,13 +139,13 @@ def _chosen(run: Run, client: int | str | None, form: Format, prediction: Predic
     return chosen_prediction(run, client, prediction)
 
 
-def _difference(found: BatchOutputs, expected: BatchOutputs) -> float:
+def _difference(found: BatchOutputs, expected_outputs: BatchOutputs) -> float:
     """Return the largest difference of logits; infinity if not the same images are typical."""
-    if expected.typical is not None:
+    if expected_outputs.typical is not None:
         assert found.typical is not None
-        if not torch.equal(found.typical, expected.typical):
+        if not torch.equal(found.typical, expected_outputs.typical):
             return math.inf
-    return float((found.logits - expected.logits).abs().max())
+    return float((found.logits - expected_outputs.logits).abs().max())
 
 
 def _write_and_read(

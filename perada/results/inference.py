@@ -240,27 +240,27 @@ class PlacedImage:
 
 
 def read_batch(
-    preprocessing: Preprocessing, images: list[PlacedImage], broken: dict[Any, str] | None
+    preprocessing: Preprocessing, placed_images: list[PlacedImage], broken: dict[Any, str] | None
 ) -> tuple[Tensor | None, list[PlacedImage]]:
     """Prepare a batch of the images that can be read.
 
     Args:
         preprocessing: The run's preprocessing.
-        images: The images.
+        placed_images: The images.
         broken: Receives the errors of the other images; None to raise the first of them.
 
     Returns:
         The batch, None if it is empty, and its images.
     """
     try:
-        return preprocessing.batch([placed.image for placed in images]), images
+        return preprocessing.batch([placed.image for placed in placed_images]), placed_images
     except (OSError, ValueError):
         if broken is None:
             raise
     # Find the images that cannot be read one by one.
     prepared = []
     readable_images = []
-    for placed in images:
+    for placed in placed_images:
         try:
             prepared.append(preprocessing.batch([placed.image]))
             readable_images.append(placed)
@@ -272,13 +272,13 @@ def read_batch(
 
 
 def check_outputs(
-    logits: Tensor, images: Sequence[PlacedImage], broken: dict[Any, str] | None, model_name: str
+    logits: Tensor, placed_images: Sequence[PlacedImage], broken: dict[Any, str] | None, model_name: str
 ) -> Tensor:
     """Return a mask of the images for which all outputs of a model are finite, since others have no prediction.
 
     Args:
         logits: Logits (N, K), or (N, H, W, K) of pixels.
-        images: The N images.
+        placed_images: The N images.
         broken: Receives an error for each of the other images; None to raise a single one.
         model_name: Name of the model in messages.
 
@@ -286,16 +286,16 @@ def check_outputs(
         FailedOutputsError: If some outputs are NaN or infinite and ``broken`` is None, or some of each image.
     """
     is_finite = finite_outputs(logits)
-    failed = [placed for placed, finite in zip(images, is_finite.tolist(), strict=True) if not finite]
-    if len(failed) == len(images):
+    failed = [placed for placed, finite in zip(placed_images, is_finite.tolist(), strict=True) if not finite]
+    if len(failed) == len(placed_images):
         raise FailedOutputsError(
-            f"the outputs of {model_name} are NaN or infinite for all {len(images)} images; {REMEDY}"
+            f"the outputs of {model_name} are NaN or infinite for all {len(placed_images)} images; {REMEDY}"
         )
     if failed and broken is None:
         names = abbreviated([placed.name for placed in failed])
         raise FailedOutputsError(
-            f"the outputs of {model_name} are NaN or infinite for {len(failed)} of {len(images)} images ({names}); "
-            f"pass broken={{}} to predict the others, or {REMEDY}"
+            f"the outputs of {model_name} are NaN or infinite for {len(failed)} of {len(placed_images)} images "
+            f"({names}); pass broken={{}} to predict the others, or {REMEDY}"
         )
     for placed in failed:
         assert broken is not None

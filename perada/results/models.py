@@ -356,7 +356,7 @@ class Models:
         images = in_dtype_of(self._adapted.model, _noise(self.preprocessing))
         # An adapter that training has hardly changed hides a wrong merge, whose error grows with it: a perturbed state
         # is compared first.
-        moved_state = perturbed_states(state, parameter_keys(self._adapted.model), clients=1, least=0.02)[0]
+        moved_state = perturbed_states(state, parameter_keys(self._adapted.model), num_clients=1, least=0.02)[0]
         moved = merge_adapter(copy.deepcopy(peft_model), moved_state)
         check_merged(peft_model, moved, self._model(moved_state), images)
         merged = merge_adapter(copy.deepcopy(peft_model).to(memory_format=torch.contiguous_format), state)

@@ -116,11 +116,11 @@ def newest_intact(paths: Iterable[Path], accepts: Callable[[Path], bool] | None 
     return None
 
 
-def find_clients(states: dict[str, Any], path: str | Path | None) -> None:
+def find_clients(saved_states: dict[str, Any], path: str | Path | None) -> None:
     """Update the paths of clients' files in the saved states of a federation to the folder of the checkpoint."""
     for name in ("clients", "tuned"):
-        if path is not None and states[name] is not None:
-            states[name] = locate(states[name], Path(path))
+        if path is not None and saved_states[name] is not None:
+            saved_states[name] = locate(saved_states[name], Path(path))
 
 
 def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file holds
@@ -362,7 +362,7 @@ def _federation(
         "uniform",
         (),
         0,
-        storage=Storage(clients=clients),
+        storage=Storage(num_clients=clients),
         lora_ranks=tuple(saved["info"].get("lora_ranks", ())),
     )
     federation = Federation(

@@ -425,7 +425,7 @@ class Run(Models):
             warnings.warn(f"{str(target)!r}: {TEST_MODE}", stacklevel=3)
 
     def _write_run_file(
-        self, folder: Path, digests: dict[str, str], scores: bool, states: StateIndex | None = None
+        self, folder: Path, digests: dict[str, str], scores: bool, state_index: StateIndex | None = None
     ) -> None:
         """Write ``run.json``.
 
@@ -433,7 +433,7 @@ class Run(Models):
             folder: Folder to write to.
             digests: Digests of the other files.
             scores: Whether it has scores.
-            states: Rows of the files of states; None if the folder has PEFT folders.
+            state_index: Rows of the files of states; None if the folder has PEFT folders.
         """
         info = self.info
         metrics = self.metrics
@@ -446,8 +446,8 @@ class Run(Models):
             global_models=len(self._global),
             shared=self._personal is None or "adapter_of" in self.info,
             files=digests,
-            layout="adapters" if states is None else "states",
-            states=states or {},
+            layout="adapters" if state_index is None else "states",
+            states=state_index or {},
         )
         write_run(folder, content)
 

@@ -201,13 +201,13 @@ def published(info: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[dict
     return info, {"rounds": rounds, "clients": clients}
 
 
-def _data_independent_names(row: Mapping[str, Any]) -> frozenset[str]:
+def _data_independent_names(metrics: Mapping[str, Any]) -> frozenset[str]:
     """Return those of :data:`DATA_INDEPENDENT_METRICS` that hold for a round, which may be of a deployment.
 
     A deployment measures the received bytes, and counts the parameters of the sites that replied. A site whose training
     fails sends a short reply, and whether it fails depends on its images.
     """
-    if any(name.startswith("deploy/") for name in row):
+    if any(name.startswith("deploy/") for name in metrics):
         return DATA_INDEPENDENT_METRICS - COUNTED_METRICS
     return DATA_INDEPENDENT_METRICS
 
@@ -360,15 +360,15 @@ class Difference:
     expected: object
 
 
-def first_difference(actual: Mapping[str, object], expected: Mapping[str, object]) -> Difference | None:
+def first_difference(actual: Mapping[str, object], expected_values: Mapping[str, object]) -> Difference | None:
     """Return the first name whose values differ, or that only one side has; None if all are equal.
 
     >>> first_difference({"a": 1}, {"a": 1, "b": 2})
     Difference(name='b', actual='missing', expected=2)
     """
-    for name in {**expected, **actual}:
+    for name in {**expected_values, **actual}:
         actual_value = actual.get(name, "missing")
-        expected_value = expected.get(name, "missing")
+        expected_value = expected_values.get(name, "missing")
         if actual_value != expected_value:
             return Difference(name, actual_value, expected_value)
     return None
@@ -414,10 +414,10 @@ def naming(subject: Path | str, remedy: str = "restore an intact copy, save it a
         raise ValueError(f"{problem} ({reason}); {remedy}") from error
 
 
-def write_run(folder: Path, content: RunFile) -> None:
+def write_run(folder: Path, run_file: RunFile) -> None:
     """Write ``run.json`` into a folder, completely or not at all."""
-    states = {name: vars(part) for name, part in content.states.items()}
-    write_json(folder / RUN_FILE, {"format": FORMAT} | vars(content) | {"states": states})
+    states = {name: vars(part) for name, part in run_file.states.items()}
+    write_json(folder / RUN_FILE, {"format": FORMAT} | vars(run_file) | {"states": states})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

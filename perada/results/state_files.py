@@ -236,22 +236,22 @@ class StateFiles:
             ) from error
 
 
-def _slices(file: safe_open) -> dict[str, Any]:
+def _slices(open_file: safe_open) -> dict[str, Any]:
     """Return the tensors of a file by name; only the parts that are indexed are read."""
     # Of the untyped handle, since safetensors has no annotations.
-    handle: Any = file
+    handle: Any = open_file
     return {name: handle.get_slice(name) for name in handle.keys()}
 
 
-def _check_tensors(path: Path, file: safe_open, num_rows: int, like: State | None) -> None:
+def _check_tensors(path: Path, open_file: safe_open, num_rows: int, like: State | None) -> None:
     """Raise a ValueError if a file has other tensors, or another number of rows, than the run."""
-    actual: dict[str, object] = {name: rows.get_shape() for name, rows in _slices(file).items()}
-    expected: Mapping[str, object]
+    actual: dict[str, object] = {name: rows.get_shape() for name, rows in _slices(open_file).items()}
+    expected_tensors: Mapping[str, object]
     if like is None:
-        expected = {name: [num_rows, *shape[1:]] for name, shape in actual.items() if isinstance(shape, list)}
+        expected_tensors = {name: [num_rows, *shape[1:]] for name, shape in actual.items() if isinstance(shape, list)}
     else:
-        expected = {name: [num_rows, *value.shape] for name, value in like.items()}
-    difference = first_difference(actual, expected)
+        expected_tensors = {name: [num_rows, *value.shape] for name, value in like.items()}
+    difference = first_difference(actual, expected_tensors)
     if difference is not None:
         raise ValueError(
             f"{str(path)!r} belongs to a different backbone or adapter, or to another run: {difference.name!r} is "

@@ -57,7 +57,7 @@ class Updates:
     Args:
         local_rows: The stack (c, ...) of this rank's clients. With c = 0 the tensors still have their shapes.
         places: Positions of this rank's clients among all C clients. Default: this rank has all clients.
-        clients: Number C of all clients; by default c.
+        num_clients: Number C of all clients; by default c.
         ranks: The processes among which the clients are divided; by default a single one.
     """
 
@@ -65,7 +65,7 @@ class Updates:
         self,
         local_rows: Mapping[str, Tensor],
         places: Sequence[int] | None = None,
-        clients: int | None = None,
+        num_clients: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         num_rows = 0
@@ -73,11 +73,11 @@ class Updates:
             num_rows = len(next(iter(local_rows.values())))
         if places is None:
             places = range(num_rows)
-        if clients is None:
-            clients = num_rows
+        if num_clients is None:
+            num_clients = num_rows
         self.local_rows: State = dict(local_rows)
         self.places = list(places)
-        self.clients = clients
+        self.num_clients = num_clients
         self.ranks = ranks or Ranks()
         self._gathered: State = {}
 
@@ -113,7 +113,7 @@ class Updates:
         if name not in self._gathered:
             # all_gather requires equal sizes, but ranks may have different numbers of clients. The sum of zero-padded
             # stacks is the same.
-            padded = value.new_zeros(self.clients, *value.shape[1:])
+            padded = value.new_zeros(self.num_clients, *value.shape[1:])
             padded[self.places] = value.detach()
             self.ranks.sum_([padded])
             self._gathered[name] = padded
@@ -125,7 +125,7 @@ class Updates:
 
     def replace(self, local_rows: Mapping[str, Tensor]) -> "Updates":
         """Return the updates with another stack (c, ...) for this rank's clients."""
-        return Updates(local_rows, self.places, self.clients, self.ranks)
+        return Updates(local_rows, self.places, self.num_clients, self.ranks)
 
     def repeat(self, state: State) -> "Updates":
         """Return updates in which every client has sent the same ``state``, which has no client axis."""
@@ -488,7 +488,7 @@ class ServerRule(Options, ABC):
         """Name in checkpoints: training resumes only with a rule of the same kind."""
         return type(self).__name__
 
-    def check(self, clients: int) -> None:
+    def check(self, num_clients: int) -> None:
         """Raise a ValueError if the rule requires more clients per round. Most rules accept any number."""
 
     @abstractmethod
@@ -536,9 +536,9 @@ class ComposedRule(ServerRule):
         """Name of the class, and the kind of the inner rule."""
         return f"{type(self).__name__} on {self.aggregate.kind}"
 
-    def check(self, clients: int) -> None:
+    def check(self, num_clients: int) -> None:
         """Raise the errors of the inner rule."""
-        self.aggregate.check(clients)
+        self.aggregate.check(num_clients)
 
     def _aggregate(self, aggregation: Aggregation) -> State:
         """Apply the inner rule, whose tensors are kept separate from this rule's by a prefix."""

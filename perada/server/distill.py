@@ -191,19 +191,19 @@ class TeacherBatches:
     batch_statistics: bool
 
     @classmethod
-    def of_steps(cls, indices: Tensor, options: Distillation, engine: Engine) -> "TeacherBatches":
+    def of_steps(cls, indices: Tensor, distillation: Distillation, engine: Engine) -> "TeacherBatches":
         """Return the batches for the steps of a round.
 
         Args:
             indices: Indices (steps, B) of the public images of each step.
-            options: Options of the distillation.
+            distillation: Options of the distillation.
             engine: Engine that runs the teachers.
         """
-        if options.teacher_mode == "eval" or not engine.has_batch_norms:
+        if distillation.teacher_mode == "eval" or not engine.has_batch_norms:
             # The logits of an image are the same in any batch, so teachers run on each image once.
             distinct, rows = torch.unique(indices, return_inverse=True)
             return cls(distinct.split(PUBLIC_BATCH), rows, False)
-        if options.teacher_mode == "public":
+        if distillation.teacher_mode == "public":
             distinct, rows = _distinct_in_order_of_use(indices)
             # Batches of nearly equal size, since a small last batch would have poor statistics.
             num_batches = math.ceil(len(distinct) / PUBLIC_BATCH)
@@ -318,9 +318,9 @@ class TrustRegion:
         return projected
 
 
-def _distance(first: State, second: State, names: Iterable[str]) -> float:
+def _distance(first_state: State, second_state: State, names: Iterable[str]) -> float:
     """Return the Euclidean distance between two states, over the tensors ``names`` together."""
-    squares = [(double(first[name]) - double(second[name])).square().sum() for name in names]
+    squares = [(double(first_state[name]) - double(second_state[name])).square().sum() for name in names]
     if not squares:
         return 0.0
     return math.sqrt(float(torch.stack(squares).sum()))
@@ -344,14 +344,14 @@ class SecureTeachers:
     """Teachers whose logits the server may see only as a sum over the clients.
 
     Attributes:
-        sums: Options of secure sums.
-        clients: The teachers, which replace those with which a distiller is called.
+        secure_sums: Options of secure sums.
+        teachers: The teachers, which replace those with which a distiller is called.
         logit_sum: Sum (N, K) of their logits on the N rows of the round's :class:`TeacherBatches`, in integers, if the
             sites of a deployment have computed it; None to compute it here.
     """
 
-    sums: SecureSums
-    clients: Updates
+    secure_sums: SecureSums
+    teachers: Updates
     logit_sum: Tensor | None = None
 
 
@@ -405,7 +405,7 @@ class Distiller:
         engine: Engine that runs the models.
         options: Options of the distillation. In a round that is not distilled, the student is returned unchanged.
         parameters: Names of the tensors to train.
-        data: The server's images.
+        server_data: The server's images.
         round: Inputs of the current round.
         task: What the models predict, which computes the loss of the distillation.
         ranks: The processes that share the work.
@@ -416,7 +416,7 @@ class Distiller:
     engine: Engine
     options: Distillation
     parameters: tuple[str, ...]
-    data: ServerData
+    server_data: ServerData
     round: DistillationRound = field(default_factory=DistillationRound)
     task: Task = field(default_factory=Classification)
     ranks: Ranks = field(default_factory=Ranks)
@@ -455,7 +455,7 @@ class Distiller:
             refined = self._refine(
                 student,
                 clients,
-                clients_of_teachers=clients_of_teachers or [None] * clients.clients,
+                clients_of_teachers=clients_of_teachers or [None] * clients.num_clients,
                 average_from=average_from,
                 previous=previous,
                 scales=scales,
@@ -473,28 +473,28 @@ class Distiller:
     def _clients(self, teachers: Updates | State) -> Updates:
         """Return the teachers as updates, which with secure sums are those of the round."""
         if self.round.secure is not None:
-            return self.round.secure.clients
+            return self.round.secure.teachers
         if isinstance(teachers, Updates):
             return teachers
         return Updates.replicated(teachers, self.ranks)
 
-    def _is_only_teacher(self, student: State, clients: Updates) -> bool:
+    def _is_only_teacher(self, student: State, teachers: Updates) -> bool:
         """Return whether the only teacher is equal to the student. A collective if there is one teacher.
 
         Adam would then turn rounding errors into steps of full size.
         """
-        if clients.clients != 1:
+        if teachers.num_clients != 1:
             return False
         for key, value in student.items():
             # A collective. All ranks gather the same tensor, so all leave this loop at the same name.
-            if key in clients and not torch.equal(clients.gathered(key)[0], value):
+            if key in teachers and not torch.equal(teachers.gathered(key)[0], value):
                 return False
         return True
 
     def _refine(
         self,
         student: State,
-        clients: Updates,
+        teachers: Updates,
         *,
         clients_of_teachers: Sequence[int | None],
         average_from: float | None,
@@ -507,28 +507,28 @@ class Distiller:
 
         Args:
             student: State from which the student starts.
-            clients: The teachers.
+            teachers: The teachers.
             clients_of_teachers: As in :meth:`__call__`.
             average_from: As in :meth:`__call__`.
             previous: As in :meth:`__call__`.
             scales: Loss scales in float16; ``None`` in other precisions.
         """
         options = self.options
-        indices = self.data.public_indices(self.round.index, options.steps, options.batch_size)
+        indices = self.server_data.public_indices(self.round.index, options.steps, options.batch_size)
         batches = TeacherBatches.of_steps(indices, options, self.engine)
-        total = self._total_logits(clients, student, batches)
+        total = self._total_logits(teachers, student, batches)
         if total.failed_teachers:
             self.report.diverged = True
             self.report.failed_teachers += [clients_of_teachers[place] for place in total.failed_teachers]
             return student
-        targets = self._mean_logits(total, clients, student)
+        targets = self._mean_logits(total, teachers, student)
         average_logits = None
         if options.guard is not None:
             average_logits = self._public_logits(student, batches)
             if not ensemble_looks_better(average_logits, targets):
                 return student
 
-        trained = [name for name in self.parameters if name in clients]
+        trained = [name for name in self.parameters if name in teachers]
         region = None
         if options.trust_region is not None and previous is not None:
             region = TrustRegion.around(student, previous, trained, options.trust_region)
@@ -553,53 +553,53 @@ class Distiller:
                 return student
         return refined
 
-    def _total_logits(self, clients: Updates, student: State, batches: TeacherBatches) -> "_LogitSum":
+    def _total_logits(self, teachers: Updates, student: State, teacher_batches: TeacherBatches) -> "_LogitSum":
         """Return the sum of the teachers' logits on the rows of all batches. A collective."""
         secure = self.round.secure
         if secure is None or secure.logit_sum is None:
-            return self._sum_of_logits(clients, student, batches)
+            return self._sum_of_logits(teachers, student, teacher_batches)
         # Each site has checked its own logits.
         return _LogitSum(secure.logit_sum, logit_dtype=secure.logit_sum.dtype, failed_teachers=[])
 
-    def _mean_logits(self, total: "_LogitSum", clients: Updates, student: State) -> Tensor:
+    def _mean_logits(self, total: "_LogitSum", teachers: Updates, student: State) -> Tensor:
         """Compute the mean logits (N, K) of the teachers from their sum."""
         example = next(iter(student.values()))
         secure = self.round.secure
         if secure is None:
-            mean = total.values / clients.clients
+            mean = total.values / teachers.num_clients
             return mean.to(example.device, total.logit_dtype)
-        mean = secure.sums.real(total.values) / clients.clients
+        mean = secure.secure_sums.real(total.values) / teachers.num_clients
         return mean.to(example.device, example.dtype)
 
-    def _sum_of_logits(self, clients: Updates, student: State, batches: TeacherBatches) -> "_LogitSum":
+    def _sum_of_logits(self, teachers: Updates, student: State, teacher_batches: TeacherBatches) -> "_LogitSum":
         """Sum the logits over the teachers of all ranks. A collective.
 
         Sums are in double precision, so that the order of ranks matters only in bits that are rounded away; secure sums
         are in integers. Teachers with logits that cannot be summed are left out, and reported by their places.
         """
-        count = len(clients.places)
+        count = len(teachers.places)
         states = expand(student, max(1, count))
         if count:
-            states |= clients.local_rows
+            states |= teachers.local_rows
         device = device_of(student)
         sums = []
         # By place among the teachers of all ranks; counted on the device, so that the host waits for it only once.
-        num_failed_batches = torch.zeros(clients.clients, dtype=torch.int64, device=device)
-        local_places = to_device_async(torch.tensor(clients.places, dtype=torch.int64), device)
+        num_failed_batches = torch.zeros(teachers.num_clients, dtype=torch.int64, device=device)
+        local_places = to_device_async(torch.tensor(teachers.places, dtype=torch.int64), device)
 
         def read_images(rows: Tensor) -> Tensor:
-            return self.data.public_images(rows, device)
+            return self.server_data.public_images(rows, device)
 
-        for logits in batches.logits(self.engine, states, read_images, self.task):
+        for logits in teacher_batches.logits(self.engine, states, read_images, self.task):
             if not count:
                 # A rank without clients contributes zeros, in the shape of the student's logits.
                 logits = torch.zeros_like(logits)
             values = double(logits)
-            can_be_summed = self._can_be_summed(values, clients.clients)
+            can_be_summed = self._can_be_summed(values, teachers.num_clients)
             num_failed_batches[local_places] += (~can_be_summed[:count]).long()
             values = torch.where(per_client(can_be_summed, values), values, 0.0)
             if self.round.secure is not None:
-                values = self.round.secure.sums.to_integers(values, clients.clients)
+                values = self.round.secure.secure_sums.to_integers(values, teachers.num_clients)
             sums.append(values.sum(0))
             logit_dtype = logits.dtype
         total = torch.cat(sums)
@@ -608,18 +608,18 @@ class Distiller:
         failed_teachers = [place for place, is_summed in enumerate(are_summed) if not is_summed]
         return _LogitSum(total, logit_dtype, failed_teachers)
 
-    def _can_be_summed(self, values: Tensor, clients: int) -> Tensor:
+    def _can_be_summed(self, values: Tensor, num_clients: int) -> Tensor:
         """Return a mask (C,) of the teachers whose logits (C, ...) are finite and, in a secure sum, small enough."""
         limit = math.inf
         if self.round.secure is not None:
-            limit = self.round.secure.sums.limit(clients)
+            limit = self.round.secure.secure_sums.limit(num_clients)
         # False for NaN.
         return (values.abs() < limit).flatten(1).all(1)
 
     def _pairs(
         self,
         indices: Tensor,
-        batches: TeacherBatches,
+        teacher_batches: TeacherBatches,
         targets: Tensor,
         shares_steps: bool,
     ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -627,7 +627,7 @@ class Distiller:
 
         Args:
             indices: Indices (steps, B) of the public images of each step.
-            batches: Batches of the teachers.
+            teacher_batches: Batches of the teachers.
             targets: Mean logits (N, K) of the teachers on the rows of all batches.
             shares_steps: Whether ranks share each step, so that only the rows of this rank are yielded.
         """
@@ -636,19 +636,19 @@ class Distiller:
         if shares_steps:
             local_rows = slice(self.ranks.rank, None, self.ranks.size)
         for step, step_indices in enumerate(self.round.progress(indices)):
-            images = self.data.public_images(step_indices[local_rows], device)
-            target_rows = to_device_async(batches.rows[step, local_rows], device)
+            images = self.server_data.public_images(step_indices[local_rows], device)
+            target_rows = to_device_async(teacher_batches.rows[step, local_rows], device)
             yield images, targets[target_rows]
 
-    def _public_logits(self, state: State, batches: TeacherBatches) -> Tensor:
+    def _public_logits(self, state: State, teacher_batches: TeacherBatches) -> Tensor:
         """Compute the logits (N, K) of one state on the rows of all batches, in evaluation mode. A collective."""
         device = device_of(state)
         model = expand(state, 1)
         # The model runs on each image once, even if the image has several rows.
-        distinct, rows = torch.cat(batches.batches).unique(return_inverse=True)
+        distinct, rows = torch.cat(teacher_batches.batches).unique(return_inverse=True)
         parts = []
         for indices in distinct.split(PUBLIC_BATCH):
-            images = self.data.public_images(indices, device)
+            images = self.server_data.public_images(indices, device)
             parts.append(self.engine.shared_logits(model, images)[0])
         logits = torch.cat(parts)[rows.to(device)]
         # All ranks must decide from the same bits, or some would leave the collectives that follow.
@@ -660,7 +660,7 @@ class Distiller:
         device = device_of(state)
         correct = 0
         total = 0
-        for images, labels in self.data.validation_batches(device):
+        for images, labels in self.server_data.validation_batches(device):
             logits = self.engine.shared_logits(expand(state, 1), images)[0]
             has_label = self.task.known(labels)
             hits = (self.task.predicted(logits) == labels.long()) & has_label

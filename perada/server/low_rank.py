@@ -113,9 +113,9 @@ def mean_factors(pairs: Sequence[FactorPair], weights: Sequence[float]) -> Facto
     return FactorPair(up, down)
 
 
-def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def _weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Compute the mean of tensors of equal shape with weights that sum to one."""
-    terms = [weight * value for weight, value in zip(weights, values, strict=True)]
+    terms = [weight * value for weight, value in zip(weights, tensors, strict=True)]
     return torch.stack(terms).sum(0)
 
 

@@ -41,17 +41,17 @@ class Krum(ServerRule):
         self.suspected = suspected
         self.keep = keep
 
-    def check(self, clients: int) -> None:
+    def check(self, num_clients: int) -> None:
         """Raise an OptionError if a round has too few clients to suspect any, or fewer than 2 f + 3."""
         share = self.suspected
-        suspects = floor_share(share, clients)
+        suspects = floor_share(share, num_clients)
         # The smallest sufficient number of clients, which the message suggests.
-        enough = clients
+        enough = num_clients
         while not 1 <= floor_share(share, enough) <= (enough - 3) / 2:
             enough += 1
-        if enough != clients:
+        if enough != num_clients:
             raise OptionError(
-                f"suspected={share!r} suspects {suspects} of {clients} clients per round, but Krum must suspect at "
+                f"suspected={share!r} suspects {suspects} of {num_clients} clients per round, but Krum must suspect at "
                 f"least one and requires 2 f + 3 clients to suspect f, here {enough}; sample more clients, or change "
                 "suspected",
                 name="suspected",
@@ -301,11 +301,11 @@ def squared_distances(products: Tensor) -> Tensor:
     return squares.unsqueeze(1) + squares - 2 * products
 
 
-def _rows(aggregation: Aggregation, clients: Tensor) -> State:
+def _rows(aggregation: Aggregation, places: Tensor) -> State:
     """Return the updates of some clients, given their indices. A collective."""
     selected = {}
     for name, value in aggregation.updates.gathered_all().items():
-        selected[name] = value[clients.to(value.device)]
+        selected[name] = value[places.to(value.device)]
     return selected
 
 

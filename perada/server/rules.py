@@ -67,15 +67,16 @@ class TrimmedMean(_Coordinatewise):
         check_number("trim", trim, gt=0, lt=0.5, hint="it is the share of the clients to drop at each end")
         self.trim = trim
 
-    def check(self, clients: int) -> None:
+    def check(self, num_clients: int) -> None:
         """Raise an OptionError if too few clients take part in a round for any to be dropped."""
-        if floor_share(self.trim, clients) > 0:
+        if floor_share(self.trim, num_clients) > 0:
             return
-        enough = clients + 1
+        enough = num_clients + 1
         while floor_share(self.trim, enough) == 0:
             enough += 1
         raise OptionError(
-            f"trim={self.trim!r} drops none of {clients} clients per round; sample at least {enough}, or raise trim",
+            f"trim={self.trim!r} drops none of {num_clients} clients per round; sample at least {enough}, or "
+            "raise trim",
             name="trim",
             value=self.trim,
         )

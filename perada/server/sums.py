@@ -102,7 +102,7 @@ class SecureSums:
             places: Clients to select from, by their place among all.
         """
         # The largest magnitude in each client's state.
-        magnitudes = torch.zeros(updates.clients, dtype=torch.float64)
+        magnitudes = torch.zeros(updates.num_clients, dtype=torch.float64)
         for value in updates.local_rows.values():
             num_rows = len(value)
             if num_rows == 0 or value[0].numel() == 0:
@@ -113,7 +113,7 @@ class SecureSums:
         # Each rank has zeros for the clients of the others.
         updates.ranks.sum_([magnitudes])
 
-        limit = self.limit(updates.clients)
+        limit = self.limit(updates.num_clients)
         summable = []
         for place in places:
             # False for NaN.
@@ -135,7 +135,7 @@ class SecureSums:
         sums: State = {}
         for key, value in updates.local_rows.items():
             weighted = double(value) * per_client(local_shares.to(value.device), value)
-            sums[key] = self.to_integers(weighted, updates.clients).sum(0)
+            sums[key] = self.to_integers(weighted, updates.num_clients).sum(0)
         updates.ranks.sum_(sums.values())
         means: State = {}
         for key, value in updates.local_rows.items():

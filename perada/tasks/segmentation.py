@@ -156,21 +156,21 @@ class Segmentation(ClassTask):
             return self._dice_loss(logits, targets, counts)
         return self._cross_entropy(logits, targets, counts) + self._dice_loss(logits, targets, counts)
 
-    def _cross_entropy(self, logits: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+    def _cross_entropy(self, logits: Tensor, targets: Tensor, is_counted: Tensor) -> Tensor:
         """Compute the mean cross-entropy (N,) over the pixels that count.
 
         Args:
             logits: Logits (N, P, K) of P pixels.
             targets: Classes (N, P), some class where a pixel does not count.
-            counts: Mask (N, P) of the pixels that count.
+            is_counted: Mask (N, P) of the pixels that count.
         """
         weights = weights_on(self.class_weights, logits)
         losses = F.cross_entropy(logits.movedim(-1, 1), targets, weight=weights, reduction="none")
-        return losses.where(counts, 0).sum(1) / counts.sum(1).clamp(min=1)
+        return losses.where(is_counted, 0).sum(1) / is_counted.sum(1).clamp(min=1)
 
-    def _dice_loss(self, logits: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+    def _dice_loss(self, logits: Tensor, targets: Tensor, is_counted: Tensor) -> Tensor:
         """Compute the soft Dice loss (N,) of each image; the arguments are those of :meth:`_cross_entropy`."""
-        counted = counts.to(logits).unsqueeze(-1)
+        counted = is_counted.to(logits).unsqueeze(-1)
         probabilities = logits.softmax(-1) * counted
         truth = F.one_hot(targets, logits.shape[-1]).to(logits) * counted
         overlaps = (probabilities * truth).sum(1)

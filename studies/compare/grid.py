@@ -141,19 +141,19 @@ def split_values(text: str) -> list[str]:
     return values
 
 
-def _parse_range(options: Sequence[str], values: Sequence[str], text: str) -> Range | None:
+def _parse_range(options: Sequence[str], texts: Sequence[str], text: str) -> Range | None:
     """Return the values of options as a range; None if they are not a range.
 
     Args:
         options: The options.
-        values: Their values, as they are written.
+        texts: Their values, as they are written.
         text: The whole argument, for messages.
     """
-    matches = [_RANGE.fullmatch(value) for value in values]
+    matches = [_RANGE.fullmatch(value) for value in texts]
     match = next((match for match in matches if match is not None), None)
     if match is None:
         return None
-    if len(values) > 1:
+    if len(texts) > 1:
         raise ValueError(f"{text!r}: a range cannot be mixed with values; use either a range or values")
     low_text, high_text, scale = match.groups()
     has_integer_ends = all(re.fullmatch(r"[-+]?\d+", end) for end in (low_text, high_text))

@@ -139,14 +139,14 @@ def parse_settings(arguments: Sequence[str], algorithms: Sequence[str]) -> dict[
     >>> parse_settings(["ditto:training.lr_local=1"], ["fedavg", "ditto"])
     {'fedavg': {}, 'ditto': {'training.lr_local': '1'}}
     """
-    settings: dict[str, Point] = {}
+    points: dict[str, Point] = {}
     for algorithm, grid in parse_grids(arguments, algorithms, "--set").items():
-        settings[algorithm] = {}
+        points[algorithm] = {}
         for name, values in grid.items():
             if isinstance(values, Range) or len(values) > 1:
                 raise ValueError(f"--set {name} must have one value per algorithm; use --tune to choose among several")
-            settings[algorithm][name] = values[0]
-    return settings
+            points[algorithm][name] = values[0]
+    return points
 
 
 def parse_variants(arguments: Sequence[str]) -> dict[str, Point]:
@@ -220,41 +220,41 @@ class Plan:
 
     Args:
         make_cli: See :data:`~perada.studies.compare.configured.MakeCLI`.
-        options: Options of ``perada compare``.
+        arguments: Options of ``perada compare``.
         overrides: Options of ``perada fit`` for every run.
 
     Raises:
         ValueError: If options contradict each other, or a run cannot be built.
     """
 
-    def __init__(self, make_cli: MakeCLI, options: Namespace, overrides: Sequence[str]) -> None:
+    def __init__(self, make_cli: MakeCLI, arguments: Namespace, overrides: Sequence[str]) -> None:
         self.make_cli = make_cli
-        self.options = options
+        self.options = arguments
         self.overrides = overrides
-        algorithms = _algorithms_of(options)
-        self.seeds = list(dict.fromkeys(options.seeds))
-        self.tune_seeds = list(dict.fromkeys(options.tune_seeds)) or self.seeds[:1]
-        vary = parse_grid(options.vary, "--vary")
-        self.grids = parse_grids(options.tune, algorithms)
-        self.settings = parse_settings(options.set, algorithms)
-        self.variants = parse_variants(options.variants)
+        algorithms = _algorithms_of(arguments)
+        self.seeds = list(dict.fromkeys(arguments.seeds))
+        self.tune_seeds = list(dict.fromkeys(arguments.tune_seeds)) or self.seeds[:1]
+        vary = parse_grid(arguments.vary, "--vary")
+        self.grids = parse_grids(arguments.tune, algorithms)
+        self.settings = parse_settings(arguments.set, algorithms)
+        self.variants = parse_variants(arguments.variants)
         self._check_options(vary)
 
         has_ranges = any(has_range(grid) for grid in self.grids.values())
-        self.trials = (options.trials or TRIALS) if has_ranges else 0
+        self.trials = (arguments.trials or TRIALS) if has_ranges else 0
         self._option_words = self._words_of_options()
         varied_points = [tuple(point.items()) for point in points(vary)] or [()]
         # The values of the last option of --vary change fastest.
-        rows = product(options.recipes, algorithms, self.variants or [""], varied_points)
+        rows = product(arguments.recipes, algorithms, self.variants or [""], varied_points)
         self.rows = list(dict.fromkeys(Row(*row) for row in rows))
         # The scores to choose by, with a minus if lower values are better: known once a row has been built.
         self._chosen_by: dict[Row, list[str]] = {}
         self._adapter_words_of: dict[tuple[str, str], list[str]] = {}
         self.recipes: dict[str, Recipe] = {}
-        for recipe in options.recipes:
+        for recipe in arguments.recipes:
             cli = make_cli(["--config", recipe])
             self.recipes[recipe] = Recipe(cli, _digest_of(str(path) for path in cli.config.config))
-            if options.redivide:
+            if arguments.redivide:
                 _warn_of_fixed_images(recipe, cli.datamodule.division)
         for row in self.rows:
             self._check_row(row)
@@ -502,16 +502,16 @@ def _warn_of_fixed_images(recipe: str, division: Division | None) -> None:
     )
 
 
-def _algorithms_of(options: Namespace) -> list[str]:
+def _algorithms_of(arguments: Namespace) -> list[str]:
     """Return the names of the algorithms to compare; only an empty one for the recipes' own.
 
     Raises:
         ValueError: If a name is not an algorithm.
     """
     names: list[str] = []
-    if "all" in options.algorithms:
+    if "all" in arguments.algorithms:
         names += ENTRIES
-    for name in options.algorithms:
+    for name in arguments.algorithms:
         if name != "all":
             entry_of(name)  # raises if it is unknown
             names.append(name)
@@ -533,12 +533,12 @@ def _predicts_with_both_models(cli: ConfiguredRun) -> bool:
     return cli.loop.evaluation.prediction == "both" and has_personal_models and algorithm.global_model
 
 
-def _unknown_score_message(name: str, scores: Iterable[str]) -> str:
-    similar = near_names(name, scores, limit=3)
+def _unknown_score_message(name: str, score_names: Iterable[str]) -> str:
+    similar = near_names(name, score_names, limit=3)
     if similar:
         remedy = f"did you mean {', '.join(similar)}?"
     else:
-        remedy = f"choose one of {', '.join(score for score in scores if '_test_' not in score)}"
+        remedy = f"choose one of {', '.join(score for score in score_names if '_test_' not in score)}"
     return f"--choose_by {name}: there is no such score with this --evaluation.metric; {remedy}"
 
 

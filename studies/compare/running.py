@@ -289,7 +289,7 @@ def _full_model_size(model: FederatedClassifier) -> dict[str, float]:
     }
 
 
-def per_client(history: Sequence[dict[str, float]], clients: int) -> dict[str, float]:
+def per_client(history: Sequence[dict[str, float]], num_clients: int) -> dict[str, float]:
     """Return what one client trains and sends in a round: means over the rounds in which all clients took part.
 
     A client that has spent its privacy budget sends nothing, so in rounds with fewer clients fewer megabytes are sent
@@ -297,7 +297,7 @@ def per_client(history: Sequence[dict[str, float]], clients: int) -> dict[str, f
 
     Args:
         history: Metrics of each round.
-        clients: Clients of a full round.
+        num_clients: Clients of a full round.
 
     >>> rounds = [(3.0, 24.0), (1.0, 8.0), (1.0, 4.0)]  # in the last, one client of two
     >>> per_client([{"params/trained": n, "params/sent": n, "comm/up_mb": mb} for n, mb in rounds], clients=2)
@@ -308,7 +308,7 @@ def per_client(history: Sequence[dict[str, float]], clients: int) -> dict[str, f
         parameters = row["params/sent"]
         megabytes_per_parameter.append(row["comm/up_mb"] / parameters if parameters else 0.0)
     # Half a client less than in the fullest round: rounding errors are smaller than that.
-    fewest = (clients - 0.5) / clients * max(megabytes_per_parameter)
+    fewest = (num_clients - 0.5) / num_clients * max(megabytes_per_parameter)
     full_rounds = [row for row, ratio in zip(history, megabytes_per_parameter, strict=True) if ratio >= fewest]
 
     def mean_over_rounds(name: str) -> float:
@@ -317,7 +317,7 @@ def per_client(history: Sequence[dict[str, float]], clients: int) -> dict[str, f
     return {
         "params/trained": mean_over_rounds("params/trained"),
         "params/sent": mean_over_rounds("params/sent"),
-        "mb_sent": mean_over_rounds("comm/up_mb") / clients,
+        "mb_sent": mean_over_rounds("comm/up_mb") / num_clients,
     }
 
 
@@ -356,11 +356,11 @@ def epsilons(last: dict[str, float]) -> dict[str, float | str]:
 
     Infinity, which JSON does not have, becomes a string.
     """
-    values: dict[str, float | str] = {}
+    epsilon_by_name: dict[str, float | str] = {}
     for name, value in last.items():
         if name.startswith(PRIVACY) and "epsilon" in name:
-            values[name] = value if math.isfinite(value) else str(value)
-    return values
+            epsilon_by_name[name] = value if math.isfinite(value) else str(value)
+    return epsilon_by_name
 
 
 def _json_numbers(scores: dict[str, float]) -> dict[str, float | None]:

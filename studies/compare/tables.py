@@ -260,10 +260,10 @@ def _with_starts(records: Sequence[Record]) -> list[Record]:
 def grid_table(records: Sequence[Record]) -> str:
     """Return a table of the scores of a grid with a row for each setting, and which one was chosen."""
     trials = [record for record in records if record["stage"] == "tune"]
-    options: dict[str, None] = {}  # in order
+    texts: dict[str, None] = {}  # in order
     chosen_by: dict[str, None] = {}
     for record in trials:
-        options.update(dict.fromkeys(record["point"]))
+        texts.update(dict.fromkeys(record["point"]))
         chosen_by.update(dict.fromkeys(record.get("chosen_by", CHOSEN_BY)))
     rows = []
     for label, records_of_row in records_of_rows(trials).items():
@@ -271,16 +271,16 @@ def grid_table(records: Sequence[Record]) -> str:
         best = choose(trials_of_row)
         for trial in trials_of_row:
             records_of_trial = [record for record in trial.records if record is not None]
-            values = [trial.point.get(name, "") for name in options]
+            values = [trial.point.get(name, "") for name in texts]
             is_chosen = best is not None and trial.point == best.point
             rows.append([label, *values, score_text(records_of_trial), "chosen" if is_chosen else ""])
     # A file without trials has a table without rows.
     unit = unit_of(trials[0]) if trials else SHARES
     all_lower = all(lower_is_better(record) for record in trials)
-    note = _grid_note(list(options), list(chosen_by), lower_chosen=all_lower, unit=unit)
+    note = _grid_note(list(texts), list(chosen_by), lower_chosen=all_lower, unit=unit)
     if len({record["seed"] for record in trials}) > 1:
         note += " ± is the sample standard deviation over seeds."
-    return _printable([table(["", *options, "score", ""], rows), note, *_failures(trials)])
+    return _printable([table(["", *texts, "score", ""], rows), note, *_failures(trials)])
 
 
 def _grid_note(options: Sequence[str], chosen_by: Sequence[str], *, lower_chosen: bool, unit: ScoreUnit) -> str:
@@ -401,10 +401,10 @@ def _lost_over_seeds(runs: Sequence[Record]) -> str:
     return _mean(values, percent)
 
 
-def _lost_in_aggregation(run: Record) -> float | None:
+def _lost_in_aggregation(record: Record) -> float | None:
     """Return what the mean of LoRA's factors lost of the mean of the products, over rounds; None if not measured."""
     values = []
-    for metrics in run.get("history", ()):
+    for metrics in record.get("history", ()):
         error = metrics.get("updates/lora_error")
         if error is None:  # only server rules for LoRA report an error, and then it is what is lost
             error = metrics.get("updates/lora_residual")

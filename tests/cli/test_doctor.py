@@ -156,7 +156,7 @@ def test_imports_of_a_run_are_tried_when_asked_for(capsys, monkeypatch):
 def test_a_hub_that_does_not_answer_is_a_warning(monkeypatch, endpoint):
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     check = _check_hub()
-    assert check.state == "warn"
+    assert check.status == "warn"
     assert "HF_HUB_OFFLINE=1" in check.text
 
 
@@ -173,4 +173,4 @@ def test_any_answer_of_the_hub_passes(monkeypatch, status):
     with HTTPServer(("127.0.0.1", 0), Answer) as server:
         Thread(target=server.handle_request, daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert _check_hub().state == "pass"
+        assert _check_hub().status == "pass"

@@ -92,7 +92,7 @@ def test_other_runs_have_no_such_scores(algorithm, prediction, tiny, tmp_path):
     coordinator, workers = made.deployed()
     assert not any(of_both(row) for row in coordinator.progress.history)
     (client,) = workers["site0"].clients.values()
-    state = read_state(workers["site0"].store.folder / "state.safetensors").state
+    state = read_state(workers["site0"].store.folder / "state.safetensors").run_state
     assert client.state_of_both(state.scoring.global_state, state) is None
 
 
@@ -161,7 +161,7 @@ def test_a_sites_exported_run_predicts_as_the_simulation(algorithm, tiny, tmp_pa
     masks = []
     for number, name in enumerate(made.names):
         (client,) = workers[name].clients.values()
-        state = read_state(workers[name].store.folder / "state.safetensors").state
+        state = read_state(workers[name].store.folder / "state.safetensors").run_state
         run = export_site_run(client, state, name)
         assert run.predicts_with_both
         loaded = perada.Run.load(run.save(tmp_path / f"saved{number}"), backbone=tiny.net())
@@ -180,7 +180,7 @@ def test_statistics_stay_at_the_site(tiny, tmp_path):
     _, workers = made.deployed()
     folder = workers["site2"].store.folder
     (client,) = workers["site2"].clients.values()
-    state = read_state(folder / "state.safetensors").state
+    state = read_state(folder / "state.safetensors").run_state
     names = set(client.state_of_both(state.scoring.global_state, state))
     of_images = {"mean", "scale", "examples", "num_examples", "threshold", "neighbors"}
     assert names == of_images | {"known_classes", "personal_share"}

@@ -96,7 +96,7 @@ def site_node(keys, address, path):
 
 
 def texts(checks, state):
-    return [check.text for check in checks if check.state == state]
+    return [check.text for check in checks if check.status == state]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_clock_is_compared_with_the_superlinks(keys, behind, state, text):
         check = module._check_clock(address)
         # A busy machine may answer a second later.
         assert read_clock_difference(address) == pytest.approx(behind, abs=2)
-    assert check.state == state
+    assert check.status == state
     assert text in check.text
 
 
@@ -140,8 +140,8 @@ def test_a_signed_request_that_changes_nothing_shows_whether_the_key_is_register
     with superlink(keys, status=status, code=code) as (address, requests):
         checks = check_node(site_node(keys, address, worker_socket))
     assert text in checks[-1].text
-    assert checks[-1].state == state
-    assert all(check.state == "pass" for check in checks[:-1])
+    assert checks[-1].status == state
+    assert all(check.status == "pass" for check in checks[:-1])
     ((path, headers),) = requests
     assert path == "/v1/fleet/activate-node"
     assert any("signature" in name.lower() for name in headers)

@@ -138,7 +138,7 @@ def test_epsilon_is_there_where_a_site_says_it(may_send, tiny, tmp_path):
     for name, value in sites.items():
         (client,) = workers[name].clients.values()
         protection = client.protection(workers[name].store.current().training.account, 1)
-        assert value == pytest.approx(protection.images.epsilons([0])["release"][0])
+        assert value == pytest.approx(protection.image_account.epsilons([0])["release"][0])
     of_run = [value for key, value in found.items() if key[0] == "run_epsilon"]
     assert of_run and all(math.isinf(value) for value in of_run)  # the first site never says it
 

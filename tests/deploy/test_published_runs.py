@@ -36,7 +36,7 @@ def own_epsilon(worker, ledger):
     """What the site's own ledger says."""
     client, (run,) = next(iter(worker.clients.values())), worker.store.runs
     state = worker.store.load(run)
-    return client.protection(state.training.account, state.training.num_rounds).images.epsilons([0])[ledger][0]
+    return client.protection(state.training.account, state.training.num_rounds).image_account.epsilons([0])[ledger][0]
 
 
 def test_the_epsilon_of_sites_that_do_not_tell_it_is_infinite_in_the_metrics(tiny, tmp_path):

@@ -88,7 +88,7 @@ def test_a_part_of_the_updates_has_its_clients_in_their_order():
     updates = Updates(sent)
     part = updates.part([3, 0], without=("seen",))
     assert part.names == ("w",)
-    assert part.clients == 2
+    assert part.num_clients == 2
     shares = torch.tensor([0.25, 0.75], dtype=torch.float64)
     expected = 0.25 * sent["w"][3].double() + 0.75 * sent["w"][0].double()
     assert torch.equal(mean(part, shares)["w"], expected.float())

@@ -58,7 +58,7 @@ def clients_of(conv: nn.Conv2d) -> list[nn.Conv2d]:
 def run_stacked(conv: nn.Conv2d, clients: list[nn.Conv2d], x_R: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the outputs of the folded layer, and the stacked state that it used."""
     folded = fold(conv)
-    folded.context.clients = CLIENTS
+    folded.context.num_clients = CLIENTS
     state = {name: value.requires_grad_() for name, value in stack([get_state(client) for client in clients]).items()}
     return functional_call(folded.model, state, (x_R,)), state
 
@@ -121,7 +121,7 @@ def test_one_layer_serves_maps_of_two_sizes_in_turn():
     torch.manual_seed(0)
     conv = nn.Conv2d(5, 4, 5, padding=2).double()
     folded = fold(conv)
-    folded.context.clients = 1
+    folded.context.num_clients = 1
     state = stack([get_state(conv)])
     for size in ((3, 3), (2, 3), (3, 2), (3, 3)):
         x_R = torch.randn(ROWS, 5, *size, dtype=torch.float64)
@@ -150,7 +150,7 @@ def test_gradients_can_be_differentiated():
     torch.manual_seed(0)
     conv = nn.Conv2d(2, 3, 3, padding=1, bias=False).double()
     folded = fold(conv)
-    folded.context.clients = 1
+    folded.context.num_clients = 1
     x_R = torch.randn(8, 2, 2, 1, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(1, 3, 2, 3, 3, dtype=torch.float64, requires_grad=True)
 

@@ -68,7 +68,7 @@ def freeze(layer, trained):
 
 def test_the_gradient_of_stacked_weights_lies_in_memory_as_they_do():
     folded = fold(nn.Linear(6, 5, bias=False).double())
-    folded.context.clients = CLIENTS
+    folded.context.num_clients = CLIENTS
     x = torch.randn(CLIENTS, ROWS, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(CLIENTS, 5, 6, dtype=torch.float64, requires_grad=True)
     of_out = torch.randn(CLIENTS * ROWS, 5, dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_the_gradient_of_stacked_weights_lies_in_memory_as_they_do():
 
 def test_the_slope_of_a_stacked_prelu_is_also_the_gradient_at_zero():
     folded = fold(nn.PReLU().double())
-    folded.context.clients = 2
+    folded.context.num_clients = 2
     x = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
     slopes = torch.tensor([[0.25], [0.5]], dtype=torch.float64)
     functional_call(folded.model, {"weight": slopes}, (x,)).sum().backward()
@@ -94,7 +94,7 @@ def test_the_slope_of_a_stacked_prelu_is_also_the_gradient_at_zero():
 def test_a_transposed_convolution_takes_the_size_of_its_output():
     single = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1).double()
     folded = fold(single)
-    folded.context.clients = 2
+    folded.context.num_clients = 2
     x = torch.randn(4, 2, 5, 5, dtype=torch.float64)
     stacked = stack([get_state(single)] * 2)
     out = functional_call(folded.model, stacked, (x,), {"output_size": [10, 10]})
@@ -135,7 +135,7 @@ def test_twin_equals_separate_modules(name, together, counts, trained):
     stacked = {k: v.requires_grad_(k in keys) for k, v in stack([get_state(m) for m in separate]).items()}
     folded = fold(single)
     assert not folded.missing
-    folded.context.clients, folded.context.counts, folded.context.together = CLIENTS, counts, together
+    folded.context.num_clients, folded.context.counts, folded.context.together = CLIENTS, counts, together
     out = torch.zeros_like(weight)
     for step in range(2):  # two steps: a cumulative mean of statistics differs from the second on
         out = functional_call(train_mode(folded.model), stacked, (x.flatten(0, 1) * (1 + step),)).view_as(weight)
@@ -265,5 +265,5 @@ def test_dropout_of_everything_of_nothing_and_in_evaluation():
     layer = nn.Dropout(0.0)
     assert fold(nn.Sequential(layer)).model[0] is layer
     folded = fold(nn.Sequential(nn.Dropout(0.5)))
-    folded.context.clients = 2
+    folded.context.num_clients = 2
     assert torch.equal(folded.model.eval()(x.flatten(0, 1)), x.flatten(0, 1))

@@ -93,7 +93,7 @@ class Simulation:
             return
         _, phase = tuning
         plan = self.served.plan_for(range(self.federation.num_clients), self.federation.rounds_done, (phase,))
-        account = self.federation.protection.images
+        account = self.federation.protection.image_account
         private = None if account is None else account.sampling(tuning=True)
         self.federation.personalize([plan], lambda plan: self.prepared(self.served.cohort_loader(plan, private)))
 
@@ -164,7 +164,7 @@ def simulate(
         initial = algorithm.initial(lambda index: get_state(adapted.model))
         queries = plan_queries(algorithm, tensor_names, initial, phases, len(sizes))
         account = Account(privacy, sizes, BATCH, queries, tuning_queries(algorithm, tensor_names, initial, len(sizes)))
-        protection = Protection(images=account)
+        protection = Protection(image_account=account)
         private_sampling = account.sampling()
     served.configure_rounds(
         seed=0, clients_per_round=None, phases=phases, image=adapted.backbone.image, private=private_sampling

@@ -43,7 +43,7 @@ def test_sums_are_those_of_the_accepted_clients(chunks):
         assert torch.equal(updates.local_rows[name], exact.float().expand(3, *exact.shape))
         assert updates.local_rows[name].stride(0) == 0  # one tensor in memory
     assert updates.local_rows["count"].tolist() == [5, 5, 5]
-    assert updates.clients == 3
+    assert updates.num_clients == 3
     norms = (sent["weight"].double() - received["weight"].double()).flatten(1).norm(dim=1)
     torch.testing.assert_close(sums.change_norms()[[0, 2, 3]], norms[[0, 2, 3]], rtol=1e-14, atol=0)
     assert {name: value.shape for name, value in sums.example.items()} == {

@@ -140,7 +140,7 @@ def test_what_two_processes_count_adds_up(metric, multilabel):
 
     assert torch.equal(merged(some_models, models=MODELS), whole)
     assert torch.equal(merged(some_batches, models=MODELS), whole)
-    assert torch.equal(merged(some_images, groups=MODELS), whole_local)
+    assert torch.equal(merged(some_images, num_groups=MODELS), whole_local)
 
 
 def test_auroc_is_the_mean_over_the_classes_that_occur_both_ways():
@@ -239,12 +239,12 @@ def test_a_model_with_outputs_that_are_not_finite_has_no_score(kind, value):
     if kind in ("labels", "numbers"):
         y = torch.randint(0, 2, (30, 3), generator=random).float()
     groups = torch.arange(30) % 3
-    whole = Scores(make_metrics(names, task, 3), task, models=2, groups=4)
+    whole = Scores(make_metrics(names, task, 3), task, models=2, num_groups=4)
     whole.update(logits, y, groups)
     assert not whole.failed_images.any()
     # A single output of model 1 for an image of group 2, in the first of two batches.
     logits[(1, 2, *[0] * len(pixels), 0)] = value
-    scores = Scores(make_metrics(names, task, 3), task, models=2, groups=4)
+    scores = Scores(make_metrics(names, task, 3), task, models=2, num_groups=4)
     for rows in torch.arange(30).split(20):
         scores.update(logits[:, rows], y[rows], groups[rows])
     expected_failures = torch.zeros(2, 4, dtype=torch.int64)

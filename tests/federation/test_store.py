@@ -341,7 +341,7 @@ def test_the_place_is_chosen_by_what_all_clients_may_take(monkeypatch, clients, 
     size = 24 + 8 + 10 + 8
     if memory is not None:
         monkeypatch.setattr("perada.federation.settings.host_memory", lambda: 4 * 10 * size)
-    assert type(Storage(clients=clients).open(initial())) is kind
+    assert type(Storage(num_clients=clients).open(initial())) is kind
     assert [Storage(name).open(initial()).host for name in ("host", "device")] == [True, False]
 
 

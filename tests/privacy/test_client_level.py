@@ -236,10 +236,10 @@ def test_too_little_count_noise_is_rejected():
         with pytest.raises(ValueError, match=r"count_noise=.*more than 0\.5 .*clipping='fixed'"):
             split_noise(1.0, count_noise)
     adaptive = ClientPrivacy(1.0, clipping="adaptive")
-    ClientLevel(adaptive, 0, clients=11)  # σ_b is a twentieth of the clients
+    ClientLevel(adaptive, 0, num_clients=11)  # σ_b is a twentieth of the clients
     with pytest.raises(ValueError, match=r"count_noise=0\.5 is too small for noise_multiplier=1\.0"):
-        ClientLevel(adaptive, 0, clients=10)
-    ClientLevel(ClientPrivacy(1.0), 0, clients=1)
+        ClientLevel(adaptive, 0, num_clients=10)
+    ClientLevel(ClientPrivacy(1.0), 0, num_clients=1)
 
 
 def test_noisy_share():

@@ -34,14 +34,14 @@ UNIT = 2.0**-24
 
 
 def level_of(z=1.0, clients=5, secure_rng=False, sums=SUMS, seed=4, **options):
-    return ClientLevel(ClientPrivacy(z, secure_rng=secure_rng, **options), seed, clients, sums=sums)
+    return ClientLevel(ClientPrivacy(z, secure_rng=secure_rng, **options), seed, clients, secure_sums=sums)
 
 
 @pytest.mark.parametrize(("length", "vote"), [(0.5, 0.5), (1.0, 0.5), (1.0 + 2**-20, -0.5), (3.0, -0.5)])
 def test_a_change_of_just_the_norm_counts_as_short(length, vote):
     """In a secure sum as without one (Andrew et al. 2021, section 2.2: b = 1 if the norm is at most S)."""
     sums = SecureSums(min_sites=3)
-    level = ClientLevel(ClientPrivacy(0.0, clipping="adaptive", max_norm=1.0), 0, 3, sums=sums)
+    level = ClientLevel(ClientPrivacy(0.0, clipping="adaptive", max_norm=1.0), 0, 3, secure_sums=sums)
     contributed = level.contribution({"w": torch.tensor([length])}, {"w": torch.zeros(1)}, 3, 0, 0)
     assert contributed[VOTE] == sums.to_integers(torch.tensor(vote), 3)
     assert noisy_share(torch.tensor([length], dtype=torch.float64), 1.0, 0.0, None) == vote + 0.5
@@ -50,9 +50,9 @@ def test_a_change_of_just_the_norm_counts_as_short(length, vote):
 def test_a_grid_must_be_fine_enough_for_the_largest_round():
     """Of all clients, of whom each adds less noise the more there are, and not of the fewest sites of a sum."""
     sums = SecureSums(min_sites=3, fraction_bits=8)
-    ClientLevel(ClientPrivacy(1.0), 0, 1000, sums=sums)
+    ClientLevel(ClientPrivacy(1.0), 0, 1000, secure_sums=sums)
     with pytest.raises(ValueError, match="of one of 100000 clients"):
-        ClientLevel(ClientPrivacy(1.0), 0, 100_000, sums=sums)
+        ClientLevel(ClientPrivacy(1.0), 0, 100_000, secure_sums=sums)
 
 
 def of_client(stack, client):

@@ -200,7 +200,7 @@ def test_r2_and_pearson_keep_their_digits_where_the_mean_is_large(ratio, center)
     names = ["r2_per_target", "pearson_per_target"]
     outputs = torch.tensor(predicted) - (center or 0)
     groups = torch.tensor(random.integers(0, 2, 120))
-    ranks = [Scores(make_metrics(names, task, 2), task, groups=2) for _ in range(2)]
+    ranks = [Scores(make_metrics(names, task, 2), task, num_groups=2) for _ in range(2)]
     for number, rows in enumerate(torch.arange(120).split(25)):
         ranks[number % 2].update(outputs[rows].unsqueeze(0), torch.tensor(truth)[rows], groups[rows])
     ranks[0]._statistics.merge(OfRanks(ranks[1]._statistics.on_cpu()))

@@ -179,9 +179,9 @@ def pack_payload(payload: bytes | Failure) -> "RecordDict":
     return RecordDict({_PAYLOAD: ArrayRecord({_PAYLOAD: array})})
 
 
-def unpack_payload(content: "RecordDict", max_bytes: int) -> bytes | Failure:
+def unpack_payload(record_dict: "RecordDict", max_bytes: int) -> bytes | Failure:
     """Read what :func:`pack_payload` wrote; any other content, or a payload over the limit, is ``malformed``."""
-    array = content.array_records.get(_PAYLOAD, {}).get(_PAYLOAD)
+    array = record_dict.array_records.get(_PAYLOAD, {}).get(_PAYLOAD)
     if array is None or array.stype != _ARRAY_TYPE or not 0 < len(array.data) <= 1 + max_bytes:
         return Failure("malformed")
     kind = array.data[0]
@@ -237,12 +237,12 @@ class FlowerTransport:
         nodes = self._nodes()
         end = last_check + deadline
         digests = {site: digest(message) for site, message in messages.items()}
-        results: dict[str, bytes | Failure] = {}
+        replies: dict[str, bytes | Failure] = {}
         while True:
-            self._collect(digests, results)
+            self._collect(digests, replies)
             now = time.monotonic()
-            num_replies = sum(isinstance(reply, bytes) for reply in results.values())
-            if num_replies >= enough or len(results) == len(messages) or now >= end:
+            num_replies = sum(isinstance(reply, bytes) for reply in replies.values())
+            if num_replies >= enough or len(replies) == len(messages) or now >= end:
                 break
             if now - last_check > NODE_CHECK_INTERVAL:
                 nodes = self._nodes()
@@ -250,22 +250,22 @@ class FlowerTransport:
             self._pending = [pending for pending in self._pending if _may_be_answered(pending, nodes)]
             busy = {pending.site for pending in self._pending}
             for site, message in messages.items():
-                if site in results or site in busy:
+                if site in replies or site in busy:
                     continue
                 if site not in nodes or not self._push(site, nodes[site], message, end - now):
-                    results[site] = Failure("unreachable")
+                    replies[site] = Failure("unreachable")
             self._arrived.wait(min(self._poll_interval, max(0.0, end - time.monotonic())))
             self._arrived.clear()
-        return {site: results.get(site, Failure("late")) for site in messages}
+        return {site: replies.get(site, Failure("late")) for site in messages}
 
-    def _collect(self, digests: Mapping[str, str], results: dict[str, bytes | Failure]) -> None:
+    def _collect(self, digests: Mapping[str, str], replies: dict[str, bytes | Failure]) -> None:
         """Move replies that have arrived to the results, and drop those to other messages."""
         for pending in list(self._pending):
             if pending.reply is None:
                 continue
             self._pending.remove(pending)
             if digests.get(pending.site) == pending.digest:
-                results[pending.site] = pending.reply
+                replies[pending.site] = pending.reply
 
     def _nodes(self) -> dict[str, Node]:
         """Return the connected SuperNodes by registered name, without names that are registered for several keys."""

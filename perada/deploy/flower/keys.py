@@ -152,7 +152,7 @@ def _begin(folder: Path, names: Sequence[str]) -> None:
 
 def _sign_certificate(
     name: str,
-    key: "ec.EllipticCurvePrivateKey",
+    private_key: "ec.EllipticCurvePrivateKey",
     issuer: "x509.Name | None",
     signer: "ec.EllipticCurvePrivateKey",
     days: int,
@@ -162,7 +162,7 @@ def _sign_certificate(
 
     Args:
         name: Common name of its subject.
-        key: Key of its subject.
+        private_key: Key of its subject.
         issuer: Name of the issuer; None for a certificate that the subject issues itself.
         signer: Key of the issuer.
         days: How long it is valid.
@@ -174,11 +174,11 @@ def _sign_certificate(
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer or subject)
-        .public_key(key.public_key())
+        .public_key(private_key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))  # the clocks of sites may be behind
         .not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(private_key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
     for extension, critical in extensions:
@@ -194,10 +194,10 @@ def _parse_host(host: str) -> str | ipaddress.IPv4Address | ipaddress.IPv6Addres
         return host
 
 
-def _private_bytes(key: "ec.EllipticCurvePrivateKey", format_name: str) -> bytes:
+def _private_bytes(private_key: "ec.EllipticCurvePrivateKey", format_name: str) -> bytes:
     """Return the content of a private key's file."""
     private_format = getattr(serialization.PrivateFormat, format_name)
-    content: bytes = key.private_bytes(serialization.Encoding.PEM, private_format, serialization.NoEncryption())
+    content: bytes = private_key.private_bytes(serialization.Encoding.PEM, private_format, serialization.NoEncryption())
     return content
 
 

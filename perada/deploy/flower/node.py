@@ -50,7 +50,7 @@ log = logging.getLogger("perada.deploy")
 class Check(NamedTuple):
     """Result of a test of the connection. A SuperNode cannot connect if one fails."""
 
-    state: Literal["pass", "warn", "fail"]
+    status: Literal["pass", "warn", "fail"]
     text: str
 
 
@@ -91,15 +91,15 @@ def check_node(node: Node) -> list[Check]:
     one request, which is signed like a SuperNode's and changes nothing.
     """
     checks = list(_check_files(node))
-    files_are_valid = not any(check.state == "fail" for check in checks)
+    files_are_valid = not any(check.status == "fail" for check in checks)
     reachable = _check_port(node.superlink)
     checks.append(reachable)
-    if reachable.state == "fail":
+    if reachable.status == "fail":
         return checks
     checks.append(_check_clock(node.superlink))
     presented = _check_certificate(node)
     checks.append(presented)
-    if files_are_valid and presented.state != "fail":
+    if files_are_valid and presented.status != "fail":
         checks.append(_check_registration(node))
     return checks
 

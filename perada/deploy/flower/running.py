@@ -218,9 +218,9 @@ def run_app(app: Path, link: Link, terms: Terms, monitoring: Monitoring = DEFAUL
     config = _run_config(app, vars(terms) | vars(monitoring))
     lines = FlowerLines() if monitoring.log_format == "json" else TextLines()
 
-    def print_lines(text: str, file: TextIO | None = None) -> None:
+    def print_lines(text: str, stream: TextIO | None = None) -> None:
         for line in [*lines.feed(text), *lines.flush()]:
-            print(line, file=file or sys.stdout, flush=True)
+            print(line, file=stream or sys.stdout, flush=True)
 
     with link.connection() as (name, environment):
         run, interrupted = follow(["run", str(app), name, "--stream", "--run-config", config], environment, lines)

@@ -241,17 +241,17 @@ class Coordinator:
             check_delta_covers("client_privacy", settings.client_privacy.delta, terms.min_sites, "sites (min_sites)")
             check_client_level(algorithm, settings.rule, settings.weighting, bool(settings.distillation.steps))
 
-    def _check_secure_sums(self, options: SecureSums) -> None:
+    def _check_secure_sums(self, secure_sums: SecureSums) -> None:
         """Raise a ValueError if the terms or the recipe do not support secure sums."""
         check_cryptography()
-        if self.terms.min_sites < options.min_sites:
+        if self.terms.min_sites < secure_sums.min_sites:
             raise ValueError(
-                f"min_sites={self.terms.min_sites} must be at least {options.min_sites}, the min_sites of the recipe's "
-                "secure_sums; raise it"
+                f"min_sites={self.terms.min_sites} must be at least {secure_sums.min_sites}, the min_sites of the "
+                "recipe's secure_sums; raise it"
             )
         if self.terms.late == "skip":
             raise ValueError("secure_sums does not support late='skip': its steps wait for all sites; use 'wait'")
-        num_sites = self.sample or max(self.terms.min_sites, options.min_sites)
+        num_sites = self.sample or max(self.terms.min_sites, secure_sums.min_sites)
         check_secure_sums(self.settings, self.recipe.module.tensor_names, self.recipe.template.initial, num_sites)
 
     def close(self) -> None:
@@ -816,7 +816,7 @@ class Coordinator:
             terms,
             self._without_liars(answered, record),
             contents.size,
-            state=state,
+            sum_state=state,
             save=lambda state: self._on_disk(lambda: write_sum(self.folder, progress.run, state)),
             sent_digests=progress.sent_digests,
         )

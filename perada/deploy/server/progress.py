@@ -165,18 +165,18 @@ def participation_of(progress: RunProgress, sites_per_round: int | None) -> "Par
     return Participation(last_rounds, progress.done, sites_per_round)
 
 
-def write_progress(folder: Path, progress: RunProgress, states: dict[str, Any]) -> None:
+def write_progress(folder: Path, progress: RunProgress, saved_states: dict[str, Any]) -> None:
     """Write the states and the progress to one file, atomically, and the metrics to another one.
 
     Args:
         folder: Folder of the run.
         progress: Progress of the run.
-        states: The server's states: ``global``, ``server`` (by name) and, with secure sums, ``former``.
+        saved_states: The server's states: ``global``, ``server`` (by name) and, with secure sums, ``former``.
     """
     if progress.history:
         # The metrics come first: a run that is killed between the two files writes them again when it is resumed.
         write_atomic(folder / METRICS, _format_csv(progress.history).encode(), private=True)
-    write_nested(folder / SERVER_STATE, {"progress": progress, "states": states}, SERVER_FORMAT)
+    write_nested(folder / SERVER_STATE, {"progress": progress, "states": saved_states}, SERVER_FORMAT)
 
 
 def read_progress(folder: Path, *, tensors: bool = True) -> tuple[RunProgress, dict[str, Any]]:
@@ -209,9 +209,9 @@ def read_run_progress(folder: Path) -> RunProgress:
     return read_progress(folder, tensors=False)[0]
 
 
-def write_sum(folder: Path, run: str, state: SumState) -> None:
+def write_sum(folder: Path, run: str, sum_state: SumState) -> None:
     """Write the state of a secure sum to a small file next to the server's."""
-    write_nested(folder / SUM_STATE, {"run": run, "state": state}, SUM_FORMAT)
+    write_nested(folder / SUM_STATE, {"run": run, "state": sum_state}, SUM_FORMAT)
 
 
 def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:

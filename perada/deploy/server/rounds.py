@@ -227,7 +227,7 @@ def ask(
     messages: Mapping[str, bytes],
     enough: int,
     seconds: float,
-    expected: Mapping[str, Spec],
+    spec_of_site: Mapping[str, Spec],
     record: RoundRecord,
 ) -> SiteReplies:
     """Send messages to sites, and check their replies.
@@ -237,7 +237,7 @@ def ask(
         messages: Message to each site, by name.
         enough: Number of replies after which the others are not awaited.
         seconds: Maximum waiting time.
-        expected: Names, dtypes and shapes of the tensors that each site's response must have.
+        spec_of_site: Names, dtypes and shapes of the tensors that each site's response must have.
         record: Record of the round, to which the megabytes are added.
 
     Returns:
@@ -257,7 +257,7 @@ def ask(
         try:
             # The header is read first, since a reply with another protocol or an error has no tensors.
             response = Response.read(read_header(reply))
-            spec = expected[name] if response.code == "ok" else {}
+            spec = spec_of_site[name] if response.code == "ok" else {}
             state = unpack(reply, spec).tensors
             if response.answers != digest(messages[name]):
                 raise RejectionError("it answers a different message")
@@ -284,7 +284,7 @@ def close_round(
     recipe: Recipe,
     server: Server,
     roster: Roster,
-    images: ServerData,
+    server_data: ServerData,
     record: RoundRecord,
     updates: UpdatesBySite,
     summed_logits: Tensor | None = None,
@@ -295,7 +295,7 @@ def close_round(
         recipe: Recipe of the run.
         server: The server, whose state is changed.
         roster: Sites of the run.
-        images: Public images.
+        server_data: Public images.
         record: Record of the round.
         updates: Responses and updates by the number of the site. After a secure sum every update is the mean of all.
         summed_logits: Sum of the sites' logits after a secure sum, the ``logit_sum`` of a
@@ -307,7 +307,7 @@ def close_round(
     counted = _counted_sites(recipe, roster, record, updates)
     result = ServerResult()
     if counted:
-        result = _aggregate(recipe, server, roster, images, counted, updates, summed_logits)
+        result = _aggregate(recipe, server, roster, server_data, counted, updates, summed_logits)
     _note_result(roster, record, counted, result, private=server.settings.private)
 
     responses = {client: response for client, (response, _) in updates.items()}
@@ -382,7 +382,7 @@ def _aggregate(
     recipe: Recipe,
     server: Server,
     roster: Roster,
-    images: ServerData,
+    server_data: ServerData,
     counted: Sequence[int],
     updates: UpdatesBySite,
     summed_logits: Tensor | None,
@@ -393,16 +393,16 @@ def _aggregate(
     sizes = [member.size or 1 for member in roster.progress.roster]
     states = [_update_of(recipe, updates, client, plan.round) for client in plan.clients]
     received = server.broadcast(plan, len(sizes))
-    rows: State = {}
+    update_rows: State = {}
     if states[0]:
-        rows = _laid_out_as(received, stack(states))
+        update_rows = _laid_out_as(received, stack(states))
     # The updates are those of all sites, even if the algorithm sends nothing.
-    site_updates = Updates(rows, everyone, len(everyone))
+    site_updates = Updates(update_rows, everyone, len(everyone))
     context = RoundContext(
         plan=plan,
         received=site_updates.replace(received),
         train_sizes=sizes,
-        data=images,
+        server_data=server_data,
         level=roster.client_level,
         logit_sum=summed_logits,
     )

@@ -72,11 +72,11 @@ class _SharedRound:
 
     Attributes:
         server: The server's side of the round.
-        state: What a restarted server needs of it, as last saved.
+        sum_state: What a restarted server needs of it, as last saved.
     """
 
     server: ServerRound
-    state: SumState
+    sum_state: SumState
 
 
 class SecureSum:
@@ -90,7 +90,7 @@ class SecureSum:
         terms: Function of the number of an attempt that returns its terms.
         trained: Responses of the sites that may take part, with their keys for the first attempt.
         vector_size: Length of a vector.
-        state: State of the sum when the server was stopped; None if it had not begun.
+        sum_state: State of the sum when the server was stopped; None if it had not begun.
         save: Function that saves the state of the sum.
         sent_digests: Digests of what the server sent in earlier rounds, by round.
 
@@ -105,7 +105,7 @@ class SecureSum:
         terms: Callable[[int], SumTerms],
         trained: Mapping[str, tuple[Response, State]],
         vector_size: int,
-        state: SumState | None = None,
+        sum_state: SumState | None = None,
         save: Callable[[SumState], None] = lambda _: None,
         sent_digests: Mapping[str, str] | None = None,
     ) -> None:
@@ -113,7 +113,7 @@ class SecureSum:
         self._terms = terms
         self._trained = dict(trained)
         self._vector_size = vector_size
-        self._state = state
+        self._state = sum_state
         self._save = save
         # Converted to the text of an advert and back, which truncates digests like those of the sites.
         self._sent_digests = parse_heard(SiteClaims(heard=sent_digests or {}).texts()["heard"])
@@ -325,24 +325,24 @@ class SecureSum:
             f"secure sum: sealed shares do not open: excluding {', '.join(sorted(self._excluded))}", "other"
         )
 
-    def _resume(self, state: SumState) -> _SharedRound:
+    def _resume(self, sum_state: SumState) -> _SharedRound:
         """Restore the round of a server that was stopped after it had requested masked vectors."""
-        server = ServerRound(self._terms(state.attempt), [Advert(**entry) for entry in state.adverts])
+        server = ServerRound(self._terms(sum_state.attempt), [Advert(**entry) for entry in sum_state.adverts])
         server.commitments = {}
-        for dealer, commitments in state.commitments.items():
+        for dealer, commitments in sum_state.commitments.items():
             # JSON has lists in place of pairs.
             server.commitments[dealer] = {holder: (first, second) for holder, (first, second) in commitments.items()}
-        server.begin(state.senders)
-        return _SharedRound(server, state)
+        server.begin(sum_state.senders)
+        return _SharedRound(server, sum_state)
 
-    def _finish(self, shared: _SharedRound) -> tuple[list[str], Uint64Vector]:
+    def _finish(self, shared_round: _SharedRound) -> tuple[list[str], Uint64Vector]:
         """Collect the masked vectors, and remove the masks from their sum.
 
         Returns:
             The sites in the sum, and the sum.
         """
-        server = shared.server
-        state = shared.state
+        server = shared_round.server
+        state = shared_round.sum_state
         state.survivors = server.take(self._collect_vectors(state))
         self._save(state)
         if not state.signatures:
@@ -356,28 +356,30 @@ class SecureSum:
         revealed = self._read(answers, lambda _, content: _read_revealed(content, survivors, dropouts))
         return state.survivors, server.total(revealed)
 
-    def _collect_vectors(self, state: SumState) -> dict[str, Uint64Vector]:
+    def _collect_vectors(self, sum_state: SumState) -> dict[str, Uint64Vector]:
         """Request the masked vectors, and return those that arrive.
 
         Raises:
             RejectionError: If the list of sites in the sum was fixed before a restart, and one of them is missing.
         """
-        masked = self._ask_same("mask", state.attempt, state.senders, {"there": state.senders}, self._vector_size)
+        masked = self._ask_same(
+            "mask", sum_state.attempt, sum_state.senders, {"there": sum_state.senders}, self._vector_size
+        )
         vectors = {}
         for name, (_, tensors) in masked.items():
             vectors[name] = tensors[MASKED].numpy()
-        if not state.survivors:
+        if not sum_state.survivors:
             return vectors
         # Before the restart, sites may have signed that these are in the sum; they sign no other list.
-        missing = [name for name in state.survivors if name not in vectors]
+        missing = [name for name in sum_state.survivors if name not in vectors]
         if missing:
-            num_sent = len(state.survivors) - len(missing)
+            num_sent = len(sum_state.survivors) - len(missing)
             raise RejectionError(
-                f"secure sum: {num_sent} of {len(state.survivors)} sites sent their part again after the restart; "
+                f"secure sum: {num_sent} of {len(sum_state.survivors)} sites sent their part again after the restart; "
                 f"missing: {', '.join(missing)}",
                 "other",
             )
-        return {name: vectors[name] for name in state.survivors}
+        return {name: vectors[name] for name in sum_state.survivors}
 
     def _read(
         self,

@@ -124,7 +124,7 @@ class Client:
         context = RunContext(self.data, self.module, self.settings)
         with recipe.context():
             self._protection = plan_privacy(context, recipe.rounds)
-            account = self._protection.images
+            account = self._protection.image_account
             self._noise_multipliers = [] if account is None else list(account.noise_multipliers)
             configure_rounds(context, self._protection)
             # These checks are those of a simulation of the recipe, with its rule, weighting and client-level privacy.
@@ -204,7 +204,7 @@ class Client:
 
     def _plan_steps(self) -> Counter[tuple[float, float]]:
         """Return the noisy steps of one complete run, as far as the recipe's own limits allow them."""
-        account = self.protection(None, 0).images
+        account = self.protection(None, 0).image_account
         if account is None:
             return Counter()
         self._plan_phase(account, "train", self.recipe.rounds)
@@ -253,7 +253,7 @@ class Client:
             account: State of the run's ledgers; None for a new run.
             rounds_done: Number of rounds that the run has trained.
         """
-        images = self._protection.images
+        images = self._protection.image_account
         if images is not None:
             empty_ledgers = Ledgers().state_dict()
             new_account = {
@@ -328,7 +328,7 @@ class Client:
         Returns:
             The steps; None if the recipe's limits in this run, or the site's limits in all runs, leave no room.
         """
-        account = protection.images
+        account = protection.image_account
         if account is None:
             return []
         tuning = request.kind == "tune"
@@ -347,7 +347,7 @@ class Client:
         self,
         request: Request,
         received: State,
-        state: RunState,
+        run_state: RunState,
         protection: Protection,
         only_step: AnyBatch | None = None,
     ) -> TrainingResult:
@@ -356,7 +356,7 @@ class Client:
         Args:
             request: Request of the server.
             received: What the server sent.
-            state: The site's state in the run.
+            run_state: The site's state in the run.
             protection: Noise and ledgers of the run.
             only_step: A single step to take in place of the planned ones.
         """
@@ -369,12 +369,12 @@ class Client:
                 client_state = initial_stacks(algorithm.initial_client_state(shared, self.module.tensor_names))
                 start = self._sent(algorithm, request, shared)
             else:
-                client_state = self._client_state(state)
+                client_state = self._client_state(run_state)
                 start = self._received(request, received)
             cohort = Cohort(
                 LocalRound.begin(self._trainer, plan, client_state, start, factor=request.factor, tuning=tuning)
             )
-            sampling = None if protection.images is None else protection.images.sampling(tuning)
+            sampling = None if protection.image_account is None else protection.image_account.sampling(tuning)
             batches = self.batches(plan, sampling) if only_step is None else [only_step]
             for batch in batches:
                 cohort.step(batch)
@@ -403,11 +403,11 @@ class Client:
             self._public_digests = {round: self.images.digest(indices)}
         return self._public_digests[round]
 
-    def update_vector(self, state: RunState, num_sites: int, shared_metric_names: Collection[str]) -> Uint64Vector:
+    def update_vector(self, run_state: RunState, num_sites: int, shared_metric_names: Collection[str]) -> Uint64Vector:
         """Return the site's vector for the sum of its last round.
 
         Args:
-            state: The site's state in the run.
+            run_state: The site's state in the run.
             num_sites: Number of sites in the sum.
             shared_metric_names: Names of the losses that may be added up.
 
@@ -415,8 +415,8 @@ class Client:
             RejectionError: If a number is too large for the sum.
         """
         recipe = self.recipe
-        round = state.training.round
-        summing = state.summing
+        round = run_state.training.round
+        summing = run_state.summing
         logits = self._public_logits(round, summing) if recipe.distils(round) else None
         weight = 1.0 if recipe.loop.weighting == "uniform" else float(self.size)
         losses = {role: loss for role, loss in summing.losses.items() if role in shared_metric_names}
@@ -424,7 +424,7 @@ class Client:
             if self.site_privacy is None:
                 summand = summing.update
             else:
-                summand = self.site_privacy.noisy_change(state, num_sites)
+                summand = self.site_privacy.noisy_change(run_state, num_sites)
             return recipe.contents(round, self.images).vector(summand, weight, logits, losses, num_sites)
         except ValueError as error:
             raise RejectionError(str(error), "broken") from None
@@ -444,28 +444,28 @@ class Client:
             logits = [double(part)[0] for part in parts]
         return torch.cat(logits)
 
-    def scores_vector(self, state: RunState, num_sites: int, shared_metric_names: Collection[str]) -> Uint64Vector:
+    def scores_vector(self, run_state: RunState, num_sites: int, shared_metric_names: Collection[str]) -> Uint64Vector:
         """Return the site's vector for a sum of scores, with those that may be added up."""
         metrics = {}
-        for name, value in state.scoring.metrics.items():
+        for name, value in run_state.scoring.metrics.items():
             if claimed_name(name) in shared_metric_names:
                 metrics[name] = value
         return self.recipe.contents_of_scores().vector({}, 1.0, None, metrics, num_sites)
 
-    def score(self, request: Request, shared: State, members: State, state: RunState) -> SiteScores:
+    def score(self, request: Request, shared: State, members: State, run_state: RunState) -> SiteScores:
         """Score the models, as far as they exist, on the site's test images.
 
         Args:
             request: Request of the server.
             shared: The global state.
             members: The global models of an ensemble (models, ...); empty for none.
-            state: The site's state in the run.
+            run_state: The site's state in the run.
         """
         algorithm = self.settings.algorithm
         module = self.module
         shared = to_device(shared, self.recipe.device)
         models = {}
-        personal = self.personal(shared, state)
+        personal = self.personal(shared, run_state)
         if personal is not None:
             models["personal"] = personal
         if algorithm.global_model:
@@ -522,36 +522,36 @@ class Client:
         store = with_client_index(data.samples_of(data.checked.train), number)
         return data.examples_in(store, number, MAX_EXAMPLES, self.recipe.device)
 
-    def state_of_both(self, shared: State, state: RunState) -> State | None:
+    def state_of_both(self, shared: State, run_state: RunState) -> State | None:
         """Return what the site needs to predict with both of its models (:meth:`.BothModels.state`).
 
         Args:
             shared: The global state.
-            state: The site's state in the run.
+            run_state: The site's state in the run.
 
         Returns:
             None if the recipe does not ask for it, or if the site has only one model so far.
         """
-        if not self.recipe.predicts_with_both or self.personal(shared, state) is None:
+        if not self.recipe.predicts_with_both or self.personal(shared, run_state) is None:
             return None
         members = self.settings.algorithm.members(shared, {})
-        return self._both_models(state.client or 0, members).state(0)
+        return self._both_models(run_state.client or 0, members).state(0)
 
-    def personal(self, shared: State, state: RunState) -> State | None:
+    def personal(self, shared: State, run_state: RunState) -> State | None:
         """Return the state (1, ...) that the site predicts with; None if it is the global one."""
         algorithm = self.settings.algorithm
-        if state.training.tuned_state is not None:
+        if run_state.training.tuned_state is not None:
             tuning, _ = self._tuning()
-            personal = tuning.personal(_to(state.training.tuned_state, self.recipe.device), shared)
+            personal = tuning.personal(_to(run_state.training.tuned_state, self.recipe.device), shared)
         elif algorithm.inference == "personal":
-            personal = algorithm.personal(self._client_state(state), shared)
-        elif state.rank:
+            personal = algorithm.personal(self._client_state(run_state), shared)
+        elif run_state.rank:
             personal = expand(shared, 1)
         else:
             return None
-        if not state.rank:
+        if not run_state.rank:
             return personal
-        return cut_ranks(personal, self.module.tensor_names.factors, torch.tensor([state.rank]))
+        return cut_ranks(personal, self.module.tensor_names.factors, torch.tensor([run_state.rank]))
 
     def _tuning(self) -> tuple[Algorithm, Phase]:
         """Return the algorithm and the phase of the fine-tuning after the last round."""
@@ -559,10 +559,10 @@ class Client:
         assert tuning is not None
         return tuning
 
-    def _client_state(self, state: RunState) -> Stacks:
+    def _client_state(self, run_state: RunState) -> Stacks:
         """Return the state that the client has kept, (1, ...) by role."""
-        if state.training.client_state is not None:
-            return _to(state.training.client_state, self.recipe.device)
+        if run_state.training.client_state is not None:
+            return _to(run_state.training.client_state, self.recipe.device)
         return initial_stacks(
             self.settings.algorithm.initial_client_state(self.recipe.template.initial, self.module.tensor_names)
         )

@@ -65,21 +65,21 @@ class SitePrivacy:
         finally:
             self.client_level.norm = previous_norm
 
-    def noisy_change(self, state: RunState, num_sites: int) -> State:
+    def noisy_change(self, run_state: RunState, num_sites: int) -> State:
         """Return the site's clipped change with its share of the noise, in integers.
 
         The noise is drawn for this vector only.
 
         Args:
-            state: The site's state in the run.
+            run_state: The site's state in the run.
             num_sites: Number of sites in the sum.
 
         Raises:
             ValueError: If the sum's fixed point is too coarse for the noise, or has no room for it.
         """
-        summing = state.summing
+        summing = run_state.summing
         if self.client_level.options.clipping == "adaptive":
             self.client_level.norm = summing.norm
         return self.client_level.contribution(
-            summing.update, summing.received, num_sites, state.training.round, state.client or 0
+            summing.update, summing.received, num_sites, run_state.training.round, run_state.client or 0
         )

@@ -21,12 +21,12 @@ class ImageSplit(NamedTuple):
 
     Attributes:
         images: The images.
-        test: Whether an image or its group, by its identity, is a test image.
+        is_test: Whether an image or its group, by its identity, is a test image.
         changed: What has changed since the last start, in words; "" if nothing has.
     """
 
     images: OwnImages
-    test: dict[str, bool]
+    is_test: dict[str, bool]
     changed: str
 
 
@@ -48,7 +48,7 @@ def image_split(served: FederatedDataModule) -> ImageSplit | None:
 
 def save_split(folder: Path, split: ImageSplit) -> None:
     """Write a split to a state folder, which must be locked."""
-    splits = load_splits(folder) | {split_key(split.images): split.test}
+    splits = load_splits(folder) | {split_key(split.images): split.is_test}
     content = {}
     for key, test in splits.items():
         content[key] = {

@@ -222,26 +222,26 @@ class SiteWorker:
 
     # Training
 
-    def _train(self, client: Client, incoming: "_Incoming", state: RunState) -> RunState:
+    def _train(self, client: Client, incoming: "_Incoming", run_state: RunState) -> RunState:
         """Train a round, or fine-tune, and commit the client's state, what it has spent and the reply in one step."""
         request = incoming.request
-        self._check_images(client, state)
+        self._check_images(client, run_state)
         received = _unpack_received(client, incoming.content, request)
-        protection = client.protection(state.training.account, state.training.num_rounds)
-        sampling = self._check_limits(client.limits, state, protection)
+        protection = client.protection(run_state.training.account, run_state.training.num_rounds)
+        sampling = self._check_limits(client.limits, run_state, protection)
         ledger = deepcopy(self.store.totals.ledger)
         costs = self._affordable_costs(client, request, protection, ledger)
 
-        result = client.train(request, received, state, protection)
-        facts = self._allowed("epsilon", _count(protection.images, costs, ledger))
+        result = client.train(request, received, run_state, protection)
+        facts = self._allowed("epsilon", _count(protection.image_account, costs, ledger))
         if client.site_privacy is None:
             # The update leaves without site-level noise; if training failed, the server learns at least that.
             add_step_without_noise(ledger, SITE_LEDGER)
         # This must follow _count(), which updates the account that is saved here.
-        training = _training_after(state.training, client, incoming, protection, result)
+        training = _training_after(run_state.training, client, incoming, protection, result)
 
         outgoing = self._outgoing(client, request, received, result)
-        summing = state.summing
+        summing = run_state.summing
         sent = outgoing.update
         if client.settings.secure_sums is not None:
             # The update and the losses leave under masks only.
@@ -259,9 +259,9 @@ class SiteWorker:
         if problem_of_reply or not outgoing.is_usable:
             reply = _pack_response("broken", incoming.digest)
             summing = replace(summing, update={})
-        state = replace(state, training=replace(training, reply=reply), summing=summing)
-        self.store.commit(state, SiteTotals(ledger, self.store.totals.rounds + 1, sampling))
-        return state
+        run_state = replace(run_state, training=replace(training, reply=reply), summing=summing)
+        self.store.commit(run_state, SiteTotals(ledger, self.store.totals.rounds + 1, sampling))
+        return run_state
 
     def _affordable_costs(
         self, client: Client, request: Request, protection: Protection, ledger: Ledger
@@ -306,7 +306,7 @@ class SiteWorker:
             is_usable = True
         return _Outgoing(update, losses, is_usable)
 
-    def _check_images(self, client: Client, state: RunState) -> None:
+    def _check_images(self, client: Client, run_state: RunState) -> None:
         """Check that a run continues on the images and labels that it has trained on here.
 
         Its personal state depends on them, and so do the ledgers and the noise of a private run.
@@ -314,12 +314,12 @@ class SiteWorker:
         Raises:
             RejectionError: If they have changed, and the run is private or the site does not allow it.
         """
-        former = state.training.fingerprint
+        former = run_state.training.fingerprint
         changed = changed_content(former, client.fingerprint) if former else None
         if changed is None:
             return
         loop = client.recipe.loop
-        difference = f"the site's {changed} differ from those that run {state.run} has trained on here"
+        difference = f"the site's {changed} differ from those that run {run_state.run} has trained on here"
         if loop.privacy is not None or loop.client_privacy is not None:
             raise RejectionError(
                 f"{difference}, and its noise and ledgers are tied to those; restore them, or take part in a new run",
@@ -330,7 +330,7 @@ class SiteWorker:
             raise RejectionError(f"{difference}; {remedy}", "other")
         self.log.warning("%s; the run continues with the new ones, as resume_allow permits", difference)
 
-    def _check_limits(self, limits: Limits, state: RunState, protection: Protection) -> str | None:
+    def _check_limits(self, limits: Limits, run_state: RunState, protection: Protection) -> str | None:
         """Check the site's limits of rounds and runs, and that private batches are drawn as before.
 
         Returns:
@@ -346,13 +346,13 @@ class SiteWorker:
                 f"{totals.rounds} of max_rounds={limits.max_rounds} rounds have been trained, over all runs",
                 "exhausted",
             )
-        if not state.training.num_rounds and num_runs >= limits.max_runs:
+        if not run_state.training.num_rounds and num_runs >= limits.max_runs:
             raise RejectionError(
                 f"{num_runs} of max_runs={limits.max_runs} runs already exist, and this is a new one", "exhausted"
             )
-        if protection.images is None:
+        if protection.image_account is None:
             return totals.sampling
-        sampling = protection.images.options.sampling
+        sampling = protection.image_account.options.sampling
         if totals.sampling not in (None, sampling):
             # One ledger cannot account for two ways of drawing batches.
             raise RejectionError(
@@ -363,15 +363,15 @@ class SiteWorker:
 
     # Scoring
 
-    def _evaluate(self, client: Client, incoming: "_Incoming", state: RunState) -> RunState:
+    def _evaluate(self, client: Client, incoming: "_Incoming", run_state: RunState) -> RunState:
         """Score the models, once after each round, and keep the global one that the last round made."""
         request = incoming.request
-        if _were_scored(incoming, state):
-            return state
-        self._check_images(client, state)
+        if _were_scored(incoming, run_state):
+            return run_state
+        self._check_images(client, run_state)
         models = _unpack_models(client, incoming.content, request)
 
-        facts = self._score(client, request, models, state)
+        facts = self._score(client, request, models, run_state)
         metrics: dict[str, float] = {}
         secure_sums = client.settings.secure_sums
         if secure_sums is not None:
@@ -385,7 +385,7 @@ class SiteWorker:
             add_step_without_noise(ledger, SITE_LEDGER)
         reply = pack(Response("ok", incoming.digest, facts, {"adds": True} if metrics else {}))
         scoring = replace(
-            state.scoring,
+            run_state.scoring,
             round=request.round,
             request_digest=incoming.digest,
             reply=reply,
@@ -394,16 +394,16 @@ class SiteWorker:
             # Every scored round is kept, so that a run that is stopped can be exported, too.
             global_state=models.shared,
         )
-        state = replace(state, scoring=scoring)
-        self.store.commit(state, replace(self.store.totals, ledger=ledger))
-        return state
+        run_state = replace(run_state, scoring=scoring)
+        self.store.commit(run_state, replace(self.store.totals, ledger=ledger))
+        return run_state
 
-    def _score(self, client: Client, request: Request, models: "_Models", state: RunState) -> dict[str, Any]:
+    def _score(self, client: Client, request: Request, models: "_Models", run_state: RunState) -> dict[str, Any]:
         """Score models, and return what of it may leave the site, as facts of the response."""
         # No ledger counts scores, so a site whose privacy is protected as a whole sends none.
         if client.site_privacy is not None or not self.may_send & {"counts", "scores"}:
             return {}
-        scores = client.score(request, models.shared, models.members, state)
+        scores = client.score(request, models.shared, models.members, run_state)
         values = {name: _mean_scores(score) for name, score in scores.models.items() if score}
         counts = counts_of(scores.models, client.test_size)
         facts = self._allowed("counts", counts) | self._allowed("scores", {"scores": values})
@@ -420,37 +420,37 @@ class SiteWorker:
 
     # Secure sums
 
-    def _offer_keys(self, client: Client, request: Request, state: RunState, reply: bytes) -> bytes:
+    def _offer_keys(self, client: Client, request: Request, run_state: RunState, reply: bytes) -> bytes:
         """Add the keys for the first attempt at the sum to a reply. Keys are never on disk."""
-        if self.party is None or client.settings.secure_sums is None or not _has_summand(request, state):
+        if self.party is None or client.settings.secure_sums is None or not _has_summand(request, run_state):
             return reply
         response = Response.read(read_header(reply))
         if response.code != "ok":
             return reply
-        was_sent = _masked_round(request, state) >= request.round
+        was_sent = _masked_round(request, run_state) >= request.round
         keys = self.party.offer_keys(
-            self._sum_terms(client, request, state), self._claims(request, state), begin=not was_sent
+            self._sum_terms(client, request, run_state), self._claims(request, run_state), begin=not was_sent
         )
         return pack(replace(response, sums=response.sums | keys))
 
-    def _claims(self, request: Request, state: RunState) -> "SiteClaims":
+    def _claims(self, request: Request, run_state: RunState) -> "SiteClaims":
         """Return the claims that the site sends in addition to its keys."""
         from perada.deploy.sums.keys import SiteClaims
 
-        metrics = state.scoring.metrics if request.of == "scores" else state.summing.losses
-        return SiteClaims({claimed_name(name) for name in metrics}, state.summing.heard)
+        metrics = run_state.scoring.metrics if request.of == "scores" else run_state.summing.losses
+        return SiteClaims({claimed_name(name) for name in metrics}, run_state.summing.heard)
 
-    def _sum_terms(self, client: Client, request: Request, state: RunState) -> "SumTerms":
+    def _sum_terms(self, client: Client, request: Request, run_state: RunState) -> "SumTerms":
         """Return the terms of the sum that a request is about, from the site's own records."""
         from perada.deploy.sums.keys import SumTerms
 
         options = client.settings.secure_sums
         assert options is not None
         if request.of == "scores":
-            sent_by_server = [state.scoring.models_digest]
+            sent_by_server = [run_state.scoring.models_digest]
         else:
             sent_by_server = [
-                state.summing.heard[str(state.training.round)],
+                run_state.summing.heard[str(run_state.training.round)],
                 client.public_images_digest(request.round),
             ]
         return SumTerms(
@@ -463,27 +463,27 @@ class SiteWorker:
             of=request.of,
         )
 
-    def _take_sum_step(self, client: Client, request: Request, message_digest: str, state: RunState) -> bytes:
+    def _take_sum_step(self, client: Client, request: Request, message_digest: str, run_state: RunState) -> bytes:
         """Take a step of the secure sum of the last round's updates, or of the last scores."""
         party = self.party
         if client.settings.secure_sums is None or party is None:
             raise RejectionError("the recipe has no secure sums", "other")
-        _check_sum_round(request, state)
-        terms = self._sum_terms(client, request, state)
+        _check_sum_round(request, run_state)
+        terms = self._sum_terms(client, request, run_state)
         reply = party.saved_reply(terms, message_digest)
-        if reply is not None and not _must_be_committed(reply, request, state):
+        if reply is not None and not _must_be_committed(reply, request, run_state):
             return reply
         if request.kind in ("keys", "mask"):
-            _check_not_masked(request, state)
+            _check_not_masked(request, run_state)
             if request.of != "scores":
                 self._check_site_budget(client)
         if reply is None:
-            reply = self._make_sum_reply(party, client, request, terms, message_digest, state)
+            reply = self._make_sum_reply(party, client, request, terms, message_digest, run_state)
             # The reply is made before the commit, which may fail: a step is taken once, so its reply is made once.
             party.save_reply(terms, message_digest, reply)
-        if _must_be_committed(reply, request, state):
+        if _must_be_committed(reply, request, run_state):
             # The commit precedes sending: after a crash the vector must not be masked a second time.
-            self._commit_masked(client, request, state)
+            self._commit_masked(client, request, run_state)
         return reply
 
     def _make_sum_reply(
@@ -493,10 +493,10 @@ class SiteWorker:
         request: Request,
         terms: "SumTerms",
         message_digest: str,
-        state: RunState,
+        run_state: RunState,
     ) -> bytes:
         """Take a step of a secure sum, and return the reply, which has tensors only if it has the masked vector."""
-        step_reply = self._step_of_party(party, client, request, terms, state)
+        step_reply = self._step_of_party(party, client, request, terms, run_state)
         tensors: State = {}
         if step_reply.masked_vector is not None:
             tensors = {"masked": torch.from_numpy(step_reply.masked_vector)}
@@ -506,32 +506,32 @@ class SiteWorker:
         return pack(Response("ok", message_digest, sums=step_reply.content), tensors)
 
     def _step_of_party(
-        self, party: "Party", client: Client, request: Request, terms: "SumTerms", state: RunState
+        self, party: "Party", client: Client, request: Request, terms: "SumTerms", run_state: RunState
     ) -> "StepReply":
         """Take a step of the secure sum with the other sites, or object to some of them."""
         from perada.deploy.sums.party import StepReply
         from perada.deploy.sums.site import Objection
 
         make_vector = client.scores_vector if request.of == "scores" else client.update_vector
-        claims = self._claims(request, state)
+        claims = self._claims(request, run_state)
         try:
-            return party.step(request, terms, claims, partial(make_vector, state))
+            return party.step(request, terms, claims, partial(make_vector, run_state))
         except Objection as objection:
             # The server learns which sites are objected to, and not why.
             self.log.warning("run %s: %s", request.run, objection)
             return StepReply({"objects": objection.names})
 
-    def _commit_masked(self, client: Client, request: Request, state: RunState) -> None:
+    def _commit_masked(self, client: Client, request: Request, run_state: RunState) -> None:
         """Commit that the site's vector of a round is about to leave under masks, and its cost."""
         ledger = deepcopy(self.store.totals.ledger)
         if request.of == "scores":
-            summing = replace(state.summing, scores_round=request.round)
+            summing = replace(run_state.summing, scores_round=request.round)
         else:
-            summing = replace(state.summing, update_round=request.round)
+            summing = replace(run_state.summing, update_round=request.round)
             if client.site_privacy is not None:
                 noise_multiplier, sample_rate = client.site_privacy.cost
                 ledger.add(SITE_LEDGER, noise_multiplier, sample_rate, 1)
-        self.store.commit(replace(state, summing=summing), replace(self.store.totals, ledger=ledger))
+        self.store.commit(replace(run_state, summing=summing), replace(self.store.totals, ledger=ledger))
 
     def _check_site_budget(self, client: Client) -> None:
         """Check that the site as a whole has budget left for another sum.
@@ -555,17 +555,17 @@ class SiteWorker:
         )
 
 
-def _check_request(request: Request, client: Client, state: RunState) -> None:
+def _check_request(request: Request, client: Client, run_state: RunState) -> None:
     """Raise if a request does not fit the site's progress in the run.
 
     Raises:
         RejectionError: If it is not.
     """
     rounds = client.recipe.rounds
-    trained_round = state.training.round
-    if state.client not in (None, request.client) or state.recipe not in ("", request.recipe):
+    trained_round = run_state.training.round
+    if run_state.client not in (None, request.client) or run_state.recipe not in ("", request.recipe):
         raise RejectionError(
-            f"in run {request.run} the site is client {state.client} of recipe {state.recipe}", "other"
+            f"in run {request.run} the site is client {run_state.client} of recipe {run_state.recipe}", "other"
         )
     if request.round > rounds or (request.kind == "train" and request.round == rounds):
         raise RejectionError(
@@ -576,7 +576,7 @@ def _check_request(request: Request, client: Client, state: RunState) -> None:
         raise RejectionError("the recipe has no fine-tuning at this point", "other")
     if request.round < trained_round:
         raise RejectionError(f"round {request.display_round} was requested after round {trained_round + 1}", "past")
-    if request.kind == "evaluate" and not state.training.num_rounds:
+    if request.kind == "evaluate" and not run_state.training.num_rounds:
         # Otherwise a server could invent runs to have any model scored.
         raise RejectionError(f"models are to be scored, but nothing was trained in run {request.run}", "other")
 
@@ -613,14 +613,14 @@ def _unpack_received(client: Client, message: bytes, request: Request) -> State:
     return _lay_out(widened_tensors, request)
 
 
-def _were_scored(incoming: _Incoming, state: RunState) -> bool:
+def _were_scored(incoming: _Incoming, run_state: RunState) -> bool:
     """Return whether the models of a request were scored before, so that the site repeats its reply.
 
     Raises:
         RejectionError: If scores of other models were already sent in this round or a later one.
     """
     request = incoming.request
-    last_round = state.scoring.round
+    last_round = run_state.scoring.round
     if request.round > last_round:
         return False
     if request.round < last_round:
@@ -630,7 +630,7 @@ def _were_scored(incoming: _Incoming, state: RunState) -> bool:
             "past",
         )
     # Otherwise the server could try models of its own making on the site's images.
-    if incoming.digest != state.scoring.request_digest:
+    if incoming.digest != run_state.scoring.request_digest:
         raise RejectionError(f"different models were already scored after round {request.display_round}", "other")
     return True
 
@@ -715,8 +715,8 @@ def _training_after(
         request_digest=incoming.digest,
         fingerprint=client.fingerprint,
     )
-    if protection.images is not None:
-        new_training = replace(new_training, account=protection.images.state_dict())
+    if protection.image_account is not None:
+        new_training = replace(new_training, account=protection.image_account.state_dict())
     if bool(result.trained.finite[0]):
         new_training = _with_client_state(new_training, result.trained.client_state, request.kind == "tune")
     return new_training
@@ -771,10 +771,10 @@ def _with_client_state(training: TrainingState, client_state: Stacks, tuning: bo
     return replace(training, client_state=kept)
 
 
-def _check_sum_round(request: Request, state: RunState) -> None:
+def _check_sum_round(request: Request, run_state: RunState) -> None:
     """Raise a RejectionError unless a request is about the sum of the last round, and the site has a summand."""
-    last_round = state.scoring.round if request.of == "scores" else state.training.round
-    if request.round != last_round or not _has_summand(request, state):
+    last_round = run_state.scoring.round if request.of == "scores" else run_state.training.round
+    if request.round != last_round or not _has_summand(request, run_state):
         raise RejectionError(
             f"secure sum: round {request.display_round} cannot be summed; the last round was "
             f"{display_round('keys', last_round, request.of)}",
@@ -782,32 +782,32 @@ def _check_sum_round(request: Request, state: RunState) -> None:
         )
 
 
-def _check_not_masked(request: Request, state: RunState) -> None:
+def _check_not_masked(request: Request, run_state: RunState) -> None:
     """Raise a RejectionError if the site's vector of a round was already sent under masks.
 
     A vector leaves once: the difference of two sums over other sites would be that of a single site.
     """
-    if _masked_round(request, state) >= request.round:
+    if _masked_round(request, run_state) >= request.round:
         raise RejectionError(
             f"secure sum: the vector of round {request.display_round} was already sent under masks", "other"
         )
 
 
-def _has_summand(request: Request, state: RunState) -> bool:
+def _has_summand(request: Request, run_state: RunState) -> bool:
     """Return whether the site has something to add to the sum that a request is about."""
     if request.of == "scores":
-        return bool(state.scoring.metrics)
-    return bool(state.summing.update)
+        return bool(run_state.scoring.metrics)
+    return bool(run_state.summing.update)
 
 
-def _must_be_committed(reply: bytes, request: Request, state: RunState) -> bool:
+def _must_be_committed(reply: bytes, request: Request, run_state: RunState) -> bool:
     """Return whether a reply has the site's masked vector, and the state does not yet record that it leaves."""
-    return bool(tensor_sizes(reply)) and _masked_round(request, state) < request.round
+    return bool(tensor_sizes(reply)) and _masked_round(request, run_state) < request.round
 
 
-def _masked_round(request: Request, state: RunState) -> int:
+def _masked_round(request: Request, run_state: RunState) -> int:
     """Return the last round whose vector the site sent under masks."""
-    return state.summing.scores_round if request.of == "scores" else state.summing.update_round
+    return run_state.summing.scores_round if request.of == "scores" else run_state.summing.update_round
 
 
 def _count(account: Account | None, costs: Sequence[Cost], ledger: Ledger) -> dict[str, Any]:
@@ -837,9 +837,9 @@ def _exhausted_images(client: Client, ledger: Ledger) -> RejectionError:
     )
 
 
-def _mean_scores(scores: Scores) -> dict[str, float | None]:
+def _mean_scores(image_scores: Scores) -> dict[str, float | None]:
     """Return the scores of one model by metric; those of each class as their mean."""
-    return {name: _finite_or_none(float(values[0, 0])) for name, values in scores.means().items()}
+    return {name: _finite_or_none(float(values[0, 0])) for name, values in image_scores.means().items()}
 
 
 def _lay_out(state: State, request: Request) -> State:

@@ -55,9 +55,9 @@ def write_identity(folder: Path, name: str) -> None:
         write_new(public_file, public_content, 0o666)
 
 
-def format_public_key(key: Ed25519PublicKey) -> str:
+def format_public_key(public_key: Ed25519PublicKey) -> str:
     """Return a public key as text in OpenSSH format."""
-    return bytes(key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)).decode()
+    return bytes(public_key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)).decode()
 
 
 def read_identity(file: Path) -> Ed25519PrivateKey:

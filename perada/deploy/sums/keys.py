@@ -95,15 +95,15 @@ def shared_key(private: X25519PrivateKey, public: str, purpose: str, context: An
     return derive_key(secret, purpose, context)
 
 
-def sign(key: Ed25519PrivateKey, kind: str, content: Any) -> str:  # noqa: ANN401  # any JSON value
+def sign(private_key: Ed25519PrivateKey, kind: str, content: Any) -> str:  # noqa: ANN401  # any JSON value
     """Sign a statement of some kind; the kind keeps a signature from being valid for a statement of another one."""
-    return str(key.sign(_LABEL + canonical([kind, content])).hex())
+    return str(private_key.sign(_LABEL + canonical([kind, content])).hex())
 
 
-def is_signed(key: Ed25519PublicKey, signature: str, kind: str, content: Any) -> bool:  # noqa: ANN401  # any JSON value
+def is_signed(public_key: Ed25519PublicKey, signature: str, kind: str, content: Any) -> bool:  # noqa: ANN401  # any JSON value
     """Return whether a statement was signed with the private half of a key."""
     try:
-        key.verify(bytes.fromhex(signature), _LABEL + canonical([kind, content]))
+        public_key.verify(bytes.fromhex(signature), _LABEL + canonical([kind, content]))
     except (InvalidSignature, ValueError):
         return False
     return True

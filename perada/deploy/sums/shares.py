@@ -27,34 +27,34 @@ def split(secret: bytes, threshold: int, sites: int) -> list[bytes]:
     return [share for _, share in Shamir.split(threshold, sites, secret)]
 
 
-def combine(shares: Mapping[int, bytes]) -> bytes:
+def combine(share_of_point: Mapping[int, bytes]) -> bytes:
     """Recover a secret from exactly as many shares as its threshold.
 
     Args:
-        shares: Shares by the index of their site.
+        share_of_point: Shares by the index of their site.
     """
-    indices = tuple(sorted(shares))
+    indices = tuple(sorted(share_of_point))
     secret = 0
     for index, coefficient in zip(indices, lagrange_coefficients(indices), strict=True):
         # Addition in a field of characteristic 2 is XOR.
-        secret ^= multiply(int.from_bytes(shares[index], "big"), coefficient)
+        secret ^= multiply(int.from_bytes(share_of_point[index], "big"), coefficient)
     return secret.to_bytes(SECRET_SIZE, "big")
 
 
-def recover(shares: Mapping[int, bytes], threshold: int, is_secret: Callable[[bytes], bool]) -> bytes | None:
+def recover(share_of_point: Mapping[int, bytes], threshold: int, is_secret: Callable[[bytes], bool]) -> bytes | None:
     """Recover a secret from shares of which at least ``threshold`` are correct.
 
     Args:
-        shares: Shares by the index of their site. Some may be wrong, since their dealer may have lied.
+        share_of_point: Shares by the index of their site. Some may be wrong, since their dealer may have lied.
         threshold: How many shares determine the secret.
         is_secret: Compares a candidate with what is public about the secret.
 
     Returns:
         The secret; None if no set of shares that was tried yields it.
     """
-    candidates = combinations(sorted(shares), threshold)
+    candidates = combinations(sorted(share_of_point), threshold)
     for indices in islice(candidates, MAX_SUBSETS):
-        secret = combine({index: shares[index] for index in indices})
+        secret = combine({index: share_of_point[index] for index in indices})
         if is_secret(secret):
             return secret
     return None

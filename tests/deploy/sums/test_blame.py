@@ -294,7 +294,7 @@ def test_what_the_server_told_is_what_sites_say_of_it(tiny, tmp_path):
     made = parties(tiny, tmp_path, "perada", rounds=1)
     coordinator, workers = made.deployed()
     for worker in workers.values():
-        received = read_state(worker.store.folder / "state.safetensors").state.summing.heard
+        received = read_state(worker.store.folder / "state.safetensors").run_state.summing.heard
         assert received == coordinator.progress.sent_digests
 
 

@@ -95,7 +95,7 @@ def asks(message, kind, attempt=None):
 def updates(workers):
     """What the sites trained last, from their disks."""
     return {
-        name: read_state(worker.store.folder / "state.safetensors").state.summing.update
+        name: read_state(worker.store.folder / "state.safetensors").run_state.summing.update
         for name, worker in workers.items()
     }
 
@@ -182,7 +182,7 @@ def test_a_worker_that_restarts_after_its_training_has_other_keys_in_the_same_su
     coordinator = made.coordinator(transport)
     (record,) = coordinator.run().records
     assert record.summed == made.names and record.failed == {}
-    kept = read_state(workers["site1"].store.folder / "state.safetensors").state.training.reply
+    kept = read_state(workers["site1"].store.folder / "state.safetensors").run_state.training.reply
     assert b"advert" in lost[0] and b"advert" not in kept
 
 
@@ -316,7 +316,7 @@ def test_scores_are_of_the_sites_that_allow_it_if_they_are_enough(silent, scored
     assert ("no scores after round 1" in caplog.text) != scored
     if scored:
         counts = [
-            read_state(workers[name].store.folder / "state.safetensors").state.scoring.metrics
+            read_state(workers[name].store.folder / "state.safetensors").run_state.scoring.metrics
             for name in made.names[1:]
         ]
         right, total = (sum(one[f"global/{what}"] for one in counts) for what in ("right", "all"))

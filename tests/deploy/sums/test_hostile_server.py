@@ -355,7 +355,7 @@ def test_no_reply_but_the_masked_one_holds_an_update_and_that_one_looks_random(t
     (client,) = workers["site0"].clients.values()
     size = client.recipe.contents(0, client.images).size
     for worker in workers.values():
-        stored = read_state(worker.store.folder / "state.safetensors").state
+        stored = read_state(worker.store.folder / "state.safetensors").run_state
         for value in stored.summing.update.values():
             for row in value.flatten().split(4):  # of 16 bytes
                 assert row.numpy().tobytes() not in others

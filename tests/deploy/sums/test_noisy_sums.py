@@ -114,7 +114,7 @@ def masked_vectors(monkeypatch):
 def plain_vector(worker, bound):
     """The clipped change of what a site trained last, from its disk, without noise."""
     (client,) = worker.clients.values()
-    summing = read_state(worker.store.folder / "state.safetensors").state.summing
+    summing = read_state(worker.store.folder / "state.safetensors").run_state.summing
     whole, _ = clip_to_grid(exact_change(summing.update, summing.received), bound, SecureSums())
     return torch.cat([whole[key].flatten() for key in client.recipe.contents(0, client.images).example if key != VOTE])
 

@@ -16,7 +16,9 @@ def test_losses_leave_in_the_sum_alone(tiny, tmp_path):
     progress = made.coordinator(transport).run()
     for _, _, reply in transport.seen:
         assert not read_header(reply)["facts"].keys() - {"size", "tests", "labels"}
-    losses = [read_state(made.folder / name / "state.safetensors").state.summing.losses["local"] for name in made.names]
+    losses = [
+        read_state(made.folder / name / "state.safetensors").run_state.summing.losses["local"] for name in made.names
+    ]
     assert progress.history[0]["train/local_loss"] == pytest.approx(sum(losses) / 3, abs=1e-6)
 
 
@@ -28,7 +30,9 @@ def test_losses_leave_in_the_sum_only_if_they_may_and_others_do(silent, shown, t
     may = lambda place: () if place < silent else ("losses",)  # noqa: E731
     workers = {name: made.worker(place, may_send=may(place)) for place, name in enumerate(made.names)}
     (row,) = made.coordinator(LocalTransport(workers)).run().history
-    losses = [read_state(workers[name].store.folder / "state.safetensors").state.summing.losses for name in made.names]
+    losses = [
+        read_state(workers[name].store.folder / "state.safetensors").run_state.summing.losses for name in made.names
+    ]
     assert [bool(one) for one in losses] == [False] * silent + [True] * (5 - silent)
     assert ("train/local_loss" in row) == shown
     if shown:
@@ -42,5 +46,5 @@ def test_a_score_that_one_site_has_is_in_no_sum(tiny, tmp_path):
     may = lambda place: ("counts",) if place else ("counts", "scores")  # noqa: E731
     workers = {name: made.worker(place, may_send=may(place)) for place, name in enumerate(made.names)}
     (row,) = made.coordinator(LocalTransport(workers)).run().history
-    assert "own/auroc" in read_state(workers["site0"].store.folder / "state.safetensors").state.scoring.metrics
+    assert "own/auroc" in read_state(workers["site0"].store.folder / "state.safetensors").run_state.scoring.metrics
     assert "personal/local_test" in row and "personal/local_test_auroc" not in row
