@@ -70,7 +70,7 @@ class SelectedParameters:
     names: tuple[str, ...]
 
 
-def _select(model: nn.Module, config: SelectiveConfig) -> Iterator[SelectedParameters]:
+def _select_parameters(model: nn.Module, config: SelectiveConfig) -> Iterator[SelectedParameters]:
     """Yield the selected parameters of each module that has any."""
     allowed = modules_from_last_blocks(model, config.last_blocks)
     for path, module in model.named_modules():
@@ -95,7 +95,7 @@ def selected_names(model: nn.Module, config: SelectiveConfig) -> list[str]:
     These are the selected parameters and the persistent buffers of the same modules.
     """
     names = []
-    for selected in _select(model, config):
+    for selected in _select_parameters(model, config):
         persistent = set(selected.module.state_dict().keys())
         buffers = [name for name, _ in selected.module.named_buffers(recurse=False) if name in persistent]
         prefix = f"{selected.path}." if selected.path else ""
@@ -121,7 +121,7 @@ class SelectiveModel(BaseTuner):
         """
         # PEFT adds the configuration to peft_config before this call.
         if len(self.peft_config) > 1:
-            self._reject("hold a second adapter")
+            self._reject_action("hold a second adapter")
         config = cast(SelectiveConfig, self.peft_config[adapter_name])
         module_names = {name for name, _ in model.named_modules()}
         for name in config.modules:
@@ -139,19 +139,19 @@ class SelectiveModel(BaseTuner):
         """Set whether the selected parameters require gradients."""
         adapter_name = adapter_names if isinstance(adapter_names, str) else adapter_names[0]
         config = cast(SelectiveConfig, self.peft_config[adapter_name])
-        for selected in _select(self.model, config):
+        for selected in _select_parameters(self.model, config):
             for name in selected.names:
                 selected.module.get_parameter(name).requires_grad_(requires_grad)
 
     def disable_adapter_layers(self) -> None:
         """Raise a ValueError: the network's former values are not kept."""
-        self._reject("be disabled")
+        self._reject_action("be disabled")
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Raise a ValueError: the network's former values are not kept."""
-        self._reject("be deleted")
+        self._reject_action("be deleted")
 
-    def _reject(self, action: str) -> NoReturn:
+    def _reject_action(self, action: str) -> NoReturn:
         """Raise a ValueError for an action that a network trained in place does not support."""
         raise ValueError(
             f"PERADA_SELECTIVE trains the network's own parameters in place and cannot {action}; build a new backbone"

@@ -156,7 +156,7 @@ def _predictors(network: Network, device: torch.device) -> Predictors:
         share = torch.tensor(case.personal_share, dtype=torch.double)
         both[case.personal_share] = both_predictor(run, 0, state_of_both | {"personal_share": share}, device)
     own_images = run.preprocessing.batch(list(clients[0].tensors[0][: max(network.batch_sizes)]))
-    return Predictors(run._predictor(0, "personal", device), both, own_images)
+    return Predictors(run._make_predictor(0, "personal", device), both, own_images)
 
 
 def _frozen_share(both: BothModelsPredictor) -> str:

@@ -177,14 +177,14 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
     }
     if local_epochs is not None and local_steps is not None:
         raise without_effect("local_epochs", local_epochs, f"local_steps={local_steps!r}", "leave local_steps out")
-    training = _training(training, training_arguments)
+    training = _make_training(training, training_arguments)
     # The type that the caller passed, before a datamodule is made of it.
     data_type = type(data).__name__
     if isinstance(data, FederatedData):
         data = _make_datamodule(data, backbone, batch_size, image_size, num_classes, task)
     else:
         _check_datamodule(data, batch_size, image_size, task)
-    chosen_algorithm = _algorithm(algorithm, algorithm_options)
+    chosen_algorithm = _make_algorithm(algorithm, algorithm_options)
     model_options: dict[str, Any] = {
         "backbone": backbone,
         "adapter": adapter,
@@ -206,7 +206,7 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
     }
     sections: dict[str, Any] = {
         "training": training,
-        "distillation": _distillation(distillation, chosen_algorithm, bool(data.public_size)),
+        "distillation": _make_distillation(distillation, chosen_algorithm, bool(data.public_size)),
         "evaluation": options_of(Evaluation, "evaluation", evaluation),
         "privacy": options_of(Privacy, "privacy", privacy),
         "client_privacy": options_of(ClientPrivacy, "client_privacy", client_privacy),
@@ -266,7 +266,7 @@ def to_yaml_value(value: object) -> YamlValue:
     return shorten(repr(value), 500, placeholder="...")
 
 
-def _training(training: Training | dict[str, Any] | None, arguments: Mapping[str, Any]) -> Training:
+def _make_training(training: Training | dict[str, Any] | None, arguments: Mapping[str, Any]) -> Training:
     """Return the options of training, some of which :func:`finetune` also takes as arguments.
 
     Args:
@@ -304,7 +304,7 @@ def _training(training: Training | dict[str, Any] | None, arguments: Mapping[str
     return result
 
 
-def _algorithm(algorithm: str | Algorithm, options: dict[str, Any] | None) -> Algorithm:
+def _make_algorithm(algorithm: str | Algorithm, options: dict[str, Any] | None) -> Algorithm:
     """Return the algorithm, created with these options if it is a name.
 
     Raises:
@@ -417,7 +417,7 @@ def _set_up_callers_trainer(
     check_trainer(trainer)
 
 
-def _distillation(
+def _make_distillation(
     distillation: Distillation | dict[str, Any] | None,
     algorithm: Algorithm,
     has_public_set: bool,

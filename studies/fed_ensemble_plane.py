@@ -252,8 +252,8 @@ def study(
     points = [torch.cat([tensor.flatten().double() for tensor in mode.values()]) for mode in modes]
     plane = plane_through(*points[:IN_PLANE])
     coordinates = [plane.coordinates(point) for point in points[:IN_PLANE]]
-    x_axis = _axis([x for x, _ in coordinates], settings)
-    y_axis = _axis([y for _, y in coordinates], settings)
+    x_axis = _axis_coordinates([x for x, _ in coordinates], settings)
+    y_axis = _axis_coordinates([y for _, y in coordinates], settings)
     grid = []
     with tqdm(total=settings.grid**2, desc="points of the plane", dynamic_ncols=True) as bar:
         for y in y_axis:
@@ -272,7 +272,7 @@ def study(
         distance = (points[first] - points[second]).norm().item()
         pairs.append({"modes": [first, second], "distance": distance, "losses": losses, "barrier": barrier(losses)})
 
-    accuracies = _accuracies(network, modes, splits.test.images / 255.0, splits.test.labels)
+    accuracies = _compute_accuracies(network, modes, splits.test.images / 255.0, splits.test.labels)
     result = {
         "settings": {"seed": seed, **asdict(settings)},
         "seconds": round(time.perf_counter() - started_at, 1),
@@ -290,7 +290,7 @@ def study(
     return result
 
 
-def _axis(values: Sequence[float], settings: PlaneSettings) -> list[float]:
+def _axis_coordinates(values: Sequence[float], settings: PlaneSettings) -> list[float]:
     """Return the coordinates of the grid along one axis, from below the smallest value to above the largest."""
     extent = settings.margin * (max(values) - min(values))
     axis: list[float] = np.linspace(min(values) - extent, max(values) + extent, settings.grid).tolist()
@@ -305,7 +305,7 @@ class Accuracies:
     ensemble: float
 
 
-def _accuracies(network: nn.Module, modes: Sequence[State], images: Tensor, labels: Tensor) -> Accuracies:
+def _compute_accuracies(network: nn.Module, modes: Sequence[State], images: Tensor, labels: Tensor) -> Accuracies:
     """Return the accuracies on images (N, C, H, W) with labels (N,)."""
     with torch.no_grad():
         logits = torch.stack([functional_call(network, mode, (images,)) for mode in modes])  # (K, N, classes)

@@ -144,19 +144,19 @@ def regression_at(dimension: int, nodes: Nodes, regression: RegressionSettings, 
         norm: Tensor = (models - target).norm(dim=-1)
         return norm / dimension
 
-    return _curves(
+    return _to_lists(
         closed=distance(path, closed_form),
         limit=distance(path, closed_form_in_the_limit),
         least_norm=distance(path, least_norm),
         central=distance(path, central),
-        error=_error(path, problem.truth),
+        error=_mean_error(path, problem.truth),
         central_least_norm=(central - least_norm).norm() / dimension,
-        central_error=_error(central, problem.truth),
+        central_error=_mean_error(central, problem.truth),
         scale=least_norm.norm() / dimension,
     )
 
 
-def _error(w: Tensor, truth: Tensor) -> Tensor:
+def _mean_error(w: Tensor, truth: Tensor) -> Tensor:
     """Return the mean over nodes of ‖w − w_i*‖²/d, for models (..., d)."""
     return (w.unsqueeze(-2) - truth).square().mean((-1, -2))
 
@@ -188,7 +188,7 @@ def _classification_curves(problem: linear.Problem, settings: ClassificationSett
     curves["central_svm"] = linear.direction_distance(central, svm)
     curves["central_accuracy"] = linear.accuracy(central, problem.truth)
     curves["svm_accuracy"] = linear.accuracy(svm, problem.truth)
-    return _curves(**curves)
+    return _to_lists(**curves)
 
 
 def dirichlet_curves(dirichlet: DirichletSettings, seed: int, advance: Advance) -> dict[str, Curves]:
@@ -201,13 +201,13 @@ def dirichlet_curves(dirichlet: DirichletSettings, seed: int, advance: Advance) 
         problem = linear.dirichlet_classification(dirichlet.dimension, alpha, dirichlet.nodes, dirichlet.samples, seed)
         curves = _classification_curves(problem, dirichlet)
         assert problem.sizes is not None
-        counts = _curves(samples=problem.sizes.double(), positive=(problem.y > 0).double().sum(1))
+        counts = _to_lists(samples=problem.sizes.double(), positive=(problem.y > 0).double().sum(1))
         curves_of_alpha[f"{alpha:g}"] = curves | counts
         advance(f"Dirichlet, α = {alpha:g}")
     return curves_of_alpha
 
 
-def _curves(**tensors: Tensor) -> Curves:
+def _to_lists(**tensors: Tensor) -> Curves:
     """Return tensors as lists; a number becomes a list of one."""
     return {name: tensor.reshape(-1).tolist() for name, tensor in tensors.items()}
 

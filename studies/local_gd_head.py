@@ -163,21 +163,21 @@ def head_curves(settings: HeadSettings, seed: int, advance: Advance) -> Curves:
     advance("features")
     node_rows = _rows_of_nodes(features.train_labels, settings.nodes, seed)
     all_rows = torch.cat(node_rows).sort()[0]
-    network = _network(features, seed)
+    network = _make_head(features, seed)
     paths = {}
-    paths["plain"] = _train(network, features, node_rows, Mean(), settings, seed)
+    paths["plain"] = _train_head(network, features, node_rows, Mean(), settings, seed)
     advance("head, plain")
-    paths["modified"] = _train(network, features, node_rows, ModifiedLocalGD(), settings, seed)
+    paths["modified"] = _train_head(network, features, node_rows, ModifiedLocalGD(), settings, seed)
     advance("head, modified")
-    paths["central"] = _train(network, features, [all_rows], Mean(), settings, seed)
+    paths["central"] = _train_head(network, features, [all_rows], Mean(), settings, seed)
     advance("head, central")
 
-    central = _flat(paths["central"][-1])
+    central = _flatten_state(paths["central"][-1])
     curves: Curves = {"images": [float(len(rows)) for rows in node_rows]}
     for name, path in paths.items():
-        curves[f"{name}_accuracy"] = [_accuracy(state, features) for state in path]
+        curves[f"{name}_accuracy"] = [_head_accuracy(state, features) for state in path]
         if name != "central":
-            curves[f"{name}_central"] = [direction_distance(_flat(state), central).item() for state in path]
+            curves[f"{name}_central"] = [direction_distance(_flatten_state(state), central).item() for state in path]
     return curves
 
 
@@ -189,7 +189,7 @@ def _rows_of_nodes(labels: Tensor, num_nodes: int, seed: int) -> list[Tensor]:
     return [torch.as_tensor(rows) for rows in shares]
 
 
-def _network(features: Features, seed: int) -> nn.Module:
+def _make_head(features: Features, seed: int) -> nn.Module:
     """Return a linear layer with torch's distribution of initial weights, drawn from the seed."""
     width = features.train.shape[1]
     layer = nn.Linear(width, _num_classes(features))
@@ -204,7 +204,7 @@ def _num_classes(features: Features) -> int:
     return int(features.train_labels.max()) + 1
 
 
-def _train(
+def _train_head(
     network: nn.Module, features: Features, node_rows: list[Tensor], rule: ServerRule, settings: HeadSettings, seed: int
 ) -> list[State]:
     """Return the head's state after each round, with one node for each entry of ``node_rows``."""
@@ -229,11 +229,11 @@ def _train(
     return recording.states
 
 
-def _flat(state: State) -> Tensor:
+def _flatten_state(state: State) -> Tensor:
     return parameters_to_vector(state.values()).double()
 
 
-def _accuracy(state: State, features: Features) -> float:
+def _head_accuracy(state: State, features: Features) -> float:
     weight, bias = state.values()
     predicted = (features.test.to(weight.device) @ weight.T + bias).argmax(1).cpu()
     return (predicted == features.test_labels).double().mean().item()

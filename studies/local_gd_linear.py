@@ -68,7 +68,7 @@ def regression(dimension: int, nodes: int = 10, samples: int = 50, seed: int = 0
     x = torch.randn(nodes, samples, dimension, generator=draw, dtype=torch.float64)
     truth = 2 * torch.randn(nodes, dimension, generator=draw, dtype=torch.float64)
     noise = 0.2 * torch.randn(nodes, samples, generator=draw, dtype=torch.float64)
-    return Problem(x, _apply(x, truth) + noise, truth)
+    return Problem(x, _apply_models(x, truth) + noise, truth)
 
 
 def classification(dimension: int, nodes: int = 10, samples: int = 50, noise: float = 0.5, seed: int = 0) -> Problem:
@@ -85,7 +85,7 @@ def classification(dimension: int, nodes: int = 10, samples: int = 50, noise: fl
     x = torch.randn(nodes, samples, dimension, generator=draw, dtype=torch.float64)
     common = torch.randn(dimension, generator=draw, dtype=torch.float64)
     truth = common + noise * torch.randn(nodes, dimension, generator=draw, dtype=torch.float64)
-    return Problem(x, torch.where(_apply(x, truth) >= 0, 1.0, -1.0).double(), truth)
+    return Problem(x, torch.where(_apply_models(x, truth) >= 0, 1.0, -1.0).double(), truth)
 
 
 def dirichlet_classification(
@@ -124,7 +124,7 @@ def dirichlet_classification(
     return Problem(padded_x, padded_y, truth.unsqueeze(0), sizes)
 
 
-def _apply(x: Tensor, w: Tensor) -> Tensor:
+def _apply_models(x: Tensor, w: Tensor) -> Tensor:
     """Return the products (M, N) of samples (M, N, d) with one model (d,) for all nodes, or with models (M, d)."""
     return (x @ w.expand(len(x), -1).unsqueeze(-1)).squeeze(-1)
 
@@ -183,7 +183,7 @@ def regression_steps(problem: Problem, steps: int, lr: float) -> Local:
         )
 
     def local(w: Tensor) -> Tensor:
-        gap = (problem.y - _apply(problem.x, w)).unsqueeze(-1)  # (M, N, 1): y − X w
+        gap = (problem.y - _apply_models(problem.x, w)).unsqueeze(-1)  # (M, N, 1): y − X w
         c = torch.zeros_like(gap)
         for _ in range(steps):
             c += lr * (gap - gram @ c)
@@ -214,7 +214,7 @@ def classification_steps(problem: Problem, steps: int, lr: float, decay: float) 
         count = problem.sizes.view(-1, 1, 1)
 
     def local(w: Tensor) -> Tensor:
-        margin = _apply(signed, w).unsqueeze(-1)  # (M, N, 1): of the global model
+        margin = _apply_models(signed, w).unsqueeze(-1)  # (M, N, 1): of the global model
         c = torch.zeros_like(margin)
         for _ in range(steps):
             # The padding after a node's samples is zero, so its entries of c move no model.
@@ -322,11 +322,11 @@ def direction_distance(first: Tensor, second: Tensor) -> Tensor:
     >>> direction_distance(torch.tensor([3.0, 0.0]), torch.tensor([-0.5, 0.0])).item()
     2.0
     """
-    distance: Tensor = (_normalized(first) - _normalized(second)).norm(dim=-1)
+    distance: Tensor = (_normalize_models(first) - _normalize_models(second)).norm(dim=-1)
     return distance
 
 
-def _normalized(models: Tensor) -> Tensor:
+def _normalize_models(models: Tensor) -> Tensor:
     """Return models (..., d) of norm 1."""
     unit_models: Tensor = models / models.norm(dim=-1, keepdim=True)
     return unit_models
@@ -341,6 +341,6 @@ def accuracy(w: Tensor, truth: Tensor) -> Tensor:
         w: Models (..., d).
         truth: The nodes' true models (M, d).
     """
-    cosine = _normalized(w) @ _normalized(truth).T
+    cosine = _normalize_models(w) @ _normalize_models(truth).T
     error: Tensor = torch.arccos(cosine.clamp(-1, 1)) / math.pi
     return 1 - error.mean(-1)

@@ -148,15 +148,15 @@ class _Classifier(pl.LightningModule):
 def _training_loader(data: ImageSet, batch_size: int, seed: int) -> DataLoader[Any]:
     """Return a loader of shuffled full batches."""
     sampler = RandomSampler(data, generator=generator(seed, "batches"))
-    return _loader(data, BatchSampler(sampler, batch_size, drop_last=True))
+    return _make_loader(data, BatchSampler(sampler, batch_size, drop_last=True))
 
 
 def _test_loader(data: ImageSet) -> DataLoader[Any]:
     """Return a loader of all images in order."""
-    return _loader(data, BatchSampler(SequentialSampler(data), batch_size=1000, drop_last=False))
+    return _make_loader(data, BatchSampler(SequentialSampler(data), batch_size=1000, drop_last=False))
 
 
-def _loader(data: ImageSet, sampler: BatchSampler) -> DataLoader[Any]:
+def _make_loader(data: ImageSet, sampler: BatchSampler) -> DataLoader[Any]:
     """Return a loader that gathers each batch by its indices."""
     # A loader without a generator takes a seed from the global stream, even if it has nothing to draw.
     return DataLoader(data, sampler=sampler, batch_size=None, generator=torch.Generator())
@@ -204,7 +204,7 @@ def pretrain(settings: PretrainSettings) -> Path:
 
     output.parent.mkdir(parents=True, exist_ok=True)
     save_file({key: value.contiguous() for key, value in model.state_dict().items()}, output)
-    card = _card(
+    card = _format_card(
         settings,
         image=backbone.image,
         num_classes=data.num_classes,
@@ -230,7 +230,7 @@ def _command_words(settings: PretrainSettings) -> str:
     return " ".join(words)
 
 
-def _card(
+def _format_card(
     settings: PretrainSettings, *, image: ImageConfig, num_classes: int, num_test_images: int, accuracy: float
 ) -> str:
     """Return the model card: a description of the weights, how they were made, and how to load them."""
@@ -247,9 +247,9 @@ timm's `{settings.backbone}` with a head for the {num_classes} classes of {sourc
 |---|---|
 | accuracy on the {num_test_images:,} test images | {accuracy:.4f} |
 | command | `perada pretrain {_command_words(settings)}` |
-| commit | {_commit()} |
+| commit | {_current_commit()} |
 | seed | {settings.seed} |
-| machine | {platform.system()} {platform.machine()}, {_processor()}, {torch.get_num_threads()} threads |
+| machine | {platform.system()} {platform.machine()}, {_processor_name()}, {torch.get_num_threads()} threads |
 | software | Python {platform.python_version()}, torch {version("torch")}, timm {version("timm")} |
 | size | {file.stat().st_size:,} bytes |
 | SHA-256 | `{hashlib.sha256(file.read_bytes()).hexdigest()}` |
@@ -275,7 +275,7 @@ or, with a new head for other classes, as perada's `backbone: {settings.backbone
 """
 
 
-def _commit() -> str:
+def _current_commit() -> str:
     """Return the commit of this checkout, with ``-dirty`` if tracked files differ; without a checkout the version."""
     this_file = Path(__file__)
     git = ["git", "-C", str(this_file.parent)]
@@ -290,7 +290,7 @@ def _commit() -> str:
     return completed.stdout.decode().strip()
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     """Return the name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

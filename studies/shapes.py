@@ -108,13 +108,13 @@ def draw_classes(num_classes: int, random: torch.Generator) -> ShapeClasses:
     """Draw the classes. The order of the draws decides which shapes a seed stands for."""
     spread = 0.35 / torch.arange(1, WAVES + 1).sqrt()
     contours = torch.randn(2, num_classes, 2, WAVES, generator=random) * spread
-    inner_size = _uniform(num_classes, 0.25, 0.75, random)
-    tone = _uniform(num_classes, -0.6, 0.6, random)
-    stretch = _uniform(num_classes, -0.35, 0.35, random).exp()
-    frequency = _uniform(num_classes, 2, 12, random)
-    direction = _uniform(num_classes, 0, math.pi, random)
-    depth = _uniform(num_classes, 0, 0.5, random)
-    has_stripes = _uniform(num_classes, 0, 1, random) < 0.7
+    inner_size = _draw_uniform(num_classes, 0.25, 0.75, random)
+    tone = _draw_uniform(num_classes, -0.6, 0.6, random)
+    stretch = _draw_uniform(num_classes, -0.35, 0.35, random).exp()
+    frequency = _draw_uniform(num_classes, 2, 12, random)
+    direction = _draw_uniform(num_classes, 0, math.pi, random)
+    depth = _draw_uniform(num_classes, 0, 0.5, random)
+    has_stripes = _draw_uniform(num_classes, 0, 1, random) < 0.7
     return ShapeClasses(
         outer=contours[0],
         inner=contours[1],
@@ -142,41 +142,41 @@ def draw_images(classes: ShapeClasses, size: int, random: torch.Generator) -> Te
 
     # Coordinates (B, size, size) in the shape's own frame, in which its mean radius is 1.
     line = torch.linspace(-1, 1, size)
-    right = line.view(1, 1, -1) - _uniform(count, -0.2, 0.2, random)
-    down = line.view(1, -1, 1) - _uniform(count, -0.2, 0.2, random)
-    angle = _uniform(count, -0.35, 0.35, random)
-    scale = _uniform(count, 0.45, 0.8, random)
-    width = scale * (0.12 * _normal(random, count, 1, 1)).exp() * classes.stretch
-    height = scale * (0.12 * _normal(random, count, 1, 1)).exp() * classes.stretch**-1
-    mirror = torch.where(_uniform(count, 0, 1, random) < 0.5, -1.0, 1.0)
+    right = line.view(1, 1, -1) - _draw_uniform(count, -0.2, 0.2, random)
+    down = line.view(1, -1, 1) - _draw_uniform(count, -0.2, 0.2, random)
+    angle = _draw_uniform(count, -0.35, 0.35, random)
+    scale = _draw_uniform(count, 0.45, 0.8, random)
+    width = scale * (0.12 * _draw_normal(random, count, 1, 1)).exp() * classes.stretch
+    height = scale * (0.12 * _draw_normal(random, count, 1, 1)).exp() * classes.stretch**-1
+    mirror = torch.where(_draw_uniform(count, 0, 1, random) < 0.5, -1.0, 1.0)
     x = mirror * (angle.cos() * right + angle.sin() * down) / width
     y = (angle.cos() * down - angle.sin() * right) / height
     distance = (x * x + y * y).sqrt()
     theta = torch.atan2(y, x)
 
     # Both parts have soft edges of about a pixel.
-    outer = contour(classes.outer * (1 + 0.15 * _normal(random, count, 2, WAVES)), theta)
-    inner = contour(classes.inner * (1 + 0.15 * _normal(random, count, 2, WAVES)), theta) * classes.inner_size
+    outer = contour(classes.outer * (1 + 0.15 * _draw_normal(random, count, 2, WAVES)), theta)
+    inner = contour(classes.inner * (1 + 0.15 * _draw_normal(random, count, 2, WAVES)), theta) * classes.inner_size
     sharpness = 0.75 * size * scale
     outer_part = torch.sigmoid((outer - distance) * sharpness)
     inner_part = torch.sigmoid((inner - distance) * sharpness)
 
     along = x * classes.direction.cos() + y * classes.direction.sin()
-    phase = _uniform(count, 0, 2 * math.pi, random)
+    phase = _draw_uniform(count, 0, 2 * math.pi, random)
     stripes = classes.depth * torch.sin(classes.frequency * along + phase)
-    brightness = _uniform(count, 0.35, 0.9, random)
-    gradient = _uniform(count, -0.2, 0.2, random)
+    brightness = _draw_uniform(count, 0.35, 0.9, random)
+    gradient = _draw_uniform(count, -0.2, 0.2, random)
     shade = brightness * (1 + stripes + classes.tone * inner_part) + gradient * y
-    values = outer_part * (shade + NOISE * _normal(random, count, size, size))
+    values = outer_part * (shade + NOISE * _draw_normal(random, count, size, size))
     return (values.clamp(0, 1) * 255).round().byte().unsqueeze(1)
 
 
-def _uniform(count: int, low: float, high: float, random: torch.Generator) -> Tensor:
+def _draw_uniform(count: int, low: float, high: float, random: torch.Generator) -> Tensor:
     """Draw numbers (count, 1, 1) between ``low`` and ``high``."""
     return low + (high - low) * torch.rand(count, 1, 1, generator=random)
 
 
-def _normal(random: torch.Generator, *shape: int) -> Tensor:
+def _draw_normal(random: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=random)
 
 

@@ -112,7 +112,7 @@ def weighted(states: State, weights: State) -> State:
     return result
 
 
-def _zeros(state: Mapping[str, Tensor], keys: frozenset[str]) -> State:
+def _make_zeros(state: Mapping[str, Tensor], keys: frozenset[str]) -> State:
     """Return zeros in the shapes of those tensors of a state whose names are among ``keys``."""
     return {key: torch.zeros_like(value) for key, value in state.items() if key in keys}
 
@@ -165,7 +165,7 @@ class FedDPA(_WeightedBranches):
             WEIGHT: client_state[WEIGHT],
             "local": received,
             "shared": received_branch,
-            "absent": _zeros(client_state["personal"], tensor_names.private),
+            "absent": _make_zeros(client_state["personal"], tensor_names.private),
         }
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
@@ -269,7 +269,7 @@ class OwnBranch(_WeightedBranches):
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Train the personal branch, with zeros in place of the global one."""
         personal = without(client_state["personal"], tensor_names.shared)
-        return {"personal": personal, "absent": _zeros(client_state["personal"], tensor_names.shared)}
+        return {"personal": personal, "absent": _make_zeros(client_state["personal"], tensor_names.shared)}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """Train the personal branch and the head."""

@@ -98,9 +98,9 @@ class DryRun:
         global_state = self.initial
         server_state: dict[str, State] = {}
         first_state = self.call("initial_client_state", algorithm.initial_client_state, self.initial, self.tensor_names)
-        client_state = _stacked(first_state, len(self.clients))
+        client_state = _stack_equal_rows(first_state, len(self.clients))
         for round in numbers:
-            sending = self._sending(round, global_state, server_state)
+            sending = self._make_broadcast(round, global_state, server_state)
             received = self.call("broadcast", algorithm.broadcast, sending)
             client_state, update = self._train_clients(round, client_state, received)
             if update:
@@ -111,7 +111,7 @@ class DryRun:
                     updates=Updates(clone(update)),
                     state=server_state,
                     distiller=_keep_student,
-                    predict=partial(_predicted, self.num_classes or 2),
+                    predict=partial(_make_predictions, self.num_classes or 2),
                 )
                 new_state = self.call("server_step", algorithm.server_step, server)
                 global_state = global_state | new_state
@@ -126,7 +126,7 @@ class DryRun:
         """
         algorithm = self.algorithm
         opened = self.call("begin_round", algorithm.begin_round, client_state, received, self.tensor_names)
-        step = self._step(opened, client_state, received, round)
+        step = self._make_step(opened, client_state, received, round)
         for phase in self.phases:
             self.call("trainable_keys", step.begin, phase.name, self.tensor_names)
             # Two steps, since the second one starts from the state that the first one left.
@@ -143,12 +143,12 @@ class DryRun:
         algorithm = self.algorithm
         tensor_names = self.tensor_names
         first_state = algorithm.initial_client_state(self.initial, tensor_names)
-        client_state = _stacked(first_state, len(self.clients))
-        received = algorithm.broadcast(self._sending(0, self.initial, {}))
+        client_state = _stack_equal_rows(first_state, len(self.clients))
+        received = algorithm.broadcast(self._make_broadcast(0, self.initial, {}))
         counts = []
         for phase in self.phases:
             opened = algorithm.begin_round(client_state, received, tensor_names)
-            step = self._step(opened, client_state, received, round=0)
+            step = self._make_step(opened, client_state, received, round=0)
             step.begin(phase.name, tensor_names)
             algorithm.client_step(step)
             counts.append(dict(step.queries))
@@ -192,13 +192,13 @@ class DryRun:
         """
         return function(*arguments)
 
-    def _sending(self, round: int, global_state: State, server_state: dict[str, State]) -> Broadcast:
+    def _make_broadcast(self, round: int, global_state: State, server_state: dict[str, State]) -> Broadcast:
         """Return the argument of the algorithm's broadcast."""
         return Broadcast(
             global_state, self.tensor_names, round, self.clients, self.num_clients, seed=0, state=server_state
         )
 
-    def _step(self, opened: Stacks, client_state: Stacks, received: State, round: int) -> DryRunStep:
+    def _make_step(self, opened: Stacks, client_state: Stacks, received: State, round: int) -> DryRunStep:
         """Return the object that stands for the local steps of a round.
 
         Args:
@@ -250,7 +250,7 @@ class DryRun:
         )
 
 
-def _stacked(states: Stacks, num_clients: int) -> Stacks:
+def _stack_equal_rows(states: Stacks, num_clients: int) -> Stacks:
     """Return each role's state as a stack (C, ...) with one equal row per client."""
     stacks = {}
     for role, state in states.items():
@@ -340,7 +340,7 @@ def _keep_student(student: State, *_: object, **__: object) -> State:
     return student
 
 
-def _predicted(
+def _make_predictions(
     num_classes: int,
     previous: State,
     models: Updates | State,
@@ -374,7 +374,7 @@ class _FirstRound:
 
 def _begin_first_round(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> _FirstRound:
     """Begin the first round of a federation of one client."""
-    client_state = _stacked(algorithm.initial_client_state(initial, tensor_names), 1)
+    client_state = _stack_equal_rows(algorithm.initial_client_state(initial, tensor_names), 1)
     losses: Tensor | None = None
     if algorithm.compares_models:
         losses = torch.zeros(1, algorithm.modes)

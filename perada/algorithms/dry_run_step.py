@@ -125,7 +125,7 @@ class DryRunStep:
             states = self.states[states]
         stream = stream or next(iter(self.states))
         self.queries[stream] += 1
-        random = self._generator(stream)
+        random = self._make_generator(stream)
         total = torch.zeros(self._clients, device=device_of(states))
         # Sorted, so that a tensor's made-up gradient does not depend on the order in which an algorithm lists them.
         for _, value in sorted(states.items()):
@@ -137,7 +137,7 @@ class DryRunStep:
         # The value is zero, but the gradient is that of the total.
         return total - total.detach()
 
-    def _generator(self, stream: str) -> torch.Generator:
+    def _make_generator(self, stream: str) -> torch.Generator:
         """Return the random numbers of a stream's latest gradient, which differ in the stream that is changed."""
         purpose = f"rehearsal/{stream}"
         if stream == self._changed:
@@ -147,7 +147,7 @@ class DryRunStep:
     def restart(self, role: str, start: State) -> None:
         """Set a role's trained parameters to those of ``start`` (C, ...)."""
         with torch.no_grad():
-            for key, leaf in self._leaves(role).items():
+            for key, leaf in self._trained_leaves(role).items():
                 leaf.copy_(start[key])
 
     def descend(
@@ -160,7 +160,7 @@ class DryRunStep:
     ) -> None:
         """Take a step of gradient descent; see :meth:`.ClientStep.descend`."""
         roles = (role,) if isinstance(role, str) else role
-        leaves_of_roles = [self._leaves(name) for name in roles]
+        leaves_of_roles = [self._trained_leaves(name) for name in roles]
         for leaves in leaves_of_roles:
             for leaf in leaves.values():
                 leaf.grad = None
@@ -169,9 +169,9 @@ class DryRunStep:
             loss.sum().backward()
         for leaves in leaves_of_roles:
             add_terms(leaves, pull, slope)
-            _descend(leaves)
+            _take_descent_step(leaves)
 
-    def _leaves(self, role: str) -> State:
+    def _trained_leaves(self, role: str) -> State:
         """Return what the phase trains in a role, (C, ...)."""
         return {key: value for key, value in self.states[role].items() if value.requires_grad}
 
@@ -189,7 +189,7 @@ class DryRunStep:
             )
 
 
-def _descend(leaves: State) -> None:
+def _take_descent_step(leaves: State) -> None:
     """Take a step of gradient descent on all parameters that have a gradient."""
     with torch.no_grad():
         for leaf in leaves.values():

@@ -363,7 +363,7 @@ class FedEnsemble(AlgorithmWrapper):
 
     def initial(self, make: Callable[[int], State]) -> State:
         """Return the modes (K, ...), each from its own random initialisation."""
-        return _stacked([make(mode) for mode in range(self.modes)])
+        return _stack_states([make(mode) for mode in range(self.modes)])
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """Keep what the base keeps, with the first mode as its global state, and the index of the best mode if used."""
@@ -441,7 +441,7 @@ class FedEnsemble(AlgorithmWrapper):
             modes[mode] = modes[mode] | self.base.server_step(step_of_mode)
             for name, state in step_of_mode.state.items():
                 server.state[prefix + name] = state
-        return _stacked(modes)
+        return _stack_states(modes)
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
         """Return all modes."""
@@ -483,7 +483,7 @@ def _part_of_step(server: ServerStep, places: Sequence[int], mode: State, prefix
     )
 
 
-def _stacked(states: list[State]) -> State:
+def _stack_states(states: list[State]) -> State:
     """Stack states (K, ...)."""
     if len(states) == 1:
         # A view, which keeps the memory layout: the last bits of a convolution depend on it.

@@ -150,7 +150,7 @@ class HetLoRA(AlgorithmWrapper):
         """Train the states of the base, cut to each client's rank."""
         ranks, received = _split_ranks(received)
         # What a client keeps before its first round has rank r.
-        client_state = _cut(client_state, tensor_names, ranks)
+        client_state = _cut_to_ranks(client_state, tensor_names, ranks)
         return self.base.begin_round(client_state, received, tensor_names)
 
     def client_step(self, step: ClientStep) -> None:
@@ -166,9 +166,9 @@ class HetLoRA(AlgorithmWrapper):
     ) -> tuple[Stacks, State]:
         """Keep and send the states of the base, cut to each client's rank."""
         ranks, received = _split_ranks(received)
-        client_state = _cut(client_state, tensor_names, ranks)
+        client_state = _cut_to_ranks(client_state, tensor_names, ranks)
         new_client_state, update = self.base.end_round(trained, client_state, received, tensor_names)
-        return _cut(new_client_state, tensor_names, ranks), cut_ranks(update, tensor_names.factors, ranks)
+        return _cut_to_ranks(new_client_state, tensor_names, ranks), cut_ranks(update, tensor_names.factors, ranks)
 
     def server_step(self, server: ServerStep) -> State:
         """Take the base's server step, averaging factors with weights proportional to the norms of their products."""
@@ -223,7 +223,7 @@ def _split_ranks(received: State) -> tuple[Tensor, State]:
     return received[RANK], sent_by_base
 
 
-def _cut(stacks: Stacks, tensor_names: TensorNames, ranks: Tensor) -> Stacks:
+def _cut_to_ranks(stacks: Stacks, tensor_names: TensorNames, ranks: Tensor) -> Stacks:
     """Cut the states (C, ...) of all roles to the clients' ranks (C,)."""
     return {role: cut_ranks(stack, tensor_names.factors, ranks) for role, stack in stacks.items()}
 
@@ -249,7 +249,7 @@ class _RankCutStep:
 
     @cached_property
     def client_state(self) -> Stacks:
-        return _cut(self._step.client_state, self.tensor_names, self._ranks)
+        return _cut_to_ranks(self._step.client_state, self.tensor_names, self._ranks)
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         return self._step.logits(states, stream)

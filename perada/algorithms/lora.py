@@ -206,7 +206,7 @@ class RoLoRA(Algorithm):
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """Train all parameters but the factor that is frozen in this round."""
-        frozen = _frozen(tensor_names, _trains_a(round))
+        frozen = _frozen_factor_names(tensor_names, _trains_a(round))
         return tuple(key for key in tensor_names.parameters if key not in frozen)
 
     def end_round(
@@ -217,7 +217,7 @@ class RoLoRA(Algorithm):
         tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep nothing; send all tensors but the frozen factor."""
-        frozen = _frozen(tensor_names, bool(received[A_IS_TRAINED][0]))
+        frozen = _frozen_factor_names(tensor_names, bool(received[A_IS_TRAINED][0]))
         update = without(trained["local"], frozen)
         return {}, update
 
@@ -227,7 +227,7 @@ def _trains_a(round: int) -> bool:
     return round % 2 == 1
 
 
-def _frozen(tensor_names: TensorNames, a_is_trained: bool) -> frozenset[str]:
+def _frozen_factor_names(tensor_names: TensorNames, a_is_trained: bool) -> frozenset[str]:
     """Return the names of the factor that is frozen: all B if A is trained, otherwise all A."""
     if a_is_trained:
         return ups(tensor_names)

@@ -65,7 +65,7 @@ class FedExLoRA(_Merging):
             mean_down = double(state[pair.down]).flatten(1)
             product_of_means = pair.scale * mean_up @ mean_down
             residual = _mean_product(server, pair) - product_of_means
-            state[pair.base] = _plus(server.previous[pair.base], residual)
+            state[pair.base] = _add_to_weight(server.previous[pair.base], residual)
         return state
 
 
@@ -93,7 +93,7 @@ class FLoRA(_Merging):
             state = server.mean(others, server.weights)
         for layer, pair in enumerate(server.tensor_names.factors):
             mean_product = _mean_product(server, pair)
-            state[pair.base] = _plus(server.previous[pair.base], mean_product)
+            state[pair.base] = _add_to_weight(server.previous[pair.base], mean_product)
             state[pair.up] = torch.zeros_like(server.previous[pair.up])
 
             previous_down = server.previous[pair.down]
@@ -126,7 +126,7 @@ def _mean_product(server: ServerStep, pair: Factors) -> Tensor:
     return product
 
 
-def _plus(weight: Tensor, change: Tensor) -> Tensor:
+def _add_to_weight(weight: Tensor, change: Tensor) -> Tensor:
     """Add a matrix (out, in·...) to a weight (out, in, ...), in double precision."""
     total = double(weight) + change.view(weight.shape)
     return total.to(weight.dtype)

@@ -271,7 +271,7 @@ class APFL(Algorithm):
         # A copy whose gradient is computed in the same backward pass as that of v_m.
         alpha_leaf = alpha.detach().clone().requires_grad_(self.lr_alpha > 0)
         trained_names = tuple(key for key, value in v.items() if value.requires_grad)
-        mixture = _mixture(v, w, alpha_leaf, trained_names)
+        mixture = _mix_stacks(v, w, alpha_leaf, trained_names)
         mixture_loss = step.loss(mixture, stream="personal")
         step.descend("personal", mixture_loss)
         if alpha_leaf.grad is not None:
@@ -291,7 +291,7 @@ class APFL(Algorithm):
         """Keep v_m, α and the mixture; send w_m."""
         v = trained["personal"]
         w = trained["local"]
-        mixture = _mixture(v, w, trained["share"]["alpha"], tensor_names.parameters)
+        mixture = _mix_stacks(v, w, trained["share"]["alpha"], tensor_names.parameters)
         return {"personal": v, "mixed": mixture, "share": trained["share"]}, w
 
     def personal(self, client_state: Stacks, global_state: State) -> State:
@@ -299,7 +299,7 @@ class APFL(Algorithm):
         return client_state["mixed"]
 
 
-def _mixture(v: State, w: State, alpha: Tensor, parameters: tuple[str, ...]) -> State:
+def _mix_stacks(v: State, w: State, alpha: Tensor, parameters: tuple[str, ...]) -> State:
     """Mix the parameters of two stacks.
 
     Args:

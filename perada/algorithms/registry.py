@@ -129,7 +129,7 @@ def methods() -> dict[str, Method]:
         result[name] = Method(
             name=name,
             algorithm=algorithms[name],
-            options=_distinguishing(ALGORITHMS[algorithms[name]], arguments[name], of_same_algorithm),
+            options=_distinguishing_arguments(ALGORITHMS[algorithms[name]], arguments[name], of_same_algorithm),
             server_rule=None if rule is None else rules_by_class[rule],
             model=recipe.get("model", {}),
         )
@@ -149,7 +149,7 @@ def distinct_methods() -> dict[str, Method]:
     return distinct
 
 
-def _distinguishing(
+def _distinguishing_arguments(
     kind: type[Algorithm],
     arguments: dict[str, Any],
     of_same_algorithm: list[dict[str, Any]],

@@ -58,7 +58,7 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
         for entry in log.entries:
             print(canonical(entry).decode())
     else:
-        print(table(HEADER, [_row(entry) for entry in log.entries]))
+        print(table(HEADER, [_cells_of_entry(entry) for entry in log.entries]))
     check_chain(log)
     if not committed.commits:
         check_not_lost(folder, mark.commits)
@@ -77,7 +77,7 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
         print(log.tip.last)
 
 
-def _row(entry: Entry) -> list[str]:
+def _cells_of_entry(entry: Entry) -> list[str]:
     """Return the cells of an entry, in the order of `HEADER`."""
     number = str(entry["number"])
     time = entry["time"].removesuffix("+00:00")

@@ -90,19 +90,19 @@ def proposals(line: str, current: str) -> list[str]:
     command = " ".join(path)
     option, equals, value = typed.partition("=")
     if equals and option.startswith("--"):
-        values_to_propose = _starting_with(value, _values(command, option, value))
+        values_to_propose = _starting_with(value, _values_of_option(command, option, value))
         if current.startswith("--"):
             # A shell that does not split at "=" replaces the option too.
             return [f"{option}={proposal}" for proposal in values_to_propose]
         return values_to_propose
     if typed.startswith("-"):
-        return _starting_with(typed, _options(command))
+        return _starting_with(typed, _options_of_command(command))
     options = [word for word in words if word.startswith("-")]
     if options:
         last_option = options[-1]
         if "=" in last_option:
             return []
-        return _starting_with(typed, _values(command, last_option, typed))
+        return _starting_with(typed, _values_of_option(command, last_option, typed))
     if command in RECIPE_ARGUMENT_COMMANDS:
         return _starting_with(typed, _recipe_names(typed))
     return []
@@ -113,7 +113,7 @@ def _starting_with(prefix: str, words: Iterable[str]) -> list[str]:
     return [word for word in words if word.startswith(prefix)]
 
 
-def _options(command: str) -> dict[str, list[str]]:
+def _options_of_command(command: str) -> dict[str, list[str]]:
     """Return the options of a command, each with its leading dashes and the values to propose for it."""
     options = dict(facts()["commands"][command]["options"])
     # These commands also take every option that a recipe may set.
@@ -123,7 +123,7 @@ def _options(command: str) -> dict[str, list[str]]:
     return options
 
 
-def _values(command: str, option: str, typed: str) -> list[str]:
+def _values_of_option(command: str, option: str, typed: str) -> list[str]:
     """Return the values to propose for an option.
 
     Args:
@@ -133,7 +133,7 @@ def _values(command: str, option: str, typed: str) -> list[str]:
     """
     if option in ("--config", "-c"):
         return _recipe_names(typed)
-    return _options(command).get(option, [])
+    return _options_of_command(command).get(option, [])
 
 
 def _recipe_names(typed: str) -> list[str]:

@@ -203,7 +203,7 @@ def format_inspection(inspection: Inspection) -> str:
         "One client has it twice": [" is ".join(pair) for pair in inspection.repeated],
         "Equal images have different labels": [" and ".join(pair) for pair in inspection.contradictions],
         "Only one client has it": [f"class {name}: {client}" for name, client in inspection.single_client_classes],
-        "Worth knowing": _notes(inspection),
+        "Worth knowing": _notes_on_inspection(inspection),
     }
     unknown_table = ""
     if inspection.unknown_train.any() or inspection.unknown_test.any():
@@ -270,7 +270,7 @@ def _mask_value_lines(inspection: Inspection) -> list[str]:
     return lines
 
 
-def _notes(inspection: Inspection) -> list[str]:
+def _notes_on_inspection(inspection: Inspection) -> list[str]:
     """Return notes that do not prevent a run."""
     notes = list(inspection.notes)
     if len(inspection.classes) == 1 and not inspection.several_labels:

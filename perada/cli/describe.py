@@ -37,10 +37,10 @@ def describe() -> Facts:
     with patch.dict(os.environ, {"COLUMNS": str(STORED_WIDTH)}):
         commands = {}
         for path, (target, description) in leaves(COMMANDS):
-            commands[" ".join(path)] = _command(path, target, description)
+            commands[" ".join(path)] = _describe_command(path, target, description)
     recipe_options: dict[str, list[str]] = {}
     for parser in _recipe_parsers():
-        recipe_options |= _options(parser._actions)
+        recipe_options |= _describe_options(parser._actions)
     options_by_name = {}
     for option, values in sorted(recipe_options.items()):
         name = option.removeprefix("--")
@@ -63,7 +63,7 @@ def leaves(tree: Tree, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
             yield from leaves(entry, (*prefix, name))
 
 
-def _command(path: tuple[str, ...], target: str, description: str) -> CommandFacts:
+def _describe_command(path: tuple[str, ...], target: str, description: str) -> CommandFacts:
     """Return the help that a command prints, and the options that it adds to its parser for that."""
     module, _, function = target.partition(":")
     parser = new_parser(" ".join(["perada", *path]), description)
@@ -71,7 +71,7 @@ def _command(path: tuple[str, ...], target: str, description: str) -> CommandFac
     with redirect_stdout(text), suppress(SystemExit):
         getattr(import_module(f"perada.{module}"), function)(parser, ["--help"])
     lines = [line.rstrip() for line in text.getvalue().rstrip().splitlines()]
-    return {"help": lines, "options": _options(parser._actions)}
+    return {"help": lines, "options": _describe_options(parser._actions)}
 
 
 def _recipe_parsers() -> list[ArgumentParser]:
@@ -85,7 +85,7 @@ def _recipe_parsers() -> list[ArgumentParser]:
     return [parsers[name] for name in RECIPE_COMMANDS]
 
 
-def _options(actions: Iterable[Action]) -> dict[str, list[str]]:
+def _describe_options(actions: Iterable[Action]) -> dict[str, list[str]]:
     """Return the options of a parser, with the values of those that have few."""
     names = {}
     for action in actions:
@@ -93,11 +93,11 @@ def _options(actions: Iterable[Action]) -> dict[str, list[str]]:
             continue
         for option in option_names(action):
             if option not in LINKED:
-                names[option] = _values(action)
+                names[option] = _values_of_action(action)
     return names
 
 
-def _values(action: Action) -> list[str]:
+def _values_of_action(action: Action) -> list[str]:
     if action.dest in class_names():
         return class_names()[action.dest]
     if action.choices is not None:

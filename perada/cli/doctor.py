@@ -165,7 +165,7 @@ def _read_memory(name: str) -> float | None:
     return None if match is None else int(match[1]) * 1024 / GB
 
 
-def _requirements(name: str, extra: str = "") -> list[Requirement]:
+def _read_requirements(name: str, extra: str = "") -> list[Requirement]:
     """Return what a distribution requires on this machine.
 
     Args:
@@ -182,7 +182,7 @@ def _requirements(name: str, extra: str = "") -> list[Requirement]:
     return requirements
 
 
-def _violation(requirement: Requirement) -> str:
+def _find_violation(requirement: Requirement) -> str:
     """Return how the installation violates a requirement; "" if it does not."""
     installed = _installed_version(requirement.name)
     if installed is None:
@@ -199,18 +199,18 @@ def _check_versions() -> Iterator[Check]:
         yield Check(
             "fail", f"Python is {platform.python_version()}, but perada requires {python_bound}; use a different Python"
         )
-    requirements = _requirements("perada")
+    requirements = _read_requirements("perada")
     is_consistent = True
     for requirement in requirements:
-        violation = _violation(requirement)
+        violation = _find_violation(requirement)
         if violation:
             is_consistent = False
             yield Check("fail", f"{violation}; reinstall perada in a separate environment")
     for library in requirements:
         if not _installed_version(library.name):
             continue
-        for requirement in _requirements(library.name):
-            violation = _violation(requirement)
+        for requirement in _read_requirements(library.name):
+            violation = _find_violation(requirement)
             if violation:
                 is_consistent = False
                 yield Check("warn", f"{library.name} requires {requirement.name}{requirement.specifier}: {violation}")
@@ -223,10 +223,10 @@ def _check_extras() -> Iterator[Check]:
     complete = []
     incomplete = []
     for extra in metadata("perada").get_all("Provides-Extra") or ():
-        requirements = [] if extra in DEVELOPER_EXTRAS else _requirements("perada", extra)
+        requirements = [] if extra in DEVELOPER_EXTRAS else _read_requirements("perada", extra)
         if not requirements:
             continue
-        violations = [violation for violation in map(_violation, requirements) if violation]
+        violations = [violation for violation in map(_find_violation, requirements) if violation]
         if violations:
             incomplete.append(extra)
         else:

@@ -136,10 +136,10 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"perada {version('perada')}\n{versions()}")
         return
     description = "Personalized, parameter-efficient federated fine-tuning of pretrained vision models."
-    _run(words, COMMANDS, description, "perada")
+    _run_command(words, COMMANDS, description, "perada")
 
 
-def _run(words: list[str], entry: str | Tree, description: str, prog: str) -> None:
+def _run_command(words: list[str], entry: str | Tree, description: str, prog: str) -> None:
     """Run the command that the words begin with, or print the available commands.
 
     Args:
@@ -168,7 +168,7 @@ def _run(words: list[str], entry: str | Tree, description: str, prog: str) -> No
             raise ArgumentError(None, of_options(str(error), parser)) from error
     elif words and words[0] in entry:
         below, line = entry[words[0]]
-        _run(words[1:], below, line, f"{prog} {words[0]}")
+        _run_command(words[1:], below, line, f"{prog} {words[0]}")
     elif words and not words[0].startswith("-"):
         proposal = command_hint(words[0], [*entry, "help", "version"] if entry is COMMANDS else entry, prog)
         raise ValueError(f"there is no command {words[0]!r}; {proposal}")

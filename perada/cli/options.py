@@ -99,7 +99,7 @@ def check_options(command: str, words: Sequence[str]) -> None:
         if word == "--":
             return
         option = word.partition("=")[0]
-        if not option.startswith("--") or _exists(option, options):
+        if not option.startswith("--") or _option_exists(option, options):
             continue
         if takes_recipes:
             if _may_be_lightnings(option[2:]):
@@ -128,7 +128,7 @@ def check_recipe(path: Path) -> None:
         if key in SECTIONS_OF_RECIPES and isinstance(value, dict):
             names = [f"{key}.{name}" for name in value]
         for name in names:
-            if _exists(name, options) or name in (*RECIPE_COMMANDS, "compare") or _may_be_lightnings(name):
+            if _option_exists(name, options) or name in (*RECIPE_COMMANDS, "compare") or _may_be_lightnings(name):
                 continue
             wrong_name = name
             if name == key and isinstance(value, dict) and value:
@@ -179,7 +179,7 @@ def _recipe_options() -> set[str]:
     return {*facts()["recipe_options"], *facts()["sections"]}
 
 
-def _exists(name: str, options: Collection[str]) -> bool:
+def _option_exists(name: str, options: Collection[str]) -> bool:
     """Return whether an option exists, or belongs to the value of one, like an argument of a class."""
     if name.removesuffix("+") in options:
         return True
@@ -214,7 +214,7 @@ def nearest(wrong_name: str, options: Collection[str]) -> list[str]:
     """
     # The loop takes these sections, so they are looked for in its own.
     without_loop = wrong_name.removeprefix("federated.")
-    if without_loop.partition(".")[0] in LINKED_SECTIONS and _exists(without_loop, options):
+    if without_loop.partition(".")[0] in LINKED_SECTIONS and _option_exists(without_loop, options):
         return [without_loop]
     section, _, last = wrong_name.rpartition(".")
     # What each word may stand for: the last part of an option's name, or a name used elsewhere.

@@ -313,11 +313,11 @@ def recipe_schema() -> Schema:
     """Return a JSON schema (draft 2020-12) of recipes; values of types of Lightning or torch may be anything."""
     top: Schema = {"seed_everything": {"type": ["integer", "boolean"]}}
     for name, section_class in {"trainer": pl.Trainer, **SECTIONS}.items():
-        top[name] = _arguments(section_class, f"{name}.")
+        top[name] = _argument_schema(section_class, f"{name}.")
     for name, options_class in OPTION_CLASSES.items():
         # The section stands beside that of the loop, which takes it.
         del top["federated"]["properties"][name]
-        top[name] = _arguments(options_class) if name in ALWAYS_SET else _value(options_class | None)
+        top[name] = _argument_schema(options_class) if name in ALWAYS_SET else _type_schema(options_class | None)
     top["ckpt_path"] = {"type": ["string", "null"]}
     top["weights_only"] = {"type": ["boolean", "null"]}
     top["compare"] = {
@@ -325,45 +325,45 @@ def recipe_schema() -> Schema:
         "description": "The runs of `perada compare`; all other options apply to every run.",
     }
     draft = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": draft, "title": "perada recipe", **_object(top)}
+    return {"$schema": draft, "title": "perada recipe", **_object_schema(top)}
 
 
-def _object(properties: Schema) -> Schema:
+def _object_schema(properties: Schema) -> Schema:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _arguments(options_class: type, prefix: str = "") -> Schema:
+def _argument_schema(options_class: type, prefix: str = "") -> Schema:
     """Return the schema of the arguments of a class, with their descriptions."""
     hints = get_type_hints(options_class.__init__)  # type: ignore[misc]  # read, not called
     texts = argument_texts(options_class)
     properties: Schema = {}
     for name, argument in inspect.signature(options_class).parameters.items():
-        properties[name] = _value(hints.get(name, Any))
+        properties[name] = _type_schema(hints.get(name, Any))
         text = TRAINER_TEXTS.get(prefix + name) or plain_text(texts.get(name, ""))
         if text:
             properties[name]["description"] = text
         # perada's defaults of the trainer differ from Lightning's.
         if prefix != "trainer." and isinstance(argument.default, bool | int | float | str | None):
             properties[name]["default"] = argument.default
-    return _object(properties)
+    return _object_schema(properties)
 
 
-def _value(hint: Any) -> Schema:  # noqa: ANN401  # a type
+def _type_schema(hint: Any) -> Schema:  # noqa: ANN401  # a type
     """Return the schema of a type; any value for a type that is unknown here."""
     if hint in _BASIC:
         return dict(_BASIC[hint])
     if get_origin(hint) is Literal:
         return {"enum": [*get_args(hint)]}
     if get_origin(hint) in (Union, types.UnionType):
-        values = [_value(member) for member in get_args(hint)]
+        values = [_type_schema(member) for member in get_args(hint)]
         return {} if {} in values else {"anyOf": values}
     if get_origin(hint) is list and get_args(hint):
-        return {"type": "array", "items": _value(get_args(hint)[0])}
+        return {"type": "array", "items": _type_schema(get_args(hint)[0])}
     if isinstance(hint, type) and is_dataclass(hint):
-        return _arguments(hint)
+        return _argument_schema(hint)
     if hint in _CLASSES:
         short_names, _ = _CLASSES[hint]
         # A name, or the path of a class.
         name = {"anyOf": [{"enum": [*short_names, *_exported_classes(hint)]}, {"type": "string", "pattern": r"\."}]}
-        return {"anyOf": [name, _object({"class_path": name, "init_args": {"type": "object"}})]}
+        return {"anyOf": [name, _object_schema({"class_path": name, "init_args": {"type": "object"}})]}
     return {}

@@ -97,7 +97,7 @@ def unknown_option(message: str, options: list[str]) -> OptionError | None:
     parts = match.groupdict()
     class_path = parts.get("kind")
     if class_path:
-        return _unknown_class_option(class_path, parts["key"], _keys(message), text=message[: match.end()])
+        return _unknown_class_option(class_path, parts["key"], _find_keys(message), text=message[: match.end()])
     key = parts["key"]
     if parts.get("group"):
         key = f"{parts['group']}.{key}"
@@ -186,10 +186,10 @@ def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
     >>> str(wrong_type(message, {"training.lr_local": "--lr_local"}))
     "--lr_local: must be a number, got 'fast'"
     """
-    keys = _keys(message)
+    keys = _find_keys(message)
     if not keys:
         return None
-    innermost = _innermost(message)
+    innermost = _innermost_message(message)
     value_line = re.search(r"(?:Got value|Given value): (.*)", innermost)
     if value_line is None or "class_path" in innermost:
         return None
@@ -206,7 +206,7 @@ def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
     )
 
 
-def _innermost(message: str) -> str:
+def _innermost_message(message: str) -> str:
     """Return the part of a message about the innermost of the options that it names."""
     return message[message.rindex("Parser key") :]
 
@@ -260,7 +260,7 @@ def _expected_types(message: str) -> list[str]:
     return list(dict.fromkeys(text for text in texts if text))
 
 
-def _keys(message: str) -> list[str]:
+def _find_keys(message: str) -> list[str]:
     """Return the option that a message is about, followed by those of its class, from outside in."""
     keys = re.findall(r'Parser key "([^"]+)"', message)
     return [_without_link(key) for key in keys]
@@ -288,11 +288,11 @@ def wrong_class(message: str, typed: Mapping[str, str]) -> OptionError | None:
 
 def _wrong_class(message: str) -> OptionError | None:
     """Return the error with options by their full names; None if a message is about something else."""
-    keys = _keys(message)
+    keys = _find_keys(message)
     if not keys:
         return None
     option = ".".join(keys)
-    innermost = _innermost(message)
+    innermost = _innermost_message(message)
     value_line = re.search(r"Given value: (.*)", innermost)
     value = value_line[1] if value_line else ""
     error = _no_module(option, innermost) or _no_attribute(option, innermost) or _no_subclass(option, value, innermost)
@@ -350,21 +350,21 @@ def _class_error(option: str, value: object, problem: str, remedy: str) -> Optio
 def _base_class(option: str, value: str, message: str) -> OptionError | None:
     """Return the error of an abstract base class, with its subclasses; None if a class lacks methods."""
     class_name = value.rpartition(".")[2]
-    bases = [base for base in _classes(_accepted(message)) if base.__name__ == class_name]
-    names = _choices(option, bases[:1]) if bases else []
+    bases = [base for base in _find_classes(_accepted_types(message)) if base.__name__ == class_name]
+    names = _accepted_classes(option, bases[:1]) if bases else []
     if not names:
         return None
     remedy = f"name one of its subclasses: {', '.join(names)}"
     return _class_error(option, value, f"{value} is an abstract base class", remedy)
 
 
-def _accepted(message: str) -> str:
+def _accepted_types(message: str) -> str:
     """Return the types that an option accepts, as the parser prints them."""
     types = re.search(r"Subtypes: \[(.*)\]", message)
     return types[1] if types else ""
 
 
-def _choices(option: str, bases: Iterable[type]) -> list[str]:
+def _accepted_classes(option: str, bases: Iterable[type]) -> list[str]:
     """Return the classes that an option accepts: those in its help, or those that the packages of its bases export."""
     values_of_options = facts()["recipe_options"]
     names = values_of_options.get(option) or values_of_options.get(option.removesuffix(".base"))
@@ -379,8 +379,8 @@ def _choices(option: str, bases: Iterable[type]) -> list[str]:
 
 def _no_such_class(option: str, value: str, message: str) -> OptionError:
     """Return the error of a value that is not a class, with the classes that the option accepts."""
-    accepted = _accepted(message)
-    bases = _classes(accepted)
+    accepted = _accepted_types(message)
+    bases = _find_classes(accepted)
     if option == "data.data":
         return _class_error(option, value, "accepts only Python objects", "choose images with data.dataset")
     mappings = [base for base in bases if is_dataclass(base)]
@@ -389,7 +389,7 @@ def _no_such_class(option: str, value: str, message: str) -> OptionError:
         remedy = f"its options are {', '.join(names)}"
         problem = f"must be a mapping of options, {{NAME: VALUE}}, got {value!r}"
         return _class_error(option, value, problem, remedy)
-    names = _choices(option, bases)
+    names = _accepted_classes(option, bases)
     proposals = _near_classes(value, names, bases)
     if proposals:
         remedy = f"did you mean {proposals[0]!r}?"
@@ -434,7 +434,7 @@ def _list_choices(names: Sequence[str], accepted: str) -> str:
     return ", ".join(choices)
 
 
-def _classes(types: str) -> list[type]:
+def _find_classes(types: str) -> list[type]:
     """Return the classes, except Python's own, whose paths are in a text."""
     named_classes: list[type] = []
     for path in dict.fromkeys(re.findall(r"\w+(?:\.\w+)+", types)):
@@ -498,7 +498,7 @@ def _unknown_word(message: str, typed: Mapping[str, str], program: str) -> str:
     return f"{message}; {remedy}"
 
 
-def _abstract(match: re.Match[str]) -> str:
+def _explain_abstract_class(match: re.Match[str]) -> str:
     """Return the message about a class that cannot be instantiated, since it is abstract or lacks methods."""
     path = match[2] or match[1] or "the class"
     module, _, name = path.rpartition(".")
@@ -511,7 +511,7 @@ def _abstract(match: re.Match[str]) -> str:
     return f"{path} lacks methods ({', '.join(missing)}) that its base class requires; add them"
 
 
-def _unquoted(match: re.Match[str]) -> str:
+def _explain_unquoted_word(match: re.Match[str]) -> str:
     """Return the message about a word that YAML did not read as a string."""
     value = match[1]
     if value in ("True", "False"):
@@ -530,7 +530,7 @@ _PLAIN: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"Key must be a string, got: (.*?)\.?$": r"\1 is no name of an option; write decimals with a point, as in 0.01",
     r"(?s)Expected a path but (\S+\.(?:ya?ml|json)) .*": r"\1 cannot be read; use an existing file, or a class",
     rf"{_PATH}Import path does not correspond to (.*)": r"\1 is not \2; use one",
-    rf"(?s){_PATH}Expected an instantiatable class, but (?:(\S+) )?is abstract.*": _abstract,
+    rf"(?s){_PATH}Expected an instantiatable class, but (?:(\S+) )?is abstract.*": _explain_abstract_class,
     rf"{_PATH}Problem with given class_path '[^']+':\n(No module named .*)": (
         r"\2; it must be in the current folder, on PYTHONPATH, or installed"
     ),
@@ -538,7 +538,7 @@ _PLAIN: dict[str, str | Callable[[re.Match[str]], str]] = {
     _PATH[:-1]: "",
     r"Problem with given class_path '(.*)':": r"\1:",
     r"Expected a typing\.Literal\[(.*)\]\. Got value: (.*)": r"must be one of \1, got \2",
-    r"(?:Expected a <class 'str'>\n)?Expected a <class 'str'>\. Got value: (.*)": _unquoted,
+    r"(?:Expected a <class 'str'>\n)?Expected a <class 'str'>\. Got value: (.*)": _explain_unquoted_word,
     r"Expected a <class '(.*)'>\. Got value: (.*)": r"must be of type \1, got \2",
     r"Expected a <class '(.*)'>$": r"must be of type \1",
     r"Not of type \w+: (.*) does not conform to restriction v(.*)": r"must be a number \2, got \1",

@@ -109,7 +109,7 @@ def overview() -> str:
     methods = [path.stem for path in by_group["method"]]
     blocks = [
         ["Datasets, each with a backbone and a budget:", *_short_lines(by_group["data"])],
-        ["Methods, method/NAME:", *_columns(methods)],
+        ["Methods, method/NAME:", *_lay_out_columns(methods)],
         ["Privacy, privacy/NAME:", *_short_lines(by_group["privacy"])],
         ["Tables and figures of papers, for `perada compare paper/NAME`:", *_paper_lines(by_group["paper"])],
         ["Complete recipes, and comparisons of them:", *_short_lines(by_group[RECIPES.name])],
@@ -158,10 +158,10 @@ def _paper_lines(paths: Sequence[Path]) -> list[str]:
     return [f"  {paper + '_*':16} {' '.join(figures)}" for paper, figures in figures_by_paper.items()]
 
 
-def _columns(names: Sequence[str]) -> list[str]:
+def _lay_out_columns(names: Sequence[str]) -> list[str]:
     """Lay out names in as few lines as fit, sorted from top to bottom.
 
-    >>> _columns(["a", "b", "c"])
+    >>> _lay_out_columns(["a", "b", "c"])
     ['  a  b  c']
     """
     num_lines = 1
@@ -217,7 +217,7 @@ def recipe_text(name: str) -> str:
         comment += _leading_comment(path)[1:]
     merged: dict[str, Any] = {}
     for path in paths:
-        merged = _merge(merged, read_yaml(path))
+        merged = _merge_sections(merged, read_yaml(path))
     return "".join(f"# {line}\n" for line in comment) + yaml.safe_dump(merged, sort_keys=False)
 
 
@@ -240,12 +240,12 @@ def _leading_comment(path: Path) -> list[str]:
     return [line.removeprefix("# ") for line in comment]
 
 
-def _merge(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+def _merge_sections(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
     """Merge two sections. The upper one takes precedence, and removes what it sets to null."""
     merged = lower | upper
     for key, value in lower.items():
         if isinstance(value, dict) and isinstance(upper.get(key), dict):
-            merged[key] = _merge(value, upper[key])
+            merged[key] = _merge_sections(value, upper[key])
     return {key: value for key, value in merged.items() if value is not None}
 
 

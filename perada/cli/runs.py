@@ -297,14 +297,14 @@ class PeradaCLI(LightningCLI):
                     means=self.model.scores,
                 )
             )
-            for line in self._notes(metrics.get("test_images", [])):
+            for line in self._notes_on_scores(metrics.get("test_images", [])):
                 print(f"\n{line}")
         for shift_table in shift_tables(metrics.get("shifts", {}), unit):
             print(f"\n{shift_table}")
         if mode_line(self.model.scores):
             print(mode_line(self.model.scores, unit))
 
-    def _notes(self, test_images: Sequence[int]) -> list[str]:
+    def _notes_on_scores(self, test_images: Sequence[int]) -> list[str]:
         """Return lines on what the mean over clients hides."""
         participation = self.loop.context.federation.participation
         unit = unit_of(self.model.task.record())

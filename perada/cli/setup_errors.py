@@ -47,7 +47,7 @@ def errors_without_data(data: FederatedDataModule, module: FederatedClassifier) 
     """
     errors = []
     for images in _image_sets(data):
-        error = _error_of(partial(_read, images))
+        error = _error_of(partial(_read_list, images))
         if error is not None:
             errors.append(error)
     return [*errors, *_errors_of_model(data, module)]
@@ -64,7 +64,7 @@ def _image_sets(data: FederatedDataModule) -> Iterable[ImageSet]:
             yield shift
 
 
-def _read(image_set: ImageSet) -> None:
+def _read_list(image_set: ImageSet) -> None:
     """Read the list of a set's images."""
     image_set.download()
     len(image_set)

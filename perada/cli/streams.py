@@ -111,8 +111,8 @@ class StandardStreams:
             sys.stdin = open(0, encoding="utf-8", closefd=False)
         self._output = _TolerantFile(1)
         self._errors = _TolerantFile(2)
-        sys.stdout = _guarded(sys.stdout, self._output)
-        sys.stderr = _guarded(sys.stderr, self._errors)
+        sys.stdout = _make_tolerant(sys.stdout, self._output)
+        sys.stderr = _make_tolerant(sys.stderr, self._errors)
 
     def flush(self) -> None:
         """Write what is in the buffers."""
@@ -162,7 +162,7 @@ def _open_closed_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def _guarded(stream: TextIO | None, file: _TolerantFile) -> TextIO:
+def _make_tolerant(stream: TextIO | None, file: _TolerantFile) -> TextIO:
     """Return a stream like the given one that replaces what it cannot encode, and writes to a tolerant file.
 
     Args:

@@ -21,7 +21,7 @@ def rewrapped(lines: Sequence[str], width: int) -> str:
         width: Number of columns.
     """
     wrapped = []
-    for first_indent, indent, text in _paragraphs(lines):
+    for first_indent, indent, text in _join_paragraphs(lines):
         if not text:
             wrapped.append("")
             continue
@@ -35,7 +35,7 @@ def rewrapped(lines: Sequence[str], width: int) -> str:
     return "\n".join(wrapped)
 
 
-def _paragraphs(lines: Sequence[str]) -> list[tuple[str, str, str]]:
+def _join_paragraphs(lines: Sequence[str]) -> list[tuple[str, str, str]]:
     """Join lines to paragraphs: what the first line begins with, the indentation of the others, and the text."""
     paragraphs: list[tuple[str, str, str]] = []
     for line in lines:

@@ -66,7 +66,7 @@ def invalid_option(name: str, value: object, requirement: str, hint: str = "") -
     OptionError('lr must be a finite number > 0, got -1; 0.1 is usual')
     """
     remedy = f"must be {requirement}"
-    return OptionError(_message(name, value, remedy, hint), name=name, value=value, remedy=remedy)
+    return OptionError(_format_message(name, value, remedy, hint), name=name, value=value, remedy=remedy)
 
 
 def without_effect(name: str, value: object, other: str, remedy: str) -> OptionError:
@@ -85,7 +85,7 @@ def without_effect(name: str, value: object, other: str, remedy: str) -> OptionE
     return OptionError(message, name=name, value=value, remedy=remedy)
 
 
-def _message(name: str, value: object, remedy: str, hint: str) -> str:
+def _format_message(name: str, value: object, remedy: str, hint: str) -> str:
     """Return the text of an error, in one line, with a long value abbreviated."""
     message = f"{name} {remedy}, got {value_text(value)}"
     if hint:
@@ -370,7 +370,7 @@ def checked_names(name: str, value: object) -> list[str] | None:
         if names and len(names) == len(entries):
             return names
     remedy = "must be a list of names (non-empty strings), at least one, or None"
-    raise OptionTypeError(_message(name, value, remedy, ""), name=name, value=value, remedy=remedy)
+    raise OptionTypeError(_format_message(name, value, remedy, ""), name=name, value=value, remedy=remedy)
 
 
 def checked_path(name: str, value: object) -> Path:
@@ -388,7 +388,7 @@ def checked_path(name: str, value: object) -> Path:
         if isinstance(path, str) and path and "\0" not in path:
             return Path(path)
     remedy = "must be a path"
-    raise OptionTypeError(_message(name, value, remedy, ""), name=name, value=value, remedy=remedy)
+    raise OptionTypeError(_format_message(name, value, remedy, ""), name=name, value=value, remedy=remedy)
 
 
 def check_type(name: str, value: object, kind: type, example: str) -> None:
@@ -403,7 +403,7 @@ def check_type(name: str, value: object, kind: type, example: str) -> None:
     """
     if value is not None and not isinstance(value, kind):
         remedy = f"must be of type {kind.__name__} or None"
-        message = _message(name, value, remedy, f"for example {example}")
+        message = _format_message(name, value, remedy, f"for example {example}")
         raise OptionTypeError(message, name=name, value=value, remedy=remedy)
 
 

@@ -33,7 +33,7 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
     >>> check_sealed(sealed({"b": [1.5, None], "a": "x"}))
     {'b': [1.5, None], 'a': 'x'}
     """
-    return {KEY: _digest(content), **content}
+    return {KEY: _digest_of_json(content), **content}
 
 
 def check_sealed(content: Any) -> Any:  # noqa: ANN401  # any JSON
@@ -51,7 +51,7 @@ def check_sealed(content: Any) -> Any:  # noqa: ANN401  # any JSON
     has_misnamed_digest = any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in entries.values())
     if KEY not in content and not has_misnamed_digest:
         return content
-    if has_misnamed_digest or content[KEY] != _digest(entries):
+    if has_misnamed_digest or content[KEY] != _digest_of_json(entries):
         raise ValueError(
             f"its content does not match its entry {KEY!r}; restore an intact copy, or delete that entry if you "
             "edited the file yourself"
@@ -131,7 +131,7 @@ def check_sums(folder: Path, needed: Collection[str], free: Collection[str] = ()
         )
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def _digest_of_json(content: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a content that can be written as JSON."""
     # Once through JSON, as it will be read: tuples become lists, and numbers that are keys become strings.
     plain = json.loads(json.dumps(content))

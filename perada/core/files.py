@@ -50,12 +50,12 @@ def sync(paths: Iterable[Path]) -> None:
     paths = list(paths)
     if len(paths) <= 1:
         # Without the start of a pool of threads.
-        _sync(paths)
+        _sync_paths(paths)
         return
     parts = [paths[start::_SYNC_THREADS] for start in range(_SYNC_THREADS)]
     with ThreadPoolExecutor(_SYNC_THREADS) as pool:
         # Reading the results raises the errors of the threads.
-        list(pool.map(_sync, parts))
+        list(pool.map(_sync_paths, parts))
 
 
 def is_owner_only(status: os.stat_result, rights: int = 0o7) -> bool:
@@ -203,7 +203,7 @@ def open_atomic(
                 if durable:
                     os.fsync(file.fileno())
                 if former is not None and path.is_file():
-                    _keep(path, former)
+                    _link_copy(path, former)
                     if durable:
                         sync([former.parent])
                 os.replace(partial, path)
@@ -323,7 +323,7 @@ def opener(mode: int = 0o666) -> Callable[[str, int], int]:
     return lambda path, flags: os.open(path, flags | _NO_FOLLOW, mode)
 
 
-def _keep(path: Path, other: Path) -> None:
+def _link_copy(path: Path, other: Path) -> None:
     """Link a file to a second name, replacing any file of that name."""
     second = other.with_name(f".{other.name}.partial")
     second.unlink(missing_ok=True)
@@ -331,11 +331,11 @@ def _keep(path: Path, other: Path) -> None:
         os.link(path, second)
     except OSError:
         # The file system has no links. The file is not moved: if the disk failed next, it would be missing.
-        _copy(path, second)
+        _copy_durably(path, second)
     second.replace(other)
 
 
-def _copy(path: Path, other: Path) -> None:
+def _copy_durably(path: Path, other: Path) -> None:
     """Copy a file, with its rights, to a new one, and wait until it is on disk."""
     mode = stat.S_IMODE(path.stat().st_mode)
     with writing(other), path.open("rb") as source, open(other, "xb", opener=opener(mode)) as target:
@@ -407,7 +407,7 @@ class Scratch:
     def __init__(self) -> None:
         clear(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
         self.path, handle = _create_locked_folder()
-        self.close = weakref.finalize(self, _remove, self.path, handle)
+        self.close = weakref.finalize(self, _remove_locked_folder, self.path, handle)
 
     def __enter__(self) -> Path:
         return self.path
@@ -452,7 +452,7 @@ def _is_in_place(handle: int, path: Path) -> bool:
     return os.path.samestat(os.fstat(handle), status)
 
 
-def _remove(path: Path, handle: int | None) -> None:
+def _remove_locked_folder(path: Path, handle: int | None) -> None:
     """Delete a folder, then close the handle that locks it."""
     shutil.rmtree(path, ignore_errors=True)
     if handle is not None:
@@ -521,7 +521,7 @@ def try_lock(handle: int, wait: bool = False) -> bool:
     return lock_descriptor(handle, blocking=wait)
 
 
-def _sync(paths: Iterable[Path]) -> None:
+def _sync_paths(paths: Iterable[Path]) -> None:
     """Make sure that files and folders are on disk and survive a power failure."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)

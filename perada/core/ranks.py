@@ -38,17 +38,19 @@ class Ranks:
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor, in place, by its sum over the ranks."""
-        self._apply(tensors, lambda buffer: torch.distributed.all_reduce(buffer))
+        self._apply_collective(tensors, lambda buffer: torch.distributed.all_reduce(buffer))
 
     def max_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor, in place, by its element-wise maximum over the ranks."""
-        self._apply(tensors, lambda buffer: torch.distributed.all_reduce(buffer, torch.distributed.ReduceOp.MAX))
+        self._apply_collective(
+            tensors, lambda buffer: torch.distributed.all_reduce(buffer, torch.distributed.ReduceOp.MAX)
+        )
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor, in place, by that of rank 0."""
-        self._apply(tensors, lambda buffer: torch.distributed.broadcast(buffer, 0))
+        self._apply_collective(tensors, lambda buffer: torch.distributed.broadcast(buffer, 0))
 
-    def _apply(self, tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
+    def _apply_collective(self, tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
         """Apply a collective in place.
 
         Args:

@@ -27,7 +27,7 @@ _LAYOUT = "7488e7de02f18dcd010628b79fd41f56b07708ab2c3d0ec1481cf0c30840bf78"
 """SHA-256 of the 624 words for the seed 5489 (Matsumoto and Nishimura, 1998), each in 8 little-endian bytes."""
 
 
-def _digest(size: int, seed: int, purpose: str, *ids: int) -> bytes:
+def _hash_words(size: int, seed: int, purpose: str, *ids: int) -> bytes:
     """Hash a seed, a purpose and indices to ``size`` bytes by SHAKE-256."""
     # JSON, since it separates its items: ("a", 1, 2) and ("a/1", 2) have different texts.
     text = json.dumps([int(seed), purpose, *map(int, ids)])
@@ -49,7 +49,7 @@ def derive_seed(seed: int, purpose: str, *ids: int) -> int:
     >>> derive_seed(0, "batches", 3, 7) == derive_seed(0, "batches", 7, 3)
     False
     """
-    return int.from_bytes(_digest(16, seed, purpose, *ids), "little")
+    return int.from_bytes(_hash_words(16, seed, purpose, *ids), "little")
 
 
 def generator(seed: int, purpose: str, *ids: int) -> torch.Generator:
@@ -63,13 +63,13 @@ def generator(seed: int, purpose: str, *ids: int) -> torch.Generator:
     True
     """
     new_generator = torch.Generator()
-    new_generator.set_state(_state(seed, purpose, *ids))
+    new_generator.set_state(_generator_state(seed, purpose, *ids))
     return new_generator
 
 
 def seed_global(seed: int, purpose: str, *ids: int) -> None:
     """Set torch's global generator on the CPU to the state of :func:`generator`, for code that takes no generator."""
-    torch.default_generator.set_state(_state(seed, purpose, *ids))
+    torch.default_generator.set_state(_generator_state(seed, purpose, *ids))
 
 
 @contextmanager
@@ -86,10 +86,10 @@ def seeded(seed: int, purpose: str, *ids: int) -> Iterator[None]:
         yield
 
 
-def _state(seed: int, purpose: str, *ids: int) -> Tensor:
+def _generator_state(seed: int, purpose: str, *ids: int) -> Tensor:
     """Return the state of a Mersenne Twister with hashed words, as bytes in torch's layout."""
     state = _fresh_state().clone()
-    words = _digest(4 * _WORDS, seed, purpose, *ids)
+    words = _hash_words(4 * _WORDS, seed, purpose, *ids)
     # torch stores each word of 32 bits in one of 64. The mask removes the copies of the sign bit.
     wide = torch.frombuffer(bytearray(words), dtype=torch.int32).long() & 0xFFFFFFFF
     state[_START : _START + 8 * _WORDS] = wide.view(torch.uint8)
@@ -149,7 +149,7 @@ class Streams:
             clients: Number of each client, which is hashed too.
             device: Device on which the streams draw.
         """
-        keys = [_digest(16, seed, purpose, *ids, client) for client in clients]
+        keys = [_hash_words(16, seed, purpose, *ids, client) for client in clients]
         # torch.frombuffer rejects an empty buffer.
         table = torch.empty(0, dtype=torch.int64)
         if keys:
@@ -172,7 +172,7 @@ class Streams:
         >>> torch.equal(streams.fork("step", 1).bits(5), streams.fork("step", 2).bits(5))
         False
         """
-        seed_offset, gamma_offset = _fork(purpose, index)
+        seed_offset, gamma_offset = _fork_offsets(purpose, index)
         return Streams(self.seeds + seed_offset, self.gammas + gamma_offset)
 
     def bits(self, count: int) -> Tensor:
@@ -207,9 +207,9 @@ def _xor_shifted_(z: Tensor, shift: int) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # hashing cannot be traced, and need not be
-def _fork(purpose: str, index: int) -> tuple[int, int]:
+def _fork_offsets(purpose: str, index: int) -> tuple[int, int]:
     """Return the offsets of s and γ for :meth:`Streams.fork`, as signed integers of 64 bits."""
-    digest = _digest(16, index, purpose)
+    digest = _hash_words(16, index, purpose)
     seed_offset = int.from_bytes(digest[:8], "little", signed=True)
     gamma_offset = int.from_bytes(digest[8:], "little", signed=True)
     # γ must stay odd, so its offset must be even.

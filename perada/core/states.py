@@ -437,7 +437,7 @@ def cut_ranks(stacked: State, factors: Iterable[Factors], ranks: Tensor) -> Stat
     for key, value in stacked.items():
         axis = axes.get(key.rpartition("/")[2])
         if axis is not None:
-            cut[key] = value.masked_fill(_beyond(value, axis, ranks), 0)
+            cut[key] = value.masked_fill(_mask_beyond_ranks(value, axis, ranks), 0)
     return cut
 
 
@@ -467,7 +467,7 @@ def widened(value: Tensor, shape: Sequence[int]) -> Tensor:
     return padded
 
 
-def _beyond(value: Tensor, axis: int, ranks: Tensor) -> Tensor:
+def _mask_beyond_ranks(value: Tensor, axis: int, ranks: Tensor) -> Tensor:
     """Return a mask of the places beyond each client's rank, which broadcasts over a stack.
 
     Args:

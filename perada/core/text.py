@@ -228,7 +228,7 @@ def _full_text(value: object) -> str:
         return _tensor_text(value)
     if type(value) is dict:
         entries = [f"{value_text(key)}: {value_text(entry)}" for key, entry in islice(value.items(), _MAX_ENTRIES)]
-        return f"{{{_joined(entries, len(value))}}}"
+        return f"{{{_join_entries(entries, len(value))}}}"
     # Subclasses, such as named tuples, print themselves.
     if isinstance(value, list | tuple | set | frozenset) and type(value) in (list, tuple, set, frozenset):
         return _container_text(value)
@@ -261,7 +261,7 @@ def _with_article(noun: str) -> str:
 
 def _container_text(values: Collection[object]) -> str:
     """Describe a list, a tuple or a set by its entries."""
-    entries = _joined([value_text(entry) for entry in islice(values, _MAX_ENTRIES)], len(values))
+    entries = _join_entries([value_text(entry) for entry in islice(values, _MAX_ENTRIES)], len(values))
     if isinstance(values, list):
         return f"[{entries}]"
     if isinstance(values, tuple):
@@ -269,7 +269,7 @@ def _container_text(values: Collection[object]) -> str:
     return f"{{{entries}}}" if entries else "an empty set"
 
 
-def _joined(entries: Sequence[str], count: int) -> str:
+def _join_entries(entries: Sequence[str], count: int) -> str:
     """Join the first entries of a container with ``count`` entries."""
     return ", ".join([*entries, "…"] if count > len(entries) else entries)
 

@@ -37,7 +37,7 @@ def parse_yaml(content: bytes | str, source: str, example: str = "trainer: {max_
     Raises:
         YamlFileError: If it is not such YAML.
     """
-    text = _decoded(content, source) if isinstance(content, bytes) else content
+    text = _decode_utf8(content, source) if isinstance(content, bytes) else content
     try:
         root = yaml.compose(text, yaml.SafeLoader)
         _check_keys(root, source)
@@ -49,7 +49,7 @@ def parse_yaml(content: bytes | str, source: str, example: str = "trainer: {max_
             f"{source}, line {line}: the character U+{code:04X} is not allowed in YAML; remove it, or use a text file"
         ) from None
     except yaml.MarkedYAMLError as error:
-        raise _explained(error, text, source) from None
+        raise _explain_syntax_error(error, text, source) from None
     except YamlFileError:
         raise
     except ValueError as error:
@@ -60,7 +60,7 @@ def parse_yaml(content: bytes | str, source: str, example: str = "trainer: {max_
     if not isinstance(parsed, dict):
         content_text = "a list" if isinstance(parsed, list) else repr(parsed)
         raise YamlFileError(f"{source}, line 1: must hold options, NAME: VALUE, got {content_text}; write {example}")
-    for key, _ in _pairs(root):
+    for key, _ in _key_value_pairs(root):
         if not isinstance(key, yaml.ScalarNode) or key.tag not in ("tag:yaml.org,2002:str", MERGE_TAG):
             key_text = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
             raise YamlFileError(
@@ -70,7 +70,7 @@ def parse_yaml(content: bytes | str, source: str, example: str = "trainer: {max_
     return parsed
 
 
-def _decoded(content: bytes, source: str) -> str:
+def _decode_utf8(content: bytes, source: str) -> str:
     """Decode a YAML file as UTF-8; raise a YamlFileError with the line of the first invalid byte."""
     if content.startswith(UTF16_MARKS):
         raise YamlFileError(f"{source}, line 1: the text is encoded as UTF-16; save it as UTF-8")
@@ -86,7 +86,7 @@ def _decoded(content: bytes, source: str) -> str:
         ) from None
 
 
-def _pairs(node: yaml.Node | None) -> list[tuple[yaml.Node, yaml.Node]]:
+def _key_value_pairs(node: yaml.Node | None) -> list[tuple[yaml.Node, yaml.Node]]:
     return node.value if isinstance(node, yaml.MappingNode) else []
 
 
@@ -103,7 +103,7 @@ def _check_keys(root: yaml.Node | None, source: str) -> None:
         if isinstance(node, yaml.SequenceNode):
             pending += node.value
         lines: dict[Hashable, int] = {}
-        for key, value in _pairs(node):
+        for key, value in _key_value_pairs(node):
             pending.append(value)
             if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE_TAG:
                 continue
@@ -116,7 +116,7 @@ def _check_keys(root: yaml.Node | None, source: str) -> None:
             lines[key.tag, key.value] = line
 
 
-def _explained(error: yaml.MarkedYAMLError, text: str, source: str) -> YamlFileError:
+def _explain_syntax_error(error: yaml.MarkedYAMLError, text: str, source: str) -> YamlFileError:
     """Explain a syntax error from the text at which the parser stopped."""
     mark = error.problem_mark or error.context_mark
     opened = error.context_mark
@@ -125,40 +125,44 @@ def _explained(error: yaml.MarkedYAMLError, text: str, source: str) -> YamlFileE
     line = lines[number]
     indent = line[: len(line) - len(line.lstrip())]
     if "\t" in indent:
-        return _at(source, number, "a tab indents the line, which YAML does not allow; replace it by spaces")
+        return _locate_problem(
+            source, number, "a tab indents the line, which YAML does not allow; replace it by spaces"
+        )
     if isinstance(error, yaml.constructor.ConstructorError):
-        return _at(source, number, f"{error.problem}; use a plain value")
+        return _locate_problem(source, number, f"{error.problem}; use a plain value")
     if isinstance(error, yaml.composer.ComposerError):
-        return _at(source, number, _explain_composition(error, lines))
+        return _locate_problem(source, number, _explain_composition(error, lines))
     # An unclosed bracket or quote is reported where it was opened, since the parser stops far below.
-    begins = _character(lines, opened.line, opened.column) if opened else ""
+    begins = _character_at(lines, opened.line, opened.column) if opened else ""
     if begins in ("[", "{", "'", '"') and opened:
-        return _at(source, opened.line, f"the {begins} is not closed, or a comma is missing after it; correct it")
+        return _locate_problem(
+            source, opened.line, f"the {begins} is not closed, or a comma is missing after it; correct it"
+        )
     without_colon = _line_without_colon(lines, number)
     if without_colon is not None:
-        return _at(source, without_colon, f"a colon is missing; write {lines[without_colon].strip()}:")
+        return _locate_problem(source, without_colon, f"a colon is missing; write {lines[without_colon].strip()}:")
     if _is_misplaced(lines, number):
-        return _at(
+        return _locate_problem(
             source, number, "the indentation fits none of the lines above; align it with its neighbouring options"
         )
-    stopped_at = _character(lines, number, mark.column) if mark else ""
+    stopped_at = _character_at(lines, number, mark.column) if mark else ""
     # The parser often stops in the line after the mistake.
     for candidate in (number - 1, number):
         if candidate >= 0 and re.fullmatch(r"\s*[\w.-]+:[^\s:/]+", lines[candidate]):
-            return _at(source, candidate, "there is no space after the colon; write NAME: VALUE")
+            return _locate_problem(source, candidate, "there is no space after the colon; write NAME: VALUE")
     if stopped_at == "\t":
-        return _at(source, number, "a tab where YAML allows only spaces; replace it by spaces")
+        return _locate_problem(source, number, "a tab where YAML allows only spaces; replace it by spaces")
     if stopped_at == ":":
-        return _at(source, number, "the line contains a second colon; quote a value that contains ': '")
+        return _locate_problem(source, number, "the line contains a second colon; quote a value that contains ': '")
     if stopped_at and stopped_at in "%@`!&*|>":
-        return _at(source, number, f"{error.problem}; quote a value that begins with a special character")
-    return _at(source, number, f"{error.problem}; write NAME: VALUE")
+        return _locate_problem(source, number, f"{error.problem}; quote a value that begins with a special character")
+    return _locate_problem(source, number, f"{error.problem}; write NAME: VALUE")
 
 
 def _explain_composition(error: yaml.composer.ComposerError, lines: list[str]) -> str:
     """Explain an unknown alias, or a second document."""
     mark = error.problem_mark
-    if mark is not None and mark.line < len(lines) and _character(lines, mark.line, mark.column) in ("*", "&"):
+    if mark is not None and mark.line < len(lines) and _character_at(lines, mark.line, mark.column) in ("*", "&"):
         return f"{error.problem}; quote a text that begins with * or &"
     return "a second document begins; keep only one document, and remove the line ---"
 
@@ -169,11 +173,11 @@ def _line_without_colon(lines: list[str], number: int) -> int | None:
     return before if re.fullmatch(r"\s*[A-Za-z_][\w.-]*\s*", lines[before]) else None
 
 
-def _at(source: str, number: int, problem: str) -> YamlFileError:
+def _locate_problem(source: str, number: int, problem: str) -> YamlFileError:
     return YamlFileError(f"{source}, line {number + 1}: {problem}")
 
 
-def _character(lines: list[str], number: int, column: int) -> str:
+def _character_at(lines: list[str], number: int, column: int) -> str:
     return lines[number][column : column + 1] if number < len(lines) else ""
 
 

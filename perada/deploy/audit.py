@@ -251,7 +251,7 @@ class AuditLog:
         """
         self.open()
         entry = make_entry(message, reply, spent) | {"trained": trained, "commits": commits}
-        self._append(entry)
+        self._append_entry(entry)
 
     def open(self) -> None:
         """Open and check the file, unless it is open, and repair what a killed process or a failed disk left.
@@ -290,7 +290,7 @@ class AuditLog:
 
     def _check_continues(self, log: LogContent) -> None:
         """Raise a ValueError if a log and its head lack lines that this process wrote."""
-        if not _holds(log.entries, self.tip):
+        if not _contains_tip(log.entries, self.tip):
             raise ValueError(f"{LOG}: line {self.tip.lines}, written by this worker, is missing; {REMEDY}")
         if log.head is not None and log.head.lines < self.tip.lines:
             raise ValueError(_older_head_message(log.head, f"this worker wrote line {self.tip.lines}"))
@@ -302,9 +302,9 @@ class AuditLog:
         last = log.entries[-1] if log.entries else {"trained": 0, "commits": 0}
         counters = {name: last[name] for name in ("trained", "commits")}
         torn = (log.torn + mark).removesuffix(b"\n")
-        self._append({"torn": _describe_torn(torn), **counters}, mark, log.tip)
+        self._append_entry({"torn": _describe_torn(torn), **counters}, mark, log.tip)
 
-    def _append(self, entry: Entry, prefix: bytes = b"", before: Tip | None = None) -> None:
+    def _append_entry(self, entry: Entry, prefix: bytes = b"", before: Tip | None = None) -> None:
         """Write an entry to the log and to disk.
 
         Args:
@@ -351,10 +351,10 @@ def read_log(folder: Path) -> LogContent:
         head = _read_head(folder)
         content = path.read_bytes() if path.exists() else b""
         if head == _read_head(folder):
-            return _parse(content, head)
+            return _parse_log(content, head)
 
 
-def _parse(content: bytes, head: Tip | None) -> LogContent:
+def _parse_log(content: bytes, head: Tip | None) -> LogContent:
     """Read the content of a log, and find its first invalid line."""
     entries: list[Entry] = []
     torn_lines: list[bytes] = []
@@ -434,10 +434,11 @@ def check_state(log: LogContent, committed: Committed, mark: HighWaterMark) -> N
     logged = counts[-1] if counts else 0
     if max(logged, mark.commits) > committed.commits:
         witness = f"line {len(entries)} of {LOG}" if logged >= mark.commits else f"the file {LOCK}"
-        written = f"an older copy (written {_times(committed.commits)})" if committed.commits else "gone"
+        written = f"an older copy (written {_count_times(committed.commits)})" if committed.commits else "gone"
         raise ValueError(
-            f"{STATE} is {written}, but according to {witness} it was written {_times(max(logged, mark.commits))}, so "
-            f"everything spent and sent since is forgotten; {OLD_STATE_REMEDY}"
+            f"{STATE} is {written}, but according to {witness} it was written "
+            f"{_count_times(max(logged, mark.commits))}, so everything spent and sent since is forgotten; "
+            f"{OLD_STATE_REMEDY}"
         )
     decreases = [index for index in range(1, len(counts)) if counts[index] < counts[index - 1]]
     begun = entries[0].get("begun", {}) if entries else {}
@@ -446,9 +447,9 @@ def check_state(log: LogContent, committed: Committed, mark: HighWaterMark) -> N
         problem = f"line {decreases[0] + 1} was written with an older copy of {STATE} than the previous line"
     elif log.head is None and committed.commits:
         problem = f"it is missing, and so is {HEAD}"
-    elif not _holds(entries, committed.tip) and begun.get("committed") != list(committed.tip):
+    elif not _contains_tip(entries, committed.tip) and begun.get("committed") != list(committed.tip):
         problem = f"the state was written after a line {committed.tip.lines} that the log does not contain"
-    elif not _holds(entries, mark.tip):
+    elif not _contains_tip(entries, mark.tip):
         problem = f"it is an older copy: {LOCK} records a line {mark.tip.lines} that it does not contain"
     if problem:
         raise ValueError(f"{LOG}: {problem}; {REMEDY}")
@@ -462,14 +463,14 @@ def _older_head_message(head: Tip, witness: str) -> str:
     return f"{HEAD} is an older copy: it records {head.lines} lines, but {witness}; {REMEDY}"
 
 
-def _holds(entries: list[Entry], tip: Tip) -> bool:
+def _contains_tip(entries: list[Entry], tip: Tip) -> bool:
     """Return whether a log contains the line at ``tip``."""
     if not tip.lines:
         return True
     return tip.lines <= len(entries) and bool(entries[tip.lines - 1][KEY] == tip.last)
 
 
-def _times(count: int) -> str:
+def _count_times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 

@@ -66,7 +66,7 @@ def export_site_run(client: Client, run_state: RunState, name: str) -> Run:
         personal = unstack(stacked_personal)[0]
         personal_of = lambda _: personal  # noqa: E731  # the state of any client, of which there is one
     state_of_both = client.state_of_both(shared, run_state)
-    members = _members(recipe, shared, {})
+    members = _global_models(recipe, shared, {})
     return Run(recipe.module.adapted, members, personal_of, 1, metrics, info, lambda _: state_of_both)
 
 
@@ -107,11 +107,11 @@ def export_server_run(recipe: ServerRecipe, progress: RunProgress, saved_states:
     for row in progress.history:
         rounds.append({name: int(value) if name == "round" else value for name, value in row.items()})
     metrics = {"rounds": rounds, "clients": {LAST_ROUND: [member.last_round for member in members]}}
-    models = _members(recipe, to_device(saved_states["global"], recipe.device), saved_states["server"])
+    models = _global_models(recipe, to_device(saved_states["global"], recipe.device), saved_states["server"])
     return Run(recipe.module.adapted, models, None, len(members), metrics, info)
 
 
-def _members(recipe: Recipe, shared: State, server_states: Mapping[str, State]) -> list[State]:
+def _global_models(recipe: Recipe, shared: State, server_states: Mapping[str, State]) -> list[State]:
     """Return the global models whose outputs are averaged; usually one."""
     states = {name: to_device(state, recipe.device) for name, state in server_states.items()}
     return unstack(recipe.loop.algorithm.members(shared, states))

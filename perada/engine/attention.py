@@ -53,7 +53,7 @@ class FasterAttention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **options)
         self.was_called = True
-        return _attend(*args, **options)
+        return _compute_attention(*args, **options)
 
 
 def can_run_faster(x: Tensor) -> bool:
@@ -62,7 +62,7 @@ def can_run_faster(x: Tensor) -> bool:
     return is_half and torch.is_grad_enabled()
 
 
-def _attend(
+def _compute_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

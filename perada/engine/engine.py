@@ -102,9 +102,9 @@ class Engine:
         self._tied = tied_names(model)
         # Whether the network calls torch's attention, until the first pass in bfloat16 shows that it does not.
         self._calls_attention = True
-        self._full_batch: ModelCall = _call
+        self._full_batch: ModelCall = _call_with_tensors
         if compile is not None:
-            self._full_batch = torch.compile(_call, **compile)
+            self._full_batch = torch.compile(_call_with_tensors, **compile)
 
     def copy(self) -> "Engine":
         """Return an engine with its own modules and the same tensors, whose passes may run in another thread.
@@ -121,7 +121,7 @@ class Engine:
     @property
     def is_compiled(self) -> bool:
         """Whether passes of full batches are compiled."""
-        return self._full_batch is not _call
+        return self._full_batch is not _call_with_tensors
 
     @property
     def runs(self) -> nn.Module:
@@ -182,9 +182,9 @@ class Engine:
         Returns:
             Logits (C, B, K) in float32 or float64; rows beyond a client's count are meaningless.
         """
-        return self._logits(states, x, self._full_batch, training, counts, streams, batch_statistics)
+        return self._compute_logits(states, x, self._full_batch, training, counts, streams, batch_statistics)
 
-    def _logits(
+    def _compute_logits(
         self,
         states: State,
         x: Tensor,
@@ -208,8 +208,8 @@ class Engine:
                 for norm in batch_norms(self._fold.model):
                     norm.train()
                 states = self._with_copied_buffers(states)
-        run = self._folded if self.kind == "folded" else self._loop
-        if self._calls_attention and full_batch is _call and can_run_faster(x):
+        run = self._run_folded if self.kind == "folded" else self._run_one_by_one
+        if self._calls_attention and full_batch is _call_with_tensors and can_run_faster(x):
             attention = FasterAttention()
             with attention:
                 logits = run(states, x, full_batch, real_counts, streams)
@@ -250,7 +250,7 @@ class Engine:
         hook = module.register_forward_pre_hook(lambda _, args: head_inputs.append(args[0]))
         try:
             # Not compiled, since a compiler may leave out the hook.
-            logits = self._logits(states, x, _call, training, counts, streams)
+            logits = self._compute_logits(states, x, _call_with_tensors, training, counts, streams)
         finally:
             hook.remove()
         clients, rows = x.shape[:2]
@@ -259,7 +259,7 @@ class Engine:
             representations = head_inputs[0].reshape(clients, rows, -1)
         else:
             # Each client had a pass of its real rows.
-            padded_inputs = [_padded(head_input.flatten(1), rows) for head_input in head_inputs]
+            padded_inputs = [_pad_rows(head_input.flatten(1), rows) for head_input in head_inputs]
             representations = torch.stack(padded_inputs)
         return logits, representations.to(logits.dtype)
 
@@ -325,7 +325,7 @@ class Engine:
                 logits_of_states.append(torch.cat(logits_of_images, 1))
         return torch.cat(logits_of_states)
 
-    def _folded(
+    def _run_folded(
         self,
         states: State,
         x: Tensor,
@@ -333,14 +333,14 @@ class Engine:
         counts: tuple[int, ...] | None,
         streams: Streams | None,
     ) -> Tensor:
-        """Run all clients as one batch of C·B rows; the arguments are those of :meth:`_logits`."""
+        """Run all clients as one batch of C·B rows; the arguments are those of :meth:`_compute_logits`."""
         clients, rows = x.shape[:2]
         # Padded batches are not compiled: the numbers of real rows differ, and each would be compiled anew.
         call = full_batch
         if counts is not None:
-            call = _call
+            call = _call_with_tensors
         # One call for all clients' norms, for a GPU and for compiled code; a loop over clients is faster on a CPU.
-        together = x.is_cuda or call is not _call
+        together = x.is_cuda or call is not _call_with_tensors
         self._fold.context.begin(clients, counts, streams, together=together)
         tensors = dict(states)
         # These parameters broadcast over the batch, so every row gets a copy of its client's.
@@ -364,7 +364,7 @@ class Engine:
             return x.to(memory_format=self.memory_format)
         return x
 
-    def _loop(
+    def _run_one_by_one(
         self,
         states: State,
         x: Tensor,
@@ -372,7 +372,7 @@ class Engine:
         counts: tuple[int, ...] | None,
         streams: Streams | None,
     ) -> Tensor:
-        """Run one client after another, each on its real rows; the arguments are those of :meth:`_logits`."""
+        """Run one client after another, each on its real rows; the arguments are those of :meth:`_compute_logits`."""
         outputs = []
         for client, images in enumerate(x):
             real_images = images
@@ -384,7 +384,7 @@ class Engine:
             self._fold.context.begin(1, None, client_streams)
             state = {name: value[client] for name, value in states.items()}
             output = full_batch(self._fold.model, state, self.format(real_images), self._tied)
-            outputs.append(_padded(self.logits_of(output), len(images)))
+            outputs.append(_pad_rows(self.logits_of(output), len(images)))
         return torch.stack(outputs)
 
 
@@ -406,7 +406,7 @@ ModelCall = Callable[[nn.Module, State, Tensor, Mapping[str, str]], Tensor]
 """Function of a module, its state, the images (R, ...) and its tied names that returns the logits (R, K)."""
 
 
-def _call(module: nn.Module, tensors: State, x_R: Tensor, tied: Mapping[str, str]) -> Tensor:
+def _call_with_tensors(module: nn.Module, tensors: State, x_R: Tensor, tied: Mapping[str, str]) -> Tensor:
     """Call a module with other tensors in place of its own.
 
     Args:
@@ -429,7 +429,7 @@ def _call(module: nn.Module, tensors: State, x_R: Tensor, tied: Mapping[str, str
     return logits
 
 
-def _padded(values: Tensor, num_rows: int) -> Tensor:
+def _pad_rows(values: Tensor, num_rows: int) -> Tensor:
     """Append rows of zeros to values (B, ...) until there are ``num_rows`` rows."""
     padding = values.new_zeros(num_rows - len(values), *values.shape[1:])
     if len(padding) == 0:

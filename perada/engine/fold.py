@@ -107,13 +107,13 @@ class _Folder:
     def visit(self, module: nn.Module, path: str) -> nn.Module:
         """Return the replacement of a module in the folded model."""
         if id(module) not in self._seen:
-            replacement = self._replacement(module, path)
+            replacement = self._find_replacement(module, path)
             if self._wrap is not None:
                 replacement = self._wrap(replacement, path)
             self._seen[id(module)] = replacement
         return self._seen[id(module)]
 
-    def _replacement(self, module: nn.Module, path: str) -> nn.Module:
+    def _find_replacement(self, module: nn.Module, path: str) -> nn.Module:
         """Return the replacement of a module before it is wrapped; the module itself if nothing in it changes."""
         kind = type(module)
         if draws(module):
@@ -133,9 +133,9 @@ class _Folder:
                     self.row_keys.add(f"{path}.{name}".lstrip("."))
             else:
                 self.missing[path or "the model itself"] = kind.__name__
-        return self._container(module, path)
+        return self._copy_container(module, path)
 
-    def _container(self, module: nn.Module, path: str) -> nn.Module:
+    def _copy_container(self, module: nn.Module, path: str) -> nn.Module:
         """Return a copy of a container with replaced children, or the container itself if no child is replaced."""
         owner: Any = None
         param_dicts: frozenset[str] = frozenset()

@@ -48,7 +48,7 @@ def check_fold(model: nn.Module, x: Tensor, channels_last: bool = False) -> str 
     device = torch.device("cpu") if x.device.type == "mps" else x.device
     exact = x.to(device, torch.float64 if x.is_floating_point() else x.dtype)
     exact_model = copy.deepcopy(model).to(device, torch.float64)
-    if _runs(exact_model, exact, channels_last):
+    if _runs_unfolded(exact_model, exact, channels_last):
         obstacle = _find_obstacle(exact_model, exact, channels_last, TOLERANCE_DOUBLE)
     else:
         # A network with a fixed dtype. The rounding of this dtype must not be taken for a difference.
@@ -56,11 +56,11 @@ def check_fold(model: nn.Module, x: Tensor, channels_last: bool = False) -> str 
     return None if obstacle is None else obstacle.reason
 
 
-def _runs(model: nn.Module, x: Tensor, channels_last: bool) -> bool:
+def _runs_unfolded(model: nn.Module, x: Tensor, channels_last: bool) -> bool:
     """Return whether a model computes the logits of one client's images (C, B, ...)."""
     engine = Engine(model, "loop", channels_last=channels_last)
     try:
-        _logits(engine, stack([get_state(model)]), x[:1, :1], training=False)
+        _seeded_logits(engine, stack([get_state(model)]), x[:1, :1], training=False)
     except Exception:  # networks raise errors of any kind for inputs of another dtype
         return False
     return True
@@ -109,13 +109,13 @@ def _find_obstacle(model: nn.Module, x: Tensor, channels_last: bool, tolerance: 
         conclusive = True
         for batch in batches:
             try:
-                separate = _logits(loop, states, batch, training)
+                separate = _seeded_logits(loop, states, batch, training)
             except Exception:  # networks raise errors of any kind in training, for example with one image
                 conclusive = False
                 continue
-            obstacle = _compare(folded, states, batch, training, separate, tolerance)
+            obstacle = _compare_passes(folded, states, batch, training, separate, tolerance)
             if obstacle is not None:
-                if _repeats(loop, states, batch, training, separate):
+                if _repeats_logits(loop, states, batch, training, separate):
                     return obstacle
                 # The network draws from torch's global generator, so no two passes agree.
                 conclusive = False
@@ -127,7 +127,7 @@ def _find_obstacle(model: nn.Module, x: Tensor, channels_last: bool, tolerance: 
     if error is None or _backward_error(loop, states, two_clients[:, :1]) is not None:
         # What fails for one client after another, too, is no reason against folding.
         return None
-    return _failure(error)
+    return _obstacle_of_error(error)
 
 
 def _backward_error(engine: Engine, states: State, x: Tensor) -> Exception | None:
@@ -143,7 +143,7 @@ def _backward_error(engine: Engine, states: State, x: Tensor) -> Exception | Non
     return None
 
 
-def _compare(
+def _compare_passes(
     folded: Engine,
     states: State,
     x: Tensor,
@@ -165,9 +165,9 @@ def _compare(
         The obstacle; None if the logits agree.
     """
     try:
-        together = _logits(folded, states, x, training)
+        together = _seeded_logits(folded, states, x, training)
     except Exception as error:  # networks raise errors of any kind for the images of two clients
-        return _failure(error)
+        return _obstacle_of_error(error)
     largest = float(separate.abs().max())
     difference = float((together - separate).abs().max())
     if difference <= tolerance * max(largest, 1e-6):
@@ -182,7 +182,7 @@ def _compare(
     )
 
 
-def _failure(error: Exception) -> _Obstacle:
+def _obstacle_of_error(error: Exception) -> _Obstacle:
     """Return the obstacle for an error that the network raised in a folded pass."""
     message = " ".join(str(error).split())[:150]
     return _Obstacle(f"it fails on images of two clients ({type(error).__name__}: {message})", raised=True)
@@ -219,12 +219,12 @@ def perturbed_states(state: State, keys: Collection[str], num_clients: int, leas
     return states
 
 
-def _repeats(engine: Engine, states: State, x: Tensor, training: bool, logits: Tensor) -> bool:
+def _repeats_logits(engine: Engine, states: State, x: Tensor, training: bool, logits: Tensor) -> bool:
     """Return whether a pass with another state of torch's global generator gives the same ``logits``."""
-    return torch.equal(logits, _logits(engine, states, x, training, seed=1))
+    return torch.equal(logits, _seeded_logits(engine, states, x, training, seed=1))
 
 
-def _logits(engine: Engine, states: State, x: Tensor, training: bool, seed: int = 0) -> Tensor:
+def _seeded_logits(engine: Engine, states: State, x: Tensor, training: bool, seed: int = 0) -> Tensor:
     """Return the logits (2, B, K) of two clients, with torch's global generator seeded by ``seed``."""
     # Copies, since training mode updates running statistics in place.
     copies = clone(states)

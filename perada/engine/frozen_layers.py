@@ -71,9 +71,9 @@ class FrozenConv2d(FrozenSubstitute):
 
     def _linear_map(self, conv: nn.Conv2d, size: torch.Size, dtype: torch.dtype, channels_last: bool) -> LinearMap:
         """Return the convolution as a linear map, from the cache if possible."""
-        weights = _version(conv.weight)
+        weights = _version_of_tensor(conv.weight)
         if conv.bias is not None:
-            weights += _version(conv.bias)
+            weights += _version_of_tensor(conv.bias)
         if weights != self._cached_weights:
             self._cache.clear()
             self._cached_weights = weights
@@ -88,7 +88,7 @@ class FrozenConv2d(FrozenSubstitute):
         return self._cache[key]
 
 
-def _version(tensor: Tensor) -> tuple[int, ...]:
+def _version_of_tensor(tensor: Tensor) -> tuple[int, ...]:
     """Return numbers that change with a tensor or its values, as far as torch counts in-place changes."""
     # Neither id nor address is enough: a new tensor may have those of one that was deleted.
     return id(tensor), tensor.data_ptr(), tensor._version

@@ -160,7 +160,7 @@ class FrozenTrunk:
         outputs = self._recorded_outputs
         self._recorded_outputs = None
         for path, output in outputs.items():
-            self._formats[path] = (output.dtype, _layout(output))
+            self._formats[path] = (output.dtype, _memory_format_of(output))
         flat_outputs = [outputs[path].flatten(1) for path in self.needed]
         return torch.cat(flat_outputs, 1)
 
@@ -239,7 +239,7 @@ class ConstantModule(WrappingSubstitute):
         return self.trunk.output(self.path, lambda: self.original(x, *args, **kwargs), x)
 
 
-def _layout(value: Tensor) -> torch.memory_format:
+def _memory_format_of(value: Tensor) -> torch.memory_format:
     """Return the memory format of a tensor: ``channels_last`` or ``contiguous_format``."""
     if value.dim() != 4 or value.is_contiguous():
         return torch.contiguous_format
@@ -268,17 +268,17 @@ def find_trunk(model: nn.Module, image: Tensor, least_share: float = 0.0) -> Fro
     third_image = 0.5 * image if image.is_floating_point() else image.roll(1)
     x_R = torch.stack([image, image.flip(-1), third_image])
     try:
-        return _find(model, x_R, least_share)
+        return _find_trunk(model, x_R, least_share)
     except Exception as error:  # a model's own code raises errors of any kind for unusual inputs
         failed = f"{type(error).__name__}: {error}"
         logging.getLogger(__name__).info("features of the model's frozen part cannot replace images: %s", failed)
         return None
 
 
-def _find(model: nn.Module, x_R: Tensor, least_share: float) -> FrozenTrunk | None:
+def _find_trunk(model: nn.Module, x_R: Tensor, least_share: float) -> FrozenTrunk | None:
     """Find the trunk as :func:`find_trunk` does, given three different images (3, ...)."""
     image_shape = x_R.shape[1:]
-    shapes = _constant(model, x_R)
+    shapes = _find_constant_modules(model, x_R)
     if not shapes:
         return None
 
@@ -294,7 +294,7 @@ def _find(model: nn.Module, x_R: Tensor, least_share: float) -> FrozenTrunk | No
     share = trunk_flops.get_total_flops() / max(1, pass_flops.get_total_flops())
     if share < least_share:
         return None
-    needed = _needed(trunk, module, features, expected)
+    needed = _find_needed_modules(trunk, module, features, expected)
     if not needed:
         return None
 
@@ -375,7 +375,7 @@ class _Output(NamedTuple):
     changing: bool
 
 
-def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
+def _find_constant_modules(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
     """Find the outermost constant modules of a model.
 
     Args:
@@ -386,16 +386,16 @@ def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
         Shape of each module's output for one image, by the module's path and in the order of the calls.
     """
     modules = dict(model.named_modules())
-    outputs_of_three = _outputs(model, x_R, training=False)
+    outputs_of_three = _summarize_outputs(model, x_R, training=False)
     # Fewer images, other values of the trained tensors, and training mode.
-    outputs_of_two = _outputs(model, x_R[:2], training=True)
+    outputs_of_two = _summarize_outputs(model, x_R[:2], training=True)
     constant: dict[str, torch.Size] = {}
     for path, output in outputs_of_three.items():
         other_output = outputs_of_two.get(path)
         # Wrapping an identity would save nothing.
         if output is None or other_output is None or isinstance(modules[path], nn.Identity):
             continue
-        if _agree(output, other_output, len(x_R)):
+        if _outputs_agree(output, other_output, len(x_R)):
             constant[path] = output.shape[1:]
 
     # Modules inside a constant one do not run in passes on features, which replace the output of the outer one.
@@ -405,7 +405,7 @@ def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
     return {path: shape for path, shape in constant.items() if modules[path] not in inner}
 
 
-def _agree(output: _Output, output_of_two: _Output, num_rows: int) -> bool:
+def _outputs_agree(output: _Output, output_of_two: _Output, num_rows: int) -> bool:
     """Return whether a module's outputs for the first two images are the same in both passes.
 
     Args:
@@ -478,7 +478,7 @@ class _OutputRecorder:
         return torch.get_rng_state()
 
 
-def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output | None]:
+def _summarize_outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output | None]:
     """Return summaries of the outputs of a model's modules, by path; ``None`` for an output that cannot be a feature.
 
     The pass leaves the model's tensors and torch's global generator as they were.
@@ -519,7 +519,7 @@ def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output
     return recorder.outputs
 
 
-def _needed(trunk: FrozenTrunk, module: nn.Module, features: Tensor, expected: Tensor) -> tuple[str, ...]:
+def _find_needed_modules(trunk: FrozenTrunk, module: nn.Module, features: Tensor, expected: Tensor) -> tuple[str, ...]:
     """Find the modules on whose outputs the logits depend.
 
     Args:

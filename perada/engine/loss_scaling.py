@@ -65,13 +65,13 @@ class LossScales:
         for key, value in states.items():
             if value.requires_grad:
                 # A hook on the leaf itself would add up over the steps; one on a view is freed with the graph.
-                scaled[key] = _scaled(value.view_as(value), inverse)
+                scaled[key] = _scale_gradient(value.view_as(value), inverse)
         return scaled
 
     def leave(self, logits: Tensor, client_slice: slice) -> Tensor:
         """Return the network's logits (C, ...), whose gradients are multiplied by the loss scales."""
         # A copy, since update() changes the scales in place, possibly before the backward pass.
-        return _scaled(logits, self.scale[client_slice].clone())
+        return _scale_gradient(logits, self.scale[client_slice].clone())
 
     def update(self, gradients: Sequence[Tensor], client_slice: slice) -> Tensor:
         """Adjust the scales of the clients in ``client_slice``.
@@ -173,7 +173,7 @@ class KeptScales:
         self._scales = dict(saved)
 
 
-def _scaled(value: Tensor, factors: Tensor) -> Tensor:
+def _scale_gradient(value: Tensor, factors: Tensor) -> Tensor:
     """Register a hook that multiplies the gradient of ``value`` (C, ...) by ``factors`` (C,), and return ``value``."""
     if value.requires_grad:
         rows = per_client(factors, value)
@@ -202,10 +202,10 @@ class MaskedOptimizer(torch.optim.Optimizer, ABC):
                     rows = per_client(stepping, parameter)
                     # Not a product: a skipped gradient is infinite or NaN, and 0 times that is NaN.
                     gradient = parameter.grad.where(rows, 0)
-                    self._step(parameter, gradient, rows.to(parameter), group)
+                    self._update_parameter(parameter, gradient, rows.to(parameter), group)
 
     @abstractmethod
-    def _step(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
+    def _update_parameter(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
         """Update a parameter in place.
 
         Args:
@@ -222,7 +222,7 @@ class MaskedSGD(MaskedOptimizer):
     def __init__(self, parameters: list[Tensor], lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
-    def _step(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
+    def _update_parameter(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
         if group["weight_decay"]:
             gradient = gradient.addcmul(parameter, rows, value=group["weight_decay"])
         if group["momentum"]:
@@ -253,7 +253,7 @@ class MaskedAdam(MaskedOptimizer):
         self.eps = 1e-8
         self.decoupled = decoupled
 
-    def _step(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
+    def _update_parameter(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
         state = self.state[parameter]
         beta1, beta2 = self.betas
         if not state:

@@ -216,12 +216,12 @@ class StackedConv2d(StackedLayer):
             return self._multiply_maps(x_R, bias)
 
         weights = self.weight.unbind()
-        biases = _unbound(bias, len(x_CB))
+        biases = _split_by_client(bias, len(x_CB))
         outputs = []
         # Chunks keep the strides of images of one channel, unlike x_CB.
         for x, client_weight, client_bias in zip(x_R.chunk(len(x_CB)), weights, biases, strict=True):
             outputs.append(conv._conv_forward(x, client_weight, client_bias))
-        return _joined(outputs)
+        return _join_clients(outputs)
 
     def _multiply_maps(self, x_R: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve small maps (R, in, H, W) by a matrix product for each client, with biases (C, out)."""
@@ -276,11 +276,11 @@ class StackedConvTranspose2d(StackedLayer):
             return self.shifted(out, [1, -1, 1, 1])
         x_CB = _split_clients(x_R, self.context.num_clients)
         weights = self.weight.unbind()
-        biases = _unbound(self.stacked("bias"), len(x_CB))
+        biases = _split_by_client(self.stacked("bias"), len(x_CB))
         outputs = []
         for x, client_weight, client_bias in zip(x_CB, weights, biases, strict=True):
             outputs.append(convolve(x, client_weight, client_bias))
-        return _joined(outputs)
+        return _join_clients(outputs)
 
 
 def _only_tap(conv: nn.Conv2d, x_R: Tensor) -> int | None:
@@ -308,7 +308,7 @@ def _is_pointwise(conv: nn.Conv2d) -> bool:
     return conv.kernel_size == (1, 1) and conv.groups == 1 and is_unpadded
 
 
-def _joined(outputs: list[Tensor]) -> Tensor:
+def _join_clients(outputs: list[Tensor]) -> Tensor:
     """Concatenate the outputs (B, ...) of the clients to (R, ...), without a copy for a single client."""
     if len(outputs) == 1:
         return outputs[0]
@@ -384,7 +384,7 @@ class StackedBatchNorm(StackedLayer):
             # momentum of 1 it returns the statistics of the batch, from which the means are updated here.
             batch_means = torch.zeros_like(means)
             batch_variances = torch.zeros_like(variances)
-            out = self._normalise(x_R, batch_means, batch_variances, momentum=1.0)
+            out = self._normalise_rows(x_R, batch_means, batch_variances, momentum=1.0)
             assert self.num_batches_tracked is not None
             # The n-th batch has the share 1/n in the mean. In single precision at least: float16 and bfloat16 cannot
             # count many batches.
@@ -393,9 +393,9 @@ class StackedBatchNorm(StackedLayer):
             means.lerp_(batch_means, share.to(means.dtype))
             variances.lerp_(batch_variances, share.to(variances.dtype))
             return out
-        return self._normalise(x_R, means, variances, 0.0 if momentum is None else momentum)
+        return self._normalise_rows(x_R, means, variances, 0.0 if momentum is None else momentum)
 
-    def _normalise(self, x_R: Tensor, means: Tensor | None, variances: Tensor | None, momentum: float) -> Tensor:
+    def _normalise_rows(self, x_R: Tensor, means: Tensor | None, variances: Tensor | None, momentum: float) -> Tensor:
         """Normalise rows (R, D, ...) by the faster way.
 
         Args:
@@ -427,10 +427,10 @@ class StackedBatchNorm(StackedLayer):
         out = F.batch_norm(
             x,
             # Views, since batch_norm updates the statistics in place.
-            running_mean=_flat(means, view=use_batch),
-            running_var=_flat(variances, view=use_batch),
-            weight=_flat(self.stacked("weight")),
-            bias=_flat(self.stacked("bias")),
+            running_mean=_flatten_stack(means, view=use_batch),
+            running_var=_flatten_stack(variances, view=use_batch),
+            weight=_flatten_stack(self.stacked("weight")),
+            bias=_flatten_stack(self.stacked("bias")),
             training=use_batch,
             momentum=momentum,
             eps=norm.eps,
@@ -451,10 +451,10 @@ class StackedBatchNorm(StackedLayer):
         clients = self.context.num_clients
         counts = self.context.counts
         use_batch = self.training or means is None
-        means_by_client = _unbound(means, clients)
-        variances_by_client = _unbound(variances, clients)
-        weights = _unbound(self.stacked("weight"), clients)
-        biases = _unbound(self.stacked("bias"), clients)
+        means_by_client = _split_by_client(means, clients)
+        variances_by_client = _split_by_client(variances, clients)
+        weights = _split_by_client(self.stacked("weight"), clients)
+        biases = _split_by_client(self.stacked("bias"), clients)
         # The rows of a single client are used as they are, without a view.
         rows_by_client = x_R.chunk(clients) if clients > 1 else (x_R,)
         outputs = []
@@ -476,10 +476,10 @@ class StackedBatchNorm(StackedLayer):
                 padding = rows.new_zeros(rows[len(out) :].shape)
                 out = torch.cat([out, padding])
             outputs.append(out)
-        return _joined(outputs)
+        return _join_clients(outputs)
 
 
-def _unbound(stack: Tensor | None, num_clients: int) -> Sequence[Tensor | None]:
+def _split_by_client(stack: Tensor | None, num_clients: int) -> Sequence[Tensor | None]:
     """Split a stack (C, ...) by client; None stands for None for each client.
 
     unbind() is a single operation with one gradient; that of each ``stack[client]`` would have the size of the stack.
@@ -489,7 +489,7 @@ def _unbound(stack: Tensor | None, num_clients: int) -> Sequence[Tensor | None]:
     return stack.unbind()
 
 
-def _flat(stack: Tensor | None, view: bool = False) -> Tensor | None:
+def _flatten_stack(stack: Tensor | None, view: bool = False) -> Tensor | None:
     """Flatten a stack (C, D) to (C·D,).
 
     Args:

@@ -125,10 +125,10 @@ class StepGraph(Generic[T]):
         Returns:
             The result of the function, or of the call in which the graph was captured.
         """
-        self.last_result = self._step(function)
+        self.last_result = self._run_step(function)
         return self.last_result
 
-    def _step(self, function: Callable[[], T]) -> T:
+    def _run_step(self, function: Callable[[], T]) -> T:
         capture = self._graphs.capture
         if self._replay is not None:
             return self._replay()

@@ -14,7 +14,7 @@ class Substitute(nn.Module, ABC):
     """
 
     @abstractmethod
-    def _replaced(self) -> nn.Module:
+    def _replaced_module(self) -> nn.Module:
         """Return the replaced module.
 
         This is a method because an AttributeError in a property would call ``__getattr__``, which calls this.
@@ -25,7 +25,7 @@ class Substitute(nn.Module, ABC):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self._replaced(), name)
+            return getattr(self._replaced_module(), name)
 
 
 class WrappingSubstitute(Substitute):
@@ -35,7 +35,7 @@ class WrappingSubstitute(Substitute):
         super().__init__()
         self.original = original
 
-    def _replaced(self) -> nn.Module:
+    def _replaced_module(self) -> nn.Module:
         # Not `self.original`, whose lookup would recurse if there is no such child yet, as while unpickling.
         replaced = nn.Module.__getattr__(self, "original")
         assert isinstance(replaced, nn.Module)
@@ -53,6 +53,6 @@ class FrozenSubstitute(Substitute):
         # In a list, since an attribute that is a module would become a child.
         self.original: list[Any] = [original]
 
-    def _replaced(self) -> nn.Module:
+    def _replaced_module(self) -> nn.Module:
         replaced: nn.Module = self.__dict__["original"][0]
         return replaced

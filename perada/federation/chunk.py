@@ -219,7 +219,7 @@ class Chunk:
     def open(self) -> None:
         """Copy the stacks that the chunk trains."""
         for role, opened in self._local_round.opened.items():
-            rows = _rows(opened, self.start, self.stop)
+            rows = _slice_rows(opened, self.start, self.stop)
             # Weights that the server merges into are not trained, and may be views of one tensor.
             merged = select(rows, self.tensor_names.merged)
             self.full[role] = clone(without(rows, self.tensor_names.merged)) | merged
@@ -230,9 +230,9 @@ class Chunk:
         if batch.phase != self._phase_index:
             self._begin_phase(batch.phase)
         if len(batch.clients) < self.active:
-            self._narrow(len(batch.clients))
+            self._keep_first_clients(len(batch.clients))
         self._set_inputs(batches)
-        graph = self._graph()
+        graph = self._graph_of_step()
         if graph is None:
             record = self._take_step()
         else:
@@ -253,7 +253,7 @@ class Chunk:
             finite = _all_finite(finite, trained)
             checked.update(id(value) for value in trained.values())
 
-        received = _rows(local_round.received, self.start, self.stop)
+        received = _slice_rows(local_round.received, self.start, self.stop)
         client_state = _rows_of_roles(local_round.client_state, self.start, self.stop)
         # Steps may run under autocast, which would round products of states in half precision.
         with without_autocast(finite.device):
@@ -297,7 +297,7 @@ class Chunk:
                     capturable=local_round.graphs is not None and local_round.graphs.capture is not None,
                 )
 
-    def _narrow(self, active: int) -> None:
+    def _keep_first_clients(self, active: int) -> None:
         """Continue with the first ``active`` clients only; tensors and optimiser states become views."""
         before = self.active
         self.active = active
@@ -325,7 +325,7 @@ class Chunk:
         self._x = batch.x[:, :width]
         self._y = batch.y[:, :width]
         self._class_counts = batch.classes
-        self.received = _rows(local_round.received, self.start, stop)
+        self.received = _slice_rows(local_round.received, self.start, stop)
         self.client_state = _rows_of_roles(local_round.client_state, self.start, stop)
         self._finite = torch.ones_like(local_round.broken[self._rows])
         self._buffered_streams: dict[tuple[str, int], Streams] = {}
@@ -336,7 +336,7 @@ class Chunk:
         self._local_round.algorithm.client_step(self)
         return self._record
 
-    def _graph(self) -> StepGraph[StepRecord] | None:
+    def _graph_of_step(self) -> StepGraph[StepRecord] | None:
         """Return the graph of steps with batches such as the present one; None if it is not captured."""
         graphs = self._local_round.graphs
         if graphs is None or graphs.capture is None:
@@ -373,7 +373,7 @@ class Chunk:
         """Compute logits (c, B, K) of the step's images."""
         local_round = self._local_round
         state = self._forward_state(states)
-        streams = self._streams(self._stream_name(states, stream))
+        streams = self._pass_streams(self._stream_name(states, stream))
         logits = self._engine.logits(state, self._x, training=True, counts=self._counts, streams=streams)
         if local_round.scales is not None:
             logits = local_round.scales.leave(logits, self._rows)
@@ -383,7 +383,7 @@ class Chunk:
         """Compute logits (c, B, K), and the representations (c, B, F) that the head receives."""
         local_round = self._local_round
         state = self._forward_state(states)
-        streams = self._streams(self._stream_name(states, stream))
+        streams = self._pass_streams(self._stream_name(states, stream))
         logits, representations = self._engine.outputs(
             state, self._x, self.tensor_names.head_module, training=training, counts=self._counts, streams=streams
         )
@@ -397,7 +397,7 @@ class Chunk:
         local_round = self._local_round
         if local_round.private is not None:
             raise no_logits(local_round.algorithm)
-        state = self._state(states)
+        state = self._stack_of(states)
         if local_round.scales is not None:
             state = local_round.scales.enter(state, self._rows)
         return state
@@ -430,13 +430,13 @@ class Chunk:
         elif private is not None and isinstance(self._batches, dict):
             # Not from the logits: the gradients of single images are clipped before they are added up.
             stream_name = self._stream_name(states, stream)
-            streams = self._streams(stream_name)
-            return private.loss(stream_name, self._state(states), self._batches, self._rows, streams)
+            streams = self._pass_streams(stream_name)
+            return private.loss(stream_name, self._stack_of(states), self._batches, self._rows, streams)
         else:
             logits = self.logits(states, stream)
         return client_losses(logits, self._y, self._counts, self._training.task, self._class_counts)
 
-    def _streams(self, stream: str) -> Streams:
+    def _pass_streams(self, stream: str) -> Streams:
         """Random streams of the step's next pass that draws from ``stream``."""
         self._record.passes[stream] += 1
         number = self._record.passes[stream]
@@ -453,7 +453,7 @@ class Chunk:
             streams = streams.fork("phase", batch.phase)
         return streams.fork("step", batch.step).fork("pass", number)
 
-    def _state(self, states: str | State) -> State:
+    def _stack_of(self, states: str | State) -> State:
         """Return the stack of a role, or the one that the algorithm passes itself."""
         if isinstance(states, str):
             return self.states[states]
@@ -470,7 +470,7 @@ class Chunk:
     def restart(self, role: str, start: State) -> None:
         """Set a role's trained parameters to those of ``start`` (c, ...), and reset the state of its optimiser."""
         with torch.no_grad():
-            for key, leaf in self._leaves(role).items():
+            for key, leaf in self._trained_leaves(role).items():
                 leaf.copy_(start[key])
         if role in self._optimizers:
             self._optimizers[role].state.clear()
@@ -485,13 +485,13 @@ class Chunk:
     ) -> None:
         """Take one optimiser step on the parameters of a role, or of several roles from one backward pass."""
         roles = (role,) if isinstance(role, str) else role
-        leaves_of_roles = [self._leaves(name) for name in roles]
+        leaves_of_roles = [self._trained_leaves(name) for name in roles]
         # A role of which the phase trains nothing has no optimiser.
         optimizers = [self._optimizers[name] for name in roles if name in self._optimizers]
         for optimizer in optimizers:
             optimizer.zero_grad()
         if loss is not None:
-            self._observe(roles, loss.detach())
+            self._observe_losses(roles, loss.detach())
             # Clients share no parameters, so the gradient of the sum is that of each client's own loss.
             loss.sum().backward()
             self._update_scales(leaves_of_roles)
@@ -499,9 +499,9 @@ class Chunk:
         for leaves in leaves_of_roles:
             add_terms(leaves, pull, slope)
             # Clipped with these terms in them, each role for itself.
-            gradients = _gradients(leaves)
+            gradients = _gradients_of(leaves)
             if gradients and clip_norm is not None:
-                _clip(gradients, clip_norm)
+                _clip_gradients(gradients, clip_norm)
 
         for optimizer in optimizers:
             if isinstance(optimizer, MaskedOptimizer):
@@ -519,14 +519,14 @@ class Chunk:
             return
         gradients: list[Tensor] = []
         for leaves in leaves_of_roles:
-            gradients += _gradients(leaves)
+            gradients += _gradients_of(leaves)
         self._finite = scales.update(gradients, self._rows)
 
-    def _leaves(self, role: str) -> State:
+    def _trained_leaves(self, role: str) -> State:
         """Return what the phase trains in a role, (c, ...)."""
         return {key: value for key, value in self.states[role].items() if value.requires_grad}
 
-    def _observe(self, roles: tuple[str, ...], losses: Tensor) -> None:
+    def _observe_losses(self, roles: tuple[str, ...], losses: Tensor) -> None:
         """Add the losses (c,) of the step to those of the round, and mark clients whose loss is not finite."""
         local_round = self._local_round
         local_round.broken[self._rows] |= ~losses.isfinite()
@@ -538,7 +538,7 @@ class Chunk:
             self._record.losses[role] += 1
 
 
-def _gradients(leaves: State) -> list[Tensor]:
+def _gradients_of(leaves: State) -> list[Tensor]:
     return [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
 
 
@@ -562,12 +562,12 @@ def _replace_parameters(optimizer: torch.optim.Optimizer, view_of: dict[int, Ten
         group["params"] = shorter
 
 
-def _rows(stacked: State, start: int, stop: int) -> State:
+def _slice_rows(stacked: State, start: int, stop: int) -> State:
     return {key: value[start:stop] for key, value in stacked.items()}
 
 
 def _rows_of_roles(stacks: Stacks, start: int, stop: int) -> Stacks:
-    return {role: _rows(stacked, start, stop) for role, stacked in stacks.items()}
+    return {role: _slice_rows(stacked, start, stop) for role, stacked in stacks.items()}
 
 
 def _all_finite(is_candidate: Tensor, *stacks: State) -> Tensor:
@@ -583,7 +583,7 @@ def _without_checked(state: State, checked: set[int]) -> State:
     return {name: value for name, value in state.items() if id(value) not in checked}
 
 
-def _clip(gradients: list[Tensor], norm: float) -> None:
+def _clip_gradients(gradients: list[Tensor], norm: float) -> None:
     """Scale each client's gradients (C, ...) down to a joint norm of at most ``norm``, in place.
 
     The same arithmetic as ``torch.nn.utils.clip_grad_norm_``, client by client.

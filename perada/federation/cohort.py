@@ -108,7 +108,7 @@ class Cohort:
         self._first_streams: GlobalStreams | None = None
 
     @cached_property
-    def _workers(self) -> list[Worker]:
+    def _chunk_workers(self) -> list[Worker]:
         """The workers that train chunks side by side, or a single one that trains them one after another.
 
         They are made for the first step, since threads get copies of the network, and callbacks may still change it
@@ -157,7 +157,7 @@ class Cohort:
         """End the chunks that have taken all their steps."""
         for chunk in list(self._open.values()):
             if chunk.num_steps_left == 0:
-                self._end(chunk)
+                self._end_chunk(chunk)
 
     def _open_chunk_of(self, batch: CohortBatch) -> None:
         """Open the next chunk of the plan, whose clients must be those of the batch."""
@@ -171,7 +171,7 @@ class Cohort:
     def _open_next(self) -> Chunk:
         """Open the next chunk of the plan, in the worker that has the fewest open ones."""
         # Threads draw from a global stream in an order that changes from run to run; a single one does not.
-        workers = self._workers[:1] if self._trainer.uses_global_random else self._workers
+        workers = self._chunk_workers[:1] if self._trainer.uses_global_random else self._chunk_workers
         busy = [chunk.worker for chunk in self._open.values()]
         worker = min(workers, key=busy.count)
         chunk = Chunk(self.local_round, worker, self._waiting.popleft())
@@ -200,7 +200,7 @@ class Cohort:
         Then the results depend on the threads' order: see :meth:`trained_again`. Waits for all steps so far.
         """
         self.wait()
-        if self._first_streams is None or len(self._workers) == 1 or self._trainer.uses_global_random:
+        if self._first_streams is None or len(self._chunk_workers) == 1 or self._trainer.uses_global_random:
             return False
         return not self._first_streams.are_unchanged()
 
@@ -221,7 +221,7 @@ class Cohort:
         self._first_streams.restore()
         self._trainer.uses_global_random = True
         former_round = self.local_round
-        for worker in self._workers:
+        for worker in self._chunk_workers:
             worker.finish()
         again = Cohort(
             LocalRound.begin(
@@ -238,7 +238,7 @@ class Cohort:
             again.step(batch)
         return again
 
-    def _end(self, chunk: Chunk) -> None:
+    def _end_chunk(self, chunk: Chunk) -> None:
         """Have a chunk's results stored after its last step, and let go of its gradients and optimisers."""
         del self._open[chunk.start]
         chunk.worker.submit(partial(self._close_and_store, chunk))
@@ -274,7 +274,7 @@ class Cohort:
 
     def wait(self) -> None:
         """Wait until all steps so far have been taken, in whatever thread."""
-        for worker in self._workers:
+        for worker in self._chunk_workers:
             worker.wait()
 
     def finish(self, shares: Shares | None = None, ranks: Ranks | None = None) -> ClientResults:
@@ -287,11 +287,11 @@ class Cohort:
         shares = shares or Shares.of(self.plan)
         ranks = ranks or Ranks()
         for chunk in list(self._open.values()):
-            self._end(chunk)
+            self._end_chunk(chunk)
         # Clients without steps: the stand-in of a rank without clients, or those of a round that ends early.
         while self._waiting:
-            self._end(self._open_next())
-        for worker in self._workers:
+            self._end_chunk(self._open_next())
+        for worker in self._chunk_workers:
             worker.finish()
 
         scales = self.local_round.scales

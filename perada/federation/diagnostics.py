@@ -170,7 +170,7 @@ class DiagnosticsPass:
         """Measure diagnostics by their names. A collective: all processes must call this."""
         metrics: dict[str, float] = {}
         if ON_PUBLIC & set(names):
-            metrics |= self._distances(names)
+            metrics |= self._measure_distances(names)
         if "ensemble_error" in names:
             metrics |= self._ensemble_error()
         return metrics
@@ -180,7 +180,7 @@ class DiagnosticsPass:
         """Device of the models."""
         return device_of(self.globals)
 
-    def _distances(self, names: Collection[str]) -> dict[str, float]:
+    def _measure_distances(self, names: Collection[str]) -> dict[str, float]:
         """Measure distances between models in one pass over the public set.
 
         The ensemble distillation distance of a global model (section 5, before Theorem 1), from 0 to 2, is
@@ -196,7 +196,7 @@ class DiagnosticsPass:
             x = self.federation_data.public_images(rows, self._device)
             g_GBK = probabilities(self.engine.shared_logits(self.globals, x), self.task)
             if "distillation_distance" in names:
-                _, h_BK = self._means(x, g_GBK.shape[-1])
+                _, h_BK = self._mean_outputs(x, g_GBK.shape[-1])
                 ensemble_distances += (g_GBK - h_BK).abs().sum((1, 2)).to(ensemble_distances)
             if places:
                 p_CBK = probabilities(self.engine.shared_logits(self.personal, x), self.task)
@@ -225,7 +225,7 @@ class DiagnosticsPass:
             # A process without local models gets the number of classes from a global model.
             averaged_model = prefix(self.globals, 1)
             classes = self.engine.shared_logits(averaged_model, x[:1]).shape[-1]
-            logits, h_BK = self._means(x, classes)
+            logits, h_BK = self._mean_outputs(x, classes)
             has_label = self.task.known(y)
             hits = (self.task.predicted(logits) == y.long()) & has_label
             errors = self.task.errors(h_BK, y)
@@ -234,7 +234,7 @@ class DiagnosticsPass:
             total += float(has_label.sum())
         return {"theory/ensemble_accuracy": total_hits / total, "theory/ensemble_error": total_errors / total}
 
-    def _means(self, x: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    def _mean_outputs(self, x: Tensor, classes: int) -> tuple[Tensor, Tensor]:
         """Average the logits and the probabilities of the local models of all processes. A collective.
 
         Args:

@@ -195,7 +195,7 @@ class EvaluationPass:
     def _score_everywhere(
         self, batch: EvalBatch, owner: Tensor, shared_outputs: _SharedOutputs | None
     ) -> Tensor | None:
-        """Score the models that run on everyone's images, and predictions with both models if there are outputs for them.
+        """Score the models that run on everyone's images, and predictions with both models if they have outputs.
 
         Returns:
             The logits (B, K) of the model of each image's owner (B,), from the same passes; those of another model
@@ -523,16 +523,16 @@ class ShiftedEvaluation:
             logits = shared_logits(federation, x)
             if is_batch_of_rank:
                 logits_of_places = logits.expand(len(self._global_places), *logits.shape)
-                self._update(self._global, logits_of_places, batch, self._global_places, self._global_places)
+                self._update_scores(self._global, logits_of_places, batch, self._global_places, self._global_places)
             if self._both is not None:
                 shared_outputs = _SharedOutputs(logits, self._both.statistics(x))
         if federation.personalized:
             for run in everywhere_logits(federation, self.everywhere, x):
-                self._update(self._personal, run.logits, batch, run.places, run.clients)
+                self._update_scores(self._personal, run.logits, batch, run.places, run.clients)
                 if shared_outputs is not None:
                     self._score_both_models(run, batch, shared_outputs)
 
-    def _update(
+    def _update_scores(
         self, scores: Scores, logits: Tensor, batch: EvalBatch, places: Sequence[int], clients: Sequence[int]
     ) -> None:
         """Add the logits (p, B, K) of the models of ``clients``, whose positions in ``scores`` are ``places``."""
@@ -550,7 +550,7 @@ class ShiftedEvaluation:
         is_typical = self._both.typical(models_run.clients, shared_outputs.statistics)  # (p, B)
         weights = self._both.weights(models_run.clients, models_run.logits.device).of_batches()
         logits = self._both.logits(models_run.logits, shared_outputs.logits, is_typical, weights)
-        self._update(self._both_scores, logits, batch, models_run.places, models_run.clients)
+        self._update_scores(self._both_scores, logits, batch, models_run.places, models_run.clients)
 
         is_scored = torch.ones(len(models_run.clients), len(batch.owner), dtype=torch.bool)
         if self.others:
@@ -729,7 +729,7 @@ class _Stretch:
     length: int
 
 
-def _stretches(owners: Sequence[int]) -> list[_Stretch]:
+def _stretches_of_owners(owners: Sequence[int]) -> list[_Stretch]:
     """Divide a batch into stretches of images of one owner."""
     stretches = []
     start = 0
@@ -782,7 +782,7 @@ def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:
     Returns:
         Logits (B, K), zero for images whose owner another process has; None where that holds for all.
     """
-    all_stretches = _stretches(batch.owner.tolist())
+    all_stretches = _stretches_of_owners(batch.owner.tolist())
     owned = _owned_among(federation, [stretch.owner for stretch in all_stretches])
     logits: Tensor | None = None
     for stretches in _of_similar_lengths([stretch for stretch in all_stretches if stretch.owner in owned]):

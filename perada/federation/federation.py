@@ -73,7 +73,7 @@ class Federation:
         self.num_clients = num_clients
         self.ranks = ranks or Ranks()
         self.server = Server(self.trainer, initial, self.ranks)
-        self.store = self._store(settings.algorithm)
+        self.store = self._make_store(settings.algorithm)
         self.tuned: SharedStore | None = None
         self.rounds_done = 0
         self.last_rounds = [0] * num_clients
@@ -87,7 +87,7 @@ class Federation:
         """The global state w, or a stack of several."""
         return self.server.global_state
 
-    def _store(self, algorithm: Algorithm, tuned: bool = False) -> SharedStore:
+    def _make_store(self, algorithm: Algorithm, tuned: bool = False) -> SharedStore:
         """Create a store for the states that an algorithm's clients keep."""
         storage = self.settings.storage
         name = ""
@@ -197,7 +197,7 @@ class Federation:
         server = self.server.aggregate(context, updates, valid)
         metrics |= server.metrics
         if server.updates is not None and self.settings.diagnostics:
-            metrics |= self._diagnostics(server.updates, federation_data, server.student)
+            metrics |= self._measure_diagnostics(server.updates, federation_data, server.student)
         metrics |= self._gradient_norms | self.protection.metrics()
         # Whose training fails depends on the images, so a private run logs no number of failures.
         if results.broken and not self.settings.private:
@@ -245,7 +245,7 @@ class Federation:
                 metrics[f"train/{role}_loss"] = float(losses[client_results.finite].mean())
         return metrics
 
-    def _diagnostics(
+    def _measure_diagnostics(
         self, updates: Updates, federation_data: FederationData, student: State | None
     ) -> dict[str, float]:
         """Measure the round's diagnostics, without those of gradients.
@@ -293,7 +293,7 @@ class Federation:
         tuning = self.settings.algorithm.personalization()
         assert tuning is not None
         algorithm, _ = tuning
-        self.tuned = self._store(algorithm, tuned=True)
+        self.tuned = self._make_store(algorithm, tuned=True)
         broken: list[int] = []
         failed: dict[int, str] = {}
         for plan in plans:
@@ -404,6 +404,6 @@ class Federation:
                 "does no fine-tuning; resume with the configuration that wrote it"
             )
         algorithm, _ = tuning
-        tuned = self._store(algorithm, tuned=True)
+        tuned = self._make_store(algorithm, tuned=True)
         tuned.load_state_dict(saved)
         return tuned

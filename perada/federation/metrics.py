@@ -162,7 +162,7 @@ def metric_names(choice: MetricChoice) -> list[str]:
     >>> metric_names(["accuracy", {"MulticlassFBetaScore": {"beta": 2.0, "name": "f2"}}])
     ['accuracy', 'f2']
     """
-    return [name for name, _, _ in _entries(choice)]
+    return [name for name, _, _ in _parse_entries(choice)]
 
 
 def score_names(choice: MetricChoice, task: Task | None = None) -> dict[str, bool]:
@@ -177,7 +177,7 @@ def score_names(choice: MetricChoice, task: Task | None = None) -> dict[str, boo
     True
     """
     is_error_by_name: dict[str, bool] = {}
-    for place, entry in enumerate(_entries(choice)):
+    for place, entry in enumerate(_parse_entries(choice)):
         kind = entry.kind
         if kind == "auto" and task is not None:
             kind = task.default_metric
@@ -217,7 +217,7 @@ def make_metrics(choice: MetricChoice, task: Task, classes: int) -> list[Metric]
     Raises:
         ValueError: If a metric is unknown, does not support the data, or rejects its options.
     """
-    return [_make_metric(entry, task, classes) for entry in _entries(choice)]
+    return [_make_metric(entry, task, classes) for entry in _parse_entries(choice)]
 
 
 class _Entry(NamedTuple):
@@ -234,12 +234,12 @@ class _Entry(NamedTuple):
     options: dict[str, Any]
 
 
-def _entries(choice: object) -> list[_Entry]:
+def _parse_entries(choice: object) -> list[_Entry]:
     """Parse the option ``metric``; raise a ValueError if it is invalid."""
     if not choice or not isinstance(choice, str | Sequence | Mapping):
         raise invalid_option("metric", choice, "a name such as 'accuracy' or a list of names")
     choices = [choice] if isinstance(choice, str | Mapping) else choice
-    entries = [_entry(entry) for entry in choices]
+    entries = [_parse_entry(entry) for entry in choices]
     names = [entry.name for entry in entries]
     for name in names:
         if name in RESERVED_NAMES or not re.fullmatch(r"[\w.-]+", name):
@@ -259,7 +259,7 @@ def _entries(choice: object) -> list[_Entry]:
     return entries
 
 
-def _entry(entry: object) -> _Entry:
+def _parse_entry(entry: object) -> _Entry:
     """Parse an entry of the option ``metric``: a name, or ``{class of torchmetrics: options}``."""
     kind = entry
     options: object = {}
@@ -268,7 +268,8 @@ def _entry(entry: object) -> _Entry:
     short_names = [*BUILT_IN, *SHORT_NAMES, *SUMMED_METRICS, "auto"]
     if not isinstance(kind, str) or not (kind in short_names or _torchmetrics_class(kind)):
         raise OptionError(
-            f"metric={kind!r} is unknown: {_hint(kind, short_names)} (or a classification class of torchmetrics)",
+            f"metric={kind!r} is unknown: {_suggest_names(kind, short_names)} (or a classification class of "
+            "torchmetrics)",
             name="metric",
             value=kind,
         )
@@ -289,7 +290,7 @@ def _entry(entry: object) -> _Entry:
     return _Entry(name, kind, class_options)
 
 
-def _hint(kind: object, short_names: Sequence[str]) -> str:
+def _suggest_names(kind: object, short_names: Sequence[str]) -> str:
     """Return a suggestion of names for an unknown metric."""
     import torchmetrics.classification
 
@@ -359,7 +360,7 @@ def _make_metric(entry: _Entry, task: Task, classes: int) -> Metric:
             value=kind,
         )
     options = defaults | entry.options | {task.metric_size_option: classes}
-    compute = partial(_compute, metric_class, options, task, classes)
+    compute = partial(_compute_torchmetric, metric_class, options, task, classes)
     try:
         _try_metric(compute, task, classes)
     except Exception as error:  # metrics raise errors of any kind
@@ -376,7 +377,7 @@ UNKNOWN_LABEL = -1
 """Value by which metrics of torchmetrics recognise an unknown label."""
 
 
-def _compute(
+def _compute_torchmetric(
     metric_class: "Callable[..., torchmetrics.Metric]",
     options: dict[str, Any],
     task: Task,
@@ -460,8 +461,8 @@ def spread(
     statistics = {
         name: float(scores.mean()),
         f"{name}_std": float(scores.std(correction=0)) if any_scored else math.nan,
-        f"{name}_worst": _quantile(scores, worst),
-        f"{name}_p10": _quantile(scores, tenth),
+        f"{name}_worst": _quantile_of_scores(scores, worst),
+        f"{name}_p10": _quantile_of_scores(scores, tenth),
     }
     if sizes is not None:
         weights = sizes[scored].double()
@@ -472,7 +473,7 @@ def spread(
     return statistics
 
 
-def _quantile(scores: Tensor, share: float) -> float:
+def _quantile_of_scores(scores: Tensor, share: float) -> float:
     """Return a quantile of scores; NaN if there are none."""
     if not len(scores):
         return math.nan

@@ -329,11 +329,11 @@ class _StoredPredictions:
             batches_of_models.setdefault(batch.models, []).append(batch)
         score_of: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in self._functions}
         for batches in batches_of_models.values():
-            for name, scores_of_models in self._score(batches).items():
+            for name, scores_of_models in self._compute_scores(batches).items():
                 score_of[name] |= scores_of_models
-        return {name: self._table(scores) for name, scores in score_of.items()}
+        return {name: self._arrange_scores(scores) for name, scores in score_of.items()}
 
-    def _score(self, batches: Sequence[_Predictions]) -> Mapping[str, dict[tuple[int, int], Tensor]]:
+    def _compute_scores(self, batches: Sequence[_Predictions]) -> Mapping[str, dict[tuple[int, int], Tensor]]:
         """Compute scores by metric and by (model, group).
 
         Args:
@@ -358,7 +358,7 @@ class _StoredPredictions:
                     scores_of_group[name][model, group] = score.to(torch.get_default_dtype())
         return scores_of_group
 
-    def _table(self, score_of: Mapping[tuple[int, int], Tensor]) -> Tensor:
+    def _arrange_scores(self, score_of: Mapping[tuple[int, int], Tensor]) -> Tensor:
         """Arrange scores by (model, group) in a table (P, G), or (P, G, K) if there is a score for each class."""
         shape_of_score: tuple[int, ...] = ()
         if score_of:

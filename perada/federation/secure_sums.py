@@ -29,30 +29,32 @@ def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: St
     drawn = min(num_clients, settings.clients_per_round or num_clients)
     instead = "or leave secure_sums out"
     if not algorithm.sends_updates:
-        raise _incompatible(f"{name}: its clients send nothing; leave secure_sums out")
+        raise _incompatible_choice(f"{name}: its clients send nothing; leave secure_sums out")
     if algorithm.compares_models:
-        raise _incompatible(
+        raise _incompatible_choice(
             f"{name}: it compares models by the clients' losses, which are not sums; choose PerAda, {instead}"
         )
     if settings.drop_outliers:
-        raise _incompatible(f"drop_outliers=True: it compares single updates; leave drop_outliers out, {instead}")
+        raise _incompatible_choice(
+            f"drop_outliers=True: it compares single updates; leave drop_outliers out, {instead}"
+        )
     if drawn < secure.min_sites:
-        raise _incompatible(
+        raise _incompatible_choice(
             f"clients_per_round={drawn}: more than {secure.threshold:g} of them, and at least {secure.min_sites}, "
             f"must stay until the end; raise clients_per_round, {instead}"
         )
     if not rule.function_of_mean:
-        raise _incompatible(
+        raise _incompatible_choice(
             f"the server rule {rule.kind}: it inspects single updates; choose 'mean' or 'fedavgm', {instead}"
         )
     if not _follows_from_mean(algorithm, rule, tensor_names, initial):
-        raise _incompatible(
+        raise _incompatible_choice(
             f"{name}: its server step is not a function of the mean of the clients' updates, as found in a dry run at "
             f"set-up; choose PerAda, FedAvg or Ditto, {instead}"
         )
 
 
-def _incompatible(reason: str) -> ValueError:
+def _incompatible_choice(reason: str) -> ValueError:
     """Return the error for a choice that secure sums rule out, including the remedy."""
     return ValueError(f"secure_sums does not support {reason}")
 

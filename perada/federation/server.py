@@ -215,7 +215,7 @@ class Server:
         """
         if not self.needs_only_mean:
             return None
-        weights = self._shares(shares.plan, train_sizes)
+        weights = self._weights_of_plan(shares.plan, train_sizes)
         return UpdateSums(weights, shares.places, self.tensor_names.parameters, self.ranks)
 
     def aggregate(self, context: RoundContext, updates: Updates | UpdateSums, valid: Sequence[int]) -> ServerResult:
@@ -231,15 +231,15 @@ class Server:
         """
         algorithm = self.settings.algorithm
         plan = context.plan
-        accepted = self._accepted(context, updates, valid)
-        if len(accepted.places) < self._quorum(context):
+        accepted = self._choose_accepted(context, updates, valid)
+        if len(accepted.places) < self._required_clients(context):
             return ServerResult(outliers=accepted.outliers, metrics=accepted.metrics)
         teachers = self._accepted_updates(context, updates, accepted.places)
 
         # With secure sums or client-level privacy, no row of `visible` is the update of a single client. Everything
         # below sees only this, except for the distiller, which then runs the teachers inside a secure sum of logits.
         visible = self._visible_updates(context, teachers, accepted.places)
-        distiller = self._distiller(context, teachers)
+        distiller = self._make_distiller(context, teachers)
         accepted_clients = tuple(plan.clients[place] for place in accepted.places)
         step = self._server_step(context, visible, accepted_clients, distiller)
         # Cloned, since the algorithm may return tensors that it was given, such as those of an update.
@@ -286,7 +286,7 @@ class Server:
         is_mean = context.level is not None or context.summed_by_sites
         if secure is None or is_mean:
             return updates
-        shares = self._shares(context.plan, context.train_sizes)
+        shares = self._weights_of_plan(context.plan, context.train_sizes)
         return secure.rows(updates, [shares[place] for place in places])
 
     def privatized(self, level: ClientLevel, updates: Updates, context: RoundContext) -> Updates:
@@ -307,7 +307,9 @@ class Server:
         mean_before = updates.replace(base).mean(weights)
         return updates.repeat(level.apply_mean_change(mean_before, change, updates.num_clients))
 
-    def _accepted(self, context: RoundContext, updates: Updates | UpdateSums, valid: Sequence[int]) -> "_Accepted":
+    def _choose_accepted(
+        self, context: RoundContext, updates: Updates | UpdateSums, valid: Sequence[int]
+    ) -> "_Accepted":
         """Choose the clients whose updates are aggregated. A collective.
 
         Args:
@@ -325,7 +327,7 @@ class Server:
             return _Accepted(places=range(len(plan.clients)))
         if secure is not None:
             if not context.summed_by_sites:
-                valid = secure.summable(updates, self._shares(plan, context.train_sizes), valid)
+                valid = secure.summable(updates, self._weights_of_plan(plan, context.train_sizes), valid)
             return _Accepted(places=valid)
         if not valid:
             return _Accepted(places=valid)
@@ -341,7 +343,7 @@ class Server:
             valid = [place for place in valid if plan.clients[place] not in outliers]
         return _Accepted(places=valid, outliers=outliers, metrics=metrics)
 
-    def _quorum(self, context: RoundContext) -> int:
+    def _required_clients(self, context: RoundContext) -> int:
         """Return how many clients must remain; with fewer, the global state is kept."""
         secure = self.settings.secure_sums
         # Sites that have made the sum themselves have checked their number.
@@ -349,13 +351,13 @@ class Server:
             return 1
         return secure.least(len(context.plan.clients))
 
-    def _shares(self, plan: RoundPlan, train_sizes: Sequence[int]) -> list[float]:
+    def _weights_of_plan(self, plan: RoundPlan, train_sizes: Sequence[int]) -> list[float]:
         """Return the weights of a plan's clients, which need not sum to one."""
         if self.settings.weighting == "uniform":
             return [1.0] * len(plan.clients)
         return [float(train_sizes[client]) for client in plan.clients]
 
-    def _distiller(self, context: RoundContext, teachers: Updates) -> Distiller:
+    def _make_distiller(self, context: RoundContext, teachers: Updates) -> Distiller:
         """Return the distiller of a round, which the algorithm's server step may call."""
         secure: SecureTeachers | None = None
         # An algorithm that builds its own teachers builds them from what the server sees.
@@ -395,7 +397,7 @@ class Server:
             weighting = "uniform"
         predict = None
         if settings.rule.needs:
-            predict = partial(self._predict, context)
+            predict = partial(self._predict_images, context)
         return ServerStep(
             round=context.plan.round,
             clients=clients,
@@ -411,7 +413,7 @@ class Server:
             predict=predict,
         )
 
-    def _predict(
+    def _predict_images(
         self, context: RoundContext, previous: State, models: Updates | State, num_images: int, labelled: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Predict on the server's images. A collective if the models are :class:`Updates`.
@@ -435,7 +437,7 @@ class Server:
             states = states | local_models
         predictions = []
         labels = []
-        for x, y in self._images(context, num_images, labelled):
+        for x, y in self._iterate_images(context, num_images, labelled):
             logits = self.engine.shared_logits(states, x)[:clients]
             predictions.append(probabilities(logits, task))
             if y is not None:
@@ -447,7 +449,9 @@ class Server:
             return all_predictions, None
         return all_predictions, torch.cat(labels)
 
-    def _images(self, context: RoundContext, limit: int, labelled: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _iterate_images(
+        self, context: RoundContext, limit: int, labelled: bool
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield batches of the server's images, with labels or None; no more than ``limit`` images in total."""
         data = context.server_data
         if not labelled:

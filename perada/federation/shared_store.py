@@ -63,11 +63,11 @@ class SharedStore:
         targets: dict[int, int] = {}
         for rank, share in enumerate(plans):
             targets |= dict.fromkeys(share.clients, rank)
-        self._move(targets)
+        self._move_clients(targets)
 
     def collect(self) -> None:
         """Move all states to rank 0. A collective."""
-        self._move(dict.fromkeys(self._holders, 0))
+        self._move_clients(dict.fromkeys(self._holders, 0))
 
     def scatter(self, plans: Sequence[RoundPlan], broken: Collection[int], stacks: Stacks) -> None:
         """Store the new states that clients keep.
@@ -159,7 +159,7 @@ class SharedStore:
             stacks[role] = expand(state, len(local_clients))
         self.local.scatter(local_clients, stacks)
 
-    def _move(self, targets: Mapping[int, int]) -> None:
+    def _move_clients(self, targets: Mapping[int, int]) -> None:
         """Move written clients to other ranks. A collective.
 
         Args:
@@ -170,9 +170,9 @@ class SharedStore:
             if client in self._holders and self.holder(client) != target:
                 moving.append(client)
         for start in range(0, len(moving), CLIENTS_PER_TRANSFER):
-            self._transfer(moving[start : start + CLIENTS_PER_TRANSFER], targets)
+            self._transfer_clients(moving[start : start + CLIENTS_PER_TRANSFER], targets)
 
-    def _transfer(self, clients: Sequence[int], targets: Mapping[int, int]) -> None:
+    def _transfer_clients(self, clients: Sequence[int], targets: Mapping[int, int]) -> None:
         """Move some clients in one exchange. A collective.
 
         Args:

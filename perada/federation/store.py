@@ -203,10 +203,10 @@ class ClientStore:
             path = Path(saved["folder"], str(name))
             fields = _NAME.fullmatch(str(name))
             if fields is None or fields[1] != str(client) or path.is_symlink():
-                raise _damaged(client, path)
+                raise _damaged_file(client, path)
             self.read(client, path)
             if fields[2] != digest_of(path)[:32]:
-                raise _damaged(client, path)
+                raise _damaged_file(client, path)
             files[client] = path
         return files
 
@@ -224,12 +224,12 @@ class ClientStore:
             is_complete = path.stat().st_size == begin + self.size
             has_header = file.read(begin) == self.header
         if not is_complete or not has_header:
-            raise _damaged(client, path)
+            raise _damaged_file(client, path)
         content = torch.from_file(str(path), shared=False, size=begin + self.size, dtype=torch.uint8)
         return content[begin:]
 
 
-def _damaged(client: int, path: Path) -> ValueError:
+def _damaged_file(client: int, path: Path) -> ValueError:
     """Return the error for a client's file that was changed or is not the store's."""
     return ValueError(f"{str(path)!r}, the states of client {client}, is damaged or a different file; {_REMEDY}")
 

@@ -222,7 +222,7 @@ class TypicalImages:
         examples = (statistics - mean) / scale
         if len(examples) < MIN_EXAMPLES:
             return cls(mean, scale, examples, statistics.new_zeros(()), neighbors=0)
-        distances = _distances(examples, examples)
+        distances = _pairwise_distances(examples, examples)
         # An image must not be its own neighbor.
         distances.fill_diagonal_(torch.inf)
         distances_of_examples = distances.kthvalue(NEIGHBORS, 1).values
@@ -232,7 +232,7 @@ class TypicalImages:
     def distances(self, statistics: Tensor) -> Tensor:
         """Return the distance (B,) of images with these statistics (B, D) to their k-th nearest example."""
         scaled = (statistics - self.mean) / self.scale
-        return _distances(scaled, self.examples).kthvalue(self.neighbors, 1).values
+        return _pairwise_distances(scaled, self.examples).kthvalue(self.neighbors, 1).values
 
     def distance_ratios(self, statistics: Tensor) -> Tensor:
         """Return the distances (B,) of images, relative to the one up to which an image is typical.
@@ -325,7 +325,7 @@ class _NearExamples:
     """Which examples are near which images.
 
     Attributes:
-        surely: Mask (B, R) of the examples whose :func:`_distances` are not above the threshold.
+        surely: Mask (B, R) of the examples whose :func:`_pairwise_distances` are not above the threshold.
         possibly: Mask (B, R) that also has those of which rounding does not tell.
     """
 
@@ -356,7 +356,7 @@ def _near_examples(images: Tensor, examples: Tensor, threshold: Tensor) -> _Near
     return _NearExamples(is_surely_near, is_possibly_near)
 
 
-def _distances(first: Tensor, second: Tensor) -> Tensor:
+def _pairwise_distances(first: Tensor, second: Tensor) -> Tensor:
     """Return the Euclidean distances (B, R) of vectors (B, D) and (R, D).
 
     Not by a matrix product, whose last bits would depend on the other images.

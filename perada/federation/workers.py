@@ -96,9 +96,9 @@ class WorkerThread:
         precision = torch.autocast(
             "cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
         )
-        self._pending.append(self._executor.submit(self._run, task, precision))
+        self._pending.append(self._executor.submit(self._run_task, task, precision))
 
-    def _run(self, task: Callable[[], None], precision: torch.autocast) -> None:
+    def _run_task(self, task: Callable[[], None], precision: torch.autocast) -> None:
         """Run a task in the thread, unless an earlier one has failed: it would continue what that one left behind."""
         if self._has_failed:
             return

@@ -150,7 +150,7 @@ def _check_image(context: RunContext, name: str, image: Tensor) -> None:
             logits = context.module.model.eval()(image)
     except Exception as error:  # layers raise errors of any kind
         reason = " ".join(str(error).split())[:200]
-        raise _explained(context, name, image, mismatch, reason) from error
+        raise _explain_failed_image(context, name, image, mismatch, reason) from error
     if tuple(logits.shape) != expected_shape:
         raise ValueError(
             f"{mismatch}: the output has shape {tuple(logits.shape)} instead of {expected_shape}; "
@@ -158,7 +158,7 @@ def _check_image(context: RunContext, name: str, image: Tensor) -> None:
         )
 
 
-def _explained(context: RunContext, name: str, image: Tensor, mismatch: str, reason: str) -> ValueError:
+def _explain_failed_image(context: RunContext, name: str, image: Tensor, mismatch: str, reason: str) -> ValueError:
     """Return the error for an image that does not pass through the model, with its cause as far as known."""
     adapted = context.adapted
     backbone = f"backbone {adapted.backbone.name!r}"

@@ -305,7 +305,7 @@ class FederatedLoop(pl.Callback):
         ranks = lora_ranks(self.algorithm, module.tensor_names, get_state(module.model), names, sizes)
         return replace(settings, lora_ranks=ranks)
 
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _create_federation(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Create the states of server and clients, or take over those of a loaded checkpoint.
 
         Lightning loads a checkpoint after ``setup`` and before the first hook of a stage, so this is where both are
@@ -318,7 +318,7 @@ class FederatedLoop(pl.Callback):
         if module.federation is None:
             module.federation = self._make_federation(trainer)
         if self._checkpoint is not None:
-            self._restore(self._checkpoint)
+            self._restore_checkpoint(self._checkpoint)
             self._checkpoint = None
         if begins_fit:
             self._fit_began = True
@@ -360,7 +360,7 @@ class FederatedLoop(pl.Callback):
             self.protection,
         )
 
-    def _restore(self, saved: dict[str, Any]) -> None:
+    def _restore_checkpoint(self, saved: dict[str, Any]) -> None:
         """Take over the content of a checkpoint."""
         with restoring():
             self.context.federation.load_state_dict(saved["federation"])
@@ -375,13 +375,13 @@ class FederatedLoop(pl.Callback):
             drawn = record.get("clients/drawn", 1)
             self._failures.append(Failures(drawn, record.get("clients/failed", 0)))
 
-    on_validation_start = _begin
-    on_test_start = _begin
-    on_predict_start = _begin
+    on_validation_start = _create_federation
+    on_test_start = _create_federation
+    on_predict_start = _create_federation
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Create the states, score the initial models, and start the run's folder."""
-        self._begin(trainer, pl_module)
+        self._create_federation(trainer, pl_module)
         context = self.context
         if not context.can_afford_round(()):
             self._finish_without_training(trainer, pl_module)

@@ -117,7 +117,7 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
     loop = FederatedLoop(
         client_algorithm,
         training=_recorded_training(run, lr),
-        evaluation=_evaluation(info, with_both=client_algorithm.global_model),
+        evaluation=_evaluation_options(info, with_both=client_algorithm.global_model),
         privacy=_release_privacy(info),
         seed=seed,
     )
@@ -210,7 +210,7 @@ def _recorded_training(run: Run, lr: float | None) -> Training:
     return Training(**options)
 
 
-def _evaluation(info: Mapping[str, Any], with_both: bool) -> Evaluation:
+def _evaluation_options(info: Mapping[str, Any], with_both: bool) -> Evaluation:
     """Return the evaluation options of the run, with predictions by both models of the client or by its own."""
     metric = info["training"]["metric"]
     if not with_both:

@@ -204,7 +204,7 @@ class FederatedClassifier(pl.LightningModule):
 
     def training_step(self, batch: AnyBatch, batch_idx: int) -> None:
         """Take one local step for every client that has steps left in this round."""
-        cohort = self._states().cohort
+        cohort = self._existing_federation().cohort
         if cohort is None:
             raise RuntimeError("no round is open: add perada.lightning.FederatedLoop to the Trainer's callbacks")
         cohort.step(batch)
@@ -228,7 +228,7 @@ class FederatedClassifier(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation."""
-        self._evaluation = EvaluationPass(self._states(), self.metrics, self.everywhere, self.both)
+        self._evaluation = EvaluationPass(self._existing_federation(), self.metrics, self.everywhere, self.both)
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Run the personal models and the global one on a batch of the test set."""
@@ -269,7 +269,7 @@ class FederatedClassifier(pl.LightningModule):
             prediction, and ``distance_ratio`` (B,), above 1 for images that do not look like their owner's
             (:meth:`.TypicalImages.distance_ratios`).
         """
-        federation = self._states()
+        federation = self._existing_federation()
         predictions = {"owner": batch.owner, "y": batch.y}
         if federation.settings.algorithm.global_model:
             predictions["global"] = shared_logits(federation, batch.x)
@@ -294,7 +294,7 @@ class FederatedClassifier(pl.LightningModule):
             predictions["distance_ratio"] = self.both.distance_ratios_of_owners(owners, statistics)
         return predictions
 
-    def _states(self) -> Federation:
+    def _existing_federation(self) -> Federation:
         """Return the federation; raise a RuntimeError if the loop has not created it."""
         if self.federation is None:
             raise RuntimeError(

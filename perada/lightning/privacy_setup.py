@@ -189,7 +189,7 @@ def check_pretraining(pretrained: bool | str, datasets: Iterable[Dataset[Any]], 
     if trained_on is None:
         return
     for dataset in datasets:
-        if any(type(source).__name__ == trained_on for source in _sources(dataset)):
+        if any(type(source).__name__ == trained_on for source in _wrapped_datasets(dataset)):
             raise OptionError(
                 f"{option_names}: pretrained={pretrained!r} was trained on the images of {trained_on}, which the "
                 "clients of this run hold, and no ledger counts that; use weights that were trained on other images",
@@ -198,7 +198,7 @@ def check_pretraining(pretrained: bool | str, datasets: Iterable[Dataset[Any]], 
             )
 
 
-def _sources(dataset: Dataset[Any]) -> Iterator[object]:
+def _wrapped_datasets(dataset: Dataset[Any]) -> Iterator[object]:
     """Yield a dataset and those that it wraps, such as that of a Subset and the parts of a ConcatDataset."""
     pending: list[object] = [dataset]
     seen = set[int]()

@@ -249,13 +249,15 @@ def early_difference(path: Path, fingerprint: EarlyFingerprint, allowed: Sequenc
             former = saved["info"][name]
             # A network or a configuration of the caller's own is compared at set-up.
             if isinstance(value, str) and isinstance(former, str) and value != former:
-                return _other_run_message(f"its {name} {_difference(former, value)}", training)
+                return _other_run_message(f"its {name} {_describe_difference(former, value)}", training)
         partition_file = path.parent.parent / "partition.json"
         if partition_file.is_file() and ALLOW_CLIENTS not in allowed:
             former_partition = json.loads(partition_file.read_text(encoding="utf-8"))
             for name, option in fingerprint.partition.items():
                 if former_partition.get(name, option) != option:
-                    return _other_run_message(f"its {name} {_difference(former_partition[name], option)}", training)
+                    return _other_run_message(
+                        f"its {name} {_describe_difference(former_partition[name], option)}", training
+                    )
         ignored = [*CLIENT_FIELDS] if ALLOW_CLIENTS in allowed else []
         # A text is the mark of a secret seed, of a run in the test mode of privacy.
         if isinstance(saved["belongs"]["seed"], str):
@@ -355,7 +357,7 @@ def _difference_in_fields(
     for name, value in belongs.items():
         former_value = former.get(name)
         if former_value != value and name not in ignored:
-            return _other_run_message(f"its {name} {_difference(former_value, value)}", training)
+            return _other_run_message(f"its {name} {_describe_difference(former_value, value)}", training)
     return None
 
 
@@ -365,8 +367,8 @@ def _difference_in_options(former: dict[str, Any], options: dict[str, Any], allo
         former_value = former.get(name)
         if former_value != value and name not in allowed:
             return (
-                f"the checkpoint belongs to a run with {name}={_shortened(former_value)}, but this run has "
-                f"{_shortened(value)}; resume with the original value, or accept the change with "
+                f"the checkpoint belongs to a run with {name}={_shorten_repr(former_value)}, but this run has "
+                f"{_shorten_repr(value)}; resume with the original value, or accept the change with "
                 f"resume_allow=[{name!r}] (--federated.resume_allow=[{name}])"
             )
     return None
@@ -380,16 +382,16 @@ def _other_run_message(difference: str, training: bool) -> str:
     return f"the checkpoint belongs to a different run: {difference}; {remedy}"
 
 
-def _difference(former: object, value: object) -> str:
+def _describe_difference(former: object, value: object) -> str:
     """Describe how two values differ; for dictionaries, only the first difference."""
     if isinstance(former, dict) and isinstance(value, dict):
         for key in former | value:
             if former.get(key) != value.get(key):
                 return f"have {key!r} of shape {former.get(key)}, here {value.get(key)}"
-    return f"is {_shortened(former)}, here {_shortened(value)}"
+    return f"is {_shorten_repr(former)}, here {_shorten_repr(value)}"
 
 
-def _shortened(value: object, limit: int = 80) -> str:
+def _shorten_repr(value: object, limit: int = 80) -> str:
     """Return the ``repr`` of a value on one line, truncated to ``limit`` characters."""
     text = " ".join(repr(value).split())
     if len(text) <= limit:

@@ -81,7 +81,7 @@ class ScoringClock:
     def start(self, context: RunContext, batch_idx: int) -> None:
         """Start the clock before the first batch."""
         if batch_idx == 0 and not self.announced:
-            _synchronize(context)
+            _wait_for_accelerator(context)
             self._started_at = time.perf_counter()
 
     def stop(self, context: RunContext, batch_idx: int, num_batches: float) -> None:
@@ -89,7 +89,7 @@ class ScoringClock:
         if batch_idx != 0 or self.announced or not math.isfinite(num_batches):
             return
         self.announced = True
-        _synchronize(context)
+        _wait_for_accelerator(context)
         seconds = time.perf_counter() - self._started_at
         models = 0
         everywhere = 0
@@ -101,7 +101,7 @@ class ScoringClock:
             rank_zero_info(notice)
 
 
-def _synchronize(context: RunContext) -> None:
+def _wait_for_accelerator(context: RunContext) -> None:
     """Wait for the accelerator, whose kernels run asynchronously and would be missing from the measured time."""
     if context.module.device.type == "cuda":
         torch.cuda.synchronize(context.module.device)
@@ -146,7 +146,7 @@ def score_shifts(context: RunContext) -> bool:
         condition_scores.append(_ConditionScores(condition, by_metric, evaluation.typical_shares))
         if len(condition_scores) == 1:
             _announce_long_shifts(time.perf_counter() - started_at, len(data.conditions))
-    shifted = _summarize(
+    shifted = _combine_scores(
         condition_scores,
         has_global_model=context.settings.algorithm.global_model,
         shifts=_shift_reprs(context),
@@ -194,7 +194,7 @@ def _shift_reprs(context: RunContext) -> dict[str, str]:
     return {name: repr(shift) for name, shift in context.data.shifts.items()}
 
 
-def _summarize(
+def _combine_scores(
     condition_scores: Sequence[_ConditionScores], has_global_model: bool, shifts: dict[str, str], seconds: float
 ) -> ShiftScores:
     """Combine the scores on all shifted sets.

@@ -40,9 +40,9 @@ class _WatchingLauncher(_SubprocessScriptLauncher):
         super()._call_children_scripts()
         self.children = self.procs
         self.procs = []  # so that Lightning's observer has nothing to watch
-        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._watch_children, daemon=True).start()
 
-    def _watch(self) -> None:
+    def _watch_children(self) -> None:
         """Wait until a child process fails, then end the whole job."""
         while not any(process.poll() for process in self.children):
             time.sleep(0.5)

@@ -72,7 +72,7 @@ def traits_of(config: PeftConfig) -> AdapterTraits:
     tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(cast(peft.PeftType, config.peft_type), object)
     if issubclass(tuner, AddingModel):
         return AdapterTraits(finds_targets=True)
-    return PEFT_TRAITS.get(_method(config), AdapterTraits())
+    return PEFT_TRAITS.get(_method_of(config), AdapterTraits())
 
 
 def fill_targets(backbone: "Backbone", config: PeftConfig, last_blocks: int | None) -> None:
@@ -356,7 +356,7 @@ def _as_target_modules(model: nn.Module, targets: list[str]) -> list[str] | str:
     return targets
 
 
-def _method(config: PeftConfig) -> str:
+def _method_of(config: PeftConfig) -> str:
     """Return the name of a configuration's method."""
     # A member of an enum for PEFT's methods, and a string for perada's.
     return str(getattr(config.peft_type, "value", config.peft_type))
@@ -482,7 +482,7 @@ def insert_adapter(
             name="backbone",
             value=backbone.name,
         )
-    config = _configure(backbone, adapter, options)
+    config = _configure_adapter(backbone, adapter, options)
     method = adapter if isinstance(adapter, str) else type(adapter).__name__
     peft_model = _wrap_or_explain(backbone, config, method)
     check_attention(backbone.model, backbone.name)
@@ -530,7 +530,7 @@ def _train_backbone(adapted: AdaptedModel, options: Mapping[str, object], method
     call_encoder_layers(adapted.model)
 
 
-def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, object]) -> PeftConfig:
+def _configure_adapter(backbone: Backbone, adapter: AdapterChoice, options: dict[str, object]) -> PeftConfig:
     """Return the adapter's configuration with its target modules and the head set; see :func:`insert_adapter`."""
     if isinstance(adapter, PeftConfig):
         if options:
@@ -662,7 +662,7 @@ def _wrap_or_explain(backbone: Backbone, config: PeftConfig, method: str) -> Pef
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             # LN tuning warns about layers that it supports, and BOFT about an extension without which it is slower.
             warnings.filterwarnings("ignore", "Unsupported layer type .*Norm|Failed to load the CUDA ext", UserWarning)
-            return _wrap(backbone, config)
+            return _wrap_backbone(backbone, config)
     except NoMatchingPeftModuleError as error:
         raise OptionError(
             f"adapter {method!r} finds nothing to adapt in backbone {backbone.name!r}: "
@@ -680,7 +680,7 @@ def _wrap_or_explain(backbone: Backbone, config: PeftConfig, method: str) -> Pef
         ) from error
 
 
-def _wrap(backbone: Backbone, config: PeftConfig) -> PeftModel:
+def _wrap_backbone(backbone: Backbone, config: PeftConfig) -> PeftModel:
     """Let PEFT wrap the backbone's layers and its head.
 
     PEFT finds ``modules_to_save`` by the ends of their names. For a head called ``out``, it would also wrap every

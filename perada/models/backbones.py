@@ -525,7 +525,7 @@ def _from_transformers(
         _check_config_class(name, source, load_options)
         config = AutoConfig.from_pretrained(source, **load_options)
         _check_model_class(name, config)
-        size_of_weights = _side(getattr(config, "image_size", None))
+        size_of_weights = _image_side(getattr(config, "image_size", None))
         size = _configure_transformers(config, name, num_classes, has_weights, image_size, in_chans)
         if has_weights:
             model, report = _load_transformers(source, config, load_options)
@@ -618,7 +618,7 @@ def _configure_transformers(
     return getattr(model_config, "image_size", None)
 
 
-def _side(image_size: object) -> object:
+def _image_side(image_size: object) -> object:
     """Return the image size of a configuration, as one number if height and width are equal."""
     if isinstance(image_size, list | tuple) and len(set(image_size)) == 1:
         return image_size[0]

@@ -196,12 +196,12 @@ class _Trial:
     @cached_property
     def training(self) -> TrainingPass:
         """The plain network in training mode."""
-        return self._train(self.x)
+        return self._run_training_pass(self.x)
 
     @cached_property
     def evaluation(self) -> EvaluationPass:
         """The plain network in evaluation mode."""
-        return self._evaluate(self.x)
+        return self._run_evaluation_pass(self.x)
 
     def unused(self) -> UnusedParameters:
         """Return the trained parameters that do not influence the logits."""
@@ -211,8 +211,8 @@ class _Trial:
             return UnusedParameters([], [])
         # Other images may take other paths through the network, as with a mixture of experts.
         images = self._more_images()
-        gradients = self._train(images).gradients
-        unused_again = self._evaluate(images).unused
+        gradients = self._run_training_pass(images).gradients
+        unused_again = self._run_evaluation_pass(images).unused
         return UnusedParameters(
             [key for key in in_training if gradients[key] is None],
             [key for key in in_evaluation if key in unused_again],
@@ -229,7 +229,7 @@ class _Trial:
         set_state(self.model, self.states[0])
         try:
             merged = merge_adapter(share_frozen(peft_model), self.states[0])
-            check_merged(peft_model, merged, self.model.eval(), self._formatted(self.x))
+            check_merged(peft_model, merged, self.model.eval(), self._to_memory_format(self.x))
         except WrongMergeError as error:
             return str(error)
         except NotImplementedError:
@@ -246,12 +246,12 @@ class _Trial:
             state[key].requires_grad_()
         with torch.enable_grad(), seeded(0, "usage"):
             logits = self.engine.logits(state, self.x.unsqueeze(0), training=True)[0]
-            gradients = _gradients(logits, {key: state[key] for key in self.keys})
+            gradients = _gradients_of_logits(logits, {key: state[key] for key in self.keys})
         wrong = self._wrong_gradients(expected.gradients, gradients)
         if not wrong and self._is_close(expected.logits, logits.detach()):
             return None
         # A network that draws random numbers computes nothing twice: its differences mean nothing.
-        again = self._train(self.x, seed=1)
+        again = self._run_training_pass(self.x, seed=1)
         is_repeatable = torch.equal(again.logits, expected.logits)
         if not is_repeatable or self._wrong_gradients(expected.gradients, again.gradients):
             return None
@@ -271,17 +271,17 @@ class _Trial:
             states = stack([self.states[1], self.states[0]])
             after_another = self.engine.logits(states, self.x.expand(2, *self.x.shape))[1]
         with torch.inference_mode():
-            inferred = self._logits(self.model, self.x, training=False)
+            inferred = self._run_network(self.model, self.x, training=False)
         # A copy is no inference tensor, and can be compared outside of inference mode.
         inferred = inferred.clone()
         if self._is_close(expected, after_another) and self._is_close(expected, inferred):
             return None
-        again = self._logits(self._plain_network(), self.x, training=False, seed=1).detach()
+        again = self._run_network(self._plain_network(), self.x, training=False, seed=1).detach()
         if not torch.equal(again, expected):
             # It draws random numbers, see _difference_in_training.
             return None
         with torch.no_grad():
-            without_gradients = self._logits(self._plain_network(), self.x, training=False)
+            without_gradients = self._run_network(self._plain_network(), self.x, training=False)
         for logits in (inferred, without_gradients):
             if not self._is_close(expected, logits):
                 uncalled = self._uncalled_layers()
@@ -296,37 +296,37 @@ class _Trial:
         set_state(model, self.states[0])
         return model
 
-    def _logits(self, model: nn.Module, x: Tensor, training: bool, seed: int = 0) -> Tensor:
+    def _run_network(self, model: nn.Module, x: Tensor, training: bool, seed: int = 0) -> Tensor:
         """Run a plain network on images or texts (B, ...)."""
         if training:
             train_mode(model)
         else:
             model.eval()
         with seeded(seed, "usage"):
-            logits: Tensor = model(self._formatted(x))
+            logits: Tensor = model(self._to_memory_format(x))
         return logits
 
-    def _formatted(self, x: Tensor) -> Tensor:
+    def _to_memory_format(self, x: Tensor) -> Tensor:
         """Return images in the memory format of the run."""
         if self.channels_last and x.dim() == 4:
             return x.to(memory_format=torch.channels_last)
         return x
 
-    def _train(self, x: Tensor, seed: int = 0) -> TrainingPass:
+    def _run_training_pass(self, x: Tensor, seed: int = 0) -> TrainingPass:
         """Run the plain network forward and backward in training mode."""
         # An earlier pass in training mode moved running statistics.
         set_state(self.model, self.states[0])
         with torch.enable_grad():
-            logits = self._logits(self.model, x, training=True, seed=seed)
+            logits = self._run_network(self.model, x, training=True, seed=seed)
             parameters = dict(self.model.named_parameters())
-            gradients = _gradients(logits, {key: parameters[key] for key in self.keys})
+            gradients = _gradients_of_logits(logits, {key: parameters[key] for key in self.keys})
         return TrainingPass(logits.detach(), gradients)
 
-    def _evaluate(self, x: Tensor) -> EvaluationPass:
+    def _run_evaluation_pass(self, x: Tensor) -> EvaluationPass:
         """Run the plain network in evaluation mode, with a graph that shows what it uses."""
         set_state(self.model, self.states[0])
         with torch.enable_grad():
-            logits = self._logits(self.model, x, training=False)
+            logits = self._run_network(self.model, x, training=False)
         leaves = _graph_leaves(logits)
         parameters = dict(self.model.named_parameters())
         unused = [key for key in self.keys if id(parameters[key]) not in leaves]
@@ -349,7 +349,7 @@ class _Trial:
             if is_wrapper:
                 wrappers[path] = module
         with torch.no_grad(), recorded_calls(wrappers) as called:
-            self._logits(model, self.x, training=False)
+            self._run_network(model, self.x, training=False)
         return [path for path in wrappers if path not in called]
 
     def _wrong_gradients(self, expected_gradients: Gradients, gradients: Gradients) -> list[str]:
@@ -376,7 +376,7 @@ class _Trial:
         return not change > self.tolerance * max(float(expected.abs().max()), 1e-6)
 
 
-def _gradients(logits: Tensor, tensors: Mapping[str, Tensor]) -> Gradients:
+def _gradients_of_logits(logits: Tensor, tensors: Mapping[str, Tensor]) -> Gradients:
     """Return the gradients of a fixed weighted sum of logits."""
     if not logits.requires_grad:
         return dict.fromkeys(tensors)

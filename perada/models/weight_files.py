@@ -122,7 +122,7 @@ def load_weights(model: nn.Module, source: str, head: str) -> None:
         FileNotFoundError: If there is no such file.
         ValueError: If the file cannot be read, or its tensors are not the backbone's.
     """
-    state = convert_efficientnet_lite0() if source == LITE0 else _read(weights_file(source), model)
+    state = convert_efficientnet_lite0() if source == LITE0 else _read_weights(weights_file(source), model)
     model_state = model.state_dict()
     head_keys = {key for key in [*model_state, *state] if key.startswith(f"{head}.")}
     if not _fits_head(state, model_state, head_keys):
@@ -162,7 +162,7 @@ def _fits_head(state: dict[str, Tensor], model_state: dict[str, Tensor], head_ke
     return True
 
 
-def _read(path: str, model: nn.Module) -> dict[str, Tensor]:
+def _read_weights(path: str, model: nn.Module) -> dict[str, Tensor]:
     """Read a file into the form of ``model`` as timm does: renamed, resized, and with its number of input channels."""
     try:
         state = timm.models.load_state_dict(path)

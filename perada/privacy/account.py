@@ -142,7 +142,7 @@ class Budget(ABC):
         """
         return sent or self.options.ledger == "release"
 
-    def _history(self, ledgers: Ledgers, client: int) -> Counter[tuple[float, float]]:
+    def _history_of_client(self, ledgers: Ledgers, client: int) -> Counter[tuple[float, float]]:
         """Return a client's number of steps by noise and rate, from the ledger that the limit refers to."""
         ledger = ledgers.release if self.options.ledger == "release" else ledgers.server
         return Counter(ledger.history(client))
@@ -179,9 +179,9 @@ class Budget(ABC):
             by_plan: Whether to leave out the costs that were not planned (:attr:`lost`).
         """
         options = self.options
-        history = self._history(self.ledgers, client)
+        history = self._history_of_client(self.ledgers, client)
         if by_plan:
-            history -= self._history(self.lost, client)
+            history -= self._history_of_client(self.lost, client)
         history.update(self._planned_history(client, rounds, tunings, options.ledger))
         return history_epsilon(history, options.delta, options.accountant)
 
@@ -314,7 +314,7 @@ class Account(Budget):
                 value="server",
             )
         if options.target_epsilon is not None:
-            self.noise_multipliers = self._calibrated(options.target_epsilon)
+            self.noise_multipliers = self._calibrate_noise(options.target_epsilon)
         else:
             # The options require one of the two.
             assert options.noise_multiplier is not None
@@ -447,7 +447,7 @@ class Account(Budget):
         # There is no amplification by shuffling.
         return 1.0
 
-    def _calibrated(self, target_epsilon: float) -> list[float]:
+    def _calibrate_noise(self, target_epsilon: float) -> list[float]:
         """Return the σ of each client with which the planned rounds spend the target ε."""
         options = self.options
         self.check_planned(self._planned is not None)

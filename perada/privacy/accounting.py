@@ -85,7 +85,7 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
     if smallest_sigma == 0:
         return math.inf
     # For a large δ the conversion from Rényi divergences is negative, but ε is at least 0.
-    return max(0.0, _epsilon(tuple(segments), delta, accountant))
+    return max(0.0, _compute_epsilon(tuple(segments), delta, accountant))
 
 
 def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "rdp") -> float:
@@ -146,7 +146,7 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
 
 # Cached, since the histories of clients that did not take part in a round are the same in the next one.
 @lru_cache(maxsize=100_000)
-def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
+def _compute_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
     """Return the ε of a sequence of (noise multiplier, sample rate, steps) by Opacus."""
     import_opacus()
     from opacus.accountants import create_accountant

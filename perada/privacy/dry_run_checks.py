@@ -126,11 +126,11 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
     if rule.function_of_mean and is_foreign(rule):
         needs_more_than_mean = not _rule_follows_from_mean(rule)
     if not algorithm.sends_updates:
-        raise _incompatible(f"{name}: its clients send nothing; leave client_privacy out")
+        raise _incompatible_option(f"{name}: its clients send nothing; leave client_privacy out")
     if weighting != "uniform":
-        raise _incompatible(f"{weighting=}: a client's number of images is private; choose weighting='uniform'")
+        raise _incompatible_option(f"{weighting=}: a client's number of images is private; choose weighting='uniform'")
     if needs_more_than_mean:
-        raise _incompatible(
+        raise _incompatible_option(
             f"the server rule {rule.kind}: it is not a function of the clients' mean, and only the mean carries the "
             "noise; choose a rule on the mean, such as 'mean' or 'fedavgm', or set function_of_mean in a custom rule "
             "that is one"
@@ -140,25 +140,25 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
     sample_level = "or protect single images instead (section privacy)"
     not_covered = algorithm.beyond_client_privacy()
     if not_covered:
-        raise _incompatible(f"{not_covered}, {sample_level}")
+        raise _incompatible_option(f"{not_covered}, {sample_level}")
     if algorithm.uses_distillation and distills:
-        raise _incompatible(
+        raise _incompatible_option(
             f"{name} with distillation: the teachers are single clients' updates, each with only a share of the "
             f"noise; choose PerAda(distill=False), or set distillation.steps=0, {sample_level}"
         )
     if algorithm.merges_into_backbone:
-        raise _incompatible(
+        raise _incompatible_option(
             f"{name}: it merges the products B·A of the clients' factors, but would see only the noisy mean of each "
             f"factor; choose FedAvg, or FFALoRA, {sample_level}"
         )
     if modes > 1:
-        raise _incompatible(
+        raise _incompatible_option(
             f"{name}({modes=}): the mean of a mode covers only some of the clients and carries only some of the "
             f"noise; set modes=1, {sample_level}"
         )
 
 
-def _incompatible(reason: str) -> ValueError:
+def _incompatible_option(reason: str) -> ValueError:
     """Return the error for a combination that client-level privacy does not support."""
     return ValueError(f"client_privacy does not support {reason}")
 

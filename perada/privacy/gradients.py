@@ -161,7 +161,7 @@ class SampleGradients:
             for key in names_of_keys:
                 names_of_keys[key] = tied.get(key, [key])
         with_clones = clone_outputs(folded.model)
-        self._places = _places(with_clones, names_of_keys)
+        self._places = _find_places(with_clones, names_of_keys)
         self._model = with_grad_sample_hooks(with_clones)
 
     def _hide_from_hooks(self, model: nn.Module) -> None:
@@ -298,7 +298,7 @@ def _tied_parameters(model: nn.Module) -> dict[str, list[str]]:
     return {aliases[0]: aliases for aliases in names_of_tensor.values()}
 
 
-def _places(model: nn.Module, names_of_key: dict[str, list[str]]) -> dict[str, list[_Place]]:
+def _find_places(model: nn.Module, names_of_key: dict[str, list[str]]) -> dict[str, list[_Place]]:
     """Return the places of tensors in a model.
 
     Args:
@@ -462,7 +462,7 @@ def with_grad_sample_hooks(model: nn.Module) -> nn.Module:
     from opacus.grad_sample import GradSampleModule
 
     stacked_classes = {type(module) for module in model.modules() if isinstance(module, StackedLayer)}
-    samplers = _samplers() | dict.fromkeys(stacked_classes, _sample_stacked_layer)
+    samplers = _samplers_by_layer() | dict.fromkeys(stacked_classes, _sample_stacked_layer)
     train_mode(model)
 
     class Hooked(GradSampleModule):  # type: ignore[misc]  # Opacus has no types
@@ -490,7 +490,7 @@ def with_grad_sample_hooks(model: nn.Module) -> nn.Module:
     return hooked
 
 
-def _samplers() -> dict[type[nn.Module], Sampler]:
+def _samplers_by_layer() -> dict[type[nn.Module], Sampler]:
     """Return Opacus's samplers by class of layer, with perada's sampler for convolutions."""
     import_opacus()
     from opacus.grad_sample import GradSampleModule
@@ -523,7 +523,7 @@ def _sample_stacked_layer(
     if samples is not None:
         return samples
     original = layer.original[0]
-    samplers = _samplers()
+    samplers = _samplers_by_layer()
     # timm's layers are subclasses of torch's, and computed in the same way unless their twin overrides it.
     classes = type(original).__mro__ if layer.like_torch else ()
     for layer_class in classes:

@@ -82,9 +82,9 @@ def _append_entry(path: Path, entry: dict[str, Any]) -> None:
             write_atomic(head_file(path), BEGINNING.encode())
         previous = BEGINNING
         for line in _complete_lines(file):
-            previous = _digest(line)
+            previous = _digest_of_line(line)
         line = json.dumps(entry | {PREVIOUS: previous}).encode() + b"\n"
-        digest = _digest(line)
+        digest = _digest_of_line(line)
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         last_byte = file.read()
         if last_byte not in (b"", b"\n"):
@@ -106,7 +106,7 @@ def _complete_lines(file: BinaryIO) -> Iterator[bytes]:
             yield line
 
 
-def _digest(line: bytes) -> str:
+def _digest_of_line(line: bytes) -> str:
     """Return the digest of a line."""
     return hashlib.sha256(line).hexdigest()
 
@@ -149,24 +149,24 @@ def _read_chain(path: Path) -> list[dict[str, Any]]:
             if not FIELDS <= set(entry):
                 raise TypeError(entry)
         except (ValueError, TypeError) as error:
-            raise _damaged(f"line {number} of {str(path)!r} is damaged") from error
+            raise _damaged_journal(f"line {number} of {str(path)!r} is damaged") from error
         if entry[PREVIOUS] != digests[-1]:
-            raise _damaged(f"a line of {str(path)!r} before line {number} was removed or changed")
-        digests.append(_digest(line))
+            raise _damaged_journal(f"a line of {str(path)!r} before line {number} was removed or changed")
+        digests.append(_digest_of_line(line))
         entries.append(entry)
     head = head_file(path)
     if not entries and not head.is_file():
         return []
     if not head.is_file():
-        raise _damaged(
+        raise _damaged_journal(
             f"{str(head)!r} is missing, without which lines removed from the end of {path.name} are not noticed"
         )
     if head.read_text(encoding="utf-8", errors="replace") not in digests:
-        raise _damaged(f"{str(path)!r} lacks its last line, whose digest {str(head)!r} has")
+        raise _damaged_journal(f"{str(path)!r} lacks its last line, whose digest {str(head)!r} has")
     return entries
 
 
-def _damaged(problem: str) -> OptionError:
+def _damaged_journal(problem: str) -> OptionError:
     """Return the error that a journal cannot be relied on."""
     return OptionError(
         f"privacy: {problem}, so the spent budget is unknown; restore both files from a copy, or start a new run",

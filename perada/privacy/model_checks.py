@@ -194,9 +194,9 @@ def _wrong_sum_in_better_precision(
 
 def _check_streams(engine: Engine, states: State, x: Tensor) -> None:
     """Raise a ValueError if the outputs depend on torch's global generator, not only on the clients' streams."""
-    with_seed_0 = _logits(engine, states, x, seed=0)
-    with_seed_1 = _logits(engine, states, x, seed=1)
-    again_with_seed_0 = _logits(engine, states, x, seed=0)
+    with_seed_0 = _training_logits(engine, states, x, seed=0)
+    with_seed_1 = _training_logits(engine, states, x, seed=1)
+    again_with_seed_0 = _training_logits(engine, states, x, seed=0)
     # A network that remembers images is not repeatable either; check_one_image reports it.
     is_repeatable = torch.equal(with_seed_0, again_with_seed_0)
     if is_repeatable and not torch.allclose(with_seed_0, with_seed_1, equal_nan=True):
@@ -294,8 +294,8 @@ def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
     def others_are_unchanged(dtype: torch.dtype | None) -> bool:
         copied_engine = _engine_without_dropout(engine, dtype)
         copied_states = {key: _to_dtype(value, dtype) for key, value in states.items()}
-        before = _logits(copied_engine, copied_states, _to_dtype(x, dtype))[1:]
-        after = _logits(copied_engine, copied_states, _to_dtype(changed, dtype))[1:]
+        before = _training_logits(copied_engine, copied_states, _to_dtype(x, dtype))[1:]
+        after = _training_logits(copied_engine, copied_states, _to_dtype(changed, dtype))[1:]
         largest = float(before.nan_to_num(0.0, 0.0, 0.0).abs().max())
         # Also in half precision: both passes are of the same shape, so the rows of the others are rounded alike.
         tolerance = TOLERANCES[dtype or torch.float32] * largest
@@ -326,13 +326,15 @@ def _in_best_precision(trial: Callable[[torch.dtype | None], T], device: torch.d
     return trial(None)
 
 
-def _tolerance(model: nn.Module) -> float:
+def _relative_tolerance(model: nn.Module) -> float:
     """Return the largest difference between two results of a model that should be equal, relative to the largest."""
     dtype = coarsest_dtype(model)
     return TOLERANCES.get(dtype, HALF_ROUNDOFFS * unit_roundoff(dtype))
 
 
-def _logits(engine: Engine, states: State, x: Tensor, counts: tuple[int, ...] | None = None, seed: int = 0) -> Tensor:
+def _training_logits(
+    engine: Engine, states: State, x: Tensor, counts: tuple[int, ...] | None = None, seed: int = 0
+) -> Tensor:
     """Return logits (C, B, K) in training mode.
 
     Args:
@@ -399,7 +401,7 @@ class _OneImageTrial:
     ) -> None:
         self._engine = _engine_without_dropout(engine, dtype)
         self._batch = replace(batch, x=_to_dtype(batch.x, dtype))
-        self._tolerance = _tolerance(self._engine.model)
+        self._tolerance = _relative_tolerance(self._engine.model)
         self._states = _states_to_dtype(states, dtype)
         clients = len(batch.counts)
         self.all_rows = torch.arange(batch.x.shape[1]).expand(clients, -1)
@@ -466,9 +468,9 @@ class _OneImageTrial:
         """Return whether a pass leaves something in the network's modules that depends on the images."""
         x = self._batch.x
         other_x = 1 - x.flip(-1)
-        _logits(self._engine, self._states, x, self._batch.counts)
+        _training_logits(self._engine, self._states, x, self._batch.counts)
         contents = _contents_of(self._engine.runs)
-        _logits(self._engine, self._states, other_x, self._batch.counts)
+        _training_logits(self._engine, self._states, other_x, self._batch.counts)
         return contents != _contents_of(self._engine.runs)
 
     def is_close(self, sums: State, other_sums: State) -> bool:
@@ -513,12 +515,12 @@ def _contents_of(model: nn.Module) -> list[Any]:
         attributes = {}
         for name, value in vars(module).items():
             if name not in ("_parameters", "_modules", "_buffers"):
-                attributes[name] = _comparable(value)
-        contents.append((_comparable(module._buffers), attributes))
+                attributes[name] = _comparable_content(value)
+        contents.append((_comparable_content(module._buffers), attributes))
     return contents
 
 
-def _comparable(value: object, depth: int = 0) -> Any:  # noqa: ANN401  # whatever an attribute is
+def _comparable_content(value: object, depth: int = 0) -> Any:  # noqa: ANN401  # whatever an attribute is
     """Return a value that is equal for equal contents; None for objects that are neither numbers, texts nor containers.
 
     Args:
@@ -535,9 +537,9 @@ def _comparable(value: object, depth: int = 0) -> Any:  # noqa: ANN401  # whatev
         # A container may contain itself.
         return None
     if isinstance(value, dict):
-        return {str(key): _comparable(item, depth + 1) for key, item in value.items()}
+        return {str(key): _comparable_content(item, depth + 1) for key, item in value.items()}
     if isinstance(value, Collection) and not isinstance(value, str | bytes):
-        return [_comparable(item, depth + 1) for item in value]
+        return [_comparable_content(item, depth + 1) for item in value]
     if isinstance(value, int | float | str):
         return value
     return None

@@ -185,27 +185,27 @@ class Protection:
         for name, budget in self.budgets.items():
             # Plain tuples, since their text is part of ids, which are saved in checkpoints.
             costs[name] = [tuple(cost) for cost in budget.round_costs(plan, tuning)]
-        if self._repeats:
+        if self._repeats_noise:
             kind = "tuning" if tuning else "round"
             round_id = f"{kind} {plan.round} {costs}"
         else:
             round_id = secrets.token_hex(16)
         # A collective: each rank drew another random id, and all use that of rank 0.
         round_id = ranks.gather(round_id)[0]
-        entry = self._entry(round_id, plan.round) | costs
+        entry = self._make_entry(round_id, plan.round) | costs
         if entry["id"] in self.counted:
             return
-        if ranks.rank == 0 and not self._repeats:
-            self._write(entry)
+        if ranks.rank == 0 and not self._repeats_noise:
+            self._write_entry(entry)
         # A barrier: no rank may begin the round before the entry is on disk.
         ranks.gather(None)
-        self._count(entry)
+        self._count_entry(entry)
 
-    def _entry(self, round_id: str, round: int) -> dict[str, Any]:
+    def _make_entry(self, round_id: str, round: int) -> dict[str, Any]:
         """Return a journal entry for a round, without costs."""
         return {"id": round_id, "run": self.run, "round": round, "images": [], "clients": []}
 
-    def _write(self, entry: dict[str, Any]) -> None:
+    def _write_entry(self, entry: dict[str, Any]) -> None:
         """Write an entry to the journal before its costs are counted."""
         self.journal.write(entry)
         if self.journal.paths:
@@ -218,14 +218,14 @@ class Protection:
             path: File of the journal.
             rounds_done: Number of completed rounds.
         """
-        if self._repeats or self.journal.paths or not self.private:
+        if self._repeats_noise or self.journal.paths or not self.private:
             return
         self.journal = Journal([path], self.journal.earlier_paths)
-        entry = self._entry(secrets.token_hex(16), rounds_done)
-        self._write(entry)
+        entry = self._make_entry(secrets.token_hex(16), rounds_done)
+        self._write_entry(entry)
         self.counted.append(entry["id"])
 
-    def _count(self, entry: dict[str, Any], lost: bool = False) -> None:
+    def _count_entry(self, entry: dict[str, Any], lost: bool = False) -> None:
         """Add the costs of an entry of the journal to all budgets."""
         self.counted.append(entry["id"])
         for name, budget in self.budgets.items():
@@ -258,7 +258,7 @@ class Protection:
             )
         missing = [entry for round_id, entry in entries.items() if round_id not in self.counted]
         for entry in missing:
-            self._count(entry, lost=True)
+            self._count_entry(entry, lost=True)
         return sorted(entry["round"] for entry in missing)
 
     @property
@@ -267,7 +267,7 @@ class Protection:
         return {budget.section: budget.options.secure_rng for budget in self.budgets.values()}
 
     @property
-    def _repeats(self) -> bool:
+    def _repeats_noise(self) -> bool:
         """Whether a round that is trained again draws the same noise again."""
         return not any(self._secure_sections.values())
 

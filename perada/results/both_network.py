@@ -64,8 +64,12 @@ class BothModelsNetwork(nn.Module):
         self._outputs: dict[str, Tensor] = {}
         for compared in self._compared_maps:
             if compared.layer is not None:
-                members[0].get_submodule(compared.layer).register_forward_hook(partial(self._record, compared.layer))
-                personal.get_submodule(compared.layer).register_forward_hook(partial(self._repeat, compared.layer))
+                members[0].get_submodule(compared.layer).register_forward_hook(
+                    partial(self._record_output, compared.layer)
+                )
+                personal.get_submodule(compared.layer).register_forward_hook(
+                    partial(self._repeat_output, compared.layer)
+                )
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Map images (B, ...) to logits, (B, K) or (B, K, H, W), and a mask (B,) of those typical of the client."""
@@ -76,7 +80,7 @@ class BothModelsNetwork(nn.Module):
             statistics.append(statistics_of_map(output, compared.position_axes))
         personal = self.personal(images)
         self._outputs.clear()
-        is_typical = self._contains(torch.cat(statistics, 1))
+        is_typical = self._contains_statistics(torch.cat(statistics, 1))
         weights = Weights(self.personal_share, self.known_classes)
         if not self._task.per_pixel:
             return logits_of_both(self._task, personal, shared, is_typical, weights), is_typical
@@ -86,7 +90,7 @@ class BothModelsNetwork(nn.Module):
         logits = logits_of_both(self._task, personal, shared, is_typical, weights)
         return logits.movedim(-1, 1), is_typical
 
-    def _contains(self, statistics: Tensor) -> Tensor:
+    def _contains_statistics(self, statistics: Tensor) -> Tensor:
         """Return a mask (B,) of typical images, given their statistics (B, D), as :class:`.TypicalImages` does."""
         if self._neighbors == 0:
             return torch.ones_like(statistics[:, 0], dtype=torch.bool)
@@ -97,12 +101,12 @@ class BothModelsNetwork(nn.Module):
         nearest = distances.topk(self._neighbors, dim=1, largest=False).values
         return nearest.amax(1) <= self.threshold
 
-    def _record(self, layer: str, module: nn.Module, inputs: object, output: Tensor) -> None:
+    def _record_output(self, layer: str, module: nn.Module, inputs: object, output: Tensor) -> None:
         """Keep the output of a layer of the global model, as a hook of its forward pass."""
         # A copy, since a model may change the output in place.
         self._outputs[layer] = output.clone()
 
-    def _repeat(self, layer: str, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    def _repeat_output(self, layer: str, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         """Return the output of the same layer of the global model, as a hook of the personal model."""
         return self._outputs[layer].clone()
 

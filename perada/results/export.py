@@ -97,7 +97,7 @@ class PeftFolders:
     def _factors(self) -> tuple[Factors, ...]:
         return find_tensor_names(self._adapted.model, *self._adapted.backbone.head_modules).factors
 
-    def _truncate(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    def _truncate_factors(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
         """Return the tensors of a folder with LoRA's factors cut to a rank."""
         state = {key: tensors[name] for name, key in self._keys.items()}
         truncated = narrowed(state, self._factors, rank)
@@ -153,7 +153,7 @@ class PeftFolders:
             tensors[name] = state[key]
         config = self.config
         if rank is not None:
-            tensors = self._truncate(tensors, rank)
+            tensors = self._truncate_factors(tensors, rank)
             config = json.dumps(json.loads(config) | self._truncated_options(rank), indent=2, sort_keys=True)
         _save_tensors(tensors, folder / WEIGHTS_FILE)
         (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
@@ -186,10 +186,12 @@ class PeftFolders:
         expected_tensors: Mapping[str, Tensor] = self._tensors
         expected_config = config
         if rank is not None:
-            expected_tensors = self._truncate(self._tensors, rank)
+            expected_tensors = self._truncate_factors(self._tensors, rank)
             expected_config = copy.copy(config)
             vars(expected_config).update(self._truncated_options(rank))
-        _check_equal_facts(folder, _facts(actual_config, weights), _facts(expected_config, expected_tensors))
+        _check_equal_facts(
+            folder, _shared_facts(actual_config, weights), _shared_facts(expected_config, expected_tensors)
+        )
         for name, value in weights.items():
             if not value.isfinite().all():
                 raise ValueError(f"the adapter in {str(folder)!r} is broken: {name!r} is not finite; {_SAVE_AGAIN}")
@@ -227,7 +229,7 @@ def load_typical(path: Path) -> State:
     return state
 
 
-def _facts(config: PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, object]:
+def _shared_facts(config: PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, object]:
     """Return the facts that all adapters of a run share, by their names in messages: options and tensor shapes."""
     ignored = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
     facts: dict[str, object] = {}

@@ -76,9 +76,9 @@ def export_model(
         for package in _ONNX_PACKAGES:
             installed(package, "format=onnx", "onnx")
     number = None if client is None else run.number(client)
-    chosen = _chosen(run, client, form, prediction)
-    exported = _exported(run, number, chosen)
-    samples = in_dtype_of(exported.run_model, _samples(run))
+    chosen = _choose_models(run, client, form, prediction)
+    exported = _find_exported(run, number, chosen)
+    samples = in_dtype_of(exported.run_model, _sample_images(run))
     metadata = {
         "preprocessing": json.dumps(run.preprocessing.record()),
         "classes": json.dumps(run.info.get("classes")),
@@ -99,7 +99,7 @@ def export_model(
                     f"infinite for {num_failed} of {len(samples)} samples; {REMEDY}"
                 )
             read_outputs = _write_and_read(form, variant.model, samples, stage / FILES[form], metadata)
-            difference = _difference(read_outputs, expected)
+            difference = _largest_difference(read_outputs, expected)
             # False if the difference is NaN.
             limit = tolerance_of(exported.run_model, TOLERANCE) * float(expected.logits.abs().max())
             is_close = difference <= limit
@@ -114,12 +114,12 @@ def export_model(
         summary = (
             f"{description} Its logits on {len(samples)} samples differ from the run's by at most {difference:.1e}."
         )
-        text = _readme(run, client, number, form, chosen, summary)
+        text = _write_readme(run, client, number, form, chosen, summary)
         (stage / "README.md").write_text(f"{text}\n", encoding="utf-8")
     return summary
 
 
-def _chosen(run: Run, client: int | str | None, form: Format, prediction: Prediction | None) -> ChosenPrediction:
+def _choose_models(run: Run, client: int | str | None, form: Format, prediction: Prediction | None) -> ChosenPrediction:
     """Return which models of a client are exported: the personal one if the format cannot hold both.
 
     Raises:
@@ -139,7 +139,7 @@ def _chosen(run: Run, client: int | str | None, form: Format, prediction: Predic
     return chosen_prediction(run, client, prediction)
 
 
-def _difference(found: BatchOutputs, expected_outputs: BatchOutputs) -> float:
+def _largest_difference(found: BatchOutputs, expected_outputs: BatchOutputs) -> float:
     """Return the largest difference of logits; infinity if not the same images are typical."""
     if expected_outputs.typical is not None:
         assert found.typical is not None
@@ -172,7 +172,7 @@ def _write_and_read(
     return BatchOutputs(*outputs) if isinstance(outputs, tuple) else BatchOutputs(outputs)
 
 
-def _readme(
+def _write_readme(
     run: Run, client: int | str | None, number: int | None, form: Format, chosen: ChosenPrediction, summary: str
 ) -> str:
     """Return the README of an exported model.
@@ -200,7 +200,7 @@ def _readme(
     )
 
 
-def _samples(run: Run) -> Tensor:
+def _sample_images(run: Run) -> Tensor:
     """Return eight prepared crops of scikit-learn's photographs, or noise if the run had prepared images."""
     preprocessing = run.preprocessing
     if preprocessing.kind == "uint8" and preprocessing.channels in (1, 3):
@@ -240,7 +240,7 @@ class _Exported:
     description: str
 
 
-def _exported(run: Run, client: int | None, chosen: ChosenPrediction) -> _Exported:
+def _find_exported(run: Run, client: int | None, chosen: ChosenPrediction) -> _Exported:
     """Return what is exported of a run: the chosen models of a client, or the global one (None)."""
     if chosen.state_of_both is not None:
         assert client is not None
@@ -250,7 +250,7 @@ def _exported(run: Run, client: int | None, chosen: ChosenPrediction) -> _Export
         run_model = run.global_model()
     else:
         run_model = run.personal(client)
-    merged = _merge(run, run_model, client)
+    merged = _merge_adapter(run, run_model, client)
     variant = _Variant(merged.model, lambda images: BatchOutputs(run_model(images)))
     return _Exported(run_model, lambda samples: [variant], merged.description)
 
@@ -302,7 +302,7 @@ class _Merged:
     description: str
 
 
-def _merge(run: Run, run_model: nn.Module, client: int | None) -> _Merged:
+def _merge_adapter(run: Run, run_model: nn.Module, client: int | None) -> _Merged:
     """Merge the adapter of a run's model into the backbone's weights, if PEFT can."""
     if isinstance(run_model, Ensemble):
         return _Merged(run_model, "It averages several models, whose adapters are kept as layers.")

@@ -144,20 +144,20 @@ class Models:
         if role == "personal":
             client = self.number(client)
             if self._personal is not None:
-                return _copied(self._personal(client))
+                return _copy_to_cpu(self._personal(client))
         self._check_global()
         if len(self._global) > 1:
             raise ValueError(f"the global model averages {len(self._global)} states; use states('global')")
-        return _copied(self._global[0])
+        return _copy_to_cpu(self._global[0])
 
     def states(self, role: str) -> list[State]:
         """Return copies of all states of a role: those of an ensemble, or of all clients that the run still has."""
         if role == "global":
             self._check_global()
-            return [_copied(state) for state in self._global]
+            return [_copy_to_cpu(state) for state in self._global]
         if role == "personal" and self._personal is not None:
-            return [_copied(self._personal(client)) for client in self._remaining]
-        return [self.state(role, client) for client in self._remaining]
+            return [_copy_to_cpu(self._personal(client)) for client in self._remaining_clients]
+        return [self.state(role, client) for client in self._remaining_clients]
 
     def _check_global(self) -> None:
         if "adapter_of" in self.info:
@@ -180,7 +180,7 @@ class Models:
         return available_client(client, self.info, self.num_clients)
 
     @property
-    def _remaining(self) -> list[int]:
+    def _remaining_clients(self) -> list[int]:
         """Numbers of the clients whose adapters are in the run, neither forgotten nor kept at their sites."""
         absent = {*self.info.get("forgotten", ()), *self.info.get("elsewhere", ())}
         return [client for client in range(self.num_clients) if client not in absent]
@@ -192,7 +192,7 @@ class Models:
         """
         if self._personal is None and len(self._global) > 1:
             return self.global_model()
-        return self._model(self.state("personal", client))
+        return self._make_model(self.state("personal", client))
 
     def global_model(self) -> nn.Module:
         """Return the server's model: a new network in evaluation mode that maps images to logits.
@@ -205,7 +205,7 @@ class Models:
                 f"{self.info['algorithm']} has no global model: only the shared part of the server's model is trained; "
                 "use personal(client)"
             )
-        members = [self._model(state) for state in self.states("global")]
+        members = [self._make_model(state) for state in self.states("global")]
         if len(members) == 1:
             return members[0]
         return Ensemble(members, self.info["average"], make_task(self.info["task"])).eval()
@@ -269,7 +269,7 @@ class Models:
         check_type("broken", broken, dict, "{}")
         preprocessing = self.preprocessing
         task = make_task(self.info["task"])
-        predictor = self._predictor(client, prediction, check_device(device))
+        predictor = self._make_predictor(client, prediction, check_device(device))
         all_images = [PlacedImage(place, image) for place, image in enumerate(as_list(images))]
         if not all_images:
             raise ValueError("there are no images; pass at least one")
@@ -309,7 +309,9 @@ class Models:
         classes = self.info.get("classes") or [str(number) for number in range(self.info["num_classes"])]
         return Predictions(probabilities, labels, tuple(classes), paths, typical=typical)
 
-    def _predictor(self, client: int | str | None, prediction: Prediction | None, device: torch.device) -> Predictor:
+    def _make_predictor(
+        self, client: int | str | None, prediction: Prediction | None, device: torch.device
+    ) -> Predictor:
         """Return what predicts images: for a client, or the global model (None); see :meth:`predict`.
 
         Raises:
@@ -336,7 +338,7 @@ class Models:
 
         :meth:`perada.Run.save` and :meth:`perada.Run.export` write it.
         """
-        return any(self.state_of_both(client) is not None for client in self._remaining)
+        return any(self.state_of_both(client) is not None for client in self._remaining_clients)
 
     def state_of_both(self, client: int) -> State | None:
         """Return what a client needs to predict with both models (:meth:`.BothModels.state`); None if it is missing."""
@@ -353,14 +355,14 @@ class Models:
         """
         state = self.state("global") if client is None else self.state("personal", client)
         peft_model = self._adapted.peft_model
-        images = in_dtype_of(self._adapted.model, _noise(self.preprocessing))
+        images = in_dtype_of(self._adapted.model, _noise_samples(self.preprocessing))
         # An adapter that training has hardly changed hides a wrong merge, whose error grows with it: a perturbed state
         # is compared first.
         moved_state = perturbed_states(state, parameter_keys(self._adapted.model), num_clients=1, least=0.02)[0]
         moved = merge_adapter(copy.deepcopy(peft_model), moved_state)
-        check_merged(peft_model, moved, self._model(moved_state), images)
+        check_merged(peft_model, moved, self._make_model(moved_state), images)
         merged = merge_adapter(copy.deepcopy(peft_model).to(memory_format=torch.contiguous_format), state)
-        check_merged(peft_model, merged, self._model(state), images)
+        check_merged(peft_model, merged, self._make_model(state), images)
         return merged
 
     def adapted(self) -> AdaptedModel:
@@ -373,7 +375,7 @@ class Models:
         set_state(adapted.model, self.state("global"))
         return adapted
 
-    def _model(self, state: State) -> nn.Module:
+    def _make_model(self, state: State) -> nn.Module:
         model = copy.deepcopy(self._adapted.model).to(memory_format=torch.contiguous_format)
         set_state(model, state)
         setattr(model, IMAGE, self._adapted.backbone.image)
@@ -431,19 +433,19 @@ def both_predictor(run: Models, client: int, state_of_both: State, device: torch
         state_of_both,
         make_task(run.info["task"]),
         run.info["average"],
-        _noise(run.preprocessing)[0],
+        _noise_samples(run.preprocessing)[0],
         device,
     )
 
 
-def _noise(preprocessing: Preprocessing) -> Tensor:
+def _noise_samples(preprocessing: Preprocessing) -> Tensor:
     """Return two samples (2, ...) in the shape of the models' inputs: noise, or texts of the first token."""
     if preprocessing.kind == "tokens":
         return torch.zeros(2, *preprocessing.shape, dtype=torch.int64)
     return torch.randn(2, *preprocessing.shape, generator=generator(0, "merging"))
 
 
-def _copied(state: State) -> State:
+def _copy_to_cpu(state: State) -> State:
     """Copy a state to the CPU."""
     on_cpu = clone(to_device(state, torch.device("cpu")))
     return {key: value.contiguous() for key, value in on_cpu.items()}

@@ -109,13 +109,13 @@ class BothModelsPredictor(Predictor):
         self._weights = self._both.weights([0], device)
         self._trunk = statistics.trunk
         # One network for each state: to call one with other tensors takes longer than the adapters of a small network.
-        self._personal = self._network(adapted, personal_state)
-        self._members = [self._network(adapted, state) for state in global_states]
+        self._personal = self._copy_network(adapted, personal_state)
+        self._members = [self._copy_network(adapted, state) for state in global_states]
         self._mixes = bool((self._weights.personal_shares < 1).any())
         # The model that the client's own images need in any case.
         self._first = self._members[0] if self._mixes else self._personal
 
-    def _network(self, adapted: nn.Module, state: State) -> nn.Module:
+    def _copy_network(self, adapted: nn.Module, state: State) -> nn.Module:
         """Return a copy of the network in a state, which shares the frozen parameters."""
         network = share_frozen(adapted)
         for parameter in network.parameters():
@@ -140,10 +140,10 @@ class BothModelsPredictor(Predictor):
         needs_personal = bool(is_typical.any())
         needs_shared = self._mixes or not needs_personal or not bool(is_typical.all())
         if needs_shared:
-            members = torch.stack([self._logits(member, x, first_pass) for member in self._members])
+            members = torch.stack([self._logits_of_output(member, x, first_pass) for member in self._members])
             shared = self._task.ensemble(members, self._average)
         if needs_personal:
-            personal = self._logits(self._personal, x, first_pass)
+            personal = self._logits_of_output(self._personal, x, first_pass)
         # The weight of a model that did not run is 0, so any numbers can take its place.
         if not needs_shared:
             shared = personal
@@ -152,7 +152,7 @@ class BothModelsPredictor(Predictor):
         logits = self._both.logits(personal, shared, is_typical, self._weights)
         return BatchOutputs(logits.cpu(), is_typical.cpu())
 
-    def _logits(self, network: nn.Module, x: Tensor, first_pass: RecordedPass | None) -> Tensor:
+    def _logits_of_output(self, network: nn.Module, x: Tensor, first_pass: RecordedPass | None) -> Tensor:
         """Return the logits of a network for a batch, with the classes last, in single precision at least.
 
         Args:

@@ -250,7 +250,7 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
         if algorithm is None:
             algorithm = algorithm_of(info["training"]["algorithm"])
         spec = ModelSpec(
-            backbone=_network(path, info, backbone),
+            backbone=_restore_network(path, info, backbone),
             num_classes=info["num_classes"],
             pretrained=info["pretrained"],
             image_size=info["built_for"],
@@ -267,7 +267,7 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
         adapted = spec.build()
     _check_belongs(path, saved, adapted, algorithm)
     with plain_data(str(path)):
-        federation = _federation(path, saved, spec, adapted, algorithm)
+        federation = _restore_federation(path, saved, spec, adapted, algorithm)
         global_states, personal_state = states_of(federation)
         return RestoredRun(
             adapted=adapted,
@@ -335,7 +335,7 @@ def _check_available(
     return part
 
 
-def _network(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> Any:  # noqa: ANN401  # a name, or a network
+def _restore_network(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> Any:  # noqa: ANN401  # a name, or a network
     """Return the backbone of a saved run: its name, or the caller's own network."""
     network = info["backbone"] if backbone is None else backbone
     if backbone is not None and info["backbone"] is not None:
@@ -350,7 +350,7 @@ def _network(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> An
     return _check_available(path, "network", network, remedy)
 
 
-def _federation(
+def _restore_federation(
     path: Path, saved: dict[str, Any], spec: ModelSpec, adapted: AdaptedModel, algorithm: Algorithm
 ) -> Federation:
     """Build a federation with the states of the server and the clients. Its training options are not used."""
@@ -390,7 +390,7 @@ def rebuilt(folder: Path, info: dict[str, Any], backbone: nn.Module | None, conf
         FileNotFoundError: If its weights are missing.
         ValueError: If it was the caller's own and is not given, or its weights do not match.
     """
-    network = _network(folder, info, backbone)
+    network = _restore_network(folder, info, backbone)
     path = folder / BACKBONE_FILE
     if not path.is_file() and (not info["pretrained"] or info["backbone"] is None):
         raise FileNotFoundError(

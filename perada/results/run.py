@@ -145,7 +145,7 @@ class Run(Models):
                 states |= write_states(stage, FIXED, [0], lambda _: fixed)
             if self._personal is not None:
                 own_clients = self.own_clients()
-                clients = [client for client in self._remaining if client in own_clients]
+                clients = [client for client in self._remaining_clients if client in own_clients]
                 states |= write_states(stage, PERSONAL, clients, self._personal)
             states |= self._write_states_of_both(stage)
             self._write_card(stage, folder, license, self._with_scores(scores))
@@ -193,7 +193,7 @@ class Run(Models):
         self._warn_of_test_mode(folder)
         _check_layout(folder, "adapters")
         with_scores = self._with_scores(scores)
-        folders = list(self._folders())
+        folders = list(self._adapter_folders())
         if number is not None:
             folders = [("global", None)] if clients_with_both else []
             folders.append((f"client_{number}", number))
@@ -222,7 +222,7 @@ class Run(Models):
         has_both = self.personalized and self.info["global_model"]
         if wanted != "both" or (prediction is None and not has_both):
             return frozenset()
-        clients = self._remaining if client is None else [client]
+        clients = self._remaining_clients if client is None else [client]
         # The states of thousands of clients would fill the memory, so they are read again when they are written.
         without_state = [number for number in clients if self.state_of_both(number) is None]
         if without_state and prediction == "both":
@@ -297,7 +297,7 @@ class Run(Models):
     def _write_states_of_both(self, stage: Path) -> StateIndex:
         """Write what clients need to predict with both models, and return the rows of the files."""
         states_of_both: dict[int, State] = {}
-        for client in self._remaining:
+        for client in self._remaining_clients:
             state = self.state_of_both(client)
             if state is not None:
                 states_of_both[client] = state
@@ -309,7 +309,7 @@ class Run(Models):
         """Return whether scores are written: by default only for runs that are not private."""
         return not self.info.get("privacy") if scores is None else scores
 
-    def _folders(self) -> Iterator[tuple[str, int | None]]:
+    def _adapter_folders(self) -> Iterator[tuple[str, int | None]]:
         """Yield the folders of all adapters by name, with the client, or None for a global adapter."""
         if "adapter_of" in self.info:
             yield "", 0  # a single adapter, as on the Hub
@@ -317,7 +317,7 @@ class Run(Models):
         for name in _global_folders(len(self._global)):
             yield name, None
         if self._personal is not None or len(self._global) == 1:
-            for client in self._remaining:
+            for client in self._remaining_clients:
                 yield f"client_{client}", client
 
     def _write_shared_files(self, stage: Path) -> dict[str, str]:

@@ -64,7 +64,7 @@ def together(folder: Path) -> Iterator[Path]:
             raise OSError(error.errno, f"{str(folder)!r} could not be written and is unchanged ({reason})") from error
         try:
             sync([folder])
-            _move(folder)
+            _move_ready_files(folder)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -81,13 +81,13 @@ def finish(folder: Path) -> None:
         ValueError: If links would move files out of the folder or into it.
     """
     with locked(folder / READY, wait=True):
-        _move(folder)
+        _move_ready_files(folder)
     with locked(folder / STAGE) as is_exclusive:
         if is_exclusive and (folder / STAGE).is_dir():
             shutil.rmtree(folder / STAGE)
 
 
-def _move(folder: Path) -> None:
+def _move_ready_files(folder: Path) -> None:
     """Move the files in :data:`READY` into the folder, and delete :data:`READY`."""
     ready = folder / READY
     # A link would be followed. It is rejected below.
@@ -426,7 +426,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     NaN becomes null, infinity a string, and a list of numbers is on one line. The first entry is a digest of the others
     (:func:`perada.core.digests.sealed`).
     """
-    text = json.dumps(sealed(_replace(content, _to_json)), indent=2, allow_nan=False)
+    text = json.dumps(sealed(_replace_values(content, _to_json)), indent=2, allow_nan=False)
     # JSON strings have no line breaks, so only line breaks between values are removed.
     text = re.sub(r"\[[^\[\]{}]*\]", lambda match: re.sub(r"\n *", " ", match[0]), text)
     write_atomic(path, text.encode() + b"\n", durable=False)
@@ -452,7 +452,7 @@ def read_run(folder: Path) -> RunFile:
         run_file = RunFile(**content, states=states)
         run_file.metrics = numbers_of(run_file.metrics)
         if run_file.info.get("privacy"):
-            run_file.info["privacy"] = _replace(run_file.info["privacy"], _from_json)
+            run_file.info["privacy"] = _replace_values(run_file.info["privacy"], _from_json)
         run_file.check()
     return run_file
 
@@ -485,12 +485,12 @@ def check_files(folder: Path, files: Mapping[str, str]) -> None:
             )
 
 
-def _replace(content: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401  # any JSON
+def _replace_values(content: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401  # any JSON
     """Apply ``change`` to the values within dictionaries and lists."""
     if isinstance(content, dict):
-        return {key: _replace(value, change) for key, value in content.items()}
+        return {key: _replace_values(value, change) for key, value in content.items()}
     if isinstance(content, list):
-        return [_replace(value, change) for value in content]
+        return [_replace_values(value, change) for value in content]
     return change(content)
 
 
@@ -504,7 +504,7 @@ def _to_json(value: Any) -> Any:  # noqa: ANN401  # a number, a word, None
 
 def numbers_of(content: Any) -> Any:  # noqa: ANN401  # any JSON
     """Restore the numbers of metrics that :func:`write_json` wrote: null is NaN, and strings may be infinity."""
-    return _replace(content, lambda value: math.nan if value is None else _from_json(value))
+    return _replace_values(content, lambda value: math.nan if value is None else _from_json(value))
 
 
 def _from_json(value: Any) -> Any:  # noqa: ANN401  # a number, a word, None

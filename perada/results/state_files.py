@@ -87,7 +87,7 @@ def _write_file(path: Path, num_rows: int, like: State, states: Iterable[State],
         written = 0
         buffer: list[State] = []
         for state in states:
-            digests.append(_digest(state))
+            digests.append(_digest_of_state(state))
             buffer.append(state)
             if len(buffer) == rows_of_buffer or written + len(buffer) == num_rows:
                 # Rows of one tensor are adjacent in the file, so a group of states is written tensor by tensor.
@@ -132,7 +132,7 @@ def _stacked_layout(like: State, num_rows: int) -> _FileLayout:
     return _FileLayout(header, starts)
 
 
-def _digest(state: State) -> str:
+def _digest_of_state(state: State) -> str:
     """Return the SHA-256 of a state: of its tensors in the order of their names, each after its name and type."""
     digest = hashlib.sha256()
     for name in sorted(state):
@@ -173,7 +173,7 @@ class StateFiles:
             self._index[path] = part
             for row, number in enumerate(part.rows):
                 self._places[number] = (path, row)
-            file = self._open(path)
+            file = self._open_file(path)
             _check_tensors(path, file, len(part.rows), like)
             if os.name == "posix":
                 self._files[path] = file
@@ -204,11 +204,11 @@ class StateFiles:
             ValueError: If it was changed since it was written, or has values that are not finite.
         """
         path, row = self._places[number]
-        file = self._files.get(path) or self._open(path)
+        file = self._files.get(path) or self._open_file(path)
         # Copies, since slices share the memory of the file.
-        state = {name: rows[row : row + 1][0].clone() for name, rows in _slices(file).items()}
+        state = {name: rows[row : row + 1][0].clone() for name, rows in _slices_of_file(file).items()}
         digests = self._index[path].sha256
-        if digests and _digest(state) != digests[row]:
+        if digests and _digest_of_state(state) != digests[row]:
             raise ValueError(
                 f"{str(path)!r} was changed or damaged since it was written, or belongs to a different run, according "
                 f"to the digest of row {row} ({self._kind} state {number}) in run.json; {_RESTORE}"
@@ -223,7 +223,7 @@ class StateFiles:
             state = {name: state[name].to(value.dtype) for name, value in self._like.items()}
         return state
 
-    def _open(self, path: Path) -> safe_open:
+    def _open_file(self, path: Path) -> safe_open:
         if not path.is_file():
             raise FileNotFoundError(
                 f"{str(path)!r}, the {self._kind} states of the run, is missing; copy the entire folder"
@@ -236,7 +236,7 @@ class StateFiles:
             ) from error
 
 
-def _slices(open_file: safe_open) -> dict[str, Any]:
+def _slices_of_file(open_file: safe_open) -> dict[str, Any]:
     """Return the tensors of a file by name; only the parts that are indexed are read."""
     # Of the untyped handle, since safetensors has no annotations.
     handle: Any = open_file
@@ -245,7 +245,7 @@ def _slices(open_file: safe_open) -> dict[str, Any]:
 
 def _check_tensors(path: Path, open_file: safe_open, num_rows: int, like: State | None) -> None:
     """Raise a ValueError if a file has other tensors, or another number of rows, than the run."""
-    actual: dict[str, object] = {name: rows.get_shape() for name, rows in _slices(open_file).items()}
+    actual: dict[str, object] = {name: rows.get_shape() for name, rows in _slices_of_file(open_file).items()}
     expected_tensors: Mapping[str, object]
     if like is None:
         expected_tensors = {name: [num_rows, *shape[1:]] for name, shape in actual.items() if isinstance(shape, list)}

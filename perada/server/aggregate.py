@@ -170,13 +170,13 @@ class Updates:
             if value.is_floating_point():
                 sums[name] = _weighted_sum(value, local_weights)
             else:
-                largest[name] = _largest(value)
+                largest[name] = _largest_over_clients(value)
         self.ranks.sum_(sums.values())
         self.ranks.max_(largest.values())
         means: State = {}
         for name, value in self.local_rows.items():
             if name in sums:
-                means[name] = _rounded(sums[name], value.dtype)
+                means[name] = _round_sum(sums[name], value.dtype)
             else:
                 means[name] = largest[name]
         return means
@@ -238,7 +238,7 @@ class UpdateSums:
                     before = received[name].detach()[:clients]
                 self._add_numbers(name, value, weights, accepted, before, squares)
             else:
-                largest = _largest(value, accepted)
+                largest = _largest_over_clients(value, accepted)
                 if name in self._largest:
                     largest = torch.maximum(largest, self._largest[name])
                 self._largest[name] = largest
@@ -302,7 +302,7 @@ class UpdateSums:
         mean: State = {}
         for name, example in self.example.items():
             if name in self._sums:
-                mean[name] = _rounded(self._sums[name] / total, example.dtype)
+                mean[name] = _round_sum(self._sums[name] / total, example.dtype)
             else:
                 mean[name] = self._largest[name]
         local = set(self._places)
@@ -361,7 +361,7 @@ def _read_once(stack: Tensor) -> Tensor:
     return stack
 
 
-def _largest(value: Tensor, accepted: Tensor | None = None) -> Tensor:
+def _largest_over_clients(value: Tensor, accepted: Tensor | None = None) -> Tensor:
     """Return the maximum (...) of a stack (C, ...) of integers over clients, or over those of the mask ``accepted``."""
     smallest_number = torch.iinfo(value.dtype).min
     if not len(value):
@@ -408,7 +408,7 @@ def squared_changes(names: Iterable[str], sent: State, received: State) -> Tenso
     return squares
 
 
-def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _round_sum(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Round a sum in double precision to 41 bits, and then to a ``dtype``.
 
     The result does not depend on the order of the summands. The exact mean of a few numbers often lies halfway between
@@ -540,7 +540,7 @@ class ComposedRule(ServerRule):
         """Raise the errors of the inner rule."""
         self.aggregate.check(num_clients)
 
-    def _aggregate(self, aggregation: Aggregation) -> State:
+    def _aggregate_inner(self, aggregation: Aggregation) -> State:
         """Apply the inner rule, whose tensors are kept separate from this rule's by a prefix."""
         inner_state = {}
         for key, state in aggregation.state.items():

@@ -296,7 +296,7 @@ class TrustRegion:
             share: Radius as a share of the distance between the two states.
         """
         names = tuple(name for name in names if name in previous)
-        radius = share * _distance(average, previous, names)
+        radius = share * _distance_between(average, previous, names)
         return cls(average, radius, names)
 
     def project(self, state: State) -> State:
@@ -306,7 +306,7 @@ class TrustRegion:
         >>> region.project({"w": torch.tensor([0.0, 4.0])})["w"].tolist()
         [0.0, 1.0]
         """
-        distance = _distance(state, self.center, self.names)
+        distance = _distance_between(state, self.center, self.names)
         # Not `distance <= radius`: a state with NaN is returned as it is, so that the caller can detect it.
         if not distance > self.radius:
             return state
@@ -318,7 +318,7 @@ class TrustRegion:
         return projected
 
 
-def _distance(first_state: State, second_state: State, names: Iterable[str]) -> float:
+def _distance_between(first_state: State, second_state: State, names: Iterable[str]) -> float:
     """Return the Euclidean distance between two states, over the tensors ``names`` together."""
     squares = [(double(first_state[name]) - double(second_state[name])).square().sum() for name in names]
     if not squares:
@@ -448,11 +448,11 @@ class Distiller:
         """
         self.report.student = student
         device = device_of(student)
-        clients = self._clients(teachers)
+        clients = self._choose_teachers(teachers)
         scales = self.scales.open("student", 1, device)
         refined = student
         if self.options.active(self.round.index) and not self._is_only_teacher(student, clients):
-            refined = self._refine(
+            refined = self._refine_student(
                 student,
                 clients,
                 clients_of_teachers=clients_of_teachers or [None] * clients.num_clients,
@@ -470,7 +470,7 @@ class Distiller:
             self.report.add("server/distilled", float(refined is not student))
         return refined
 
-    def _clients(self, teachers: Updates | State) -> Updates:
+    def _choose_teachers(self, teachers: Updates | State) -> Updates:
         """Return the teachers as updates, which with secure sums are those of the round."""
         if self.round.secure is not None:
             return self.round.secure.teachers
@@ -491,7 +491,7 @@ class Distiller:
                 return False
         return True
 
-    def _refine(
+    def _refine_student(
         self,
         student: State,
         teachers: Updates,
@@ -537,7 +537,7 @@ class Distiller:
         with torch.enable_grad():
             refined = self.train(
                 student,
-                self._pairs(indices, batches, targets, shares_steps),
+                self._image_logit_pairs(indices, batches, targets, shares_steps),
                 average_from=average_from,
                 scales=scales,
                 total_rows=rows if shares_steps else None,
@@ -616,7 +616,7 @@ class Distiller:
         # False for NaN.
         return (values.abs() < limit).flatten(1).all(1)
 
-    def _pairs(
+    def _image_logit_pairs(
         self,
         indices: Tensor,
         teacher_batches: TeacherBatches,
@@ -655,7 +655,7 @@ class Distiller:
         self.ranks.broadcast_([logits])
         return logits
 
-    def _accuracy(self, state: State) -> float:
+    def _validation_accuracy(self, state: State) -> float:
         """Compute the accuracy of a state on the server's validation images."""
         device = device_of(state)
         correct = 0
@@ -705,7 +705,7 @@ class Distiller:
         )
         average = _RunningMean(first_step=self._first_averaged_step(average_from))
         best_state = student
-        best_accuracy = self._accuracy(student) if options.validate_every else 0.0
+        best_accuracy = self._validation_accuracy(student) if options.validate_every else 0.0
         for step, (images, targets) in enumerate(batches):
             for group in optimizer.param_groups:
                 group["lr"] = options.learning_rate(step)
@@ -714,19 +714,19 @@ class Distiller:
             if total_rows is not None:
                 # With this factor, the ranks' gradients sum to the gradient of the mean over all rows.
                 loss = loss * (len(images) / total_rows)
-            self._descend(optimizer, leaves, loss, scales, ranks_share_step=total_rows is not None)
+            self._take_step(optimizer, leaves, loss, scales, ranks_share_step=total_rows is not None)
             average.update(step, trained)
             if options.validate_every and self._is_validated(step):
-                candidate = _within(region, _unstacked(state) | average.mean)
-                accuracy = self._accuracy(candidate)
+                candidate = _move_into_region(region, _unstack_single(state) | average.mean)
+                accuracy = self._validation_accuracy(candidate)
                 if accuracy > best_accuracy:
                     best_accuracy = accuracy
                     best_state = candidate
         if options.validate_every:
             return best_state
-        return _within(region, _unstacked(state) | average.mean)
+        return _move_into_region(region, _unstack_single(state) | average.mean)
 
-    def _descend(
+    def _take_step(
         self,
         optimizer: torch.optim.Optimizer,
         leaves: Sequence[Tensor],
@@ -802,17 +802,17 @@ class _RunningMean:
         if step < self.first_step:
             return
         count = step - self.first_step + 1
-        for key, value in _unstacked(tensors).items():
+        for key, value in _unstack_single(tensors).items():
             self.mean[key] = self.mean.get(key, value).lerp(value, 1 / count)
 
 
-def _within(region: TrustRegion | None, state: State) -> State:
+def _move_into_region(region: TrustRegion | None, state: State) -> State:
     """Move a state into the trust region, if there is one."""
     if region is None:
         return state
     return region.project(state)
 
 
-def _unstacked(stack: State) -> State:
+def _unstack_single(stack: State) -> State:
     """Copy the single state of a stack (1, ...)."""
     return {key: value.detach()[0].clone() for key, value in stack.items()}

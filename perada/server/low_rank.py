@@ -303,7 +303,7 @@ class _ProductRule(ComposedRule):
             # The global state is split into groups like a stack of one client.
             previous_pair = client_pairs(previous_up.unsqueeze(0), previous_down.unsqueeze(0))[0]
 
-            merged = self._merge(pairs, weights, previous_pair.down)
+            merged = self._merge_factors(pairs, weights, previous_pair.down)
             result[layer.up] = _in_layout_of(previous_up, merged.up, up)
             result[layer.down] = _in_layout_of(previous_down, merged.down, down)
 
@@ -324,10 +324,12 @@ class _ProductRule(ComposedRule):
         others = aggregation.updates.part(all_clients, without=factor_names)
         if not others.names:
             return {}
-        return self._aggregate(replace(aggregation, updates=others))
+        return self._aggregate_inner(replace(aggregation, updates=others))
 
     @abstractmethod
-    def _merge(self, pairs: Sequence[FactorPair], weights: Sequence[float], previous_down: Tensor) -> FactorPair:
+    def _merge_factors(
+        self, pairs: Sequence[FactorPair], weights: Sequence[float], previous_down: Tensor
+    ) -> FactorPair:
         """Compute the factors of a layer's next global state.
 
         Args:
@@ -372,7 +374,9 @@ class SVD(_ProductRule):
     def __init__(self, aggregate: ServerRule | None = None) -> None:
         super().__init__(aggregate)
 
-    def _merge(self, pairs: Sequence[FactorPair], weights: Sequence[float], previous_down: Tensor) -> FactorPair:
+    def _merge_factors(
+        self, pairs: Sequence[FactorPair], weights: Sequence[float], previous_down: Tensor
+    ) -> FactorPair:
         mean_product = weighted_sum(pairs, weights)
         rank = previous_down.shape[-2]
         return truncate(mean_product, rank, previous_down)
@@ -398,5 +402,7 @@ class LoRAFair(_ProductRule):
         check_number("strength", strength, gt=0)
         self.strength = strength
 
-    def _merge(self, pairs: Sequence[FactorPair], weights: Sequence[float], previous_down: Tensor) -> FactorPair:
+    def _merge_factors(
+        self, pairs: Sequence[FactorPair], weights: Sequence[float], previous_down: Tensor
+    ) -> FactorPair:
         return correct_up(pairs, weights, self.strength)

@@ -76,7 +76,7 @@ class Krum(ServerRule):
         best = scores.argsort(stable=True)[:num_averaged]
         # In the order of the clients, so that the last bits of the mean do not depend on their scores.
         averaged = best.sort().values
-        return mean(_rows(aggregation, averaged), client_weights("uniform", [1] * num_averaged))
+        return mean(_gather_updates(aggregation, averaged), client_weights("uniform", [1] * num_averaged))
 
 
 class GeometricMedian(ServerRule):
@@ -105,10 +105,10 @@ class GeometricMedian(ServerRule):
         clients = finite.nonzero().flatten()
         products = products[clients][:, clients]
         weights = aggregation.weights.to(products)[clients]
-        shares = self._shares(products, weights)
-        return mean(_rows(aggregation, clients), shares.cpu())
+        shares = self._compute_weights(products, weights)
+        return mean(_gather_updates(aggregation, clients), shares.cpu())
 
-    def _shares(self, products: Tensor, weights: Tensor) -> Tensor:
+    def _compute_weights(self, products: Tensor, weights: Tensor) -> Tensor:
         """Compute the geometric median as a weighted mean of the updates.
 
         Args:
@@ -172,11 +172,13 @@ class NormClipping(ComposedRule):
                 parameters.add(name)
             else:
                 statistics.add(name)
-        clipped = updates | _clipped(aggregation, parameters, self.max_norm) | _clipped(aggregation, statistics)
-        return self._aggregate(replace(aggregation, updates=Updates(clipped)))
+        clipped = (
+            updates | _clip_changes(aggregation, parameters, self.max_norm) | _clip_changes(aggregation, statistics)
+        )
+        return self._aggregate_inner(replace(aggregation, updates=Updates(clipped)))
 
 
-def _clipped(aggregation: Aggregation, names: Collection[str], max_norm: float | None = None) -> State:
+def _clip_changes(aggregation: Aggregation, names: Collection[str], max_norm: float | None = None) -> State:
     """Clip the clients' changes of some tensors, with the norm over these tensors together. A collective.
 
     Args:
@@ -301,7 +303,7 @@ def squared_distances(products: Tensor) -> Tensor:
     return squares.unsqueeze(1) + squares - 2 * products
 
 
-def _rows(aggregation: Aggregation, places: Tensor) -> State:
+def _gather_updates(aggregation: Aggregation, places: Tensor) -> State:
     """Return the updates of some clients, given their indices. A collective."""
     selected = {}
     for name, value in aggregation.updates.gathered_all().items():

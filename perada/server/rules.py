@@ -23,14 +23,14 @@ class _Coordinatewise(ServerRule):
         result: State = {}
         for name, value in aggregation.updates.gathered_all().items():
             if value.is_floating_point():
-                result[name] = self._reduce(value.sort(0).values)
+                result[name] = self._reduce_sorted(value.sort(0).values)
             else:
                 # Counters of batch norms, for which an order means nothing.
                 result |= mean({name: value}, aggregation.weights)
         return result
 
     @abstractmethod
-    def _reduce(self, ordered: Tensor) -> Tensor:
+    def _reduce_sorted(self, ordered: Tensor) -> Tensor:
         """Reduce values (C, ...), which are sorted along C in ascending order, to one tensor (...)."""
 
 
@@ -44,7 +44,7 @@ class Median(_Coordinatewise):
     2018](https://arxiv.org/abs/1803.01498).
     """
 
-    def _reduce(self, ordered: Tensor) -> Tensor:
+    def _reduce_sorted(self, ordered: Tensor) -> Tensor:
         low = ordered[(len(ordered) - 1) // 2]
         high = ordered[len(ordered) // 2]
         if len(ordered) % 2:
@@ -81,7 +81,7 @@ class TrimmedMean(_Coordinatewise):
             value=self.trim,
         )
 
-    def _reduce(self, ordered: Tensor) -> Tensor:
+    def _reduce_sorted(self, ordered: Tensor) -> Tensor:
         num_dropped = floor_share(self.trim, len(ordered))
         remaining = ordered[num_dropped : len(ordered) - num_dropped]
         # Not Tensor.mean(): this function sums tensors of half precision in double precision.
@@ -128,7 +128,7 @@ class ModifiedLocalGD(ComposedRule):
 
     def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
-        target = self._aggregate(aggregation)
+        target = self._aggregate_inner(aggregation)
         alpha = self.share(aggregation.round)
         if alpha == 1:
             return target
@@ -162,15 +162,15 @@ class _Optimizer(ComposedRule):
         self.lr = lr
 
     def __call__(self, aggregation: Aggregation) -> State:
-        target = self._aggregate(aggregation)
+        target = self._aggregate_inner(aggregation)
         result = dict(target)
         # Running statistics stay those of the aggregate, since a variance that overshoots could become negative.
         for key, value in target.items():
             if key in aggregation.parameters and value.is_floating_point():
-                result[key] = self._moved(aggregation, key, value)
+                result[key] = self._updated_parameter(aggregation, key, value)
         return result
 
-    def _moved(self, aggregation: Aggregation, key: str, target: Tensor) -> Tensor:
+    def _updated_parameter(self, aggregation: Aggregation, key: str, target: Tensor) -> Tensor:
         """Return a parameter after the optimiser's step.
 
         Args:
@@ -182,12 +182,12 @@ class _Optimizer(ComposedRule):
         exact = torch.promote_types(target.dtype, torch.float32)
         previous = aggregation.previous[key].to(target.device, exact)
         delta = target.to(exact) - previous
-        step = self._step(aggregation.state, key, delta)
+        step = self._compute_direction(aggregation.state, key, delta)
         moved = previous + self.lr * step
         return moved.to(target.dtype)
 
     @abstractmethod
-    def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
+    def _compute_direction(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
         """Compute the direction of the step for a parameter.
 
         Args:
@@ -197,7 +197,7 @@ class _Optimizer(ComposedRule):
         """
 
 
-def _recall(state: dict[str, State], name: str, key: str, delta: Tensor, start: float) -> Tensor:
+def _read_rule_state(state: dict[str, State], name: str, key: str, delta: Tensor, start: float) -> Tensor:
     """Return a tensor of the rule's state.
 
     Args:
@@ -213,7 +213,7 @@ def _recall(state: dict[str, State], name: str, key: str, delta: Tensor, start: 
     return tensors[key].to(delta)
 
 
-def _remember(state: dict[str, State], name: str, key: str, value: Tensor) -> None:
+def _write_rule_state(state: dict[str, State], name: str, key: str, value: Tensor) -> None:
     """Set a tensor of the rule's state; dictionaries are replaced, since a checkpoint may refer to the old ones."""
     state[name] = state.get(name, {}) | {key: value}
 
@@ -237,13 +237,13 @@ class FedAvgM(_Optimizer):
     def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
         if self.lr == 1 and self.momentum == 0:
-            return self._aggregate(aggregation)
+            return self._aggregate_inner(aggregation)
         return super().__call__(aggregation)
 
-    def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
-        previous_momentum = _recall(state, "momentum", key, delta, start=0.0)  # u
+    def _compute_direction(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
+        previous_momentum = _read_rule_state(state, "momentum", key, delta, start=0.0)  # u
         momentum = self.momentum * previous_momentum + delta
-        _remember(state, "momentum", key, momentum)
+        _write_rule_state(state, "momentum", key, momentum)
         return momentum
 
 
@@ -279,14 +279,14 @@ class FedAdam(_Optimizer):
         self.beta2 = beta2
         self.tau = tau
 
-    def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
-        previous_momentum = _recall(state, "momentum", key, delta, start=0.0)  # m
+    def _compute_direction(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
+        previous_momentum = _read_rule_state(state, "momentum", key, delta, start=0.0)  # m
         momentum = self.beta1 * previous_momentum + (1 - self.beta1) * delta
-        _remember(state, "momentum", key, momentum)
+        _write_rule_state(state, "momentum", key, momentum)
 
-        previous_variance = _recall(state, "variance", key, delta, start=self.tau**2)  # v
+        previous_variance = _read_rule_state(state, "variance", key, delta, start=self.tau**2)  # v
         variance = self._next_variance(previous_variance, delta.square())
-        _remember(state, "variance", key, variance)
+        _write_rule_state(state, "variance", key, variance)
         return momentum / (variance.sqrt() + self.tau)
 
     def _next_variance(self, v: Tensor, squared: Tensor) -> Tensor:

@@ -31,11 +31,11 @@ class _Deviation(SummedMetric):
         x = double(predicted)
         y = self._targets_like(x, targets)
         center = torch.tensor(self.center, dtype=x.dtype, device=x.device)
-        return torch.cat(self._terms(x - center, y - center), -1)
+        return torch.cat(self._summed_terms(x - center, y - center), -1)
 
     def score(self, statistics: Tensor) -> Tensor:
         """Return scores (..., D) of the targets or their means (...), from statistics (..., S D)."""
-        scores = self._scores(statistics)
+        scores = self._scores_of_targets(statistics)
         if self.per_target:
             return scores
         return scores.nanmean(-1)
@@ -49,17 +49,17 @@ class _Deviation(SummedMetric):
         """Return targets in the shape of predictions (p, N, D), in double precision where the device supports it."""
         return double(targets).view(len(targets), self.targets).expand_as(predicted)
 
-    def _statistic(self, statistics: Tensor, index: int) -> Tensor:
+    def _statistic_at(self, statistics: Tensor, index: int) -> Tensor:
         """Return the statistic (..., D) of each target that is in this place of statistics (..., S D)."""
         start = index * self.targets
         return statistics[..., start : start + self.targets]
 
     @abstractmethod
-    def _terms(self, x: Tensor, y: Tensor) -> list[Tensor]:
+    def _summed_terms(self, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return what is summed, each (p, N, D), of predictions x and targets y (p, N, D) relative to the center."""
 
     @abstractmethod
-    def _scores(self, statistics: Tensor) -> Tensor:
+    def _scores_of_targets(self, statistics: Tensor) -> Tensor:
         """Return the scores (..., D) of the targets from statistics (..., S D)."""
 
 
@@ -68,12 +68,12 @@ class MeanAbsoluteError(_Deviation):
 
     lower_is_better: ClassVar[bool] = True
 
-    def _terms(self, x: Tensor, y: Tensor) -> list[Tensor]:
+    def _summed_terms(self, x: Tensor, y: Tensor) -> list[Tensor]:
         return [(x - y).abs(), torch.ones_like(x)]
 
-    def _scores(self, statistics: Tensor) -> Tensor:
-        sum_of_deviations = self._statistic(statistics, 0)
-        images = self._statistic(statistics, 1)
+    def _scores_of_targets(self, statistics: Tensor) -> Tensor:
+        sum_of_deviations = self._statistic_at(statistics, 0)
+        images = self._statistic_at(statistics, 1)
         # 0 / 0 is NaN.
         return sum_of_deviations / images
 
@@ -83,20 +83,20 @@ class MeanSquaredError(_Deviation):
 
     lower_is_better: ClassVar[bool] = True
 
-    def _terms(self, x: Tensor, y: Tensor) -> list[Tensor]:
+    def _summed_terms(self, x: Tensor, y: Tensor) -> list[Tensor]:
         return [(x - y).square(), torch.ones_like(x)]
 
-    def _scores(self, statistics: Tensor) -> Tensor:
-        sum_of_squares = self._statistic(statistics, 0)
-        images = self._statistic(statistics, 1)
+    def _scores_of_targets(self, statistics: Tensor) -> Tensor:
+        sum_of_squares = self._statistic_at(statistics, 0)
+        images = self._statistic_at(statistics, 1)
         return sum_of_squares / images
 
 
 class RootMeanSquaredError(MeanSquaredError):
     """Root of the mean squared error of each target."""
 
-    def _scores(self, statistics: Tensor) -> Tensor:
-        return super()._scores(statistics).sqrt()
+    def _scores_of_targets(self, statistics: Tensor) -> Tensor:
+        return super()._scores_of_targets(statistics).sqrt()
 
 
 @dataclass(frozen=True)
@@ -133,15 +133,15 @@ class _Variation(_Deviation):
     the update of Chan, Golub and LeVeque (1979).
     """
 
-    def _moments(self, statistics: Tensor) -> _Moments:
+    def _parse_moments(self, statistics: Tensor) -> _Moments:
         """Return the moments that statistics (..., 6 D) consist of."""
         return _Moments(
-            mean_x=self._statistic(statistics, 0),
-            mean_y=self._statistic(statistics, 1),
-            variation_x=self._statistic(statistics, 2),
-            variation_y=self._statistic(statistics, 3),
-            covariation=self._statistic(statistics, 4),
-            images=self._statistic(statistics, 5),
+            mean_x=self._statistic_at(statistics, 0),
+            mean_y=self._statistic_at(statistics, 1),
+            variation_x=self._statistic_at(statistics, 2),
+            variation_y=self._statistic_at(statistics, 3),
+            covariation=self._statistic_at(statistics, 4),
+            images=self._statistic_at(statistics, 5),
         )
 
     def statistics(
@@ -175,8 +175,8 @@ class _Variation(_Deviation):
 
     def combine(self, first: Tensor, second: Tensor) -> Tensor:
         """Return means and centred sums (..., 6 D) of the images of both arguments together."""
-        one = self._moments(first)
-        other = self._moments(second)
+        one = self._parse_moments(first)
+        other = self._parse_moments(second)
         images = one.images + other.images
         share = other.images / images.clamp(min=1)
         step_x = other.mean_x - one.mean_x
@@ -195,7 +195,7 @@ class _Variation(_Deviation):
 
     def to_sums(self, statistics: Tensor) -> Tensor:
         """Return sums (..., 6 D) of x, y, x², y², x y and 1, relative to the center."""
-        moments = self._moments(statistics)
+        moments = self._parse_moments(statistics)
         center = torch.tensor(self.center, dtype=statistics.dtype, device=statistics.device)
         distance_x = moments.mean_x - center
         distance_y = moments.mean_y - center
@@ -212,12 +212,12 @@ class _Variation(_Deviation):
 
     def from_sums(self, sums: Tensor) -> Tensor:
         """Return means and centred sums (..., 6 D); a centred sum is NaN where rounding has left no digit of it."""
-        sum_x = self._statistic(sums, 0)
-        sum_y = self._statistic(sums, 1)
-        sum_xx = self._statistic(sums, 2)
-        sum_yy = self._statistic(sums, 3)
-        sum_xy = self._statistic(sums, 4)
-        images = self._statistic(sums, 5)
+        sum_x = self._statistic_at(sums, 0)
+        sum_y = self._statistic_at(sums, 1)
+        sum_xx = self._statistic_at(sums, 2)
+        sum_yy = self._statistic_at(sums, 3)
+        sum_xy = self._statistic_at(sums, 4)
+        images = self._statistic_at(sums, 5)
         center = torch.tensor(self.center, dtype=sums.dtype, device=sums.device)
         at_least_one = images.clamp(min=1)
         distance_x = sum_x / at_least_one
@@ -225,8 +225,8 @@ class _Variation(_Deviation):
         moments = _Moments(
             mean_x=center + distance_x,
             mean_y=center + distance_y,
-            variation_x=_resolved(sum_xx - sum_x * distance_x, sum_xx),
-            variation_y=_resolved(sum_yy - sum_y * distance_y, sum_yy),
+            variation_x=_drop_rounding_errors(sum_xx - sum_x * distance_x, sum_xx),
+            variation_y=_drop_rounding_errors(sum_yy - sum_y * distance_y, sum_yy),
             covariation=sum_xy - sum_x * distance_y,
             images=images,
         )
@@ -234,47 +234,47 @@ class _Variation(_Deviation):
 
     def is_possible(self, statistics: Tensor, max_images: float, max_pixels: float) -> bool:
         """Return whether the numbers are finite, and centred sums of squares are not negative."""
-        moments = self._moments(statistics)
+        moments = self._parse_moments(statistics)
         are_sums_of_squares = bool((moments.variation_x >= 0).all() and (moments.variation_y >= 0).all())
         return are_sums_of_squares and super().is_possible(statistics, max_images, max_pixels)
 
-    def _terms(self, x: Tensor, y: Tensor) -> list[Tensor]:
+    def _summed_terms(self, x: Tensor, y: Tensor) -> list[Tensor]:
         return [x, y, x.square(), y.square(), x * y, torch.ones_like(x)]
 
 
 class Determination(_Variation):
     """Coefficient of determination R² = 1 − Σ (x − y)² / Σ (y − mean y)², NaN if all targets are equal."""
 
-    def _scores(self, statistics: Tensor) -> Tensor:
-        moments = self._moments(statistics)
+    def _scores_of_targets(self, statistics: Tensor) -> Tensor:
+        moments = self._parse_moments(statistics)
         # Σ (x − y)² is the sum of the squares of the deviations' differences, and of the difference of the means.
         squared_differences = moments.variation_x + moments.variation_y - 2 * moments.covariation
         squared_errors = squared_differences + moments.images * (moments.mean_x - moments.mean_y).square()
         squared_errors = squared_errors.clamp(min=0)
-        varies = _varies(moments.variation_y, moments.mean_y, moments.images)
+        varies = _is_varying(moments.variation_y, moments.mean_y, moments.images)
         return (1 - squared_errors / moments.variation_y).where(varies, torch.nan)
 
 
 class PearsonCorrelation(_Variation):
     """Pearson's correlation of predictions and targets, NaN if all of one of them are equal."""
 
-    def _scores(self, statistics: Tensor) -> Tensor:
-        moments = self._moments(statistics)
+    def _scores_of_targets(self, statistics: Tensor) -> Tensor:
+        moments = self._parse_moments(statistics)
         # Two roots: the product of two variations may be too large for a number.
         correlations = moments.covariation / moments.variation_x.sqrt() / moments.variation_y.sqrt()
-        predictions_vary = _varies(moments.variation_x, moments.mean_x, moments.images)
-        targets_vary = _varies(moments.variation_y, moments.mean_y, moments.images)
+        predictions_vary = _is_varying(moments.variation_x, moments.mean_x, moments.images)
+        targets_vary = _is_varying(moments.variation_y, moments.mean_y, moments.images)
         # Rounding may lead beyond a perfect correlation.
         return correlations.clamp(-1, 1).where(predictions_vary & targets_vary, torch.nan)
 
 
-def _varies(variations: Tensor, means: Tensor, images: Tensor) -> Tensor:
+def _is_varying(variations: Tensor, means: Tensor, images: Tensor) -> Tensor:
     """Return where centred sums of squares (...) of numbers are more than the rounding of their mean could cause."""
     rounding = 16 * torch.finfo(variations.dtype).eps * means
     return variations > images * rounding.square()
 
 
-def _resolved(variations: Tensor, sums_of_squares: Tensor) -> Tensor:
+def _drop_rounding_errors(variations: Tensor, sums_of_squares: Tensor) -> Tensor:
     """Replace differences of sums of squares that consist of rounding errors only by NaN, or by 0 if there are none."""
     rounding = 64 * torch.finfo(variations.dtype).eps * sums_of_squares
     return variations.where((variations > rounding) | (sums_of_squares == 0), torch.nan)

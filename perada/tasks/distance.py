@@ -43,7 +43,7 @@ class _KeypointMetric(SummedMetric):
     def summands(self, predicted: Tensor, targets: Tensor) -> Tensor:
         """Return summands (p, N, 2 P) of each image from predictions (p, N, 2 P) and targets (N, 2 P)."""
         distances, is_known = distances_and_known(double(predicted), double(targets).expand_as(predicted))
-        values = self._values(distances).where(is_known, 0)
+        values = self._averaged_values(distances).where(is_known, 0)
         return torch.cat([values, is_known.to(values)], -1)
 
     def score(self, statistics: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class _KeypointMetric(SummedMetric):
         return bool(statistics.isfinite().all() and (statistics >= 0).all() and (images <= max_images).all())
 
     @abstractmethod
-    def _values(self, distances: Tensor) -> Tensor:
+    def _averaged_values(self, distances: Tensor) -> Tensor:
         """Return what is averaged, from distances (p, N, P) in pixels."""
 
 
@@ -70,7 +70,7 @@ class MeanDistance(_KeypointMetric):
 
     lower_is_better: ClassVar[bool] = True
 
-    def _values(self, distances: Tensor) -> Tensor:
+    def _averaged_values(self, distances: Tensor) -> Tensor:
         return distances
 
 
@@ -84,7 +84,7 @@ class CorrectKeypoints(_KeypointMetric):
 
     threshold: float = 0.0
 
-    def _values(self, distances: Tensor) -> Tensor:
+    def _averaged_values(self, distances: Tensor) -> Tensor:
         return (distances <= self.threshold).to(distances)
 
     def is_possible(self, statistics: Tensor, max_images: float, max_pixels: float) -> bool:

@@ -69,7 +69,7 @@ class Keypoints(NumberTask):
         check_number("pck_threshold", self.pck_threshold, gt=0)
 
     @property
-    def _size(self) -> Size:
+    def _network_image_size(self) -> Size:
         """Height and width of the images that the network gets."""
         if isinstance(self.image_size, int):
             return self.image_size, self.image_size
@@ -135,7 +135,7 @@ class Keypoints(NumberTask):
 
     def check_prepared_size(self, size: Size) -> None:
         """Raise an OptionError if ``image_size`` is not the size of the images that the network gets."""
-        if size != self._size:
+        if size != self._network_image_size:
             height, width = size
             needed = height if height == width else [height, width]
             raise OptionError(
@@ -162,11 +162,11 @@ class Keypoints(NumberTask):
         [0.125]
         """
         is_known = self.known(targets)
-        deviations = self._deviations(logits, targets)
+        deviations = self._compute_deviations(logits, targets)
         losses = deviations.square() if self.loss_function == "squared" else deviations.abs()
         return losses.sum(-1) / is_known.sum(-1).clamp(min=1)
 
-    def _deviations(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _compute_deviations(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return outputs − standardised targets (N, 2 P), 0 where a point is unknown."""
         is_known = self.known(targets)
         center, half = self._center_and_half(logits, targets.shape[-1] // 2)
@@ -175,7 +175,7 @@ class Keypoints(NumberTask):
 
     def _center_and_half(self, values: Tensor, keypoints: int) -> tuple[Tensor, Tensor]:
         """Return the centre of an image, and half its size, for each coordinate (2 P,), as values are."""
-        height, width = self._size
+        height, width = self._network_image_size
         center = torch.tensor([(width - 1) / 2, (height - 1) / 2], dtype=values.dtype)
         half = torch.tensor([width / 2, height / 2], dtype=values.dtype)
         return (
@@ -196,7 +196,7 @@ class Keypoints(NumberTask):
         """Return the mean distance (N,) of the known points, in half the longer side of the image and at most 1."""
         distances, is_known = distances_and_known(self.predictions(logits), targets)
         mean_distances = distances.sum(-1) / is_known.sum(-1).clamp(min=1)
-        return (2 * mean_distances / max(self._size)).clamp(max=1)
+        return (2 * mean_distances / max(self._network_image_size)).clamp(max=1)
 
     def out_of_range(self, targets: Tensor, classes: int) -> Tensor:
         """Return the coordinates that are infinite; NaN marks a point that is unknown."""

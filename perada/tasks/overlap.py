@@ -43,30 +43,30 @@ class _Overlap(SummedMetric):
             intersections.append((is_predicted & is_true).sum(-1))
             predicted_sizes.append(is_predicted.sum(-1))
             true_sizes.append(is_true.sum(-1).expand(len(predicted), -1))
-        return self._summands(
+        return self._summands_of_sizes(
             torch.stack(intersections, -1), torch.stack(predicted_sizes, -1), torch.stack(true_sizes, -1)
         )
 
     @abstractmethod
-    def _summands(self, intersections: Tensor, predicted_sizes: Tensor, true_sizes: Tensor) -> Tensor:
+    def _summands_of_sizes(self, intersections: Tensor, predicted_sizes: Tensor, true_sizes: Tensor) -> Tensor:
         """Return the summands of each image from numbers of pixels (p, B, K)."""
 
     def score(self, sums: Tensor) -> Tensor:
         """Return scores (..., K) or their means (...), NaN where no class occurs, from sums (..., S)."""
-        scores = self._scores(sums)
+        scores = self._scores_of_classes(sums)
         if self.per_class:
             return scores
         return scores[..., self.first_class :].nanmean(-1)
 
     @abstractmethod
-    def _scores(self, sums: Tensor) -> Tensor:
+    def _scores_of_classes(self, sums: Tensor) -> Tensor:
         """Return the score (..., K) of each class, NaN for classes that do not occur."""
 
 
 class Dice(_Overlap):
     """Dice coefficient 2 |A ∩ B| / (|A| + |B|) of images and classes, averaged over the images that have a class."""
 
-    def _summands(self, intersections: Tensor, predicted_sizes: Tensor, true_sizes: Tensor) -> Tensor:
+    def _summands_of_sizes(self, intersections: Tensor, predicted_sizes: Tensor, true_sizes: Tensor) -> Tensor:
         occurs = true_sizes > 0
         dice = 2 * intersections / (predicted_sizes + true_sizes).clamp(min=1)
         return torch.cat([dice.where(occurs, 0), occurs.to(dice)], -1)
@@ -78,7 +78,7 @@ class Dice(_Overlap):
         # All comparisons are false for NaN.
         return bool((0 <= sums_of_dice).all() and (sums_of_dice <= images).all() and (images <= max_images).all())
 
-    def _scores(self, sums: Tensor) -> Tensor:
+    def _scores_of_classes(self, sums: Tensor) -> Tensor:
         sums_of_dice = sums[..., : self.classes]
         images = sums[..., self.classes :]
         # 0 / 0 is NaN.
@@ -88,7 +88,7 @@ class Dice(_Overlap):
 class IntersectionOverUnion(_Overlap):
     """Intersection over union (Jaccard index) of each class, with sums over the pixels of all images."""
 
-    def _summands(self, intersections: Tensor, predicted_sizes: Tensor, true_sizes: Tensor) -> Tensor:
+    def _summands_of_sizes(self, intersections: Tensor, predicted_sizes: Tensor, true_sizes: Tensor) -> Tensor:
         return torch.cat([intersections, predicted_sizes, true_sizes], -1)
 
     def is_possible(self, sums: Tensor, max_images: float, max_pixels: float) -> bool:
@@ -101,7 +101,7 @@ class IntersectionOverUnion(_Overlap):
         num_pixels = true_sizes.sum()
         return bool(fits_regions and predicted_sizes.sum() == num_pixels and num_pixels <= max_images * max_pixels)
 
-    def _scores(self, sums: Tensor) -> Tensor:
+    def _scores_of_classes(self, sums: Tensor) -> Tensor:
         intersections = sums[..., : self.classes]
         predicted_sizes = sums[..., self.classes : 2 * self.classes]
         true_sizes = sums[..., 2 * self.classes :]

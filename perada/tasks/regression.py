@@ -132,7 +132,7 @@ class Regression(NumberTask):
     def check_targets(self, targets: Tensor) -> None:
         """Raise an OptionError if single precision, in which networks compute, cannot tell the targets apart."""
         rows = targets.double().view(len(targets), -1)
-        standardized = self._standardized(rows, rows)
+        standardized = self._standardize_targets(rows, rows)
         for number, column in enumerate(standardized.T):
             if loses_digits(column):
                 numbers = rows[:, number]
@@ -173,7 +173,7 @@ class Regression(NumberTask):
         >>> Regression(mean=10, std=2).loss(torch.tensor([[1.0]]), torch.tensor([16.0])).tolist()
         [4.0]
         """
-        standardized = self._standardized(targets.view(logits.shape), logits)
+        standardized = self._standardize_targets(targets.view(logits.shape), logits)
         if self.loss_function == "squared":
             losses = F.mse_loss(logits, standardized, reduction="none")
         elif self.loss_function == "absolute":
@@ -182,7 +182,7 @@ class Regression(NumberTask):
             losses = F.huber_loss(logits, standardized, reduction="none", delta=self.delta)
         return losses.mean(-1)
 
-    def _standardized(self, targets: Tensor, outputs: Tensor) -> Tensor:
+    def _standardize_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Return (y − μ) / σ in the dtype of the outputs, of targets with the outputs' shape.
 
         The subtraction is done in double precision where the device supports it: a large mean would leave no digits in
@@ -190,17 +190,17 @@ class Regression(NumberTask):
         """
         values = double(targets)
         if self.mean is not None:
-            values = values - _on(self.mean, values)
+            values = values - _convert_like(self.mean, values)
         if self.std is not None:
-            values = values / _on(self.std, values)
+            values = values / _convert_like(self.std, values)
         return values.to(outputs.dtype)
 
     def predictions(self, logits: Tensor) -> Tensor:
         """Return μ + σ z, numbers (..., D) in the targets' units, from outputs z."""
         if self.std is not None:
-            logits = logits * _on(self.std, logits)
+            logits = logits * _convert_like(self.std, logits)
         if self.mean is not None:
-            logits = logits + _on(self.mean, logits)
+            logits = logits + _convert_like(self.mean, logits)
         return logits
 
     def predicted(self, logits: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class Regression(NumberTask):
 
     def error_rates(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean squared error (N,) of each image, in units of σ² and at most 1."""
-        standardized = self._standardized(targets.view(logits.shape), logits)
+        standardized = self._standardize_targets(targets.view(logits.shape), logits)
         return (logits - standardized).square().mean(-1).clamp(max=1)
 
     def out_of_range(self, targets: Tensor, classes: int) -> Tensor:
@@ -278,6 +278,6 @@ def _per_target(numbers: Numbers, targets: int) -> tuple[float, ...]:
     return (numbers,) * targets
 
 
-def _on(numbers: Numbers, values: Tensor) -> Tensor:
+def _convert_like(numbers: Numbers, values: Tensor) -> Tensor:
     """Return a number, or one for each target (D,), in the dtype and on the device of values (..., D)."""
     return to_device_async(torch.tensor(numbers, dtype=values.dtype), values.device)

@@ -51,12 +51,12 @@ class ComparisonRunner:
     def run(self) -> int:
         """Run the grid and the table, and return how many runs failed."""
         tuning_jobs = self._run_grid()
-        chosen_points = self._choose(tuning_jobs)
+        chosen_points = self._choose_points(tuning_jobs)
         final_jobs = []
         for seed in self.plan.seeds:
             for row, point in chosen_points.items():
                 final_jobs.append(self.plan.job(row, seed, "run", point))
-        self._run(final_jobs)
+        self._run_jobs(final_jobs)
         self.results.arrange([*_all_jobs(tuning_jobs), *final_jobs])
         return self.num_failed
 
@@ -68,7 +68,7 @@ class ComparisonRunner:
             jobs_of_row[row] = []
             for point in points(plan.grids[row.algorithm]):
                 jobs_of_row[row] += self._jobs_of_trial(row, point)
-        self._run(_all_jobs(jobs_of_row))
+        self._run_jobs(_all_jobs(jobs_of_row))
 
         # A trial of a range depends on those before it, so the rows have one trial each at a time.
         rows_with_range = [row for row in plan.rows if has_range(plan.grids[row.algorithm])]
@@ -79,7 +79,7 @@ class ComparisonRunner:
                 jobs_of_trial = self._jobs_of_trial(row, point)
                 jobs_of_row[row] += jobs_of_trial
                 next_jobs += jobs_of_trial
-            self._run(next_jobs)
+            self._run_jobs(next_jobs)
         return jobs_of_row
 
     def _jobs_of_trial(self, row: Row, point: Point) -> list[Job]:
@@ -97,11 +97,11 @@ class ComparisonRunner:
                 if job.args == record["args"] and job.point not in earlier_points:
                     return job.point
         observations = []
-        for trial in self._trials(earlier_jobs):
+        for trial in self._trials_of_row(earlier_jobs):
             observations.append(Observation(trial.point, mean_score(trial.records)))
         return propose(grid, observations, number, self.plan.options.sampler, seed)
 
-    def _trials(self, jobs: Sequence[Job]) -> list[Trial]:
+    def _trials_of_row(self, jobs: Sequence[Job]) -> list[Trial]:
         """Return the trials of a row with their results, in the order of its runs."""
         num_seeds = len(self.plan.tune_seeds)
         trials = []
@@ -111,14 +111,14 @@ class ComparisonRunner:
             trials.append(Trial(jobs_of_trial[0].point, records))
         return trials
 
-    def _choose(self, jobs_of_row: dict[Row, list[Job]]) -> dict[Row, Point]:
+    def _choose_points(self, jobs_of_row: dict[Row, list[Job]]) -> dict[Row, Point]:
         """Return the best point of each row, an empty one without a grid; a row whose trials all failed is left out."""
         chosen_points: dict[Row, Point] = {}
         for row, jobs in jobs_of_row.items():
             if not jobs:
                 chosen_points[row] = {}
                 continue
-            best = choose(self._trials(jobs))
+            best = choose(self._trials_of_row(jobs))
             if best is None:
                 self.num_runs -= len(self.plan.seeds)
                 self.num_failed += 1
@@ -131,7 +131,7 @@ class ComparisonRunner:
             print(f"{jobs[0].label}: {values} chosen, validation score {score_text(records)}{unit}")
         return chosen_points
 
-    def _run(self, jobs: Iterable[Job]) -> None:
+    def _run_jobs(self, jobs: Iterable[Job]) -> None:
         """Execute the runs without results, and write each result when it is available."""
         pending = []
         for job in jobs:
@@ -152,9 +152,9 @@ class ComparisonRunner:
             pending.sort(key=lambda job: (seeds.index(job.seed), -self.results.seconds(job.label)))
         for number, result in self.carry_out([Task(job.args, job in jobs_with_start) for job in pending]):
             if result is None:
-                print(f"--- {self._progress(pending[number])}", flush=True)
+                print(f"--- {self._count_progress(pending[number])}", flush=True)
             else:
-                self._record(pending[number], result)
+                self._record_result(pending[number], result)
 
     def _jobs_with_start(self, pending: Sequence[Job]) -> list[Job]:
         """Return the jobs that also score the initial model: the first of each recipe, varied value and seed."""
@@ -164,7 +164,7 @@ class ComparisonRunner:
                 first_jobs.setdefault((job.recipe, *job.varied.items(), job.seed), job)
         return [job for job in first_jobs.values() if not self.results.has_start(job)]
 
-    def _record(self, job: Job, result: Result) -> None:
+    def _record_result(self, job: Job, result: Result) -> None:
         """Add the result of a run."""
         if "failed" in result:
             self.num_failed += 1
@@ -185,7 +185,7 @@ class ComparisonRunner:
             self.num_failed += 1
             print(f"{job}: {record['failed_outputs']}", file=sys.stderr, flush=True)
 
-    def _progress(self, job: Job) -> str:
+    def _count_progress(self, job: Job) -> str:
         """Count a starting run, and return its number, the number of runs, and the elapsed and remaining time."""
         num_remaining = self.num_runs - self.num_started
         seconds_remaining = self.results.seconds() * num_remaining / self.plan.options.jobs

@@ -73,8 +73,8 @@ def draw_home_and_abroad(comparison: Comparison, highlighted: str = "") -> "Figu
         axes.errorbar(
             x,
             y,
-            xerr=_bar(comparison, row, OWN),
-            yerr=_bar(comparison, row, EVERYONE),
+            xerr=_bar_lengths(comparison, row, OWN),
+            yerr=_bar_lengths(comparison, row, EVERYONE),
             fmt="o",
             color=colour,
             elinewidth=1,
@@ -91,7 +91,7 @@ def draw_home_and_abroad(comparison: Comparison, highlighted: str = "") -> "Figu
     return figure
 
 
-def _bar(comparison: Comparison, row: ComparedRow, criterion: str) -> "np.ndarray | None":
+def _bar_lengths(comparison: Comparison, row: ComparedRow, criterion: str) -> "np.ndarray | None":
     """Return the lengths (2, 1) of a bar to both sides of a row's score; None for the best row, or without interval."""
     for entry in comparison.differences(criterion):
         if entry.second != row.name or not np.isfinite(entry.low):

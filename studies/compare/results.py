@@ -58,14 +58,14 @@ class Results:
 
     def find(self, job: Job) -> Record | None:
         """Return the record of a run that did not fail."""
-        return self._find({"stage": job.stage, "args": job.args})
+        return self._find_record({"stage": job.stage, "args": job.args})
 
     def has_start(self, job: Job) -> bool:
         """Return whether the initial model of a run was scored."""
         fields = {"stage": "start", "recipe": job.recipe, "varied": job.varied, "seed": job.seed}
-        return self._find(fields) is not None
+        return self._find_record(fields) is not None
 
-    def _find(self, fields: Mapping[str, object]) -> Record | None:
+    def _find_record(self, fields: Mapping[str, object]) -> Record | None:
         """Return the first record with these values that did not fail."""
         for record in self.records:
             if "failed" not in record and fields.items() <= record.items():
@@ -74,8 +74,8 @@ class Results:
 
     def add(self, record: Record) -> None:
         """Add a record, replacing an earlier one of the same run, and write the file."""
-        identity = _identity(record)
-        self.records = [other for other in self.records if _identity(other) != identity]
+        identity = _identity_of(record)
+        self.records = [other for other in self.records if _identity_of(other) != identity]
         self.records.append(record)
         self.write()
 
@@ -107,7 +107,7 @@ class Results:
         return fmean(durations) if durations else 0.0
 
 
-def _identity(record: Record) -> list[object]:
+def _identity_of(record: Record) -> list[object]:
     """Return the values in which two records of one run agree."""
     return [record.get(name) for name in ("stage", "args", "recipe", "varied", "seed")]
 

@@ -168,7 +168,7 @@ def attempt(make_cli: MakeCLI, task: Task, threads: int, anonymous: bool = False
     try:
         torch.set_num_threads(threads)
         with info_messages_disabled():
-            result = _run(make_cli, task, anonymous)
+            result = _run_task(make_cli, task, anonymous)
     except Exception as error:  # whatever it is, the other runs continue
         result = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     finally:
@@ -176,7 +176,7 @@ def attempt(make_cli: MakeCLI, task: Task, threads: int, anonymous: bool = False
     return result | {"seconds": time.perf_counter() - started_at}
 
 
-def _run(make_cli: MakeCLI, task: Task, anonymous: bool) -> Result:
+def _run_task(make_cli: MakeCLI, task: Task, anonymous: bool) -> Result:
     cli = make_cli(task.args)
     budget = same_budget(cli)
     if budget:
@@ -186,7 +186,7 @@ def _run(make_cli: MakeCLI, task: Task, anonymous: bool) -> Result:
         cli.trainer.test(cli.model, cli.datamodule, verbose=False)  # with the shifts
         result["start"] = _json_numbers(cli.model.scores) | _facts_of_scores(cli)
     clock = RoundClock(task)
-    seconds = _fit(cli, task, clock)
+    seconds = _fit_timed(cli, task, clock)
     loop = cli.loop
     federation = loop.context.federation
     result["run"] = _json_numbers(cli.model.scores) | {
@@ -231,7 +231,7 @@ def _facts_of_scores(cli: ConfiguredRun) -> Result:
     return {"has_classes": cli.model.task.has_classes, "metric": cli.model.metrics[0].name}
 
 
-def _fit(cli: ConfiguredRun, task: Task, clock: RoundClock) -> float:
+def _fit_timed(cli: ConfiguredRun, task: Task, clock: RoundClock) -> float:
     """Fit, and return the seconds of training without validation."""
     watch = Stopwatch()
     callbacks_of(cli.trainer).extend([clock, watch])

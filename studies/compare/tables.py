@@ -92,7 +92,7 @@ def summary(records: Sequence[Record]) -> str:
     columns = _summary_columns(final_records)
     table_rows = []
     for name, records_of_row in rows_by_name.items():
-        runs = _finished(records_of_row)
+        runs = _finished_records(records_of_row)
         num_failed = len(records_of_row) - len(runs)
         if num_failed:
             name += f" ({num_failed} of {len(records_of_row)} failed)"
@@ -109,10 +109,10 @@ def summary(records: Sequence[Record]) -> str:
     parts += _epsilon_notes(records, final_records)
     if labels_without_point:
         parts.append("\n".join(f"{label}: {NO_POINT}." for label in labels_without_point))
-    return _printable([*parts, *_failures(final_records)])
+    return _join_printable([*parts, *_list_failures(final_records)])
 
 
-def _finished(records: Sequence[Record]) -> list[Record]:
+def _finished_records(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if "failed" not in record]
 
 
@@ -189,7 +189,7 @@ def _score_note(records: Sequence[Record], rows_by_name: dict[str, list[Record]]
         "client's own test images and on those of all clients (means over clients), the global model on the latter. "
         "Parameters trained and sent, and MB sent, are of one client in one round."
     )
-    if any(len(_finished(records_of_row)) > 1 for records_of_row in rows_by_name.values()):
+    if any(len(_finished_records(records_of_row)) > 1 for records_of_row in rows_by_name.values()):
         note += " ± is the sample standard deviation over seeds."
     return note
 
@@ -280,7 +280,7 @@ def grid_table(records: Sequence[Record]) -> str:
     note = _grid_note(list(texts), list(chosen_by), lower_chosen=all_lower, unit=unit)
     if len({record["seed"] for record in trials}) > 1:
         note += " ± is the sample standard deviation over seeds."
-    return _printable([table(["", *texts, "score", ""], rows), note, *_failures(trials)])
+    return _join_printable([table(["", *texts, "score", ""], rows), note, *_list_failures(trials)])
 
 
 def _grid_note(options: Sequence[str], chosen_by: Sequence[str], *, lower_chosen: bool, unit: ScoreUnit) -> str:
@@ -335,20 +335,20 @@ def curve_tables(records: Sequence[Record]) -> str:
             rows.append([label, *cells])
         if rows:
             tables.append(table([f"{title(name)} after round", *(str(number) for number in sorted(rounds))], rows))
-    return _printable(tables)
+    return _join_printable(tables)
 
 
 def _history_by_round(record: Record) -> dict[int, Record]:
     return {metrics["round"]: metrics for metrics in record["history"]}
 
 
-def _printable(parts: Iterable[str]) -> str:
+def _join_printable(parts: Iterable[str]) -> str:
     """Join parts with empty lines between them, without control characters: names and reasons come from a file."""
     lines = "\n\n".join(parts).split("\n")
     return "\n".join(printable(line) for line in lines)
 
 
-def _failures(records: Sequence[Record]) -> list[str]:
+def _list_failures(records: Sequence[Record]) -> list[str]:
     """Return the list of the runs that failed, with the reasons, if there are any."""
     lines = []
     for record in records:
@@ -380,7 +380,7 @@ def _over_seeds(runs: Sequence[Record], name: str, unit: ScoreUnit) -> str:
     if any(name in run and run[name] is None for run in runs):
         # The score was NaN in some run. A mean over the other seeds would look like that of all.
         return "–"
-    return _mean([run[name] for run in runs if run.get(name) is not None], text_of)
+    return _format_mean([run[name] for run in runs if run.get(name) is not None], text_of)
 
 
 def _epsilon_over_seeds(runs: Sequence[Record], name: str) -> str:
@@ -388,7 +388,7 @@ def _epsilon_over_seeds(runs: Sequence[Record], name: str) -> str:
     values = [float(run[name]) for run in runs if name in run]
     if values and name.endswith("_max"):
         return epsilon_text(max(values))
-    return _mean(values, epsilon_text)
+    return _format_mean(values, epsilon_text)
 
 
 def _lost_over_seeds(runs: Sequence[Record]) -> str:
@@ -398,7 +398,7 @@ def _lost_over_seeds(runs: Sequence[Record]) -> str:
         lost = _lost_in_aggregation(run)
         if lost is not None:
             values.append(lost)
-    return _mean(values, percent)
+    return _format_mean(values, percent)
 
 
 def _lost_in_aggregation(record: Record) -> float | None:
@@ -426,7 +426,7 @@ def _chosen_values(runs: Sequence[Record]) -> str:
     return ", ".join(runs[-1].get("point", {}).values()) or "–"
 
 
-def _mean(values: Sequence[float], text_of: Callable[[float], str]) -> str:
+def _format_mean(values: Sequence[float], text_of: Callable[[float], str]) -> str:
     """Return the mean, with the standard deviation if there are several values; a dash if there are none."""
     if not values:
         return "–"

@@ -56,7 +56,7 @@ def test_help_in_the_file_is_what_the_parser_prints(command, described, capsys):
 def test_a_changed_option_is_noticed(monkeypatch):
     """The comparison above can fail: an option that a parser gains is in what it says of itself."""
     monkeypatch.setitem(COMMANDS, "ls", ("cli.doctor:doctor", "x"))
-    assert "--imports" in describe._command(("ls",), "cli.doctor:doctor", "x")["options"]
+    assert "--imports" in describe._describe_command(("ls",), "cli.doctor:doctor", "x")["options"]
     assert "--imports" not in facts()["commands"]["ls"]["options"]
 
 

@@ -127,7 +127,7 @@ def test_who_sends_a_byte_now_and_then_does_not_keep_others_out(path, monkeypatc
 
 
 def test_a_request_for_which_memory_does_not_suffice_is_not_the_last(path, monkeypatch):
-    real = module._exactly
+    real = module._read_exactly
 
     def short(connection, length, end):
         got = real(connection, length, end)
@@ -135,7 +135,7 @@ def test_a_request_for_which_memory_does_not_suffice_is_not_the_last(path, monke
             raise MemoryError
         return got
 
-    monkeypatch.setattr(module, "_exactly", short)
+    monkeypatch.setattr(module, "_read_exactly", short)
     with worker(path, echo):
         assert raw(path, head(length=5) + b"large") == head(kind=1 + FAILURE_CODES.index("malformed"))
         assert ask(path, b"abc", "r", 5) == b"r:cba"

@@ -454,7 +454,7 @@ def test_a_log_that_was_being_begun_can_be_begun_once_more(tiny, tmp_path, monke
 def test_a_log_without_counts_is_not_one_that_a_worker_wrote(tmp_path):
     tmp_path.chmod(0o700)
     log = AuditLog(tmp_path)
-    log._append({"trained": 0})
+    log._append_entry({"trained": 0})
     log.close()
     with pytest.raises(
         ValueError, match="line 1 does not record how much was trained and how often the state was written"

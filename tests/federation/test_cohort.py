@@ -230,7 +230,7 @@ def test_updates_are_added_in_the_order_of_chunks_whichever_thread_ends_first(la
     running = cohort(network(), LocalTraining("sgd", rates(0.1)), chunk=2)
     running.sums = RecordingSums()
     engine = running.local_round.trainer.engine
-    running._workers = [LateWorker(engine) if place in late else SameThread(engine) for place in (0, 1)]
+    running._chunk_workers = [LateWorker(engine) if place in late else SameThread(engine) for place in (0, 1)]
     first_of_chunks = [batch for batch in in_chunks(batches(), 2) if batch.step == 0]
     for batch in first_of_chunks:
         running.step(batch)

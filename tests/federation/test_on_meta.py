@@ -247,7 +247,10 @@ NECESSARY_WAITS = {
     ("server.py", "_norms_and_cosines"): (2, "how long and how alike the updates are, in two tables"),
     ("states.py", "is_finite"): (2, "whether the global state is finite, and the distilled one"),
     ("distill.py", "_sum_of_logits"): (1, "whose logits are finite"),
-    ("distill.py", "_distance"): (2, "the trust region: from the former state to the average, and on to the student"),
+    ("distill.py", "_distance_between"): (
+        2,
+        "the trust region: from the former state to the average, and on to the student",
+    ),
     ("ensembles.py", "server_step"): (1, "which client had which of the ensemble's modes"),
     ("lora.py", "end_round"): (1, "which of LoRA's factors RoLoRA trains, by a flag that was received"),
     ("het_lora.py", "_to_cpu"): (1, "the factors of all layers in one buffer, for decompositions on the CPU"),

@@ -139,7 +139,7 @@ def test_the_tolerance_follows_the_scale_of_the_outputs(lora, tmp_path, monkeypa
         return lambda images: read(images) * (1 + factor)
 
     monkeypatch.setattr(formats, "_write_torch_export", rounded)
-    monkeypatch.setattr(formats, "_merge", lambda run, model, client: formats._Merged(model, ""))
+    monkeypatch.setattr(formats, "_merge_adapter", lambda run, model, client: formats._Merged(model, ""))
     factor = 1e-5
     export_model(run, 1, "torch-export", tmp_path / "good")
     factor = 1e-3

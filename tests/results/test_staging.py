@@ -22,14 +22,14 @@ def write(folder, when):
         while not (folder.parent / "go").exists():
             time.sleep(0.01)
 
-    move = run_file._move
+    move = run_file._move_ready_files
 
     def moved(folder):
         if when == "moving" and (folder / READY).exists():
             wait()
         move(folder)
 
-    run_file._move = moved
+    run_file._move_ready_files = moved
     with together(folder) as stage:
         (stage / "run.json").write_text("new")
         if when == "writing":

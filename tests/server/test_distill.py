@@ -187,7 +187,7 @@ def run_with_scores(scores, validate_every, steps=4):
     batches = ((torch.randn(4, 2), torch.randn(4, 3)) for _ in range(steps))
     options = Distillation(steps, lr=0.1, validate_every=validate_every)
     distiller = Distiller(Engine(nn.Linear(2, 3)), options, ("weight", "bias"), None)
-    distiller._accuracy = validate
+    distiller._validation_accuracy = validate
     out = distiller.train(student, batches)
     same = [all(torch.equal(state[key], out[key]) for key in out) for state in asked]
     return same, torch.equal(asked[0]["weight"], student["weight"])

@@ -124,8 +124,8 @@ def test_what_is_scored_on_labelled_images_is_what_is_returned():
     options = Distillation(4, validate_every=1, trust_region=0.01, **OPTIONS)
     distiller = Distiller(Engine(network()), options, parameter_keys(student), Public())
     scored = []
-    score = distiller._accuracy
-    distiller._accuracy = lambda state: (
+    score = distiller._validation_accuracy
+    distiller._validation_accuracy = lambda state: (
         scored.append((state, len(scored))) or float(len(scored) == 3) + score(state) / 9
     )
     refined = distiller(get_state(student), stack([get_state(t) for t in teachers]), previous=get_state(previous))

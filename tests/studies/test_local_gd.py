@@ -318,7 +318,7 @@ def test_heads_are_trained_as_by_a_plain_loop(head, monkeypatch):
     seen = []
     monkeypatch.setattr(
         local_gd_head,
-        "_train",
+        "_train_head",
         lambda network, data, rows, *rest: seen.append((network, data, rows)) or [start(network)],
     )
     local_gd_head.head_curves(settings, 3, lambda what: None)

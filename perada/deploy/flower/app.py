@@ -226,7 +226,7 @@ class FlowerTransport:
 
     def names(self) -> list[str]:
         """Return the registered names of the sites that are connected now, in order."""
-        return sorted(self._nodes())
+        return sorted(self._connected_nodes())
 
     def exchange(self, messages: Mapping[str, bytes], enough: int, deadline: float) -> dict[str, bytes | Failure]:
         """Send each site its message; see :meth:`.Transport.exchange`.
@@ -234,31 +234,31 @@ class FlowerTransport:
         Messages expire with the deadline, so that no site works on one later.
         """
         last_check = time.monotonic()
-        nodes = self._nodes()
+        nodes = self._connected_nodes()
         end = last_check + deadline
         digests = {site: digest(message) for site, message in messages.items()}
         replies: dict[str, bytes | Failure] = {}
         while True:
-            self._collect(digests, replies)
+            self._collect_replies(digests, replies)
             now = time.monotonic()
             num_replies = sum(isinstance(reply, bytes) for reply in replies.values())
             if num_replies >= enough or len(replies) == len(messages) or now >= end:
                 break
             if now - last_check > NODE_CHECK_INTERVAL:
-                nodes = self._nodes()
+                nodes = self._connected_nodes()
                 last_check = now
             self._pending = [pending for pending in self._pending if _may_be_answered(pending, nodes)]
             busy = {pending.site for pending in self._pending}
             for site, message in messages.items():
                 if site in replies or site in busy:
                     continue
-                if site not in nodes or not self._push(site, nodes[site], message, end - now):
+                if site not in nodes or not self._push_message(site, nodes[site], message, end - now):
                     replies[site] = Failure("unreachable")
             self._arrived.wait(min(self._poll_interval, max(0.0, end - time.monotonic())))
             self._arrived.clear()
         return {site: replies.get(site, Failure("late")) for site in messages}
 
-    def _collect(self, digests: Mapping[str, str], replies: dict[str, bytes | Failure]) -> None:
+    def _collect_replies(self, digests: Mapping[str, str], replies: dict[str, bytes | Failure]) -> None:
         """Move replies that have arrived to the results, and drop those to other messages."""
         for pending in list(self._pending):
             if pending.reply is None:
@@ -267,7 +267,7 @@ class FlowerTransport:
             if digests.get(pending.site) == pending.digest:
                 replies[pending.site] = pending.reply
 
-    def _nodes(self) -> dict[str, Node]:
+    def _connected_nodes(self) -> dict[str, Node]:
         """Return the connected SuperNodes by registered name, without names that are registered for several keys."""
         nodes: dict[str, list[Node]] = defaultdict(list)
         for node in self._grid.get_nodes():
@@ -287,7 +287,7 @@ class FlowerTransport:
                 _warn_once(f"{name!r} is registered for {len(same_name)} keys and is ignored; unregister all but one")
         return {name: same_name[0] for name, same_name in nodes.items() if len(same_name) == 1}
 
-    def _push(self, site: str, node: Node, message: bytes, ttl: float) -> bool:
+    def _push_message(self, site: str, node: Node, message: bytes, ttl: float) -> bool:
         """Push a message to the SuperLink, and return whether it was accepted."""
         from flwr.app import Message, MessageType
 
@@ -299,11 +299,11 @@ class FlowerTransport:
         pending = _PendingMessage(site, node, digest(message), time.monotonic() + ttl)
         self._pending.append(pending)
         threading.Thread(
-            target=self._watch, args=(message_ids[0], pending), name=f"reply of {site}", daemon=True
+            target=self._poll_reply, args=(message_ids[0], pending), name=f"reply of {site}", daemon=True
         ).start()
         return True
 
-    def _watch(self, message_id: str, pending: _PendingMessage) -> None:
+    def _poll_reply(self, message_id: str, pending: _PendingMessage) -> None:
         """Poll for the reply to a message until it arrives or the message expires.
 
         It has its own thread: if a site's process ends while it hands its reply on, Flower waits for the rest of it for
@@ -312,7 +312,7 @@ class FlowerTransport:
         while time.monotonic() < pending.expires and pending.reply is None:
             try:
                 for reply in self._grid.pull_messages([message_id]):
-                    pending.reply = self._read(reply, pending.node)
+                    pending.reply = self._read_reply(reply, pending.node)
             except Exception:  # gRPC's and Flower's errors, which must not end the run
                 log.exception("the SuperLink did not forward a reply")
                 pending.reply = Failure("unreachable")
@@ -320,7 +320,7 @@ class FlowerTransport:
                 time.sleep(self._poll_interval)
         self._arrived.set()
 
-    def _read(self, reply: "Message", node: Node) -> bytes | Failure:
+    def _read_reply(self, reply: "Message", node: Node) -> bytes | Failure:
         """Return the payload of a reply, which must come from a node."""
         if reply.has_error():
             return Failure(_FAILURE_OF_FLOWER_CODE.get(reply.error.code, "crashed"))

@@ -15,7 +15,9 @@ try:
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-except ImportError:  # an optional dependency, which Flower brings; _begin() raises an error if it is missing
+except (
+    ImportError
+):  # an optional dependency, which Flower brings; _create_key_folder() raises an error if it is missing
     pass
 
 LOOPBACK = ("127.0.0.1", "::1")
@@ -83,7 +85,7 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> da
     new_files = ["server.pem", "server.key"]
     if not is_renewal:
         new_files.append("ca.crt")
-    _begin(folder, new_files)
+    _create_key_folder(folder, new_files)
     contents: dict[str, bytes] = {}
     if is_renewal:
         authority = x509.load_pem_x509_certificate(authority_file.read_bytes())
@@ -136,14 +138,14 @@ def write_site_keys(folder: Path, name: str) -> None:
         FileExistsError: If there is a key.
     """
     check_site_name(name)
-    _begin(folder, [f"{name}.key", f"{name}.pub"])
+    _create_key_folder(folder, [f"{name}.key", f"{name}.pub"])
     key = ec.generate_private_key(ec.SECP384R1())
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     contents = {f"{name}.key": _private_bytes(key, "OpenSSH"), f"{name}.pub": public + f" {name}\n".encode()}
     _write_files(folder, contents)
 
 
-def _begin(folder: Path, names: Sequence[str]) -> None:
+def _create_key_folder(folder: Path, names: Sequence[str]) -> None:
     """Check that keys can be written and none of the files exists, and create the folder."""
     check_installed("a key", "flower", "cryptography")
     check_new_files(folder, names)

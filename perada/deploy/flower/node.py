@@ -123,16 +123,16 @@ def run_node(node: Node) -> NoReturn:
     threading.excepthook = _end_with_thread
     # It returns only if the connection is lost for good; a signal or an error at the start raises a SystemExit.
     flower_supernode()
-    _end(GAVE_UP)
+    _end_process(GAVE_UP)
 
 
 def _end_with_thread(arguments: threading.ExceptHookArgs) -> None:
     """End the process if one of its threads broke, such as the one whose heartbeats keep the SuperNode admitted."""
     error = arguments.exc_value
-    _end(f"a thread of the SuperNode broke ({type(error).__name__}: {error}); restart the SuperNode")
+    _end_process(f"a thread of the SuperNode broke ({type(error).__name__}: {error}); restart the SuperNode")
 
 
-def _end(reason: str) -> NoReturn:
+def _end_process(reason: str) -> NoReturn:
     """Print why the process ends, and end it although threads are running."""
     print(f"perada: error: {reason}", file=sys.stderr, flush=True)
     sys.stdout.flush()

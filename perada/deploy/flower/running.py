@@ -233,7 +233,7 @@ def run_app(app: Path, link: Link, terms: Terms, monitoring: Monitoring = DEFAUL
             return 130
         if run is None:
             return 1
-        status, reason = _status(name, run, environment)
+        status, reason = _read_run_status(name, run, environment)
     print_lines(f"Flower's run {run} has the status {status}")
     if status == "finished:completed":
         return 0
@@ -257,7 +257,7 @@ def list_runs(link: Link, stop: str = "") -> int:
         return subprocess.run([str(program("flwr")), *words], env=environment, check=False).returncode
 
 
-def _status(name: str, run: str, environment: Mapping[str, str]) -> tuple[str, str]:
+def _read_run_status(name: str, run: str, environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the status of a run, such as ``finished:failed``, and the reason why it ended.
 
     If the SuperLink does not answer, ``flwr list --format json`` exits with 0, and prints an object with

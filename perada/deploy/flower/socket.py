@@ -62,7 +62,7 @@ def read_frame(connection: socket.socket, max_bytes: int, seconds: float) -> tup
         OSError: If the connection fails; a TimeoutError if the time is over.
     """
     end = time.monotonic() + seconds
-    mark, kind, name_length, length = _HEAD.unpack(_exactly(connection, _HEAD.size, end))
+    mark, kind, name_length, length = _HEAD.unpack(_read_exactly(connection, _HEAD.size, end))
     is_known_kind = mark == _MARK and kind <= len(FAILURE_CODES)
     # A failure has no payload.
     are_lengths_valid = name_length <= MAX_NAME_BYTES and not (kind and length)
@@ -71,15 +71,15 @@ def read_frame(connection: socket.socket, max_bytes: int, seconds: float) -> tup
     if length > max_bytes:
         raise Failure("rejected")
     try:
-        run = _exactly(connection, name_length, end).decode()
+        run = _read_exactly(connection, name_length, end).decode()
     except UnicodeDecodeError:
         raise Failure("malformed") from None
     if kind:
         return Failure(FAILURE_CODES[kind - 1]), run
-    return _exactly(connection, length, end), run
+    return _read_exactly(connection, length, end), run
 
 
-def _exactly(connection: socket.socket, length: int, end: float) -> bytes:
+def _read_exactly(connection: socket.socket, length: int, end: float) -> bytes:
     """Read ``length`` bytes, waiting at most until the time ``end``."""
     content = bytearray()
     while len(content) < length:

@@ -210,7 +210,7 @@ class SecureSum:
         else:
             # The keys of the first attempt came with the responses to the training.
             answers = dict(candidates)
-        adverts = self._read(answers, _read_advert)
+        adverts = self._read_answers(answers, _read_advert)
         # Ties go to the server's digest, whose sites come first, or one of two sites could get the other excluded.
         truthful: dict[str, Advert] = {}
         contradicting: dict[str, Advert] = {}
@@ -234,7 +234,7 @@ class SecureSum:
         """
         dealt = self._ask_same("shares", attempt, server.adverts, {"adverts": advert_list})
         self._settle_objections(server, dealt)
-        return server.deliver(self._read(dealt, lambda name, content: _read_dealt(name, content, server.order)))
+        return server.deliver(self._read_answers(dealt, lambda name, content: _read_dealt(name, content, server.order)))
 
     def _deliver_shares(self, server: ServerRound, attempt: int, boxes: Mapping[str, Mapping[str, bytes]]) -> list[str]:
         """Send sites the shares that were dealt to them.
@@ -247,7 +247,7 @@ class SecureSum:
             commitments = {dealer: server.commitments[dealer][name] for dealer in box}
             contents[name] = {"sealed": to_hex(box), "commitments": commitments}
         answers = self._ask("hold", attempt, contents, 0)
-        objections = self._read(answers, lambda name, content: _read_objections(content, {*boxes} - {name}))
+        objections = self._read_answers(answers, lambda name, content: _read_objections(content, {*boxes} - {name}))
         self._settle_disputes(server, attempt, objections)
         return list(objections)
 
@@ -272,7 +272,9 @@ class SecureSum:
             RejectionError: If there are objections.
         """
         objecting = {name: answer for name, answer in dealt.items() if "objects" in answer[0].sums}
-        objections = self._read(objecting, lambda name, content: _read_objections(content, {*server.order} - {name}))
+        objections = self._read_answers(
+            objecting, lambda name, content: _read_objections(content, {*server.order} - {name})
+        )
         if not any(objections.values()):
             return
         excluded = {}
@@ -305,7 +307,7 @@ class SecureSum:
         accused = sorted({dealer for dealers in objections.values() for dealer in dealers})
         if not accused:
             return
-        seeds = self._read(self._ask_same("open", attempt, accused, {}), _read_seed)
+        seeds = self._read_answers(self._ask_same("open", attempt, accused, {}), _read_seed)
         lies: dict[str, str] = {}
         for holder, dealers in objections.items():
             for dealer in dealers:
@@ -347,13 +349,13 @@ class SecureSum:
         self._save(state)
         if not state.signatures:
             confirmed = self._ask_same("confirm", state.attempt, state.survivors, {"alive": state.survivors})
-            state.signatures = server.valid_signatures(self._read(confirmed, _read_signature))
+            state.signatures = server.valid_signatures(self._read_answers(confirmed, _read_signature))
             server.check_enough(state.signatures, "signed the list of sites in the sum")
             self._save(state)
         survivors = set(state.survivors)
         dropouts = set(state.senders) - survivors
         answers = self._ask_same("reveal", state.attempt, state.signatures, {"signatures": state.signatures})
-        revealed = self._read(answers, lambda _, content: _read_revealed(content, survivors, dropouts))
+        revealed = self._read_answers(answers, lambda _, content: _read_revealed(content, survivors, dropouts))
         return state.survivors, server.total(revealed)
 
     def _collect_vectors(self, sum_state: SumState) -> dict[str, Uint64Vector]:
@@ -381,7 +383,7 @@ class SecureSum:
             )
         return {name: vectors[name] for name in sum_state.survivors}
 
-    def _read(
+    def _read_answers(
         self,
         answers: Mapping[str, tuple[Response, State]],
         read: Callable[[str, dict[str, Any]], ContentT],

@@ -280,7 +280,7 @@ class Client:
         if phases:
             planned_phases = phases
         elif request.kind == "tune":
-            _, tuning_phase = self._tuning()
+            _, tuning_phase = self._tuning_algorithm()
             planned_phases = [tuning_phase]
         else:
             planned_phases = self.settings.phases
@@ -364,13 +364,13 @@ class Client:
         tuning = request.kind == "tune"
         with self.recipe.context():
             if tuning:
-                algorithm, _ = self._tuning()
+                algorithm, _ = self._tuning_algorithm()
                 shared = to_device(received, self.recipe.device)
                 client_state = initial_stacks(algorithm.initial_client_state(shared, self.module.tensor_names))
-                start = self._sent(algorithm, request, shared)
+                start = self._state_sent_to_site(algorithm, request, shared)
             else:
                 client_state = self._client_state(run_state)
-                start = self._received(request, received)
+                start = self._starting_state(request, received)
             cohort = Cohort(
                 LocalRound.begin(self._trainer, plan, client_state, start, factor=request.factor, tuning=tuning)
             )
@@ -479,7 +479,7 @@ class Client:
         masks_of_batches: list[Tensor] = []
         with torch.no_grad(), self.recipe.context():
             for x, y in self.test_batches(request.client):
-                logits = {name: self._logits(states, x) for name, states in models.items()}
+                logits = {name: self._compute_logits(states, x) for name, states in models.items()}
                 if both is not None:
                     is_typical = both.typical([0], both.statistics(x))[0]
                     weights = both.weights([0], x.device)
@@ -492,7 +492,7 @@ class Client:
             typical = float(torch.cat(masks_of_batches).double().mean())
         return SiteScores(scores, typical)
 
-    def _logits(self, states: State, x: Tensor) -> Tensor:
+    def _compute_logits(self, states: State, x: Tensor) -> Tensor:
         """Return the logits (B, K) of a model, or of the members (models, ...) of an ensemble, for images (B, ...)."""
         logits_of_members = self.module.engine.shared_logits(states, x)
         return self.module.task.ensemble(logits_of_members, self.settings.algorithm.average)
@@ -507,16 +507,16 @@ class Client:
         task = self.module.task
         with torch.no_grad(), self.recipe.context():
             if number not in self._typical_images:
-                statistics = statistics_for(self.module.engine, self._examples(number))
+                statistics = statistics_for(self.module.engine, self._iterate_examples(number))
                 num_classes = self.data.num_classes
-                typical_images = typical_images_of(statistics, self._examples(number), task, num_classes)
+                typical_images = typical_images_of(statistics, self._iterate_examples(number), task, num_classes)
                 self._typical_images[number] = BothModels(task, statistics, {0: typical_images}, personal_shares={})
             share = self.module.evaluation.personal_share
             if share is None:
-                share = personal_share_of(self._examples(number), partial(self._logits, members), task)
+                share = personal_share_of(self._iterate_examples(number), partial(self._compute_logits, members), task)
         return replace(self._typical_images[number], personal_shares={0: share})
 
-    def _examples(self, number: int) -> Examples:
+    def _iterate_examples(self, number: int) -> Examples:
         """Yield the training images that others are compared with, as a simulation does for client ``number``."""
         data = self.data
         store = with_client_index(data.samples_of(data.checked.train), number)
@@ -541,8 +541,8 @@ class Client:
         """Return the state (1, ...) that the site predicts with; None if it is the global one."""
         algorithm = self.settings.algorithm
         if run_state.training.tuned_state is not None:
-            tuning, _ = self._tuning()
-            personal = tuning.personal(_to(run_state.training.tuned_state, self.recipe.device), shared)
+            tuning, _ = self._tuning_algorithm()
+            personal = tuning.personal(_move_stacks(run_state.training.tuned_state, self.recipe.device), shared)
         elif algorithm.inference == "personal":
             personal = algorithm.personal(self._client_state(run_state), shared)
         elif run_state.rank:
@@ -553,7 +553,7 @@ class Client:
             return personal
         return cut_ranks(personal, self.module.tensor_names.factors, torch.tensor([run_state.rank]))
 
-    def _tuning(self) -> tuple[Algorithm, Phase]:
+    def _tuning_algorithm(self) -> tuple[Algorithm, Phase]:
         """Return the algorithm and the phase of the fine-tuning after the last round."""
         tuning = self.settings.algorithm.personalization()
         assert tuning is not None
@@ -562,12 +562,12 @@ class Client:
     def _client_state(self, run_state: RunState) -> Stacks:
         """Return the state that the client has kept, (1, ...) by role."""
         if run_state.training.client_state is not None:
-            return _to(run_state.training.client_state, self.recipe.device)
+            return _move_stacks(run_state.training.client_state, self.recipe.device)
         return initial_stacks(
             self.settings.algorithm.initial_client_state(self.recipe.template.initial, self.module.tensor_names)
         )
 
-    def _received(self, request: Request, received: State) -> State:
+    def _starting_state(self, request: Request, received: State) -> State:
         """Return the state that the client starts from, (1, ...); of several global models it chooses its own."""
         algorithm = self.settings.algorithm
         shared = to_device(received, self.recipe.device)
@@ -579,9 +579,11 @@ class Client:
             num_new = self.size - batch.step * batch.counts[0]
             batches.append(batch._replace(counts=(min(batch.counts[0], num_new),)))
         losses = compare(self.module.engine, algorithm.members(shared, {}), batches, 1, self.module.task)
-        return self._sent(algorithm, request, shared, losses)
+        return self._state_sent_to_site(algorithm, request, shared, losses)
 
-    def _sent(self, algorithm: Algorithm, request: Request, shared: State, losses: Tensor | None = None) -> State:
+    def _state_sent_to_site(
+        self, algorithm: Algorithm, request: Request, shared: State, losses: Tensor | None = None
+    ) -> State:
         """Return the state that the server would send the site in an algorithm, (1, ...)."""
         return algorithm.broadcast(
             Broadcast(
@@ -597,7 +599,7 @@ class Client:
         )
 
 
-def _to(stacks: Stacks, device: torch.device) -> Stacks:
+def _move_stacks(stacks: Stacks, device: torch.device) -> Stacks:
     """Return the states of all roles on a device."""
     return {role: to_device(state, device) for role, state in stacks.items()}
 

@@ -134,7 +134,7 @@ class SiteWorker:
             try:
                 self.store.check_disk()
                 reply = self._answer_with_code(message, message_digest, transport_run)
-                self.store.log(message, reply, self._spent)
+                self.store.log(message, reply, self._spent_epsilon)
             except DiskError as error:
                 self.log.error("run %s: nothing leaves this site: %s; the server asks again", transport_run, error)
                 raise
@@ -143,7 +143,7 @@ class SiteWorker:
     def _answer_with_code(self, message: bytes, message_digest: str, transport_run: str) -> bytes:
         """Return the reply to a message, or the code of what went wrong, whose reason is in the log."""
         try:
-            return self._answer(message, message_digest, transport_run)
+            return self._answer_message(message, message_digest, transport_run)
         except RejectionError as rejection:
             self.log.warning("run %s: rejected (%s): %s", transport_run, rejection.code, rejection)
             return _pack_response(rejection.code, message_digest)
@@ -166,7 +166,7 @@ class SiteWorker:
             if reason:
                 self.log.warning("recipe %.8s: %s", client.recipe.digest, reason)
 
-    def _spent(self, request: Request) -> dict[str, float | None] | None:
+    def _spent_epsilon(self, request: Request) -> dict[str, float | None] | None:
         """Return the ε of all that the site has trained and masked, by its own δ; None without privacy.
 
         An ε of None is infinite.
@@ -183,7 +183,7 @@ class SiteWorker:
         spent["delta"] = client.limits.delta
         return spent
 
-    def _answer(self, message: bytes, message_digest: str, transport_run: str) -> bytes:
+    def _answer_message(self, message: bytes, message_digest: str, transport_run: str) -> bytes:
         """Return the reply to a message; raise a RejectionError if the site rejects it."""
         request = Request.read(read_header(message))
         self.log_context = {"run": request.run, "round": request.round}
@@ -193,7 +193,7 @@ class SiteWorker:
         self.log.info("run %s (perada's %s): %s", transport_run, request.run, request)
         if request.kind == "join":
             unpack(message, {})
-            sizes = self._allowed("sizes", {"size": client.size, "tests": client.test_size})
+            sizes = self._allowed_facts("sizes", {"size": client.size, "tests": client.test_size})
             return _pack_response("ok", message_digest, sizes | {"labels": client.labels})
 
         stored = self.store.load(request.run)
@@ -209,11 +209,11 @@ class SiteWorker:
         if request.kind in SUM_KINDS:
             return self._take_sum_step(client, request, message_digest, state)
         if request.kind == "evaluate":
-            state = self._evaluate(client, incoming, state)
+            state = self._evaluate_round(client, incoming, state)
             sum_request = replace(request, of="scores", attempt=0)
             return self._offer_keys(client, sum_request, state, state.scoring.reply)
         if request.round != state.training.round:
-            state = self._train(client, incoming, state)
+            state = self._train_round(client, incoming, state)
         elif message_digest != state.training.request_digest:
             raise RejectionError(f"round {request.display_round} was already trained for a different message", "other")
         # A round that is requested again gets the reply that was committed: training twice would spend ε twice.
@@ -222,7 +222,7 @@ class SiteWorker:
 
     # Training
 
-    def _train(self, client: Client, incoming: "_Incoming", run_state: RunState) -> RunState:
+    def _train_round(self, client: Client, incoming: "_Incoming", run_state: RunState) -> RunState:
         """Train a round, or fine-tune, and commit the client's state, what it has spent and the reply in one step."""
         request = incoming.request
         self._check_images(client, run_state)
@@ -233,14 +233,14 @@ class SiteWorker:
         costs = self._affordable_costs(client, request, protection, ledger)
 
         result = client.train(request, received, run_state, protection)
-        facts = self._allowed("epsilon", _count(protection.image_account, costs, ledger))
+        facts = self._allowed_facts("epsilon", _count(protection.image_account, costs, ledger))
         if client.site_privacy is None:
             # The update leaves without site-level noise; if training failed, the server learns at least that.
             add_step_without_noise(ledger, SITE_LEDGER)
         # This must follow _count(), which updates the account that is saved here.
         training = _training_after(run_state.training, client, incoming, protection, result)
 
-        outgoing = self._outgoing(client, request, received, result)
+        outgoing = self._outgoing_update(client, request, received, result)
         summing = run_state.summing
         sent = outgoing.update
         if client.settings.secure_sums is not None:
@@ -280,7 +280,9 @@ class SiteWorker:
             self._check_site_budget(client)
         return costs
 
-    def _outgoing(self, client: Client, request: Request, received: State, result: TrainingResult) -> "_Outgoing":
+    def _outgoing_update(
+        self, client: Client, request: Request, received: State, result: TrainingResult
+    ) -> "_Outgoing":
         """Return what may leave the site after a training.
 
         Args:
@@ -294,7 +296,7 @@ class SiteWorker:
         is_usable = bool(trained.accepted[0]) or tuning
         losses: dict[str, Any] = {}
         if is_usable and result.losses:
-            losses = self._allowed("losses", result.losses)
+            losses = self._allowed_facts("losses", result.losses)
         update: State = {}
         if not tuning:
             update = {key: value[0] for key, value in trained.sent.items()}
@@ -363,7 +365,7 @@ class SiteWorker:
 
     # Scoring
 
-    def _evaluate(self, client: Client, incoming: "_Incoming", run_state: RunState) -> RunState:
+    def _evaluate_round(self, client: Client, incoming: "_Incoming", run_state: RunState) -> RunState:
         """Score the models, once after each round, and keep the global one that the last round made."""
         request = incoming.request
         if _were_scored(incoming, run_state):
@@ -371,7 +373,7 @@ class SiteWorker:
         self._check_images(client, run_state)
         models = _unpack_models(client, incoming.content, request)
 
-        facts = self._score(client, request, models, run_state)
+        facts = self._score_models(client, request, models, run_state)
         metrics: dict[str, float] = {}
         secure_sums = client.settings.secure_sums
         if secure_sums is not None:
@@ -398,7 +400,7 @@ class SiteWorker:
         self.store.commit(run_state, replace(self.store.totals, ledger=ledger))
         return run_state
 
-    def _score(self, client: Client, request: Request, models: "_Models", run_state: RunState) -> dict[str, Any]:
+    def _score_models(self, client: Client, request: Request, models: "_Models", run_state: RunState) -> dict[str, Any]:
         """Score models, and return what of it may leave the site, as facts of the response."""
         # No ledger counts scores, so a site whose privacy is protected as a whole sends none.
         if client.site_privacy is not None or not self.may_send & {"counts", "scores"}:
@@ -406,7 +408,7 @@ class SiteWorker:
         scores = client.score(request, models.shared, models.members, run_state)
         values = {name: _mean_scores(score) for name, score in scores.models.items() if score}
         counts = counts_of(scores.models, client.test_size)
-        facts = self._allowed("counts", counts) | self._allowed("scores", {"scores": values})
+        facts = self._allowed_facts("counts", counts) | self._allowed_facts("scores", {"scores": values})
         # Either kind tells whether a model has scores.
         facts |= failed_models_of(scores.models)
         if scores.typical is not None:
@@ -414,7 +416,7 @@ class SiteWorker:
             facts["typical"] = scores.typical
         return facts
 
-    def _allowed(self, kind: str, facts: dict[str, Any]) -> dict[str, Any]:
+    def _allowed_facts(self, kind: str, facts: dict[str, Any]) -> dict[str, Any]:
         """Return facts of a kind if they may leave the site."""
         return facts if kind in self.may_send else {}
 
@@ -429,11 +431,11 @@ class SiteWorker:
             return reply
         was_sent = _masked_round(request, run_state) >= request.round
         keys = self.party.offer_keys(
-            self._sum_terms(client, request, run_state), self._claims(request, run_state), begin=not was_sent
+            self._sum_terms(client, request, run_state), self._make_claims(request, run_state), begin=not was_sent
         )
         return pack(replace(response, sums=response.sums | keys))
 
-    def _claims(self, request: Request, run_state: RunState) -> "SiteClaims":
+    def _make_claims(self, request: Request, run_state: RunState) -> "SiteClaims":
         """Return the claims that the site sends in addition to its keys."""
         from perada.deploy.sums.keys import SiteClaims
 
@@ -513,7 +515,7 @@ class SiteWorker:
         from perada.deploy.sums.site import Objection
 
         make_vector = client.scores_vector if request.of == "scores" else client.update_vector
-        claims = self._claims(request, run_state)
+        claims = self._make_claims(request, run_state)
         try:
             return party.step(request, terms, claims, partial(make_vector, run_state))
         except Objection as objection:

@@ -70,14 +70,14 @@ class Party:
 
     def survivors(self, terms: SumTerms) -> list[str]:
         """Return the sites in a sum, including this one; empty before the server has announced them."""
-        current = self._find(terms)
+        current = self._find_sum(terms)
         if current is None:
             return []
         return current.round.survivors
 
     def saved_reply(self, terms: SumTerms, message_digest: str) -> bytes | None:
         """Return the reply to an earlier message of this sum; None if it was not answered before."""
-        current = self._find(terms)
+        current = self._find_sum(terms)
         if current is None:
             return None
         return current.replies.get(message_digest)
@@ -105,16 +105,16 @@ class Party:
             return {"advert": vars(last.round.advert)}
         if not begin:
             return {}
-        return self._begin(terms, claims)
+        return self._begin_sum(terms, claims)
 
-    def _find(self, terms: SumTerms) -> "_ActiveSum | None":
+    def _find_sum(self, terms: SumTerms) -> "_ActiveSum | None":
         """Return the sum with these terms; None if the run now has another sum, or none."""
         last = self._sums.get(terms.run)
         if last is None or last.terms != terms:
             return None
         return last
 
-    def _begin(self, terms: SumTerms, claims: SiteClaims) -> dict[str, Any]:
+    def _begin_sum(self, terms: SumTerms, claims: SiteClaims) -> dict[str, Any]:
         """Create the keys of a sum, which replaces the previous sum of its run."""
         self._sums.pop(terms.run, None)
         while len(self._sums) >= MAX_RUNS:
@@ -144,8 +144,8 @@ class Party:
                     f"secure sum: keys for attempt {terms.attempt} were requested again, or after a later attempt",
                     "other",
                 )
-            return StepReply(self._begin(terms, claims))
-        current = self._find(terms)
+            return StepReply(self._begin_sum(terms, claims))
+        current = self._find_sum(terms)
         if current is None:
             raise RejectionError(
                 "secure sum: this site no longer has its keys: it was restarted, or has since begun sums of "

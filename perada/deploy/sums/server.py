@@ -154,11 +154,11 @@ class ServerRound:
         subtracted: list[bytes] = []
         for name in self._survivors:
             is_secret = partial(_is_self_mask_secret, self.adverts[name])
-            secret = self._recover(name, "own", revealed, is_secret)
+            secret = self._recover_secret(name, "own", revealed, is_secret)
             subtracted.append(self_mask_key(secret))
         for dropout in sorted({*self.senders} - {*self._survivors}):
             is_secret = partial(_is_pair_mask_secret, self.adverts[dropout])
-            private = exchange_key(self._recover(dropout, "gone", revealed, is_secret))
+            private = exchange_key(self._recover_secret(dropout, "gone", revealed, is_secret))
             for survivor in self._survivors:
                 key = pair_mask_key(private, self.adverts[survivor].masks, self._keys_digest, (dropout, survivor))
                 # The survivor added the mask of the pair if its name comes first, and subtracted it otherwise.
@@ -170,7 +170,7 @@ class ServerRound:
         add_streams(total, added, subtracted)
         return total
 
-    def _recover(
+    def _recover_secret(
         self,
         dealer: str,
         kind: str,

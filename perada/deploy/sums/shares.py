@@ -74,7 +74,7 @@ def lagrange_coefficients(indices: tuple[int, ...]) -> list[int]:
     for point in points:
         differences = [point ^ other for other in points if other != point]
         denominators.append(reduce(multiply, differences, point))
-    return [multiply(product, inverse) for inverse in _inverses(denominators)]
+    return [multiply(product, inverse) for inverse in _invert_all(denominators)]
 
 
 def multiply(a: int, b: int) -> int:
@@ -94,7 +94,7 @@ def multiply(a: int, b: int) -> int:
     return product
 
 
-def _inverses(elements: list[int]) -> list[int]:
+def _invert_all(elements: list[int]) -> list[int]:
     """Invert all elements with a single inversion, of their product, and three multiplications for each element."""
     products = [1]  # of the elements before each one
     for element in elements:

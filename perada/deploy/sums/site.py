@@ -66,7 +66,7 @@ class Objection(RejectionError):
         self.names = sorted(reasons)
 
 
-def _require(condition: bool, violation: str) -> None:
+def _require_condition(condition: bool, violation: str) -> None:
     """Raise a RejectionError unless a condition of the protocol holds."""
     if not condition:
         raise RejectionError(f"secure sum: {violation}", "other")
@@ -116,7 +116,7 @@ class SiteRound:
 
     def check_step(self, step: str) -> None:
         """Raise if a step does not come next."""
-        _require(self._remaining_steps[:1] == [step], f"{step} is not the next step")
+        _require_condition(self._remaining_steps[:1] == [step], f"{step} is not the next step")
 
     def _begin_step(self, step: str) -> None:
         """Begin a step. Whatever its outcome, it cannot be repeated."""
@@ -179,19 +179,19 @@ class SiteRound:
         self._begin_step("share")
         own_advert = self.advert
         order = share_order(adverts)
-        _require(len({*order}) == len(order), "the list names a site twice")
-        _require(len(order) >= self.terms.options.min_sites, f"{len(order)} sites are too few to hide among")
-        _require(own_advert in adverts, "the list has different keys for this site, or none")
+        _require_condition(len({*order}) == len(order), "the list names a site twice")
+        _require_condition(len(order) >= self.terms.options.min_sites, f"{len(order)} sites are too few to hide among")
+        _require_condition(own_advert in adverts, "the list has different keys for this site, or none")
         self._check_identities(adverts)
         heard = heard_digests(own_advert)
         for advert in adverts:
-            _require(advert.terms == own_advert.terms, f"the keys of {advert.name!r} are for a different sum")
+            _require_condition(advert.terms == own_advert.terms, f"the keys of {advert.name!r} are for a different sum")
             rounds = ", ".join(str(int(round) + 1) for round in conflicting_rounds(heard, advert))
-            _require(not rounds, f"{advert.name!r} was sent something different in round {rounds}")
+            _require_condition(not rounds, f"{advert.name!r} was sent something different in round {rounds}")
         self._adverts = {advert.name: advert for advert in adverts}
         self._order = order
         self._keys_digest = digest([self._adverts[name].statement() for name in order])
-        return self._deal()
+        return self._deal_shares()
 
     def _check_identities(self, adverts: Sequence[Advert]) -> None:
         """Raise an Objection to keys that were not signed by a site on this one's list."""
@@ -207,7 +207,7 @@ class SiteRound:
         if objections:
             raise Objection(objections)
 
-    def _deal(self) -> DealtShares:
+    def _deal_shares(self) -> DealtShares:
         """Split both secrets among all sites, and seal each one's shares for it."""
         sealed: dict[str, bytes] = {}
         commitments: Commitments = {}
@@ -216,7 +216,7 @@ class SiteRound:
         for holder, self_mask_share, pair_mask_share in zip(
             self._order, self_mask_shares, pair_mask_shares, strict=True
         ):
-            commitments[holder] = self._commitments(self.name, holder, self_mask_share, pair_mask_share)
+            commitments[holder] = self._commitments_of_dealer(self.name, holder, self_mask_share, pair_mask_share)
             if holder == self.name:
                 self._received[holder] = (self_mask_share, pair_mask_share)
                 continue
@@ -224,7 +224,9 @@ class SiteRound:
             sealed[holder] = seal(key, self_mask_share + pair_mask_share, self._keys_digest)
         return DealtShares(sealed, commitments)
 
-    def _commitments(self, dealer: str, holder: str, self_mask_share: bytes, pair_mask_share: bytes) -> tuple[str, str]:
+    def _commitments_of_dealer(
+        self, dealer: str, holder: str, self_mask_share: bytes, pair_mask_share: bytes
+    ) -> tuple[str, str]:
         """Return the commitments of a dealer to the two shares of a holder."""
         return (
             commitment(self._keys_digest, dealer, holder, "own", self_mask_share),
@@ -243,9 +245,9 @@ class SiteRound:
             Objection: If shares do not open, or are not those that their dealer committed to.
         """
         self._begin_step("hold")
-        _require({*sealed} <= {*self._order} - {self.name}, "shares of an unknown site")
+        _require_condition({*sealed} <= {*self._order} - {self.name}, "shares of an unknown site")
         num_dealers = len(sealed) + 1  # with this site
-        _require(
+        _require_condition(
             num_dealers >= self._min_survivors,
             f"only {num_dealers} of {self.num_sites} sites sent shares, which is too few",
         )
@@ -257,7 +259,7 @@ class SiteRound:
             except ValueError as error:
                 objections[dealer] = f"of {dealer!r}: {error}"
                 continue
-            expected = self._commitments(dealer, self.name, self_mask_share, pair_mask_share)
+            expected = self._commitments_of_dealer(dealer, self.name, self_mask_share, pair_mask_share)
             if tuple(commitments[dealer]) != expected:
                 objections[dealer] = f"the shares of {dealer!r} do not match its commitments"
                 continue
@@ -273,7 +275,7 @@ class SiteRound:
         Shares that others dealt to this site are sealed with other keys. So a server that invents a dispute learns no
         more than it does of a site that drops out before the masks.
         """
-        _require(self._remaining_steps[:1] in (["hold"], ["mask"]), "there is nothing to open now")
+        _require_condition(self._remaining_steps[:1] in (["hold"], ["mask"]), "there is nothing to open now")
         self._remaining_steps.clear()
         return self._seeds["seals"]
 
@@ -286,10 +288,10 @@ class SiteRound:
         """
         self._begin_step("mask")
         listed = sorted({*senders})
-        _require(len(listed) == len(senders), "the list of senders names a site twice")
-        _require({*listed} <= {*self._received}, "the list of senders names a site that dealt no shares")
-        _require(self.name in listed, "this site is missing from the list of senders")
-        _require(
+        _require_condition(len(listed) == len(senders), "the list of senders names a site twice")
+        _require_condition({*listed} <= {*self._received}, "the list of senders names a site that dealt no shares")
+        _require_condition(self.name in listed, "this site is missing from the list of senders")
+        _require_condition(
             len(listed) >= self._min_survivors,
             f"only {len(listed)} of {self.num_sites} sites hold shares, which is too few",
         )
@@ -318,10 +320,12 @@ class SiteRound:
         """
         self._begin_step("confirm")
         listed = sorted({*survivors})
-        _require(len(listed) == len(survivors), "the list of survivors names a site twice")
-        _require({*listed} <= {*self._senders}, "the list of survivors names a site that was not a sender")
-        _require(self.name in listed, "this site is missing from the list of survivors")
-        _require(len(listed) >= self._min_survivors, f"{len(listed)} of {self.num_sites} sites are too few for a sum")
+        _require_condition(len(listed) == len(survivors), "the list of survivors names a site twice")
+        _require_condition({*listed} <= {*self._senders}, "the list of survivors names a site that was not a sender")
+        _require_condition(self.name in listed, "this site is missing from the list of survivors")
+        _require_condition(
+            len(listed) >= self._min_survivors, f"{len(listed)} of {self.num_sites} sites are too few for a sum"
+        )
         self.survivors = listed
         self._statement = sum_statement(self._keys_digest, self._senders, self._vector_size, listed)
         return sign(self._identity, "alive", self._statement)
@@ -337,7 +341,7 @@ class SiteRound:
         """
         self._begin_step("reveal")
         signers = [name for name in signatures if name in self.survivors and self._has_signed(name, signatures[name])]
-        _require(
+        _require_condition(
             len(signers) >= self._min_survivors,
             f"{len(signers)} sites signed the same list, but {self._min_survivors} are required",
         )

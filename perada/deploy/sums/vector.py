@@ -145,7 +145,7 @@ class Contents:
             raise RejectionError(f"{SPOILED} the total weight is {weight:g}", "other")
         mean = {}
         for (key, example), part in zip(self.example.items(), states, strict=True):
-            mean[key] = self._mean(key, part, weight).view(example.shape)
+            mean[key] = self._mean_of_tensor(key, part, weight).view(example.shape)
         total_of: dict[str, float] = {}
         mean_of: dict[str, float] = {}
         for name, total_value, count in zip(self.metric_names, totals, counts, strict=True):
@@ -159,7 +159,7 @@ class Contents:
             totals=total_of,
         )
 
-    def _mean(self, key: str, total: Tensor, weight: float) -> Tensor:
+    def _mean_of_tensor(self, key: str, total: Tensor, weight: float) -> Tensor:
         """Return the mean of a flat tensor in the dtype of the example's, from its sum in fixed point."""
         is_floating_point = self.example[key].is_floating_point()
         mean = torch.empty(len(total), dtype=self.example[key].dtype)

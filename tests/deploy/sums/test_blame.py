@@ -311,7 +311,7 @@ def test_a_site_does_not_put_out_the_other_one_with_which_it_was_alone_in_a_roun
     for name, worker in transport.workers.items():
         if name in (liar, other):
             says = {"9": true if name == other else false}
-            worker._claims = lambda request, state, says=says: SiteClaims((), says)
+            worker._make_claims = lambda request, state, says=says: SiteClaims((), says)
     (record,) = coordinator.run().records
     assert record.summed == [name for name in made.names if name != liar]
 
