@@ -14,7 +14,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from perada.core.states import State
-from perada.deploy.protocol import Request, RequestKind, Response, digest, pack, read_header, spec_of, unpack
+from perada.deploy.protocol import Request, RequestKind, Response, digest_of_message, pack, read_header, spec_of, unpack
 from perada.deploy.server.summing import MASKED, SecureSum
 from perada.deploy.sums import site
 from perada.deploy.sums.keys import SiteClaims, SumTerms
@@ -105,7 +105,7 @@ class Federation:
             costs.lap("model")
             if number < sending:
                 unpack(message, spec_of(state))
-                request_digest = digest(message)
+                request_digest = digest_of_message(message)
                 costs.lap("model", at_site=True)
                 reply = pack(Response("ok", request_digest), state)
                 costs.lap("send", at_site=True)
@@ -163,7 +163,7 @@ class _Round:
         self.parties: dict[str, Party] = {}
         for name in federation.names:
             self.parties[name] = Party(name, federation.identities[name], federation.public)
-        heard = {str(number): digest(str(number).encode()) for number in range(MAX_HEARD_ROUNDS)}
+        heard = {str(number): digest_of_message(str(number).encode()) for number in range(MAX_HEARD_ROUNDS)}
         self.claims = SiteClaims(heard=heard)
         self.expected = np.zeros(self.contents.size, np.uint64)
         self.step = "keys"
@@ -180,7 +180,7 @@ class _Round:
             message = pack(federation.request("train", name), example)
             costs.lap("model")
             unpack(message, spec_of(example))
-            request_digest = digest(message)
+            request_digest = digest_of_message(message)
             costs.lap("model", at_site=True)
             keys = party.offer_keys(terms(TASK), self.claims, begin=True)
             reply = pack(Response("ok", request_digest, sums=keys))
@@ -257,7 +257,7 @@ class _Round:
         costs.lap()
         request = Request.read(read_header(message))
         step_reply = self.parties[name].step(request, terms(TASK), self.claims, vector)
-        response = Response("ok", digest(message), sums=step_reply.content)
+        response = Response("ok", digest_of_message(message), sums=step_reply.content)
         if step_reply.masked_vector is None:
             reply = pack(response)
             costs.lap(request.kind, at_site=True)

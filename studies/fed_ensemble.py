@@ -16,8 +16,8 @@ from tqdm import tqdm
 from perada.results.report import table
 from perada.studies.drawing import check_output, new_figure, write
 from perada.studies.toy_regression import (
+    ModeSettings,
     Problem,
-    Settings,
     basis,
     decompose,
     local_gain,
@@ -52,7 +52,7 @@ PAPER = {
 
 
 @dataclass(frozen=True)
-class Predictions:
+class GridPredictions:
     """Predictions on the grid.
 
     Attributes:
@@ -64,7 +64,7 @@ class Predictions:
     averaged: Tensor
 
 
-def summary(records: Sequence[dict[str, Any]]) -> str:
+def summarize_modes(records: Sequence[dict[str, Any]]) -> str:
     """Return a table of the results beside the paper's.
 
     Args:
@@ -92,8 +92,8 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
     return table(header, body)
 
 
-def draw(
-    problem: Problem, x: Tensor, predictions: dict[int, Predictions], records: Sequence[dict[str, Any]]
+def draw_modes(
+    problem: Problem, x: Tensor, predictions: dict[int, GridPredictions], records: Sequence[dict[str, Any]]
 ) -> "Figure":
     """Draw the first re-run's modes and their mean, the re-runs of the smallest K, and the variance against K.
 
@@ -150,7 +150,7 @@ def study(
         output: Folder to write fed_ensemble.json and fed_ensemble.png to.
         modes: Numbers of modes K to compare, ascending.
         quick: 10 re-runs of 20 rounds for K = 1, 2 and 4; overrides other options.
-        **settings: See :class:`~perada.studies.toy_regression.Settings`.
+        **settings: See :class:`~perada.studies.toy_regression.ModeSettings`.
 
     Returns:
         For each K: modes, rounds, what :func:`decompose` returns, and ``mode_variance``, that of mode 0 alone.
@@ -160,7 +160,7 @@ def study(
         FileExistsError: If ``output`` is a file.
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    training = Settings(**settings)
+    training = ModeSettings(**settings)
     if quick:
         modes = (1, 2, 4)
         training = replace(training, reruns=10, rounds=20, ages=None)
@@ -188,10 +188,10 @@ def study(
                 "mode_variance": variance_of_mode,
             }
             rows.append(row)
-            predictions[number] = Predictions(modes=weights[0] @ phi.mT, averaged=averaged)
-    print(summary(rows))
+            predictions[number] = GridPredictions(modes=weights[0] @ phi.mT, averaged=averaged)
+    print(summarize_modes(rows))
     content = json.dumps({"settings": asdict(training), "rows": rows}, indent=1)
-    write(output, "fed_ensemble", content, {"fed_ensemble": draw(problem, x, predictions, rows)})
+    write(output, "fed_ensemble", content, {"fed_ensemble": draw_modes(problem, x, predictions, rows)})
     return rows
 
 

@@ -285,8 +285,8 @@ def study(
         "ensemble": accuracies.ensemble,
         "pairs": pairs,
     }
-    print(summary(result))
-    write(output, "fed_ensemble_plane", json.dumps(result), {"fed_ensemble_plane": draw(result)})
+    print(summarize_plane(result))
+    write(output, "fed_ensemble_plane", json.dumps(result), {"fed_ensemble_plane": draw_plane(result)})
     return result
 
 
@@ -316,7 +316,7 @@ def _compute_accuracies(network: nn.Module, modes: Sequence[State], images: Tens
     return Accuracies([accuracy(logits_of_mode) for logits_of_mode in logits], accuracy(logits.mean(0)))
 
 
-def summary(result: dict[str, Any]) -> str:
+def summarize_plane(result: dict[str, Any]) -> str:
     """Return a table of the three lines between modes, and the accuracies."""
     rows = []
     for pair in result["pairs"]:
@@ -329,7 +329,7 @@ def summary(result: dict[str, Any]) -> str:
     return f"{table(header, rows)}\n\nTest accuracy in %: modes {accuracies}; their mean {100 * result['ensemble']:.1f}"
 
 
-def draw(result: dict[str, Any]) -> "Figure":
+def draw_plane(result: dict[str, Any]) -> "Figure":
     """Draw the logarithm of the loss on the plane, with the modes, and the loss along the lines."""
     figure = new_figure(9.4, 4.0)
     plane, lines = figure.subplots(1, 2)

@@ -173,13 +173,13 @@ def study(
         "head": asdict(head),
     }
     content = {"settings": settings, "seconds": seconds, **results}
-    print(summary(results))
-    figures = {"local_gd": draw(results), "local_gd_dirichlet": draw_dirichlet(results["dirichlet"])}
+    print(summarize_curves(results))
+    figures = {"local_gd": draw_panels(results), "local_gd_dirichlet": draw_dirichlet(results["dirichlet"])}
     write(output, "local_gd", json.dumps(content), figures)
     return content
 
 
-def draw(results: dict[str, Any]) -> "Figure":
+def draw_panels(results: dict[str, Any]) -> "Figure":
     """Draw panels (a) to (i) of the paper's Figure 1.
 
     Args:
@@ -319,7 +319,7 @@ def _head_panels(curves: Curves) -> list[Panel]:
     ]
 
 
-def summary(results: dict[str, Any]) -> str:
+def summarize_curves(results: dict[str, Any]) -> str:
     """Return a table of the ends of the curves.
 
     Args:

@@ -172,7 +172,7 @@ def classification_at(dimension: int, nodes: Nodes, classification: Classificati
     return _classification_curves(problem, classification)
 
 
-def _classification_curves(problem: linear.Problem, settings: ClassificationSettings | DirichletSettings) -> Curves:
+def _classification_curves(problem: linear.NodeData, settings: ClassificationSettings | DirichletSettings) -> Curves:
     """Return the curves of :func:`classification_at` for any classification."""
     dimension = problem.x.shape[-1]
     local = linear.classification_steps(problem, settings.local_steps, settings.lr, settings.decay)

@@ -31,7 +31,7 @@ MAX_PASSES = 1_000_000
 
 
 @dataclass(frozen=True)
-class Problem:
+class NodeData:
     """Data of M nodes.
 
     Attributes:
@@ -48,7 +48,7 @@ class Problem:
     sizes: Tensor | None = None
 
     @property
-    def together(self) -> "Problem":
+    def together(self) -> "NodeData":
         """The same samples on one node, for centralized training; ``truth`` is still (M, d)."""
         x = self.x.flatten(0, 1)
         y = self.y.flatten()
@@ -56,10 +56,10 @@ class Problem:
             is_sample = torch.arange(self.x.shape[1]) < self.sizes.unsqueeze(-1)
             x = x[is_sample.flatten()]
             y = y[is_sample.flatten()]
-        return Problem(x.unsqueeze(0), y.unsqueeze(0), self.truth)
+        return NodeData(x.unsqueeze(0), y.unsqueeze(0), self.truth)
 
 
-def regression(dimension: int, nodes: int = 10, samples: int = 50, seed: int = 0) -> Problem:
+def regression(dimension: int, nodes: int = 10, samples: int = 50, seed: int = 0) -> NodeData:
     """Draw a linear regression with unrelated truths: x ~ N(0, 1), w_i* ~ N(0, 4), y = xᵀ w_i* + noise ~ N(0, 0.04).
 
     The second parameters are variances.
@@ -68,10 +68,10 @@ def regression(dimension: int, nodes: int = 10, samples: int = 50, seed: int = 0
     x = torch.randn(nodes, samples, dimension, generator=draw, dtype=torch.float64)
     truth = 2 * torch.randn(nodes, dimension, generator=draw, dtype=torch.float64)
     noise = 0.2 * torch.randn(nodes, samples, generator=draw, dtype=torch.float64)
-    return Problem(x, _apply_models(x, truth) + noise, truth)
+    return NodeData(x, _apply_models(x, truth) + noise, truth)
 
 
-def classification(dimension: int, nodes: int = 10, samples: int = 50, noise: float = 0.5, seed: int = 0) -> Problem:
+def classification(dimension: int, nodes: int = 10, samples: int = 50, noise: float = 0.5, seed: int = 0) -> NodeData:
     """Draw a classification with labels y = sign(xᵀ w_i*), x ~ N(0, 1), w_i* = w* + z_i, w* ~ N(0, 1).
 
     Args:
@@ -85,12 +85,12 @@ def classification(dimension: int, nodes: int = 10, samples: int = 50, noise: fl
     x = torch.randn(nodes, samples, dimension, generator=draw, dtype=torch.float64)
     common = torch.randn(dimension, generator=draw, dtype=torch.float64)
     truth = common + noise * torch.randn(nodes, dimension, generator=draw, dtype=torch.float64)
-    return Problem(x, torch.where(_apply_models(x, truth) >= 0, 1.0, -1.0).double(), truth)
+    return NodeData(x, torch.where(_apply_models(x, truth) >= 0, 1.0, -1.0).double(), truth)
 
 
 def dirichlet_classification(
     dimension: int, alpha: float, nodes: int = 10, samples: int = 500, seed: int = 0
-) -> Problem:
+) -> NodeData:
     """Draw labels y = sign(xᵀ w*) of one true model w*, divided among nodes in Dirichlet proportions (appendix B.1).
 
     The positive and the negative samples are each divided in proportions drawn from Dir(α), so that nodes differ in
@@ -121,7 +121,7 @@ def dirichlet_classification(
         rows = torch.as_tensor(share)
         padded_x[node, : len(rows)] = x[rows]
         padded_y[node, : len(rows)] = y[rows]
-    return Problem(padded_x, padded_y, truth.unsqueeze(0), sizes)
+    return NodeData(padded_x, padded_y, truth.unsqueeze(0), sizes)
 
 
 def _apply_models(x: Tensor, w: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def federate(local: Local, dimension: int, rounds: int, rule: ServerRule | None 
     return torch.stack(path)
 
 
-def regression_steps(problem: Problem, steps: int, lr: float) -> Local:
+def regression_steps(problem: NodeData, steps: int, lr: float) -> Local:
     """Return L steps of gradient descent on ½‖y_i − X_i w‖² at every node.
 
     This is the loss without the 1/N of the paper's section 2.1; docs/studies/local_gd.md explains why.
@@ -192,7 +192,7 @@ def regression_steps(problem: Problem, steps: int, lr: float) -> Local:
     return local
 
 
-def classification_steps(problem: Problem, steps: int, lr: float, decay: float) -> Local:
+def classification_steps(problem: NodeData, steps: int, lr: float, decay: float) -> Local:
     """Return L steps of gradient descent on mean_j exp(−y_ij x_ijᵀ w) + λ/2 ‖w − w^k‖² at every node.
 
     Equation 12 has the sum over j; docs/studies/local_gd.md explains why the mean is taken here.
@@ -227,7 +227,7 @@ def classification_steps(problem: Problem, steps: int, lr: float, decay: float) 
     return local
 
 
-def centralized(problem: Problem, steps: int, lr: float, *, classify: bool) -> Tensor:
+def centralized(problem: NodeData, steps: int, lr: float, *, classify: bool) -> Tensor:
     """Return the model (d,) after gradient descent from 0 on all samples, as on a single node, with λ = 0.
 
     Args:
@@ -244,7 +244,7 @@ def centralized(problem: Problem, steps: int, lr: float, *, classify: bool) -> T
     return federate(local, problem.x.shape[-1], rounds=1)[-1]
 
 
-def closed_form(problem: Problem, rounds: int, steps: int | None = None, lr: float = 0.0) -> Tensor:
+def closed_form(problem: NodeData, rounds: int, steps: int | None = None, lr: float = 0.0) -> Tensor:
     """Return the global models of Local-GD on the regression, without running it.
 
     A node's steps take w to (I − P_i) w + Q_i. Where they converge, P_i = X_i⁺X_i and Q_i = X_i⁺y_i (equation 4). After
@@ -280,7 +280,7 @@ def closed_form(problem: Problem, rounds: int, steps: int | None = None, lr: flo
     return torch.cat([torch.zeros_like(models[:1]), models])
 
 
-def least_norm(problem: Problem) -> Tensor:
+def least_norm(problem: NodeData) -> Tensor:
     """Return the centralized solution X⁺y (d,): of all models with the least error, the one of least norm."""
     all_data = problem.together
     y = all_data.y[0].unsqueeze(-1)
@@ -288,7 +288,7 @@ def least_norm(problem: Problem) -> Tensor:
     return solution.squeeze(-1)
 
 
-def max_margin(problem: Problem) -> Tensor:
+def max_margin(problem: NodeData) -> Tensor:
     """Return the hard-margin SVM through the origin (d,): least ‖w‖ with y xᵀw ≥ 1 for all samples (equation 15).
 
     scikit-learn's ``SVC`` always has an intercept b. It is given every sample twice, (x, y) and (−x, −y): together the

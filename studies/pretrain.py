@@ -37,23 +37,23 @@ OptimizerName = Literal["sgd", "adamw"]
 
 
 @dataclass(frozen=True)
-class Source:
+class ImageSource:
     """How cards refer to an image set: its name, and its reference with the licence."""
 
     name: str
     reference: str
 
 
-SOURCES: dict[SetName, Source] = {
-    "FashionMNIST": Source(
+SOURCES: dict[SetName, ImageSource] = {
+    "FashionMNIST": ImageSource(
         "Fashion-MNIST",
         "[Fashion-MNIST](https://github.com/zalandoresearch/fashion-mnist) (Xiao, Rasul, Vollgraf, 2017; MIT licence)",
     ),
-    "Digits": Source(
+    "Digits": ImageSource(
         "scikit-learn's digits",
         "[scikit-learn's digits](https://archive.ics.uci.edu/dataset/80) (Alpaydin, Kaynak, 1998; CC BY 4.0)",
     ),
-    "Shapes": Source(
+    "Shapes": ImageSource(
         "perada's random shapes",
         "none but formulas (`perada.studies.shapes.Shapes`), after Kataoka et al. (ACCV 2020, CVPR 2022)",
     ),

@@ -52,7 +52,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ModeSettings:
     """Options of the training of the modes.
 
     Args:
@@ -170,7 +170,7 @@ def federated_round(
     return (rows_of_weights - moves_of_points.flatten(1) @ phi_of_points).view_as(modes)
 
 
-def train(problem: Problem, settings: Settings, modes: int, bar: "tqdm[Any] | None" = None) -> Tensor:
+def train(problem: Problem, settings: ModeSettings, modes: int, bar: "tqdm[Any] | None" = None) -> Tensor:
     """Train K modes in every re-run, and return their weights (R, K, D).
 
     Args:

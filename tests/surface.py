@@ -261,7 +261,7 @@ def _commands(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Parts]
     for name, (entry, _) in tree.items():
         if isinstance(entry, dict):
             yield from _commands(entry, f"{above} {name}")
-        elif entry == "cli.main:run":
+        elif entry == "cli.main:run_subcommand":
             yield f"{above} {name}", {"": "takes options of recipes", **_of_lightning(name)}
         else:
             yield f"{above} {name}", _of_command(entry, f"{above} {name}")

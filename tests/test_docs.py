@@ -29,7 +29,7 @@ from perada import algorithms, server
 from perada.algorithms import make_algorithm
 from perada.cli import main
 from perada.cli.main import COMMANDS
-from perada.cli.options import check_options
+from perada.cli.options import reject_unknown_options
 from perada.cli.recipes import is_comparison
 from perada.data.sets.scanners import DEVICES
 from perada.data.shifts import GROUPS, corrupt
@@ -257,11 +257,11 @@ class Reader:
             depth = 3 if given[1] == "keys" else 2
             command = " ".join(given[:depth])
             assert command in commands()
-            check_options(command, given[depth:])
+            reject_unknown_options(command, given[depth:])
             return
         if given[0] == "report" or (given[0] == "predict" and "--config" not in given):
             # They have no option that only parses.
-            check_options(given[0], given[1:])
+            reject_unknown_options(given[0], given[1:])
             return
         with pytest.raises(SystemExit) as ended:
             main([*given, "--print_config"])

@@ -22,7 +22,7 @@ from perada.algorithms.base import (
 )
 from perada.algorithms.branches import RestOfWorld
 from perada.algorithms.fedavg import FedAvg
-from perada.algorithms.lora import check_factors
+from perada.algorithms.lora import check_model_factors
 from perada.algorithms.newcomers import joining
 from perada.core.checks import OptionError, check_integer, invalid_option
 from perada.core.rounds import Phase
@@ -135,7 +135,7 @@ class HetLoRA(AlgorithmWrapper):
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Raise a ValueError if the adapter has no LoRA factors, or if the base does not support it."""
-        check_factors(type(self).__name__, tensor_names)
+        check_model_factors(type(self).__name__, tensor_names)
         self.base.check(tensor_names, num_clients)
 
     def broadcast(self, sending: Broadcast) -> State:

@@ -27,7 +27,7 @@ from perada.core.rounds import Phase
 from perada.core.states import State, device_of, expand, stack_size, without
 
 
-def check_factors(name: str, tensor_names: TensorNames) -> None:
+def check_model_factors(name: str, tensor_names: TensorNames) -> None:
     """Raise a ValueError if the model lacks the LoRA factors that the algorithm ``name`` requires."""
     if not tensor_names.factors:
         raise ValueError(
@@ -82,7 +82,7 @@ class FFALoRA(AlgorithmWrapper):
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Raise a ValueError if the adapter has no LoRA factors, or if the base does not support a frozen A."""
-        check_factors(type(self).__name__, tensor_names)
+        check_model_factors(type(self).__name__, tensor_names)
         self.base.check(_without_a(tensor_names), num_clients)
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
@@ -170,7 +170,7 @@ class FedSALoRA(PartialSharing):
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Raise a ValueError if the adapter has no LoRA factors."""
-        check_factors(type(self).__name__, tensor_names)
+        check_model_factors(type(self).__name__, tensor_names)
         super().check(tensor_names, num_clients)
 
 
@@ -192,7 +192,7 @@ class RoLoRA(Algorithm):
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Raise a ValueError if the adapter has no LoRA factors."""
-        check_factors(type(self).__name__, tensor_names)
+        check_model_factors(type(self).__name__, tensor_names)
 
     def broadcast(self, sending: Broadcast) -> State:
         """Send the global state, and whether A is trained."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, ServerStep, Stacks, TensorNames
-from perada.algorithms.lora import check_factors
+from perada.algorithms.lora import check_model_factors
 from perada.core.seeding import generator
 from perada.core.states import Factors, State, double, without
 
@@ -26,7 +26,7 @@ class _Merging(Algorithm):
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Raise a ValueError if the adapter has no LoRA factors, or if a product cannot be merged into its weight."""
         name = type(self).__name__
-        check_factors(name, tensor_names)
+        check_model_factors(name, tensor_names)
         for pair in tensor_names.factors:
             if pair.base not in tensor_names.merged:
                 raise ValueError(

@@ -8,7 +8,7 @@ import yaml
 
 from perada.cli.sources import TABLES
 from perada.core.checks import check_choice, check_integer
-from perada.privacy.accounting import check_target
+from perada.privacy.accounting import check_target_epsilon
 
 TaskName = Literal["classes", "labels", "numbers", "masks"]
 """What is learnt from the labels: one class or several labels per image, numbers, or a class for each pixel."""
@@ -29,7 +29,7 @@ def check_answer(name: str, answer: str) -> None:
     elif name == "rounds":
         check_integer("rounds", yaml.safe_load(answer))
     elif name == "epsilon" and answer:
-        check_target("epsilon", yaml.safe_load(answer))
+        check_target_epsilon("epsilon", yaml.safe_load(answer))
     elif name == "task" and answer:
         check_choice("task", answer, TASKS)
     elif name == "images" and answer:

@@ -154,7 +154,7 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
     else:
         print(format_inspection(inspection))
     if output is not None:
-        draw(inspection, output)
+        draw_division(inspection, output)
         print(f"Figure: {output}", file=sys.stderr if output_options.json else sys.stdout)
     if not inspection.usable:
         sys.exit(1)
@@ -291,7 +291,7 @@ def _notes_on_inspection(inspection: Inspection) -> list[str]:
     return notes
 
 
-def draw(inspection: Inspection, output: Path) -> None:
+def draw_division(inspection: Inspection, output: Path) -> None:
     """Draw the training images of each client and class, like the report of a run."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with report_style(), writing(output):

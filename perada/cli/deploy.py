@@ -78,7 +78,7 @@ def _serve_site(site_file: SiteFile, tell: Callable[[str], None]) -> None:
         endpoint.serve(worker.answer)
 
 
-def check(parser: ArgumentParser, words: list[str]) -> None:
+def check_deployment(parser: ArgumentParser, words: list[str]) -> None:
     """Dry-run a site's recipes; nothing is sent and nothing is kept."""
     parser.add_argument("site", type=Path, help=SITE_HELP)
     site_file = read_site(parser.parse_args(words).site)
@@ -136,7 +136,7 @@ def _read_ledger(folder: Path) -> Ledger:
     return totals.ledger
 
 
-def export(parser: ArgumentParser, words: list[str]) -> None:
+def export_deployment(parser: ArgumentParser, words: list[str]) -> None:
     """Write the models of a site, or the global one of a deployed run, in the format of `perada export`."""
     parser.add_argument(
         "where", type=Path, metavar="PATH", help="File of a site, or folder of a deployed run (with --recipe)."

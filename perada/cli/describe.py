@@ -25,7 +25,7 @@ from perada.cli.options import (
     CommandFacts,
     Facts,
 )
-from perada.cli.parser import class_names
+from perada.cli.parser import option_class_names
 from perada.cli.runs import PeradaCLI
 
 LINKED = {f"--federated.{name}.help" for name in OPTION_CLASSES}
@@ -36,7 +36,7 @@ def describe() -> Facts:
     """Return the content of ``commands.json``."""
     with patch.dict(os.environ, {"COLUMNS": str(STORED_WIDTH)}):
         commands = {}
-        for path, (target, description) in leaves(COMMANDS):
+        for path, (target, description) in commands_of_tree(COMMANDS):
             commands[" ".join(path)] = _describe_command(path, target, description)
     recipe_options: dict[str, list[str]] = {}
     for parser in _recipe_parsers():
@@ -54,13 +54,13 @@ def describe() -> Facts:
     }
 
 
-def leaves(tree: Tree, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], tuple[str, str]]]:
+def commands_of_tree(tree: Tree, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], tuple[str, str]]]:
     """Yield every command of a tree as words, with where its function is and its line of help."""
     for name, (entry, line) in tree.items():
         if isinstance(entry, str):
             yield (*prefix, name), (entry, line)
         else:
-            yield from leaves(entry, (*prefix, name))
+            yield from commands_of_tree(entry, (*prefix, name))
 
 
 def _describe_command(path: tuple[str, ...], target: str, description: str) -> CommandFacts:
@@ -98,8 +98,8 @@ def _describe_options(actions: Iterable[Action]) -> dict[str, list[str]]:
 
 
 def _values_of_action(action: Action) -> list[str]:
-    if action.dest in class_names():
-        return class_names()[action.dest]
+    if action.dest in option_class_names():
+        return option_class_names()[action.dest]
     if action.choices is not None:
         return [str(choice) for choice in action.choices]
     metavar = action.metavar if isinstance(action.metavar, str) else ""

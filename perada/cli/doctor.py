@@ -56,7 +56,7 @@ MIN_MEMORY = 2.0
 """Gigabytes below which a warning is printed."""
 
 
-class Check(NamedTuple):
+class InstallationCheck(NamedTuple):
     """Result of a check; runs do not work where one fails."""
 
     status: Literal["pass", "warn", "fail"]
@@ -192,11 +192,11 @@ def _find_violation(requirement: Requirement) -> str:
     return f"{requirement.name} is {installed}, not {requirement.specifier}"
 
 
-def _check_versions() -> Iterator[Check]:
+def _check_versions() -> Iterator[InstallationCheck]:
     """Check Python and the libraries against perada's bounds, and the libraries against each other's."""
     python_bound = metadata("perada")["Requires-Python"]
     if not SpecifierSet(python_bound).contains(platform.python_version(), prereleases=True):
-        yield Check(
+        yield InstallationCheck(
             "fail", f"Python is {platform.python_version()}, but perada requires {python_bound}; use a different Python"
         )
     requirements = _read_requirements("perada")
@@ -205,7 +205,7 @@ def _check_versions() -> Iterator[Check]:
         violation = _find_violation(requirement)
         if violation:
             is_consistent = False
-            yield Check("fail", f"{violation}; reinstall perada in a separate environment")
+            yield InstallationCheck("fail", f"{violation}; reinstall perada in a separate environment")
     for library in requirements:
         if not _installed_version(library.name):
             continue
@@ -213,12 +213,14 @@ def _check_versions() -> Iterator[Check]:
             violation = _find_violation(requirement)
             if violation:
                 is_consistent = False
-                yield Check("warn", f"{library.name} requires {requirement.name}{requirement.specifier}: {violation}")
+                yield InstallationCheck(
+                    "warn", f"{library.name} requires {requirement.name}{requirement.specifier}: {violation}"
+                )
     if is_consistent:
-        yield Check("pass", f"the versions of {len(requirements)} libraries are within their bounds")
+        yield InstallationCheck("pass", f"the versions of {len(requirements)} libraries are within their bounds")
 
 
-def _check_extras() -> Iterator[Check]:
+def _check_extras() -> Iterator[InstallationCheck]:
     """Check which extras are complete, and warn of those with a wrong library version."""
     complete = []
     incomplete = []
@@ -232,12 +234,12 @@ def _check_extras() -> Iterator[Check]:
         else:
             complete.append(extra)
         if any(" is not installed" not in violation for violation in violations):
-            yield Check("warn", f"perada[{extra}]: {', '.join(violations)}; pip install 'perada[{extra}]'")
+            yield InstallationCheck("warn", f"perada[{extra}]: {', '.join(violations)}; pip install 'perada[{extra}]'")
     not_installed = f"; not installed completely: {', '.join(incomplete)}" if incomplete else ""
-    yield Check("pass", f"installed extras: {', '.join(complete) or 'none'}{not_installed}")
+    yield InstallationCheck("pass", f"installed extras: {', '.join(complete) or 'none'}{not_installed}")
 
 
-def _check_imports(everything: bool) -> Iterator[Check]:
+def _check_imports(everything: bool) -> Iterator[InstallationCheck]:
     """Check that perada can be imported.
 
     Args:
@@ -252,37 +254,39 @@ def _check_imports(everything: bool) -> Iterator[Check]:
     except Exception as error:  # whatever a broken library raises
         # The last part of a path is enough, and identifies nobody.
         message = re.sub(r"[\w.~-]*(?:[/\\][\w.~ +-]+)+[/\\]([\w.+-]+)", r"\1", f"{type(error).__name__}: {error}")
-        yield Check("fail", f"perada cannot be imported ({' '.join(message.split())[:300]}); reinstall it")
+        yield InstallationCheck("fail", f"perada cannot be imported ({' '.join(message.split())[:300]}); reinstall it")
         return
     more = "" if everything else "; `perada doctor --imports` imports everything that a run needs"
-    yield Check("pass", f"perada can be imported{more}")
+    yield InstallationCheck("pass", f"perada can be imported{more}")
     num_recipes = len([*RECIPES.rglob("*.yaml")])
     if num_recipes:
-        yield Check("pass", f"{num_recipes} recipes are installed")
+        yield InstallationCheck("pass", f"{num_recipes} recipes are installed")
     else:
-        yield Check("fail", "no recipes are installed; reinstall perada")
+        yield InstallationCheck("fail", "no recipes are installed; reinstall perada")
 
 
-def _check_folder() -> Iterator[Check]:
+def _check_folder() -> Iterator[InstallationCheck]:
     """Check the current folder, its disk and the access to the Hub."""
     try:
         with tempfile.TemporaryFile(dir="."):
-            yield Check("pass", "the current folder is writable")
+            yield InstallationCheck("pass", "the current folder is writable")
     except OSError as error:
-        yield Check("fail", f"the current folder is not writable ({error.strerror}); runs write there by default")
+        yield InstallationCheck(
+            "fail", f"the current folder is not writable ({error.strerror}); runs write there by default"
+        )
     free = shutil.disk_usage(".").free / GB
     if free < MIN_DISK:
-        yield Check("warn", f"{free:.1f} GB are free on its disk; free more space")
+        yield InstallationCheck("warn", f"{free:.1f} GB are free on its disk; free more space")
     else:
-        yield Check("pass", f"{free:.1f} GB are free on its disk")
+        yield InstallationCheck("pass", f"{free:.1f} GB are free on its disk")
     offline = [name for name in OFFLINE_VARIABLES if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
     if offline:
-        yield Check("pass", f"{' and '.join(offline)} is set: only weights on this machine are used")
+        yield InstallationCheck("pass", f"{' and '.join(offline)} is set: only weights on this machine are used")
     else:
         yield _check_hub()
 
 
-def _check_hub() -> Check:
+def _check_hub() -> InstallationCheck:
     """Ask the Hub for an answer, through the proxy of the environment if there is one."""
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
@@ -293,22 +297,22 @@ def _check_hub() -> Check:
         pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        return Check(
+        return InstallationCheck(
             "warn",
             f"the Hub does not answer within {HUB_TIMEOUT} s ({reason}): weights missing on this machine cannot be "
             "downloaded; connect, or set HF_HUB_OFFLINE=1",
         )
-    return Check("pass", "the Hub answers: weights missing on this machine are downloaded from it")
+    return InstallationCheck("pass", "the Hub answers: weights missing on this machine are downloaded from it")
 
 
-def _check_machine() -> Iterator[Check]:
+def _check_machine() -> Iterator[InstallationCheck]:
     """Check memory, threads, and whether half precision is faster."""
     free = _read_memory("MemAvailable")
     if free is not None and free < MIN_MEMORY:
-        yield Check("warn", f"{free:.1f} GB of memory are free; small recipes require {MIN_MEMORY:g}")
+        yield InstallationCheck("warn", f"{free:.1f} GB of memory are free; small recipes require {MIN_MEMORY:g}")
     shared_memory = Path("/dev/shm")
     if shared_memory.is_dir() and shutil.disk_usage(shared_memory).total < MIN_SHARED_MEMORY * GB:
-        yield Check(
+        yield InstallationCheck(
             "warn", "the shared memory is small: leave data.num_workers at 0, or start the container with --shm-size=1g"
         )
     try:
@@ -317,7 +321,7 @@ def _check_machine() -> Iterator[Check]:
         return
     cores = _available_cores()
     if torch.get_num_threads() > cores:
-        yield Check(
+        yield InstallationCheck(
             "warn", f"torch has {torch.get_num_threads()} threads on {cores} cores; set OMP_NUM_THREADS={cores}"
         )
     if not torch.cuda.is_available():
@@ -325,4 +329,6 @@ def _check_machine() -> Iterator[Check]:
 
         speed_up = product_seconds(torch.float32) / product_seconds(torch.bfloat16)
         advice = "bf16-mixed may pay off" if speed_up > 1 else "stay with precision 32-true"
-        yield Check("pass", f"a matrix product in bfloat16 is {speed_up:.2g} times as fast as in float32: {advice}")
+        yield InstallationCheck(
+            "pass", f"a matrix product in bfloat16 is {speed_up:.2g} times as fast as in float32: {advice}"
+        )

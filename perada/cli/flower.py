@@ -15,14 +15,14 @@ from perada.cli.recipes import recipe_text
 from perada.core.checks import check_integer
 from perada.core.files import check_new_files
 from perada.core.text import printable
-from perada.deploy.flower.app import check_target, write_app
+from perada.deploy.flower.app import check_app_target, write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, list_runs, run_app
 from perada.deploy.monitoring import Monitoring, json_handler, json_logs, text_handler
 from perada.deploy.transport import Terms, Transport
 
 
-def init(parser: ArgumentParser, words: list[str]) -> None:
+def init_app(parser: ArgumentParser, words: list[str]) -> None:
     """Write the Flower app of a recipe, and the files that the operators of server and sites need with it."""
     parser.add_argument("recipe", help="Name of a recipe, as listed by `perada ls`, or a file.")
     parser.add_argument("folder", type=Path, help="Folder to write; it must not exist.")
@@ -35,7 +35,7 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
     text = recipe_text(options.recipe)
     name = options.name or re.sub("[^a-z0-9-]+", "-", Path(options.recipe).stem.lower()).strip("-")
     # Before the digest, for which the network is built.
-    check_target(options.folder, name)
+    check_app_target(options.folder, name)
     digest = recipe_digest(options.recipe)
     write_app(options.folder, name, text, digest, options.host)
     print(f"Wrote {options.folder}; its README.md lists which files are for whom.\nSites approve the digest {digest}")

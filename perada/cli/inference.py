@@ -340,7 +340,7 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
     with collection_paused():
         from perada.cli.data import add_options, image_class, recipe_division
         from perada.data import Images
-        from perada.lightning.joining import check_name, personalize
+        from perada.lightning.joining import check_name_of_new_client, personalize
         from perada.results.clients import check_none_lost
 
     _add_run(parser)
@@ -369,7 +369,7 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
     if output is not None:
         check_output_folder("--output", output)
     run = open_run(path, trust=options.trust)
-    check_name(run, options.client)
+    check_name_of_new_client(run, options.client)
     if output is not None and output.absolute() != path.absolute():
         check_none_lost(output, run.info)
     if images_class is None:

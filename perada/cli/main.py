@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser
 from perada.cli.early_checks import check_early
 from perada.cli.help_format import new_parser
 from perada.cli.messages import one_line, quiet_libraries, short_warnings
-from perada.cli.options import check_options, check_recipe, check_sections, command_hint, help_text
+from perada.cli.options import check_recipe, check_sections, command_hint, help_text, reject_unknown_options
 from perada.cli.parser_errors import of_options
 from perada.cli.recipes import (
     descriptions,
@@ -58,23 +58,23 @@ KEYS: Tree = {
     "sign": ("cli.flower:keys_sign", "Sign a list of sites as its authority."),
 }
 DEPLOY: Tree = {
-    "init": ("cli.flower:init", "Write the Flower app of a recipe, unit files and a README."),
+    "init": ("cli.flower:init_app", "Write the Flower app of a recipe, unit files and a README."),
     "keys": (KEYS, "Write keys and certificates."),
-    "check": ("cli.deploy:check", "Dry-run a site's recipes; nothing is sent."),
+    "check": ("cli.deploy:check_deployment", "Dry-run a site's recipes; nothing is sent."),
     "site": ("cli.deploy:site", "Serve a site: train its approved recipes on its images."),
     "node": ("cli.flower:node", "Test a site's connection and run its SuperNode."),
     "run": ("cli.flower:run", "Start an app on a SuperLink and follow it, or run a recipe with local sites."),
     "runs": ("cli.flower:runs", "List the runs of a SuperLink, or stop one."),
     "status": ("cli.deploy_status:status", "Print the progress of a deployed run, or what a site has trained."),
     "audit": ("cli.audit:audit", "Print what left a site, and check that its log is intact."),
-    "export": ("cli.deploy:export", "Write the adapter of a site, or of a deployed run, as a PEFT folder."),
+    "export": ("cli.deploy:export_deployment", "Write the adapter of a site, or of a deployed run, as a PEFT folder."),
     "demo": ("cli.flower:demo", "Run three sites on this machine, with TLS and authentication."),
 }
 COMMANDS: Tree = {
-    "fit": ("cli.main:run", "Train, for example: perada fit --config quickstart."),
-    "test": ("cli.main:run", "Score the models of a checkpoint, also on shifted test sets."),
-    "predict": ("cli.main:predict", "Predict your own images with a run, or the test images of a recipe."),
-    "check": ("cli.runs:check", "Report every error and warning that a run would raise, without training."),
+    "fit": ("cli.main:run_subcommand", "Train, for example: perada fit --config quickstart."),
+    "test": ("cli.main:run_subcommand", "Score the models of a checkpoint, also on shifted test sets."),
+    "predict": ("cli.main:predict_with_run", "Predict your own images with a run, or the test images of a recipe."),
+    "check": ("cli.runs:print_problems", "Report every error and warning that a run would raise, without training."),
     "doctor": ("cli.doctor:doctor", "Print versions and facts about the machine for a bug report, and check them."),
     "ls": ("cli.main:ls", "List the shipped recipes, or describe some of them."),
     "cp": ("cli.main:cp", "Copy a shipped recipe for editing."),
@@ -186,7 +186,7 @@ def _run_command(words: list[str], entry: str | Tree, description: str, prog: st
 
 def _check_before_import(command: str, words: list[str]) -> None:
     """Reject unknown options and missing or damaged files before anything slow is imported."""
-    check_options(command, words)
+    reject_unknown_options(command, words)
     first_words = list(takewhile(lambda word: not word.startswith("-"), words))
     if command in EXISTING and first_words and not Path(first_words[0]).exists():
         raise FileNotFoundError(f"{first_words[0]!r} does not exist; pass {EXISTING[command]}")
@@ -197,7 +197,7 @@ def _check_before_import(command: str, words: list[str]) -> None:
                 check_sections(path)
 
 
-def run(parser: ArgumentParser, words: list[str]) -> None:
+def run_subcommand(parser: ArgumentParser, words: list[str]) -> None:
     """Run a subcommand of LightningCLI, whose parser reads the words."""
     if not words:
         raise ValueError(f"no recipe; use {parser.prog} --config RECIPE, with one of those that `perada ls` lists")
@@ -216,7 +216,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
         PeradaCLI([parser.prog.split()[-1], *words], command=[*parser.prog.split(), *words])
 
 
-def predict(parser: ArgumentParser, words: list[str]) -> None:
+def predict_with_run(parser: ArgumentParser, words: list[str]) -> None:
     """Predict images with a run named first or, through LightningCLI, the test images of a recipe."""
     needs_help = not words or {"-h", "--help"} & set(words)
     names_run = words and not words[0].startswith("-")
@@ -226,7 +226,7 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
 
         predict_images(parser, words)
     else:
-        run(parser, words)
+        run_subcommand(parser, words)
 
 
 def ls(parser: ArgumentParser, words: list[str]) -> None:

@@ -81,7 +81,7 @@ def help_text(command: str, words: Sequence[str]) -> str | None:
     return "\n".join(lines) if width == STORED_WIDTH else rewrapped(lines, width)
 
 
-def check_options(command: str, words: Sequence[str]) -> None:
+def reject_unknown_options(command: str, words: Sequence[str]) -> None:
     """Reject options that a command does not have according to ``commands.json``.
 
     The parser decides what cannot be decided here: arguments of classes, values, and some commands.

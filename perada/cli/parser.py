@@ -207,7 +207,7 @@ _CLASSES: dict[type, tuple[list[str], list[str]]] = {
 """Base classes that options take: short names of some subclasses, and the options."""
 
 
-def class_names() -> dict[str, list[str]]:
+def option_class_names() -> dict[str, list[str]]:
     """Return the names of perada's classes that each option takes."""
     names_by_option = {"algorithms": ["all", *distinct_methods()]}  # of `perada compare`
     for base, (short_names, options) in _CLASSES.items():

@@ -332,9 +332,9 @@ class PeradaCLI(LightningCLI):
 def compare(parser: ArgumentParser, words: list[str]) -> None:
     """Run ``perada compare``."""
     from perada.studies.compare.command import main as command
-    from perada.studies.compare.file import comparison
+    from perada.studies.compare.file import expand_comparison
 
-    command(parser, comparison(words, comparison_file), build_compared)
+    command(parser, expand_comparison(words, comparison_file), build_compared)
 
 
 def choose(parser: ArgumentParser, words: list[str]) -> None:
@@ -361,7 +361,7 @@ class _StopAfterSetUp(pl.Callback):
         raise _SetUpError
 
 
-def check(parser: ArgumentParser, words: list[str]) -> None:
+def print_problems(parser: ArgumentParser, words: list[str]) -> None:
     """Print the errors and warnings of a recipe; the exit status is 1 if it is invalid."""
     parser.add_argument(
         "recipe", nargs="*", help="Recipes; later ones override earlier ones. Options of `perada fit` may follow."
@@ -395,11 +395,11 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
     num_images = sum(data.train_sizes)
     rounds = cli.trainer.max_epochs
     print(f"The recipe is valid: {data.num_clients} clients, {num_images} training images, {rounds} rounds.")
-    for line in privacy_lines(cli):
+    for line in privacy_lines_of_setup(cli):
         print(line)
 
 
-def privacy_lines(cli: PeradaCLI) -> list[str]:
+def privacy_lines_of_setup(cli: PeradaCLI) -> list[str]:
     """Return a line for each privacy section of a run after set-up, with its noise and the resulting ε."""
     protection = cli.loop.protection
     data = cli.datamodule

@@ -37,7 +37,7 @@ from perada.deploy.protocol import (
     Request,
     Response,
     canonical,
-    digest,
+    digest_of_message,
     read_header,
     tensor_sizes,
 )
@@ -153,7 +153,7 @@ def make_entry(message: bytes, reply: bytes, spent: Callable[[Request], object])
     """
     response = Response.read(read_header(reply))
     sizes = tensor_sizes(reply)
-    request_fields: Entry = {"message": digest(message), "bytes": len(message)}
+    request_fields: Entry = {"message": digest_of_message(message), "bytes": len(message)}
     reply_fields: Entry = {
         "bytes": len(reply),
         "tensors": sizes,
@@ -542,4 +542,4 @@ def _read_head(folder: Path) -> Tip | None:
 
 def _describe_torn(torn: bytes) -> dict[str, Any]:
     """Describe bytes that were cut off, for the next line of the log."""
-    return {"bytes": len(torn), KEY: digest(torn)}
+    return {"bytes": len(torn), KEY: digest_of_message(torn)}

@@ -294,7 +294,7 @@ def _check_entry_name(name: str) -> None:
         raise ValueError(f"invalid entry name {name!r}")
 
 
-def digest(message: bytes) -> str:
+def digest_of_message(message: bytes) -> str:
     """Return the SHA-256 of a message, by which a response names the request that it answers."""
     return hashlib.sha256(message).hexdigest()
 

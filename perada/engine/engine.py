@@ -511,7 +511,9 @@ def real_rows(counts: Sequence[int], num_rows: int, device: torch.device) -> Ten
     return torch.arange(num_rows, device=device) < num_real.unsqueeze(1)
 
 
-def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], num_clients: int, task: Task) -> Tensor:
+def losses_of_members(
+    engine: Engine, members: State, batches: Iterable[CohortBatch], num_clients: int, task: Task
+) -> Tensor:
     """Compute the mean loss of each of K models on the images of each of C clients, in evaluation mode.
 
     Args:

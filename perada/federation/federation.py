@@ -12,7 +12,7 @@ from perada.algorithms import Algorithm, Stacks, TensorNames
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares, one_of
 from perada.core.states import State, cut_ranks, expand, prefix, stack
-from perada.engine.engine import Engine, compare
+from perada.engine.engine import Engine, losses_of_members
 from perada.federation.chunk import LocalRound
 from perada.federation.cohort import ClientResults, Cohort
 from perada.federation.diagnostics import DiagnosticsPass, gradient_norms
@@ -148,7 +148,7 @@ class Federation:
         """Compute the losses (C, K) of the K global models on the training images of a plan's clients."""
         batches = map(one_of, loader(plan))
         task = self.settings.training.task
-        return compare(self.engine, self.server.members(), batches, len(plan.clients), task)
+        return losses_of_members(self.engine, self.server.members(), batches, len(plan.clients), task)
 
     def end_round(self, federation_data: FederationData, steps: Loader, progress: Progress = iter) -> RoundReport:
         """End the round: store the clients' states, aggregate the finite updates, and distil. A collective.

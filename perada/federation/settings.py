@@ -244,13 +244,13 @@ def check_combinations(
         ValueError: If options cannot be combined. The message contains a remedy.
     """
     if settings.rule.needs_factors:
-        check_factors(settings, tensor_names, names_sent())
+        check_sent_factors(settings, tensor_names, names_sent())
     check_rule(settings)
     check_average(settings)
     check_server_images(settings, public_images, labelled_images)
 
 
-def check_factors(settings: Settings, tensor_names: TensorNames, sent: Collection[str]) -> None:
+def check_sent_factors(settings: Settings, tensor_names: TensorNames, sent: Collection[str]) -> None:
     """Raise a ValueError if the server rule requires LoRA factors but clients do not send both factors of a layer.
 
     Args:

@@ -95,7 +95,7 @@ def check_adapter(context: RunContext, images: Tensor) -> None:
     context.passed.adapter = True
 
 
-def check_images(context: RunContext, images: Tensor) -> None:
+def check_first_images(context: RunContext, images: Tensor) -> None:
     """Run one image of each set through the model.
 
     Args:

@@ -152,7 +152,7 @@ class FederatedLoop(pl.Callback):
         self.protection: Protection | None = None
         self.config: dict[str, Any] = {}
         self.command: list[str] = []
-        self.client_scores = run_record.ClientScores()
+        self.client_scores = run_record.EarlierScores()
         self._context: RunContext | None = None
         self._passed_checks = PassedChecks()
         self._fit_began = False

@@ -77,7 +77,7 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
     >>> personalize(Run.load("my_run"), (train, test), "east").save("my_run")  # doctest: +SKIP
     """
     _check_arguments(run, data, name, rounds, local_steps, batch_size, lr, algorithm, progress)
-    check_name(run, name)
+    check_name_of_new_client(run, name)
     info = run.info
     training = info["training"]
     base = algorithm_of(training["algorithm"]) if algorithm is None else algorithm
@@ -95,7 +95,7 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
     client_data = joining_data(data, name, run.preprocessing, info.get("classes"), info["num_classes"], task)
     assert client_data.client_names is not None
     (name,) = client_data.client_names
-    check_name(run, name)
+    check_name_of_new_client(run, name)
     datamodule = FederatedDataModule(
         client_data,
         batch_size=training["batch_size"] if batch_size is None else batch_size,
@@ -187,7 +187,7 @@ def _check_arguments(
     check_number("lr", lr, ge=0, optional=True)
 
 
-def check_name(run: Run, name: str | None) -> None:
+def check_name_of_new_client(run: Run, name: str | None) -> None:
     """Raise a ValueError if a name is empty, or is the name or the number of a client of the run."""
     if name is not None:
         check_new_name("name", name, run.info.get("clients"), run.num_clients)

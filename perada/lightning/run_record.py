@@ -38,7 +38,7 @@ LOCAL_SCORE = "personal/local_test"
 
 
 @dataclass
-class ClientScores:
+class EarlierScores:
     """Scores of each client besides its last ones.
 
     Attributes:
@@ -75,7 +75,7 @@ class ClientScores:
             self.by_round = [*earlier, {"round": round, LOCAL_SCORE: scores.tolist()}]
 
 
-def write_run_file(context: RunContext, history: History, client_scores: ClientScores, command: list[str]) -> None:
+def write_run_file(context: RunContext, history: History, client_scores: EarlierScores, command: list[str]) -> None:
     """Write ``run.json`` into the run's folder, whichever loggers write into it; nothing without one.
 
     Args:
@@ -99,7 +99,7 @@ def write_run_file(context: RunContext, history: History, client_scores: ClientS
     write_run(folder, content)
 
 
-def run_metrics(context: RunContext, history: History, client_scores: ClientScores) -> dict[str, Any]:
+def run_metrics(context: RunContext, history: History, client_scores: EarlierScores) -> dict[str, Any]:
     """Return what becomes :attr:`perada.Run.metrics`, without entries that are empty."""
     results = context.results
     client_metrics: dict[str, list[Any]] = {name: scores.tolist() for name, scores in results.per_client.items()}

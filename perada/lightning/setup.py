@@ -24,8 +24,8 @@ from perada.federation.workers import trains_side_by_side
 from perada.lightning.checks import (
     check_adapter,
     check_batch_norm,
+    check_first_images,
     check_folding,
-    check_images,
     dry_run_foreign_classes,
     names_sent,
     set_up_feature_cache,
@@ -240,7 +240,7 @@ def check_first_batch(context: RunContext, batch: CohortBatch, trains: bool) -> 
     Raises:
         ValueError: If an image does not pass, or private training would not be private.
     """
-    check_images(context, batch.x)
+    check_first_images(context, batch.x)
     if not context.settings.private:
         check_folding(context, batch.x)
     elif trains:

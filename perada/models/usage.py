@@ -85,7 +85,7 @@ class TrainingPass:
 
 
 @dataclass(frozen=True)
-class EvaluationPass:
+class InferencePass:
     """A pass in evaluation mode: ``logits`` (B, K) without a graph, and the ``unused`` parameters by name."""
 
     logits: Tensor
@@ -199,7 +199,7 @@ class _Trial:
         return self._run_training_pass(self.x)
 
     @cached_property
-    def evaluation(self) -> EvaluationPass:
+    def evaluation(self) -> InferencePass:
         """The plain network in evaluation mode."""
         return self._run_evaluation_pass(self.x)
 
@@ -322,7 +322,7 @@ class _Trial:
             gradients = _gradients_of_logits(logits, {key: parameters[key] for key in self.keys})
         return TrainingPass(logits.detach(), gradients)
 
-    def _run_evaluation_pass(self, x: Tensor) -> EvaluationPass:
+    def _run_evaluation_pass(self, x: Tensor) -> InferencePass:
         """Run the plain network in evaluation mode, with a graph that shows what it uses."""
         set_state(self.model, self.states[0])
         with torch.enable_grad():
@@ -330,7 +330,7 @@ class _Trial:
         leaves = _graph_leaves(logits)
         parameters = dict(self.model.named_parameters())
         unused = [key for key in self.keys if id(parameters[key]) not in leaves]
-        return EvaluationPass(logits.detach(), unused)
+        return InferencePass(logits.detach(), unused)
 
     def _more_images(self) -> Tensor:
         """Return further images of the batch, and as many of noise; or further texts."""

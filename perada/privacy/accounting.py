@@ -108,7 +108,7 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
     >>> round(calibrate(3.0, delta=1e-5, sample_rate=0.1, steps=40), 1)
     1.4
     """
-    check_target("target_epsilon", target_epsilon)
+    check_target_epsilon("target_epsilon", target_epsilon)
     check_step(1.0, sample_rate, steps)
     if not steps:
         raise ValueError("the plan has no steps, so any noise would satisfy it; pass the steps of all rounds together")
@@ -218,7 +218,7 @@ def check_delta(delta: float, section: str = "") -> None:
     check_number(f"{section}delta", delta, gt=0, lt=1, hint="use less than 1 / number of images, such as 1e-5")
 
 
-def check_target(name: str, target: float | None, optional: bool = False) -> None:
+def check_target_epsilon(name: str, target: float | None, optional: bool = False) -> None:
     """Raise a ValueError if noise cannot be calibrated for a target ε.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, use_plain_numbers, without_effect
 from perada.core.text import value_text
-from perada.privacy.accounting import check_delta, check_target
+from perada.privacy.accounting import check_delta, check_target_epsilon
 
 Accountant = Literal["rdp", "prv"]
 LedgerName = Literal["release", "server"]
@@ -186,7 +186,7 @@ def _check_common(section: str, privacy: Privacy | ClientPrivacy) -> None:
         optional=True,
         hint="typical values are 0.5 to 5",
     )
-    check_target(f"{section}: target_epsilon", target_epsilon, optional=True)
+    check_target_epsilon(f"{section}: target_epsilon", target_epsilon, optional=True)
     check_number(f"{section}: max_norm", privacy.max_norm, gt=0, le=1e200, hint="typical values are 0.1 to 10")
     check_delta(privacy.delta, f"{section}: ")
     types = get_type_hints(type(privacy))

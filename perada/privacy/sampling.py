@@ -52,7 +52,7 @@ def poisson_batches(
     >>> [batch.tolist() for batch in batches]
     [[0, 1, 2, 3], [0, 1, 2, 3]]
     """
-    check_integer("images", num_images, hint="a client without images cannot take part")
+    check_integer("num_images", num_images, hint="a client without images cannot take part")
     check_step(0.0, sample_rate, steps)
     source = generator(seed, f"poisson/{role}", round, client)
 
@@ -121,7 +121,7 @@ def passes(num_images: int, batch_size: int, steps: int) -> int:
     >>> [passes(5, 2, steps) for steps in (0, 1, 3, 4)]
     [0, 1, 1, 2]
     """
-    check_integer("images", num_images, hint="a client without images cannot take part")
+    check_integer("num_images", num_images, hint="a client without images cannot take part")
     check_integer("steps", steps, 0)
     check_integer("batch_size", batch_size)
     batches_per_pass = math.ceil(num_images / batch_size)

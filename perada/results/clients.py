@@ -19,7 +19,7 @@ from perada.results.run_file import (
     TYPICAL,
     RunFile,
     StateIndex,
-    finish,
+    finish_interrupted_move,
     kind_of,
     read_run,
     write_run,
@@ -169,7 +169,7 @@ def forget(folder: Path, client: int | str) -> int:
         FileNotFoundError: If there is no saved run.
         ValueError: If there is no such client, or the folder has checkpoints, which hold the client's state, too.
     """
-    finish(folder)
+    finish_interrupted_move(folder)
     saved = read_run(folder)
     checkpoints = sorted(folder.rglob("*.ckpt"))
     if checkpoints:

@@ -438,7 +438,7 @@ def shared_run_file(
     return RunFile(1, shared_content, {"rounds": [], "clients": client_metrics}, shared=True)
 
 
-def push(write: Callable[[Path], None], repo: str, description: str, private: bool, token: str | None) -> str:
+def push_folder(write: Callable[[Path], None], repo: str, description: str, private: bool, token: str | None) -> str:
     """Upload a folder to the Hub, after printing a description of the upload to standard error.
 
     Args:

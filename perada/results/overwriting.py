@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from perada.core.digests import SUMS_FILE
-from perada.results.run_file import RUN_FILE, STATE_FILE, TYPICAL_FILE, finish
+from perada.results.run_file import RUN_FILE, STATE_FILE, TYPICAL_FILE, finish_interrupted_move
 
 MODEL_README = re.compile(r"# .* of a run of perada\n")
 """First line of the README of an exported model."""
@@ -39,7 +39,7 @@ def check_saved_run(folder: Path) -> None:
     if not folder.is_dir():
         return
     # What a killed process has left is complete after this.
-    finish(folder)
+    finish_interrupted_move(folder)
     run_file = folder / RUN_FILE
     if run_file.exists():
         if not is_run_file(run_file):

@@ -41,7 +41,7 @@ from perada.results.export import (
     load_typical,
     needs_backbone_file,
     parse_config,
-    push,
+    push_folder,
     read_config,
     save_backbone,
     save_typical,
@@ -62,7 +62,7 @@ from perada.results.run_file import (
     RunFile,
     StateIndex,
     check_files,
-    finish,
+    finish_interrupted_move,
     layout_of,
     naming,
     published,
@@ -505,7 +505,7 @@ class Run(Models):
             f"{adapter}: its weights, {contents} and how it was trained; no images. It was trained "
             f"{protection(self.info.get('privacy'), private_client)}."
         )
-        return push(write, repo, description, private, token)
+        return push_folder(write, repo, description, private, token)
 
     @classmethod
     def from_hub(
@@ -547,7 +547,7 @@ class Run(Models):
         folder = checked_path("folder", folder)
         check_type("algorithm", algorithm, Algorithm, "PerAda()")
         check_type("backbone", backbone, nn.Module, "the network that the run was made with")
-        finish(folder)
+        finish_interrupted_move(folder)
         layout = layout_of(folder)
         if layout == "checkpoints":
             restored_run = restored(folder, algorithm, backbone)

@@ -30,8 +30,8 @@ def together(folder: Path) -> Iterator[Path]:
     """Provide a folder to write into, whose files are moved into ``folder`` at the end. Other files there are kept.
 
     Nothing in ``folder`` changes before all files are written. If the process is killed while they are moved,
-    :func:`finish` completes the move. A lock distinguishes the files of a running process from those that a killed
-    process left behind.
+    :func:`finish_interrupted_move` completes the move. A lock distinguishes the files of a running process from those
+    that a killed process left behind.
 
     Raises:
         BlockingIOError: If another process is writing to the folder.
@@ -39,7 +39,7 @@ def together(folder: Path) -> Iterator[Path]:
             was changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    finish(folder)
+    finish_interrupted_move(folder)
     stage = folder / STAGE
     with ExitStack() as locks:
         try:
@@ -72,7 +72,7 @@ def together(folder: Path) -> Iterator[Path]:
             ) from error
 
 
-def finish(folder: Path) -> None:
+def finish_interrupted_move(folder: Path) -> None:
     """Complete the move of files that a killed process had written completely, and delete its incomplete files.
 
     Files that a running process is writing are not touched. If it is moving files, this waits for it.
@@ -352,7 +352,7 @@ class RunFile:
 
 
 @dataclass(frozen=True)
-class Difference:
+class FileDifference:
     """A value of a folder's files that is not what the run expects."""
 
     name: str
@@ -360,7 +360,7 @@ class Difference:
     expected: object
 
 
-def first_difference(actual: Mapping[str, object], expected_values: Mapping[str, object]) -> Difference | None:
+def first_difference(actual: Mapping[str, object], expected_values: Mapping[str, object]) -> FileDifference | None:
     """Return the first name whose values differ, or that only one side has; None if all are equal.
 
     >>> first_difference({"a": 1}, {"a": 1, "b": 2})
@@ -370,7 +370,7 @@ def first_difference(actual: Mapping[str, object], expected_values: Mapping[str,
         actual_value = actual.get(name, "missing")
         expected_value = expected_values.get(name, "missing")
         if actual_value != expected_value:
-            return Difference(name, actual_value, expected_value)
+            return FileDifference(name, actual_value, expected_value)
     return None
 
 

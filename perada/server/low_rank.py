@@ -96,7 +96,7 @@ def product_norm(pair: FactorPair) -> float:
     return float((up_r @ down_r.mT).norm())
 
 
-def difference(minuend: FactorPair, subtrahend: FactorPair) -> FactorPair:
+def product_difference(minuend: FactorPair, subtrahend: FactorPair) -> FactorPair:
     """Compute the difference of two products, as one pair whose rank is the sum of theirs."""
     up = torch.cat([minuend.up, subtrahend.up], -1)
     down = torch.cat([minuend.down, -subtrahend.down], -2)
@@ -308,7 +308,7 @@ class _ProductRule(ComposedRule):
             result[layer.down] = _in_layout_of(previous_down, merged.down, down)
 
             mean_product = weighted_sum(pairs, weights)
-            lost = difference(mean_product, merged)
+            lost = product_difference(mean_product, merged)
             error.add(difference=lost, reference=mean_product, scale=layer.scale)
         aggregation.metrics["updates/lora_error"] = error.value
         # In the order of the updates, as the other rules return them.

@@ -42,7 +42,7 @@ from perada.studies.choose.trials import (
 from perada.studies.compare.grid import Point
 from perada.studies.compare.plan import Job, Plan, Row
 from perada.studies.compare.results import Record, Results
-from perada.studies.compare.running import CarryOut, Result, Stretch, Task
+from perada.studies.compare.running import CarryOut, Result, RunTask, Stretch
 
 ROUNDS = "trainer.max_epochs"
 PROBE_ROUNDS = 2
@@ -572,7 +572,7 @@ class Search:
         """Execute runs, and write each result when it is available."""
         tasks = []
         for run in runs:
-            tasks.append(Task(run.job.args, False, run.stretch, self.end_by))
+            tasks.append(RunTask(run.job.args, False, run.stretch, self.end_by))
         for number, result in self.carry_out(tasks):
             if result is None:
                 self._print_progress(runs[number])

@@ -19,8 +19,8 @@ from perada.studies.compare.configured import MakeCLI
 from perada.studies.compare.figures import draw_figures, save_figure
 from perada.studies.compare.grid import Observation, Point, Sampler, has_range, inside, points, propose
 from perada.studies.compare.plan import CHOSEN_BY, Job, Plan, Row, words
-from perada.studies.compare.results import NO_POINT, Record, Results, Trial, choose, mean_score, score_text
-from perada.studies.compare.running import CarryOut, Result, Task, runner
+from perada.studies.compare.results import NO_POINT, GridTrial, Record, Results, choose_trial, mean_score, score_text
+from perada.studies.compare.running import CarryOut, Result, RunTask, runner
 from perada.studies.compare.tables import curve_tables, grid_table, summary
 from perada.studies.compare.verdict import verdict
 from perada.studies.drawing import check_drawing
@@ -101,14 +101,14 @@ class ComparisonRunner:
             observations.append(Observation(trial.point, mean_score(trial.records)))
         return propose(grid, observations, number, self.plan.options.sampler, seed)
 
-    def _trials_of_row(self, jobs: Sequence[Job]) -> list[Trial]:
+    def _trials_of_row(self, jobs: Sequence[Job]) -> list[GridTrial]:
         """Return the trials of a row with their results, in the order of its runs."""
         num_seeds = len(self.plan.tune_seeds)
         trials = []
         for start in range(0, len(jobs), num_seeds):
             jobs_of_trial = jobs[start : start + num_seeds]
             records = [self.results.find(job) for job in jobs_of_trial]
-            trials.append(Trial(jobs_of_trial[0].point, records))
+            trials.append(GridTrial(jobs_of_trial[0].point, records))
         return trials
 
     def _choose_points(self, jobs_of_row: dict[Row, list[Job]]) -> dict[Row, Point]:
@@ -118,7 +118,7 @@ class ComparisonRunner:
             if not jobs:
                 chosen_points[row] = {}
                 continue
-            best = choose(self._trials_of_row(jobs))
+            best = choose_trial(self._trials_of_row(jobs))
             if best is None:
                 self.num_runs -= len(self.plan.seeds)
                 self.num_failed += 1
@@ -150,7 +150,7 @@ class ComparisonRunner:
             # first, so that no process has nothing to do at the end.
             seeds = [*self.plan.tune_seeds, *self.plan.seeds]
             pending.sort(key=lambda job: (seeds.index(job.seed), -self.results.seconds(job.label)))
-        for number, result in self.carry_out([Task(job.args, job in jobs_with_start) for job in pending]):
+        for number, result in self.carry_out([RunTask(job.args, job in jobs_with_start) for job in pending]):
             if result is None:
                 print(f"--- {self._count_progress(pending[number])}", flush=True)
             else:

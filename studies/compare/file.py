@@ -12,7 +12,7 @@ NESTED_OPTIONS = ("set", "tune", "variants", "vary")
 """Options of ``perada compare`` with values by name."""
 
 
-def comparison(words: Sequence[str], find: Callable[[str], Path | None]) -> list[str]:
+def expand_comparison(words: Sequence[str], find: Callable[[str], Path | None]) -> list[str]:
     """Replace a file that describes a comparison by the equivalent words of a command line.
 
     Its section ``compare`` has ``recipes`` and the options of ``perada compare``; all other sections are options of

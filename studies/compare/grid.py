@@ -66,7 +66,7 @@ Grid = dict[str, list[str] | Range]
 """Values, or a range, by name; several options joined with ``+`` get the same value."""
 
 
-def options_of(name: str) -> list[str]:
+def options_of_name(name: str) -> list[str]:
     """Return the options that a name of a grid or point represents.
 
     >>> options_of("training.lr_local+training.momentum")
@@ -92,7 +92,7 @@ def parse_grid(arguments: Sequence[str], option: str = "--tune") -> Grid:
     for argument in arguments:
         name, _, values_text = argument.removeprefix("--").partition("=")
         values = split_values(values_text)
-        options = options_of(name)
+        options = options_of_name(name)
         if not values or not all(options):
             raise ValueError(
                 f"{option} {argument!r} cannot be parsed; write NAME=V1,V2,..., for example training.lr_local=0.01,0.1"

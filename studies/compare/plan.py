@@ -33,7 +33,7 @@ from perada.studies.compare.grid import (
     check_free,
     corners,
     has_range,
-    options_of,
+    options_of_name,
     parse_grid,
     points,
 )
@@ -69,7 +69,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ConfiguredRecipe:
     """A recipe's CLI, and a digest of its content."""
 
     cli: ConfiguredRun
@@ -126,7 +126,7 @@ def words(point: Point) -> list[str]:
     """Return a point as options of ``perada fit``."""
     options = []
     for name, value in point.items():
-        options += [f"--{option}={value}" for option in options_of(name)]
+        options += [f"--{option}={value}" for option in options_of_name(name)]
     return options
 
 
@@ -250,10 +250,10 @@ class Plan:
         # The scores to choose by, with a minus if lower values are better: known once a row has been built.
         self._chosen_by: dict[Row, list[str]] = {}
         self._adapter_words_of: dict[tuple[str, str], list[str]] = {}
-        self.recipes: dict[str, Recipe] = {}
+        self.recipes: dict[str, ConfiguredRecipe] = {}
         for recipe in arguments.recipes:
             cli = make_cli(["--config", recipe])
-            self.recipes[recipe] = Recipe(cli, _digest_of(str(path) for path in cli.config.config))
+            self.recipes[recipe] = ConfiguredRecipe(cli, _digest_of(str(path) for path in cli.config.config))
             if arguments.redivide:
                 _warn_of_fixed_images(recipe, cli.datamodule.division)
         for row in self.rows:
@@ -314,7 +314,7 @@ class Plan:
         for algorithm, settings in self.settings.items():
             other_options = _option_names(self.grids[algorithm]) | varied_options
             for joined_name in settings:
-                for name in options_of(joined_name):
+                for name in options_of_name(joined_name):
                     if name in other_options:
                         raise ValueError(
                             f"--set sets {name} to one value, but --tune or --vary to others; leave one of them out"
@@ -339,7 +339,7 @@ class Plan:
         """Raise if an option sets the seed of the division, which --redivide sets for each run."""
         for settings in (*self.settings.values(), *self.variants.values()):
             for joined_name in settings:
-                names = names | set(options_of(joined_name))
+                names = names | set(options_of_name(joined_name))
         if "data.seed" in names:
             raise ValueError("--redivide takes data.seed from each run's seed, but data.seed is set too; leave one out")
 
@@ -522,7 +522,7 @@ def _option_names(grid: Grid) -> set[str]:
     """Return the options that a grid has values for."""
     names: set[str] = set()
     for name in grid:
-        names.update(options_of(name))
+        names.update(options_of_name(name))
     return names
 
 

@@ -135,27 +135,27 @@ def records_of_rows(records: Sequence[Record]) -> dict[str, list[Record]]:
     return rows_by_name
 
 
-class Trial(NamedTuple):
+class GridTrial(NamedTuple):
     """A point of the grid, and the record of its run with each seed; None for a run without one."""
 
     point: Point
     records: list[Record | None]
 
 
-def trials_of(records: Iterable[Record]) -> list[Trial]:
+def trials_of(records: Iterable[Record]) -> list[GridTrial]:
     """Return the trials of one row, each with the records of all its seeds, in the order of the records."""
-    trials: list[Trial] = []
+    trials: list[GridTrial] = []
     for record in records:
         for trial in trials:
             if trial.point == record["point"]:
                 trial.records.append(record)
                 break
         else:
-            trials.append(Trial(record["point"], [record]))
+            trials.append(GridTrial(record["point"], [record]))
     return trials
 
 
-def choose(trials: Iterable[Trial]) -> Trial | None:
+def choose_trial(trials: Iterable[GridTrial]) -> GridTrial | None:
     """Return the trial with the best mean score, the first of several; None if no trial has a score."""
     best = None
     best_score = None

@@ -62,7 +62,7 @@ class Stretch:
     start: Path | None = None
 
 
-class Task(NamedTuple):
+class RunTask(NamedTuple):
     """A run to be made.
 
     Attributes:
@@ -90,7 +90,7 @@ class Event(NamedTuple):
     result: Result | None
 
 
-CarryOut = Callable[[Sequence[Task]], Generator[Event]]
+CarryOut = Callable[[Sequence[RunTask]], Generator[Event]]
 """Runs tasks, and yields starts and results as they come."""
 
 
@@ -127,7 +127,7 @@ class RoundClock(pl.Callback):
         seconds_of_rounds: Duration of each round that was trained.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: RunTask) -> None:
         self.task = task
         self.seconds_of_rounds: list[float] = []
         self._started_at = 0.0
@@ -154,7 +154,7 @@ class RoundClock(pl.Callback):
         trainer.should_stop = True
 
 
-def attempt(make_cli: MakeCLI, task: Task, threads: int, anonymous: bool = False) -> Result:
+def attempt(make_cli: MakeCLI, task: RunTask, threads: int, anonymous: bool = False) -> Result:
     """Make a run, and turn an error into its reason.
 
     Args:
@@ -176,7 +176,7 @@ def attempt(make_cli: MakeCLI, task: Task, threads: int, anonymous: bool = False
     return result | {"seconds": time.perf_counter() - started_at}
 
 
-def _run_task(make_cli: MakeCLI, task: Task, anonymous: bool) -> Result:
+def _run_task(make_cli: MakeCLI, task: RunTask, anonymous: bool) -> Result:
     cli = make_cli(task.args)
     budget = same_budget(cli)
     if budget:
@@ -197,13 +197,13 @@ def _run_task(make_cli: MakeCLI, task: Task, anonymous: bool) -> Result:
         "last_rounds": list(federation.last_rounds),
         "stale_clients": len(federation.participation.stale) if federation.keeps_personal_models else 0,
         "test_images": _fewest_and_most(cli.model.results.details.get("test_images", [])),
-        **per_client(loop.history, loop.clients_per_round or loop.num_clients),
+        **means_per_client(loop.history, loop.clients_per_round or loop.num_clients),
         **_scores_of_clients(cli, anonymous),
         **_facts_of_scores(cli),
         **_full_model_size(cli.model),
         "seconds_per_round": seconds / max(1, len(clock.seconds_of_rounds)),
         **epsilons(loop.history[-1]),
-        **curves(loop.history),
+        **curves_of_history(loop.history),
     }
     if task.stretch is not None:
         result["run"]["seconds_of_rounds"] = clock.seconds_of_rounds
@@ -231,7 +231,7 @@ def _facts_of_scores(cli: ConfiguredRun) -> Result:
     return {"has_classes": cli.model.task.has_classes, "metric": cli.model.metrics[0].name}
 
 
-def _fit_timed(cli: ConfiguredRun, task: Task, clock: RoundClock) -> float:
+def _fit_timed(cli: ConfiguredRun, task: RunTask, clock: RoundClock) -> float:
     """Fit, and return the seconds of training without validation."""
     watch = Stopwatch()
     callbacks_of(cli.trainer).extend([clock, watch])
@@ -289,7 +289,7 @@ def _full_model_size(model: FederatedClassifier) -> dict[str, float]:
     }
 
 
-def per_client(history: Sequence[dict[str, float]], num_clients: int) -> dict[str, float]:
+def means_per_client(history: Sequence[dict[str, float]], num_clients: int) -> dict[str, float]:
     """Return what one client trains and sends in a round: means over the rounds in which all clients took part.
 
     A client that has spent its privacy budget sends nothing, so in rounds with fewer clients fewer megabytes are sent
@@ -321,7 +321,7 @@ def per_client(history: Sequence[dict[str, float]], num_clients: int) -> dict[st
     }
 
 
-def curves(history: Sequence[dict[str, float]]) -> dict[str, list[dict[str, float | None]]]:
+def curves_of_history(history: Sequence[dict[str, float]]) -> dict[str, list[dict[str, float | None]]]:
     """Return scores and diagnostics after each round that has some, counted from 1; nothing if only one round has."""
     rows = []
     for metrics in history:
@@ -404,7 +404,7 @@ def runner(make_cli: MakeCLI, threads: int, jobs: int, anonymous: bool = False) 
         os.environ.update(environment)
 
 
-def _run_in_process(attempt_task: Callable[[Task], Result], tasks: Sequence[Task]) -> Generator[Event]:
+def _run_in_process(attempt_task: Callable[[RunTask], Result], tasks: Sequence[RunTask]) -> Generator[Event]:
     for number, task in enumerate(tasks):
         yield Event(number, None)
         yield Event(number, attempt_task(task))
@@ -419,7 +419,7 @@ class RunningTask:
 
 
 def _run_in_pools(
-    pools: list[ProcessPoolExecutor], attempt_task: Callable[[Task], Result], tasks: Sequence[Task]
+    pools: list[ProcessPoolExecutor], attempt_task: Callable[[RunTask], Result], tasks: Sequence[RunTask]
 ) -> Generator[Event]:
     """Run tasks, started in this order. Each pool has one process, so a process that dies ends only its own run."""
     next_number = 0

@@ -29,7 +29,7 @@ from perada.studies.compare.plan import BOTH_CHOSEN_BY, CHOSEN_BY, DIAGNOSED, na
 from perada.studies.compare.results import (
     NO_POINT,
     Record,
-    choose,
+    choose_trial,
     lower_is_better,
     records_of_rows,
     score_text,
@@ -268,7 +268,7 @@ def grid_table(records: Sequence[Record]) -> str:
     rows = []
     for label, records_of_row in records_of_rows(trials).items():
         trials_of_row = trials_of(records_of_row)
-        best = choose(trials_of_row)
+        best = choose_trial(trials_of_row)
         for trial in trials_of_row:
             records_of_trial = [record for record in trial.records if record is not None]
             values = [trial.point.get(name, "") for name in texts]

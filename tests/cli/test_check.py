@@ -84,7 +84,7 @@ def test_warnings_of_the_set_up_are_said(capsys, monkeypatch):
     def warned(*_):
         warnings.warn("something looks odd", stacklevel=2)
 
-    monkeypatch.setattr("perada.lightning.setup.check_images", warned)
+    monkeypatch.setattr("perada.lightning.setup.check_first_images", warned)
     one, said, _, last = checked(capsys, "tiny.yaml", "--federated.algorithm=fedavg", "--distillation.steps=0")
     assert one == "Warnings (1):" and last.startswith("The recipe is valid: ")
     assert said == "- something looks odd"
@@ -221,7 +221,7 @@ def test_an_error_of_the_program_is_none_of_the_recipe(monkeypatch):
     def broken(*_):
         raise KeyError("mistake")
 
-    monkeypatch.setattr("perada.lightning.setup.check_images", broken)
+    monkeypatch.setattr("perada.lightning.setup.check_first_images", broken)
     with pytest.raises(KeyError, match="mistake"):
         main(["check", "tiny.yaml"])
 

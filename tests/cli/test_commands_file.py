@@ -11,11 +11,11 @@ import pytest
 from perada.cli import describe, main, options
 from perada.cli.completion import completion, proposals
 from perada.cli.main import COMMANDS, EXISTING
-from perada.cli.options import check_options, check_recipe, facts
+from perada.cli.options import check_recipe, facts, reject_unknown_options
 
 REMEDY = "run python -m perada.cli.describe"
 LARGE = {"torch", "numpy", "pytorch_lightning", "torchmetrics", "transformers", "timm", "peft", "matplotlib"}
-LEAVES = [" ".join(path) for path, _ in describe.leaves(COMMANDS)]
+LEAVES = [" ".join(path) for path, _ in describe.commands_of_tree(COMMANDS)]
 SCRIPT = """
 import atexit, json, sys
 atexit.register(lambda: print(json.dumps([*sys.modules]), file=sys.stderr))
@@ -108,13 +108,13 @@ def test_answers_that_need_no_parser_import_nothing_large(tmp_path, words, says)
     ],
 )
 def test_what_only_a_parser_can_judge_is_left_to_it(words):
-    check_options("fit", words.split())
-    check_options("compare", ["quickstart", "--algorithms", "ditto", *words.split()])
+    reject_unknown_options("fit", words.split())
+    reject_unknown_options("compare", ["quickstart", "--algorithms", "ditto", *words.split()])
 
 
 def test_options_of_another_version_of_lightning_are_left_to_the_parser(monkeypatch, tmp_path):
     monkeypatch.setattr(options, "version", lambda name: "999")
-    check_options("fit", ["--trainer.new_option=3"])
+    reject_unknown_options("fit", ["--trainer.new_option=3"])
     (tmp_path / "new.yaml").write_text("trainer: {new_option: 3}")
     check_recipe(tmp_path / "new.yaml")
 

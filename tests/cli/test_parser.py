@@ -11,7 +11,7 @@ import yaml
 import perada
 from perada.algorithms import Algorithm, make_algorithm
 from perada.api import OPTION_CLASSES
-from perada.cli.describe import leaves
+from perada.cli.describe import commands_of_tree
 from perada.cli.main import COMMANDS, main
 from perada.cli.messages import one_line
 from perada.cli.options import TEXTS, names_elsewhere
@@ -61,7 +61,7 @@ def test_sections_are_arguments_of_the_python_call():
 
 
 def test_every_command_of_another_program_stands_for_one_here():
-    commands = {" ".join(path) for path, _ in leaves(COMMANDS)}
+    commands = {" ".join(path) for path, _ in commands_of_tree(COMMANDS)}
     assert set(TEXTS["commands"]) <= commands
     words = [word for names in TEXTS["commands"].values() for word in names.split()]
     assert len(words) == len(set(words)) and not set(words) & set(COMMANDS)

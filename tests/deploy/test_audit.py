@@ -19,7 +19,7 @@ import pytest
 
 from perada.cli.main import main
 from perada.deploy.audit import HEAD, LOG, AuditLog, read_log
-from perada.deploy.protocol import Request, Response, digest, pack, read_header
+from perada.deploy.protocol import Request, Response, digest_of_message, pack, read_header
 from perada.deploy.state import SiteStore
 from perada.deploy.transport import LocalTransport
 from perada.privacy.accounting import history_epsilon
@@ -55,7 +55,7 @@ def message(place):
 
 
 def note(log, place):
-    reply = pack(Response("ok", digest(message(place))))
+    reply = pack(Response("ok", digest_of_message(message(place))))
     log.append(message(place), reply, trained=0, commits=0, spent=lambda order: None)
 
 

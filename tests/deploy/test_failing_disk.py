@@ -19,7 +19,7 @@ from perada.core.disk_errors import DiskError
 from perada.core.files import LOCK, FolderLock, open_atomic, write_atomic
 from perada.deploy.audit import HEAD, LOG, AuditLog
 from perada.deploy.flower import app, keys
-from perada.deploy.flower.socket import Listener, ask
+from perada.deploy.flower.socket import Listener, ask_worker
 from perada.deploy.protocol import Request, pack, read_header
 from perada.deploy.server import coordinator as coordinator_module
 from perada.deploy.server.waits import SiteWaits, next_wait
@@ -193,9 +193,9 @@ def test_a_full_disk_is_one_sentence_at_the_site_and_one_word_for_the_server(sit
         thread = threading.Thread(target=listener.serve, args=(site.answer,))
         thread.start()
         with FailingDisk(site.store.folder, 0, 10**6, errno.EROFS):
-            assert ask(tmp_path / "s.sock", message, "4711", 30) == Failure("disk")
+            assert ask_worker(tmp_path / "s.sock", message, "4711", 30) == Failure("disk")
         problems = [record for record in caplog.records if record.levelno >= logging.WARNING]
-        reply = ask(tmp_path / "s.sock", message, "4711", 30)
+        reply = ask_worker(tmp_path / "s.sock", message, "4711", 30)
         listener.close()
         thread.join()
     (problem,) = problems

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from perada.deploy.flower import socket as module
-from perada.deploy.flower.socket import MAX_NAME_BYTES, TRANSFER_TIMEOUT, Listener, ask, supervised
+from perada.deploy.flower.socket import MAX_NAME_BYTES, TRANSFER_TIMEOUT, Listener, ask_worker, supervised
 from perada.deploy.transport import FAILURE_CODES, Failure
 
 
@@ -63,9 +63,9 @@ def head(mark=b"PRDA", kind=0, name=0, length=0):
 
 def test_a_message_and_its_run_reach_the_worker_and_the_answer_comes_back(path):
     with worker(path, echo):
-        assert ask(path, b"abc", "run é", 5) == "run é:cba".encode()
-        assert ask(path, b"", "", 5) == b":"
-        assert ask(path, b"x" * 1000, "r", 5) == b"r:" + b"x" * 1000
+        assert ask_worker(path, b"abc", "run é", 5) == "run é:cba".encode()
+        assert ask_worker(path, b"", "", 5) == b":"
+        assert ask_worker(path, b"x" * 1000, "r", 5) == b"r:" + b"x" * 1000
 
 
 def test_the_socket_is_closed_to_others_and_goes_with_its_worker(path):
@@ -76,7 +76,7 @@ def test_the_socket_is_closed_to_others_and_goes_with_its_worker(path):
     finally:
         os.umask(before)
     assert not path.exists()
-    assert ask(path, b"abc", "r", 5) == Failure("unreachable")
+    assert ask_worker(path, b"abc", "r", 5) == Failure("unreachable")
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_the_socket_is_closed_to_others_and_goes_with_its_worker(path):
 def test_what_is_no_request_is_turned_away_and_the_next_one_answered(path, sent, code):
     with worker(path, echo):
         assert raw(path, sent) == head(kind=1 + FAILURE_CODES.index(code))
-        assert ask(path, b"abc", "r", 5) == b"r:cba"
+        assert ask_worker(path, b"abc", "r", 5) == b"r:cba"
 
 
 def test_a_message_that_is_too_long_is_rejected_before_it_is_read(path):
     with worker(path, echo):
-        assert ask(path, b"x" * 10_000_000, "r", 5) == Failure("rejected")
+        assert ask_worker(path, b"x" * 10_000_000, "r", 5) == Failure("rejected")
 
 
 def test_who_sends_a_byte_now_and_then_does_not_keep_others_out(path, monkeypatch):
@@ -120,7 +120,7 @@ def test_who_sends_a_byte_now_and_then_does_not_keep_others_out(path, monkeypatc
         thread = threading.Thread(target=drip)
         thread.start()
         try:
-            assert ask(path, b"abc", "r", 5) == b"r:cba"
+            assert ask_worker(path, b"abc", "r", 5) == b"r:cba"
         finally:
             stop.set()
             thread.join(5)
@@ -138,19 +138,19 @@ def test_a_request_for_which_memory_does_not_suffice_is_not_the_last(path, monke
     monkeypatch.setattr(module, "_read_exactly", short)
     with worker(path, echo):
         assert raw(path, head(length=5) + b"large") == head(kind=1 + FAILURE_CODES.index("malformed"))
-        assert ask(path, b"abc", "r", 5) == b"r:cba"
+        assert ask_worker(path, b"abc", "r", 5) == b"r:cba"
 
 
 def test_a_message_that_has_expired_is_late(path):
     """As where the site's clock is ahead."""
     with worker(path, echo):
-        assert ask(path, b"x" * 1000, "r", -1.0) == Failure("late")
+        assert ask_worker(path, b"x" * 1000, "r", -1.0) == Failure("late")
 
 
 def test_an_answer_that_is_too_long_is_rejected(path):
     with worker(path, lambda message, run: b"x" * 50):
-        assert ask(path, b"", "r", 5, max_bytes=49) == Failure("rejected")
-        assert ask(path, b"", "r", 5, max_bytes=50) == b"x" * 50
+        assert ask_worker(path, b"", "r", 5, max_bytes=49) == Failure("rejected")
+        assert ask_worker(path, b"", "r", 5, max_bytes=50) == b"x" * 50
 
 
 def test_a_reason_stays_at_the_site(path, caplog):
@@ -159,7 +159,7 @@ def test_a_reason_stays_at_the_site(path, caplog):
 
     with worker(path, fails):
         assert raw(path, head(), ends=False) == head(kind=1 + FAILURE_CODES.index("crashed"))
-        assert ask(path, b"", "r", 5) == Failure("crashed")
+        assert ask_worker(path, b"", "r", 5) == Failure("crashed")
     assert "patient 4711" in caplog.text
 
 
@@ -174,7 +174,7 @@ def test_it_answers_one_at_a_time_and_of_those_that_wait_the_newest(path):
         return message
 
     def client(message):
-        got[message] = ask(path, message, "r", 5)
+        got[message] = ask_worker(path, message, "r", 5)
 
     with worker(path, slow) as listener:
         threads = []
@@ -213,14 +213,14 @@ def test_what_nobody_waits_for_any_more_is_not_begun(path):
         return message
 
     with worker(path, slow) as listener:
-        first = threading.Thread(target=ask, args=(path, b"first", "r", 5))
+        first = threading.Thread(target=ask_worker, args=(path, b"first", "r", 5))
         first.start()
         assert began.wait(5)
-        assert ask(path, b"second", "r", 0.2) == Failure("late")
+        assert ask_worker(path, b"second", "r", 0.2) == Failure("late")
         assert listener._waiting is not None
         go.set()
         first.join(5)
-        assert ask(path, b"third", "r", 5) == b"third"
+        assert ask_worker(path, b"third", "r", 5) == b"third"
     assert seen == [b"first", b"third"]
 
 
@@ -231,19 +231,19 @@ def test_a_worker_that_dies_at_work(path):
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(path)])
     wait_until(path.exists)
-    wait_until(lambda: ask(path, b"", "r", 5) == Failure("crashed"))
+    wait_until(lambda: ask_worker(path, b"", "r", 5) == Failure("crashed"))
     process.wait(5)
     assert path.exists()  # it could not remove it
-    assert ask(path, b"", "r", 5) == Failure("unreachable")
+    assert ask_worker(path, b"", "r", 5) == Failure("unreachable")
     with worker(path, echo):  # and the next worker takes its place
-        assert ask(path, b"abc", "r", 5) == b"r:cba"
+        assert ask_worker(path, b"abc", "r", 5) == b"r:cba"
 
 
 @pytest.mark.parametrize("mode", [0o660, 0o606, 0o777, 0o601])
 def test_a_socket_that_is_open_to_others_is_not_used(path, mode):
     with worker(path, echo):
         path.chmod(mode)
-        assert ask(path, b"abc", "r", 5) == Failure("rejected")
+        assert ask_worker(path, b"abc", "r", 5) == Failure("rejected")
 
 
 def test_neither_a_link_nor_a_file_is_a_socket(path):
@@ -252,14 +252,14 @@ def test_neither_a_link_nor_a_file_is_a_socket(path):
         link.symlink_to(path)
         file.write_text("")
         file.chmod(0o600)
-        assert ask(link, b"abc", "r", 5) == Failure("rejected")
-        assert ask(file, b"abc", "r", 5) == Failure("rejected")
+        assert ask_worker(link, b"abc", "r", 5) == Failure("rejected")
+        assert ask_worker(file, b"abc", "r", 5) == Failure("rejected")
 
 
 def test_a_socket_of_another_user_is_not_used(path, monkeypatch):
     with worker(path, echo):
         monkeypatch.setattr(os, "geteuid", lambda: path.lstat().st_uid + 1)
-        assert ask(path, b"abc", "r", 5) == Failure("rejected")
+        assert ask_worker(path, b"abc", "r", 5) == Failure("rejected")
 
 
 def test_places_where_no_socket_can_be(path):
@@ -287,7 +287,7 @@ def test_a_second_worker_is_rejected_and_the_first_goes_on(path):
     with worker(path, echo):
         with pytest.raises(ValueError, match="another worker is listening"):
             Listener(path)
-        assert ask(path, b"abc", "r", 5) == b"r:cba"
+        assert ask_worker(path, b"abc", "r", 5) == b"r:cba"
 
 
 def test_a_socket_that_a_supervisor_opened(path, monkeypatch):
@@ -303,7 +303,7 @@ def test_a_socket_that_a_supervisor_opened(path, monkeypatch):
         path.chmod(0o600)
         opened.listen()
         process = subprocess.Popen([sys.executable, "-c", code, str(opened.fileno())], pass_fds=[opened.fileno()])
-        assert ask(path, b"ab", "r", TRANSFER_TIMEOUT) == b"abab"
+        assert ask_worker(path, b"ab", "r", TRANSFER_TIMEOUT) == b"abab"
         assert process.wait(5) == 0
     assert path.exists()  # it is the supervisor's
     monkeypatch.setenv("LISTEN_PID", str(os.getpid() + 1))

@@ -10,9 +10,9 @@ from safetensors.torch import load
 
 from perada.algorithms import FedEnsemble
 from perada.algorithms.ensembles import MODE
-from perada.deploy.protocol import Response, digest, pack, read_header, spec_of
+from perada.deploy.protocol import Response, digest_of_message, pack, read_header, spec_of
 from perada.deploy.server.progress import RoundRecord
-from perada.deploy.server.rounds import ask
+from perada.deploy.server.rounds import ask_sites
 from perada.deploy.transport import Failure
 from perada.federation.cohort import Cohort
 
@@ -47,7 +47,7 @@ def says(name, kind, **facts):
 
 def broken(*names):
     """Sites that say at once that their training broke."""
-    code = lambda message: pack(Response("broken", digest(message)))  # noqa: E731
+    code = lambda message: pack(Response("broken", digest_of_message(message)))  # noqa: E731
     return lambda who, what, reply, message: code(message) if who in names and what == "train" else reply
 
 
@@ -168,7 +168,7 @@ def test_no_change_of_a_reply_stops_the_server(tiny, tmp_path):
         expected = spec_of(coordinator.recipe.template.sent) if what == "train" else {}
         transport.lie = lambda *_, changed=bytes(changed): changed
         transport.trouble = lambda *_, reply=reply: reply  # the worker is not asked
-        replies = ask(transport, {"site0": message}, 1, 60.0, {"site0": expected}, RoundRecord(0))
+        replies = ask_sites(transport, {"site0": message}, 1, 60.0, {"site0": expected}, RoundRecord(0))
         assert len(replies.responses) + len(replies.failed) == 1
         codes |= set(replies.failed.values())
     assert "malformed" in codes

@@ -8,7 +8,7 @@ import pytest
 
 from perada.deploy import exported
 from perada.deploy.exported import export_server_run
-from perada.deploy.protocol import Response, digest, pack, read_header
+from perada.deploy.protocol import Response, digest_of_message, pack, read_header
 from perada.deploy.transport import LocalTransport
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.run_file import published
@@ -96,7 +96,7 @@ def test_a_site_that_may_have_tuned_has_no_known_epsilon(code, known, tiny, tmp_
     workers = parties.workers(may_send=("epsilon",))
 
     def lie(who, what, reply, message):
-        return pack(Response(code, digest(message))) if (who, what) == ("site1", "tune") else reply
+        return pack(Response(code, digest_of_message(message))) if (who, what) == ("site1", "tune") else reply
 
     coordinator = parties.coordinator(Lying(workers, lie), min_sites=2)
     progress = coordinator.run()
@@ -113,7 +113,7 @@ def test_the_epsilon_of_a_site_whose_training_broke_is_unknown_until_it_says_it_
     def lie(who, what, reply, message):
         order = read_header(message)
         breaks = what == "train" and (who, order["round"]) in [("site1", 0), ("site2", 2)]
-        return pack(Response("broken", digest(message))) if breaks else reply
+        return pack(Response("broken", digest_of_message(message))) if breaks else reply
 
     progress = parties.coordinator(Lying(workers, lie), min_sites=2).run()
     spent = {member.name: member.spent("server") for member in progress.roster}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from perada.deploy import state as kept
-from perada.deploy.protocol import Response, digest, pack, read_header, spec_of, unpack
+from perada.deploy.protocol import Response, digest_of_message, pack, read_header, spec_of, unpack
 from perada.deploy.server import progress as records
 from perada.deploy.site.file import Limits
 from perada.deploy.transport import Failure, LocalTransport, Terms
@@ -114,7 +114,7 @@ def test_what_a_hostile_site_sends_is_rejected_by_name_and_changes_nothing(what,
             return None
         spec = spec_of(coordinator.recipe.template.sent)
         good = {key: torch.zeros(shape) for key, (_, shape) in spec.items()}
-        return FORGED[what](vars(Response("ok", digest(message))), good, next(iter(spec)))
+        return FORGED[what](vars(Response("ok", digest_of_message(message))), good, next(iter(spec)))
 
     coordinator = parties.coordinator(Troubled(workers, forged), min_sites=2)
     assert coordinator.run().records[0].failed == {"site2": "malformed"}
@@ -129,7 +129,7 @@ def test_a_site_of_another_protocol_is_named_with_both_versions(tiny, tmp_path, 
     parties = Parties(tiny, tmp_path, rounds=1)
 
     def later(name, message, _):
-        header = vars(Response("ok", digest(message))) | {"protocol": 2, "code": "later"}
+        header = vars(Response("ok", digest_of_message(message))) | {"protocol": 2, "code": "later"}
         return pack(header, {"later": torch.zeros(3)}) if name == "site2" and trains(message) else None
 
     record = parties.coordinator(Troubled(parties.workers(), later), min_sites=2).run().records[0]

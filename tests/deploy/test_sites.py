@@ -15,7 +15,16 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada.core.disk_errors import DiskError
 from perada.core.files import sync
-from perada.deploy.protocol import RejectionError, Request, Response, digest, pack, read_header, spec_of, unpack
+from perada.deploy.protocol import (
+    RejectionError,
+    Request,
+    Response,
+    digest_of_message,
+    pack,
+    read_header,
+    spec_of,
+    unpack,
+)
 from perada.deploy.site.client import Client, single_client_data
 from perada.deploy.site.file import Limits
 from perada.deploy.state import SiteStore, read_state
@@ -53,7 +62,7 @@ def sending(client):
 
 def code(reply, message):
     answer = Response.read(read_header(reply))
-    assert answer.answers == digest(message)
+    assert answer.answers == digest_of_message(message)
     return answer.code
 
 

@@ -11,8 +11,8 @@ from scipy import stats
 from perada.privacy import passes, poisson_batches, shuffled_batches
 
 
-def draw(images=30, sample_rate=0.1, steps=4000, *, seed=0, role="local", round=0, client=0):
-    return poisson_batches(images, sample_rate, steps, seed=seed, role=role, round=round, client=client)
+def draw(num_images=30, sample_rate=0.1, steps=4000, *, seed=0, role="local", round=0, client=0):
+    return poisson_batches(num_images, sample_rate, steps, seed=seed, role=role, round=round, client=client)
 
 
 def chosen(batches, images):
@@ -53,7 +53,7 @@ def test_steps_and_images_are_independent():
 
 
 def test_indices_are_ascending_and_of_the_index_type():
-    for batch in draw(images=5, sample_rate=0.5, steps=20):
+    for batch in draw(num_images=5, sample_rate=0.5, steps=20):
         assert batch.dtype == torch.int64
         assert batch.ndim == 1
         assert batch.tolist() == sorted(set(batch.tolist()) & set(range(5)))
@@ -78,7 +78,7 @@ def test_a_longer_run_begins_like_a_shorter_one():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"images": 0}, "images must be .*, got 0; a client without images cannot take part"),
+        ({"num_images": 0}, "num_images must be .*, got 0; a client without images cannot take part"),
         ({"sample_rate": 0.0}, "sample_rate must be a finite number > 0 and <= 1, got 0.0"),
         ({"sample_rate": 1.01}, "sample_rate must be a finite number > 0 and <= 1, got 1.01"),
         ({"steps": -1}, "steps must be an integer >= 0, got -1"),
@@ -119,9 +119,9 @@ def test_secure_batches_compare_the_systems_draws_with_the_rate(monkeypatch):
     assert any(len(batch) for batch in batches)
 
 
-def shuffled(images=11, batch_size=4, steps=20, *, seed=0, role="local", round=0, client=0, secure=False):
+def shuffled(num_images=11, batch_size=4, steps=20, *, seed=0, role="local", round=0, client=0, secure=False):
     chosen = {"seed": seed, "role": role, "round": round, "client": client}
-    return [batch.tolist() for batch in shuffled_batches(images, batch_size, steps, **chosen, secure=secure)]
+    return [batch.tolist() for batch in shuffled_batches(num_images, batch_size, steps, **chosen, secure=secure)]
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -165,7 +165,7 @@ def test_shuffled_draws_depend_on_the_arguments_alone():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"images": 0}, "images must be .*, got 0; a client without images cannot take part"),
+        ({"num_images": 0}, "num_images must be .*, got 0; a client without images cannot take part"),
         ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
         ({"steps": -1}, "steps must be an integer >= 0, got -1"),
     ],
@@ -174,4 +174,4 @@ def test_impossible_passes_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         shuffled(**arguments)
     with pytest.raises(ValueError, match=message):
-        passes(**{"images": 11, "batch_size": 4, "steps": 20} | arguments)
+        passes(**{"num_images": 11, "batch_size": 4, "steps": 20} | arguments)

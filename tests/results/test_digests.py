@@ -18,7 +18,7 @@ import perada
 from perada.core.digests import KEY, check_sealed, sealed, write_sums
 from perada.data.partitions import FromFile, Split
 from perada.results.clients import forget
-from perada.results.run_file import READY, STAGE, finish, together
+from perada.results.run_file import READY, STAGE, finish_interrupted_move, together
 from perada.studies.report.records import read_records
 from tests.digests import undigested
 from tests.disks import no_room
@@ -212,7 +212,7 @@ def test_a_save_that_is_killed_at_any_file_operation_leaves_one_run(tmp_path):
         process = forked(save_until, count, folder)
         process.join(60)
         code = process.exitcode
-        finish(folder)
+        finish_interrupted_move(folder)
         found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
         assert found.pop("client_0/notes") == "old"
         assert found in (

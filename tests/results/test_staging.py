@@ -8,7 +8,7 @@ import time
 import pytest
 
 from perada.results import run_file
-from perada.results.run_file import READY, STAGE, finish, together
+from perada.results.run_file import READY, STAGE, finish_interrupted_move, together
 from tests.forked import FORKS, forked
 
 pytestmark = FORKS
@@ -52,14 +52,14 @@ def begun(tmp_path, when):
 
 def read(folder):
     """Tell of what is read by a file beside the folder."""
-    finish(folder)
+    finish_interrupted_move(folder)
     (folder.parent / "read").write_text((folder / "run.json").read_text())
 
 
 def test_what_another_process_is_writing_is_left_to_it(tmp_path):
     folder, process = begun(tmp_path, "writing")
     try:
-        finish(folder)  # as Run.load does
+        finish_interrupted_move(folder)  # as Run.load does
         assert (folder / STAGE / "run.json").read_text() == "new"
         assert (folder / "run.json").read_text() == "old"
         with (
@@ -93,6 +93,6 @@ def test_what_a_killed_process_left_is_deleted_or_put_in_place(tmp_path, when, l
     os.kill(process.pid, signal.SIGKILL)
     process.join(60)
     assert (folder / left).is_dir()
-    finish(folder)
+    finish_interrupted_move(folder)
     assert (folder / "run.json").read_text() == found
     assert sorted(path.name for path in folder.iterdir()) == ["run.json"]

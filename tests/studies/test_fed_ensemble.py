@@ -15,8 +15,8 @@ from perada.studies.fed_ensemble import study
 from perada.studies.toy_regression import (
     CLIENTS,
     FUNCTIONS,
+    ModeSettings,
     Problem,
-    Settings,
     basis,
     decompose,
     federated_round,
@@ -25,7 +25,7 @@ from perada.studies.toy_regression import (
     train,
 )
 
-SMALL = Settings(reruns=2, rounds=3, lr_decay=1.0, init_std=1.0)
+SMALL = ModeSettings(reruns=2, rounds=3, lr_decay=1.0, init_std=1.0)
 
 
 def descend(weights, phi, y, lr, steps):

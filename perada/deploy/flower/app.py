@@ -22,9 +22,9 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from perada.core.files import check_output_folder, writing
-from perada.deploy.flower.socket import ask
+from perada.deploy.flower.socket import ask_worker
 from perada.deploy.monitoring import Monitoring
-from perada.deploy.protocol import digest
+from perada.deploy.protocol import digest_of_message
 from perada.deploy.transport import FAILURE_CODES, MAX_MESSAGE_BYTES, Failure, Terms, Transport
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
         digest: Digest that sites approve.
         host: Name or address by which sites reach the server.
     """
-    check_target(folder, name)
+    check_app_target(folder, name)
     has_secure_sums = re.search(r"^[^#\n]*secure_sums", recipe, re.MULTILINE)
     has_masks = re.search(r"^[^#\n]*ImageMasks", recipe, re.MULTILINE)
     folders = 'layout: "{class}/*"              # which folders are classes'
@@ -102,7 +102,7 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
         raise
 
 
-def check_target(folder: Path, name: str) -> None:
+def check_app_target(folder: Path, name: str) -> None:
     """Check that an app can be written.
 
     Raises:
@@ -158,7 +158,7 @@ def pass_on(message: "Message", context: "Context") -> "Message":
             # After its time to live nobody waits for the reply any more.
             expires_at = message.metadata.created_at + message.metadata.ttl
             remaining = expires_at - time.time()
-            reply = ask(path, payload, str(context.run_id), remaining, sys.maxsize)
+            reply = ask_worker(path, payload, str(context.run_id), remaining, sys.maxsize)
         else:
             # A failure is what a site replies, and no request.
             reply = Failure("malformed")
@@ -236,7 +236,7 @@ class FlowerTransport:
         last_check = time.monotonic()
         nodes = self._connected_nodes()
         end = last_check + deadline
-        digests = {site: digest(message) for site, message in messages.items()}
+        digests = {site: digest_of_message(message) for site, message in messages.items()}
         replies: dict[str, bytes | Failure] = {}
         while True:
             self._collect_replies(digests, replies)
@@ -296,7 +296,7 @@ class FlowerTransport:
         message_ids = list(self._grid.push_messages([flower_message]))
         if not message_ids or not message_ids[0]:
             return False
-        pending = _PendingMessage(site, node, digest(message), time.monotonic() + ttl)
+        pending = _PendingMessage(site, node, digest_of_message(message), time.monotonic() + ttl)
         self._pending.append(pending)
         threading.Thread(
             target=self._poll_reply, args=(message_ids[0], pending), name=f"reply of {site}", daemon=True

@@ -47,7 +47,7 @@ _INVALID_INTERVAL = 2003
 log = logging.getLogger("perada.deploy")
 
 
-class Check(NamedTuple):
+class ConnectionCheck(NamedTuple):
     """Result of a test of the connection. A SuperNode cannot connect if one fails."""
 
     status: Literal["pass", "warn", "fail"]
@@ -84,7 +84,7 @@ class Node:
             )
 
 
-def check_node(node: Node) -> list[Check]:
+def check_node(node: Node) -> list[ConnectionCheck]:
     """Test everything that a SuperNode needs to connect, without connecting it.
 
     The tests are independent where that is possible, so that all problems are reported at once. The SuperLink is sent
@@ -139,36 +139,40 @@ def _end_process(reason: str) -> NoReturn:
     os._exit(1)
 
 
-def _check_files(node: Node) -> Iterator[Check]:
+def _check_files(node: Node) -> Iterator[ConnectionCheck]:
     """Test the authority's certificate, the private key and the worker's socket."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             Link(node.superlink, node.authority)
-        yield from [Check("warn", str(warning.message)) for warning in caught]
-        yield Check("pass", f"{str(node.authority)!r} is a valid authority's certificate")
+        yield from [ConnectionCheck("warn", str(warning.message)) for warning in caught]
+        yield ConnectionCheck("pass", f"{str(node.authority)!r} is a valid authority's certificate")
     except ValueError as error:
-        yield Check("fail", str(error))
+        yield ConnectionCheck("fail", str(error))
     try:
         load_key(node.key)
-        yield Check("pass", f"{str(node.key)!r} is a site's private key")
+        yield ConnectionCheck("pass", f"{str(node.key)!r} is a site's private key")
     except (ValueError, OSError) as error:
-        yield Check("fail", str(error))
+        yield ConnectionCheck("fail", str(error))
     yield _check_socket(node.socket)
 
 
-def _check_socket(path: Path) -> Check:
+def _check_socket(path: Path) -> ConnectionCheck:
     """Test whether a worker's socket exists that this user may connect to. Nothing is sent to the worker."""
     try:
         is_socket = stat.S_ISSOCK(path.stat().st_mode)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        return Check("warn", f"the worker's socket {str(path)!r} cannot be found ({reason}); start the worker")
+        return ConnectionCheck(
+            "warn", f"the worker's socket {str(path)!r} cannot be found ({reason}); start the worker"
+        )
     if not is_socket:
-        return Check("fail", f"{str(path)!r} is not a socket; pass the path in the site's file")
+        return ConnectionCheck("fail", f"{str(path)!r} is not a socket; pass the path in the site's file")
     if not os.access(path, os.R_OK | os.W_OK):
-        return Check("fail", f"this user may not use the socket {str(path)!r}; run this as the SuperNode's user")
-    return Check("pass", f"the worker's socket is {str(path)!r}")
+        return ConnectionCheck(
+            "fail", f"this user may not use the socket {str(path)!r}; run this as the SuperNode's user"
+        )
+    return ConnectionCheck("pass", f"the worker's socket is {str(path)!r}")
 
 
 def load_key(file: Path) -> "ec.EllipticCurvePrivateKey":
@@ -193,41 +197,43 @@ def load_key(file: Path) -> "ec.EllipticCurvePrivateKey":
     return key
 
 
-def _check_port(address: str) -> Check:
+def _check_port(address: str) -> ConnectionCheck:
     """Test whether a TLS server answers at an address."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), TIMEOUT):
             pass
     except socket.gaierror:
-        return Check("fail", f"the name {host!r} is unknown; correct --superlink, or the name server")
+        return ConnectionCheck("fail", f"the name {host!r} is unknown; correct --superlink, or the name server")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return Check(
+        return ConnectionCheck(
             "fail",
             f"port {port} of {host} cannot be reached ({reason}); start the SuperLink, or let the firewall pass "
             "outbound TCP to it",
         )
     if read_validity(address) is None:
-        return Check(
+        return ConnectionCheck(
             "fail",
             f"{address} does not answer by TLS; correct --superlink, or start the SuperLink with its --ssl files",
         )
-    return Check("pass", f"port {port} of {host} answers by TLS")
+    return ConnectionCheck("pass", f"port {port} of {host} answers by TLS")
 
 
-def _check_clock(address: str) -> Check:
+def _check_clock(address: str) -> ConnectionCheck:
     """Compare this machine's clock with that of the SuperLink."""
     ahead = read_clock_difference(address)
     if ahead is None:
-        return Check("warn", f"{address} does not state its time, so the clock was not tested")
+        return ConnectionCheck("warn", f"{address} does not state its time, so the clock was not tested")
     direction = "ahead of" if ahead > 0 else "behind"
     text = f"this machine's clock is {abs(ahead):.0f} s {direction} the SuperLink's"
     if not -MAX_SECONDS_BEHIND < ahead < MAX_SECONDS_AHEAD:
-        return Check("fail", f"{text}; set both by NTP, since Flower then rejects the site without a message to it")
+        return ConnectionCheck(
+            "fail", f"{text}; set both by NTP, since Flower then rejects the site without a message to it"
+        )
     if abs(ahead) > CLOCK_WARNING:
-        return Check("warn", f"{text}; set both by NTP")
-    return Check("pass", "this machine's clock agrees with the SuperLink's")
+        return ConnectionCheck("warn", f"{text}; set both by NTP")
+    return ConnectionCheck("pass", "this machine's clock agrees with the SuperLink's")
 
 
 def read_clock_difference(address: str, timeout: float = TIMEOUT) -> float | None:
@@ -255,20 +261,22 @@ def read_clock_difference(address: str, timeout: float = TIMEOUT) -> float | Non
         connection.close()
 
 
-def _check_certificate(node: Node) -> Check:
+def _check_certificate(node: Node) -> ConnectionCheck:
     """Test whether the SuperLink's certificate is valid and signed by the authority."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             check_presented(node.superlink, node.authority)
     except (ValueError, OSError) as error:
-        return Check("fail", str(error))
+        return ConnectionCheck("fail", str(error))
     if caught:
-        return Check("warn", str(caught[0].message))
-    return Check("pass", f"the certificate presented by {node.superlink} is valid, and signed by {node.authority}")
+        return ConnectionCheck("warn", str(caught[0].message))
+    return ConnectionCheck(
+        "pass", f"the certificate presented by {node.superlink} is valid, and signed by {node.authority}"
+    )
 
 
-def _check_registration(node: Node) -> Check:
+def _check_registration(node: Node) -> ConnectionCheck:
     """Test whether the site's key is registered, by a signed request that the SuperLink always rejects.
 
     The request would activate the SuperNode, but its interval of heartbeats is out of range, which the SuperLink looks
@@ -298,14 +306,16 @@ def _check_registration(node: Node) -> Check:
             client.ActivateNode(request)
     except httpx.HTTPStatusError as error:
         if error.response.status_code == httpx.codes.UNAUTHORIZED:
-            return Check("fail", "the SuperLink rejects the site's signature (401); set both clocks by NTP")
+            return ConnectionCheck("fail", "the SuperLink rejects the site's signature (401); set both clocks by NTP")
         flower_error = FlowerError.from_json(error.response.text)
         code = None if flower_error is None else flower_error.code
         if code == _INVALID_INTERVAL:
-            return Check("pass", "the site's key is registered")
+            return ConnectionCheck("pass", "the site's key is registered")
         if code == _NOT_REGISTERED:
-            return Check("fail", f"the site's key {str(node.key)!r} is not registered; {register}")
-        return Check("warn", f"the registration was not tested: the SuperLink answered {error.response.status_code}")
+            return ConnectionCheck("fail", f"the site's key {str(node.key)!r} is not registered; {register}")
+        return ConnectionCheck(
+            "warn", f"the registration was not tested: the SuperLink answered {error.response.status_code}"
+        )
     except httpx.HTTPError as error:
-        return Check("warn", f"the registration was not tested: {type(error).__name__}")
-    return Check("warn", "the registration was not tested: the SuperLink is of an unknown version")
+        return ConnectionCheck("warn", f"the registration was not tested: {type(error).__name__}")
+    return ConnectionCheck("warn", "the registration was not tested: the SuperLink is of an unknown version")

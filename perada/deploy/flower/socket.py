@@ -91,7 +91,7 @@ def _read_exactly(connection: socket.socket, length: int, end: float) -> bytes:
     return bytes(content)
 
 
-def ask(
+def ask_worker(
     path: Path | str,
     message: bytes,
     run: str,

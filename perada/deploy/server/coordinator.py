@@ -25,7 +25,7 @@ from perada.deploy.protocol import (
     RequestKind,
     Response,
     Spec,
-    digest,
+    digest_of_message,
     max_message_size,
     pack,
     read_header,
@@ -47,7 +47,7 @@ from perada.deploy.server.rounds import (
     TRANSIENT,
     Roster,
     SiteReplies,
-    ask,
+    ask_sites,
     close_round,
     epsilon_metrics,
     log_each,
@@ -363,7 +363,7 @@ class Coordinator:
             messages = {name: message_for(name) for name in due}
             specs = {name: spec_of(expected_for(name)) for name in due}
             num_wanted = min(num_wanted, len(due))
-            replies = ask(self.transport, messages, num_wanted, end - time.monotonic(), specs, record)
+            replies = ask_sites(self.transport, messages, num_wanted, end - time.monotonic(), specs, record)
             asked.update(due)
             self._reject_invalid_modes(replies)
             self._note_disks(replies)
@@ -505,7 +505,7 @@ class Coordinator:
         messages = dict.fromkeys(newcomers, pack(self._request("join")))
         specs: dict[str, Spec] = {name: {} for name in newcomers}
         record = RoundRecord(self.progress.done)
-        replies = ask(self.transport, messages, len(newcomers), seconds, specs, record)
+        replies = ask_sites(self.transport, messages, len(newcomers), seconds, specs, record)
         self._note_disks(replies)
         self.roster.admit({name: response for name, (response, _) in replies.responses.items()}, replies.failed)
 
@@ -674,7 +674,7 @@ class Coordinator:
     ) -> dict[int, tuple[Response, State]]:
         """Return the mean of a secure sum as the update of each site in it, by the number of the site."""
         # After a restart, the sum may include a site that never answered the repeated training request.
-        no_facts = Response("ok", digest(b""))
+        no_facts = Response("ok", digest_of_message(b""))
         updates = {}
         for name in record.summed:
             response = answered[name][0] if name in answered else no_facts
@@ -774,7 +774,7 @@ class Coordinator:
         message = self._training_message(self.roster.numbers[name])
         request = replace(Request.read(read_header(message)), client=0)
         sent_digests = self.progress.sent_digests
-        sent_digests[str(request.round)] = digest(pack(request, load(message)))
+        sent_digests[str(request.round)] = digest_of_message(pack(request, load(message)))
         for round in sorted(sent_digests, key=int)[:-MAX_HEARD_ROUNDS]:
             del sent_digests[round]
 

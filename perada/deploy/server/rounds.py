@@ -16,7 +16,16 @@ from torch import Tensor
 from perada.core.disk_errors import DISK_ERRORS, as_disk_error
 from perada.core.rounds import RoundPlan, make_plan
 from perada.core.states import State, laid_out, stack, strides_of, to_device
-from perada.deploy.protocol import MAX_STEPS, RejectionError, Request, Response, Spec, digest, read_header, unpack
+from perada.deploy.protocol import (
+    MAX_STEPS,
+    RejectionError,
+    Request,
+    Response,
+    Spec,
+    digest_of_message,
+    read_header,
+    unpack,
+)
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.progress import SCORE_PREFIXES, Member, RoundRecord, RunProgress
 from perada.deploy.transport import Failure, Terms, Transport
@@ -222,7 +231,7 @@ class SiteReplies:
     failed: dict[str, str]
 
 
-def ask(
+def ask_sites(
     transport: Transport,
     messages: Mapping[str, bytes],
     enough: int,
@@ -259,7 +268,7 @@ def ask(
             response = Response.read(read_header(reply))
             spec = spec_of_site[name] if response.code == "ok" else {}
             state = unpack(reply, spec).tensors
-            if response.answers != digest(messages[name]):
+            if response.answers != digest_of_message(messages[name]):
                 raise RejectionError("it answers a different message")
         except RejectionError as error:
             log.warning("site %s: %s: %s", name, error.code, error)

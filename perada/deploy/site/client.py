@@ -27,7 +27,7 @@ from perada.deploy.site.file import Limits
 from perada.deploy.site.level import SitePrivacy
 from perada.deploy.state import IMAGES_LEDGER, RunState, SummingState
 from perada.deploy.sums.vector import Uint64Vector
-from perada.engine.engine import compare
+from perada.engine.engine import losses_of_members
 from perada.federation.both_models import (
     BothModels,
     Examples,
@@ -45,7 +45,7 @@ from perada.federation.typical_images import MAX_EXAMPLES
 from perada.lightning.privacy_setup import check_private, plan_privacy
 from perada.lightning.run_context import RunContext
 from perada.lightning.setup import check_first_batch, configure_rounds
-from perada.privacy.account import Account, Cost
+from perada.privacy.account import Account, StepCost
 from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
 from perada.privacy.options import privacy_options
 from perada.privacy.protection import Protection
@@ -317,7 +317,7 @@ class Client:
             prepared = data.prepare(data.transfer_batch_to_device(batch, self.recipe.device, 0))
             yield prepared.x, prepared.y
 
-    def costs(self, request: Request, protection: Protection, ledger: Ledger) -> list[Cost] | None:
+    def costs(self, request: Request, protection: Protection, ledger: Ledger) -> list[StepCost] | None:
         """Return the privacy cost of training.
 
         Args:
@@ -578,7 +578,7 @@ class Client:
             # The last batch is filled with images that were compared already.
             num_new = self.size - batch.step * batch.counts[0]
             batches.append(batch._replace(counts=(min(batch.counts[0], num_new),)))
-        losses = compare(self.module.engine, algorithm.members(shared, {}), batches, 1, self.module.task)
+        losses = losses_of_members(self.module.engine, algorithm.members(shared, {}), batches, 1, self.module.task)
         return self._state_sent_to_site(algorithm, request, shared, losses)
 
     def _state_sent_to_site(

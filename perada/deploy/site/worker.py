@@ -25,7 +25,7 @@ from perada.deploy.protocol import (
     Request,
     Response,
     ResponseCode,
-    digest,
+    digest_of_message,
     display_round,
     max_message_size,
     pack,
@@ -41,7 +41,7 @@ from perada.deploy.site.file import Limits
 from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteStore, SiteTotals, SummingState, TrainingState
 from perada.federation.both_models import without_both_models
 from perada.federation.scores import Scores
-from perada.privacy.account import Account, Cost
+from perada.privacy.account import Account, StepCost
 from perada.privacy.accounting import Ledger
 from perada.privacy.protection import Protection
 
@@ -127,7 +127,7 @@ class SiteWorker:
             OSError: If the audit log is not the one that this worker wrote: nothing leaves either.
             ValueError: Likewise.
         """
-        message_digest = digest(message)
+        message_digest = digest_of_message(message)
         transport_run = printable(transport_run)
         with self._answering:
             self.log_context = {}
@@ -265,7 +265,7 @@ class SiteWorker:
 
     def _affordable_costs(
         self, client: Client, request: Request, protection: Protection, ledger: Ledger
-    ) -> Sequence[Cost]:
+    ) -> Sequence[StepCost]:
         """Return the costs of a round for the ledgers of the site's images.
 
         Raises:
@@ -461,7 +461,7 @@ class SiteWorker:
             recipe=request.recipe,
             options=options,
             attempt=request.attempt,
-            given=digest(json.dumps(sent_by_server).encode()),
+            given=digest_of_message(json.dumps(sent_by_server).encode()),
             of=request.of,
         )
 
@@ -673,7 +673,7 @@ def _unpack_models(client: Client, message: bytes, request: Request) -> _Models:
 
 def _digest_for_all_sites(request: Request, tensors: State) -> str:
     """Return a digest of the server's message, without the site's own number."""
-    return digest(pack(replace(request, client=0), tensors))
+    return digest_of_message(pack(replace(request, client=0), tensors))
 
 
 @dataclass(frozen=True)
@@ -812,7 +812,7 @@ def _masked_round(request: Request, run_state: RunState) -> int:
     return run_state.summing.scores_round if request.of == "scores" else run_state.summing.update_round
 
 
-def _count(account: Account | None, costs: Sequence[Cost], ledger: Ledger) -> dict[str, Any]:
+def _count(account: Account | None, costs: Sequence[StepCost], ledger: Ledger) -> dict[str, Any]:
     """Charge the cost of a round to the site's images, in the run and in the ledger of all runs.
 
     Returns:

@@ -34,7 +34,7 @@ _BLOCK = 2**14
 _ZEROS = memoryview(bytes(8 * _BLOCK))
 
 
-def digest(content: Any) -> str:  # noqa: ANN401  # any JSON value
+def digest_of_json(content: Any) -> str:  # noqa: ANN401  # any JSON value
     """Return the SHA-256 of a JSON value in hexadecimal digits."""
     return hashlib.sha256(canonical(content)).hexdigest()
 
@@ -273,7 +273,7 @@ def commitment(context: str, dealer: str, holder: str, purpose: str, share: byte
 
     A share has 128 random bits, so that the digest does not reveal it.
     """
-    return digest(["share", context, dealer, holder, purpose, share.hex()])
+    return digest_of_json(["share", context, dealer, holder, purpose, share.hex()])
 
 
 def sum_statement(

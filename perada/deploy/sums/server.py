@@ -13,7 +13,7 @@ from perada.deploy.sums.keys import (
     SumTerms,
     add_streams,
     commitment,
-    digest,
+    digest_of_json,
     exchange_key,
     is_signed_by_itself,
     pair_mask_key,
@@ -50,7 +50,7 @@ class ServerRound:
         self.terms = terms
         self.adverts = {advert.name: advert for advert in adverts}
         self.order = share_order(adverts)
-        self._keys_digest = digest([self.adverts[name].statement() for name in self.order])
+        self._keys_digest = digest_of_json([self.adverts[name].statement() for name in self.order])
         self._min_sites = terms.options.least(len(self.order))
         self.commitments: dict[str, Commitments] = {}
         self.senders: list[str] = []

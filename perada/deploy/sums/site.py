@@ -18,7 +18,7 @@ from perada.deploy.sums.keys import (
     add_streams,
     commitment,
     conflicting_rounds,
-    digest,
+    digest_of_json,
     exchange_key,
     heard_digests,
     is_signed,
@@ -156,7 +156,7 @@ class SiteRound:
         public_keys = {purpose: key.public_key().public_bytes_raw().hex() for purpose, key in self._keys.items()}
         unsigned = Advert(
             name=self.name,
-            terms=digest(asdict(self.terms)),
+            terms=digest_of_json(asdict(self.terms)),
             identity=self._identity.public_key().public_bytes_raw().hex(),
             own=hashlib.sha256(self._seeds["own"]).hexdigest(),
             **public_keys,
@@ -190,7 +190,7 @@ class SiteRound:
             _require_condition(not rounds, f"{advert.name!r} was sent something different in round {rounds}")
         self._adverts = {advert.name: advert for advert in adverts}
         self._order = order
-        self._keys_digest = digest([self._adverts[name].statement() for name in order])
+        self._keys_digest = digest_of_json([self._adverts[name].statement() for name in order])
         return self._deal_shares()
 
     def _check_identities(self, adverts: Sequence[Advert]) -> None:

@@ -14,7 +14,7 @@ from perada.cli.runs import build_compared
 from perada.data import Digits
 from perada.studies.choose import candidates, command
 from perada.studies.choose.recipe_file import recipe_words, write_recipe
-from perada.studies.compare.running import OutOfTimeError, Stretch, Task, attempt
+from perada.studies.compare.running import OutOfTimeError, RunTask, Stretch, attempt
 from tests import recipes
 
 HELD_OUT = ["--data.client_validation=0.2", "--data.client_validation_seed=3", "--data.evaluate_on=validation"]
@@ -78,7 +78,7 @@ def test_a_trial_in_stretches_ends_like_an_uninterrupted_fit(recipe, tmp_path, a
     checkpoint = None
     for last_round in (1, 2, 4):
         stretch = Stretch(last_round, tmp_path / f"after_{last_round}.ckpt", start=checkpoint)
-        result = attempt(build, Task(args, False, stretch), threads=1)
+        result = attempt(build, RunTask(args, False, stretch), threads=1)
         checkpoint = stretch.checkpoint
         assert "failed" not in result
         assert len(result["run"]["seconds_of_rounds"]) in (1, 2)
@@ -102,7 +102,7 @@ def test_a_trial_in_stretches_ends_like_an_uninterrupted_fit(recipe, tmp_path, a
 
 def test_a_run_ends_when_its_time_is_over(recipe):
     args = ["--config", recipe, "--trainer.logger=false", "--federated.algorithm=FedAvg"]
-    result = attempt(build_compared, Task(args, False, end_by=0.0), threads=1)
+    result = attempt(build_compared, RunTask(args, False, end_by=0.0), threads=1)
     assert result["failed"].startswith(OutOfTimeError.__name__)
 
 

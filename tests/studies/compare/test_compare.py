@@ -33,14 +33,14 @@ from perada.studies.compare.command import ComparisonRunner
 from perada.studies.compare.entries import ENTRIES
 from perada.studies.compare.grid import parse_grid
 from perada.studies.compare.plan import CHOSEN_BY, Plan
-from perada.studies.compare.results import Results, Trial, choose, score, trials_of
-from perada.studies.compare.running import Task, epsilons, runner, same_budget
+from perada.studies.compare.results import GridTrial, Results, choose_trial, score, trials_of
+from perada.studies.compare.running import RunTask, epsilons, runner, same_budget
 from perada.studies.compare.tables import curve_tables, grid_table, summary
 from perada.tasks import Classification, Regression
 from tests import recipes
 from tests.digests import without
 
-comparison = partial(file.comparison, find=comparison_file)
+comparison = partial(file.expand_comparison, find=comparison_file)
 DISTILLING = {"federated": {"clients_per_round": 2}, "distillation": {"steps": 1, "batch_size": 4}}
 TINY = yaml.safe_dump(recipes.recipe(data={"public_fraction": 0.2}, **DISTILLING))
 GRID = ["--tune", "training.lr_personal+training.lr_local=0.01,0.3,0.1"]
@@ -239,11 +239,11 @@ def stub(args):
 
 @pytest.mark.slow
 def test_a_process_that_dies_takes_its_own_run_along_only(capfd):
-    tasks = [Task([word], scores_start=word == "b") for word in ("a", "die", "b", "c", "die", "d")]
+    tasks = [RunTask([word], scores_start=word == "b") for word in ("a", "die", "b", "c", "die", "d")]
     before = dict(os.environ)
     with runner(stub, threads=3, jobs=2) as carry_out:
         events = list(carry_out(tasks))
-        events += [(6 + number, result) for number, result in carry_out([Task(["e"], scores_start=False)])]
+        events += [(6 + number, result) for number, result in carry_out([RunTask(["e"], scores_start=False)])]
     assert sorted(number for number, result in events if result is None) == list(range(7))
     results = {number: result for number, result in events if result is not None}
     for number in (0, 2, 3, 5):
@@ -265,7 +265,7 @@ def test_a_comparison_that_is_stopped_ends_its_processes_and_no_others(tmp_path)
     other = get_context("spawn").Process(target=time.sleep, args=(3600,))
     other.start()
     with pytest.raises(KeyboardInterrupt), runner(slow, threads=1, jobs=2) as carry_out:
-        for _ in carry_out([Task([str(tmp_path / name)], scores_start=False) for name in "abc"]):
+        for _ in carry_out([RunTask([str(tmp_path / name)], scores_start=False) for name in "abc"]):
             raise KeyboardInterrupt
     for child in active_children():
         if child is not other:
@@ -347,13 +347,13 @@ def test_choice():
         return {"personal/local_test": local, "personal/global_test": everywhere, "diverged": diverged}
 
     records = [scored(0.9, 0.1), scored(0.4, 0.8), scored(0.8, 0.4)]
-    tried = [Trial({"lr": str(number)}, [record]) for number, record in enumerate(records)]
-    assert choose(tried) == choose(tried[1:]) == tried[1]
+    tried = [GridTrial({"lr": str(number)}, [record]) for number, record in enumerate(records)]
+    assert choose_trial(tried) == choose_trial(tried[1:]) == tried[1]
     assert [score(record) for record in records] == pytest.approx([0.5, 0.6, 0.6])
-    diverged = Trial({"lr": "4"}, [scored(None, None, True)])
-    failed = Trial({"lr": "5"}, [{"failed": "x"}])
-    assert choose([*tried, diverged, failed]) == choose(tried)
-    assert choose([Trial({"lr": "4"}, [scored(1.0, 1.0, True)]), Trial({"lr": "5"}, [None])]) is None
+    diverged = GridTrial({"lr": "4"}, [scored(None, None, True)])
+    failed = GridTrial({"lr": "5"}, [{"failed": "x"}])
+    assert choose_trial([*tried, diverged, failed]) == choose_trial(tried)
+    assert choose_trial([GridTrial({"lr": "4"}, [scored(1.0, 1.0, True)]), GridTrial({"lr": "5"}, [None])]) is None
 
 
 @pytest.mark.every(8)
@@ -752,9 +752,9 @@ def test_a_setting_is_judged_by_its_mean_over_the_seeds_of_the_grid():
         trial("3", 7, 0.9),
         trial("3", 8, 0.9, failed="ValueError: no"),
     ]
-    best = choose(trials_of(records))
+    best = choose_trial(trials_of(records))
     assert best.point == {"lr": "1"}
-    assert choose(trials_of(records[::2])).point == {"lr": "3"}
+    assert choose_trial(trials_of(records[::2])).point == {"lr": "3"}
     text = grid_table(records)
     # The sample deviation of 50 and 70, and of 60 and 40.
     assert text.splitlines()[2:5] == [
@@ -1257,8 +1257,8 @@ def test_the_lower_error_is_chosen():
         )
     ]
     assert [score(record) for record in records] == pytest.approx([-0.3, -0.1, 0.15])
-    best = choose([Trial({"lr": str(number)}, [record]) for number, record in enumerate(records[:2])])
-    assert best == Trial({"lr": "1"}, [records[1]])
+    best = choose_trial([GridTrial({"lr": str(number)}, [record]) for number, record in enumerate(records[:2])])
+    assert best == GridTrial({"lr": "1"}, [records[1]])
     run = {"stage": "tune", "label": "ditto", "recipe": "r", "seed": 0, "variant": ["--tune=lr=0,1"]}
     tried = [run | record | {"point": {"lr": str(n)}} for n, record in enumerate(records[:2])]
     shown = grid_table(tried)
