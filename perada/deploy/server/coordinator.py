@@ -5,14 +5,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load
 
 from perada.core.disk_errors import DiskError, naming_disk
 from perada.core.files import FolderLock
@@ -25,10 +22,8 @@ from perada.deploy.protocol import (
     RequestKind,
     Response,
     Spec,
-    digest_of_message,
     max_message_size,
     pack,
-    read_header,
     spec_of,
 )
 from perada.deploy.recipe import ServerRecipe, labels_digest
@@ -39,9 +34,7 @@ from perada.deploy.server.progress import (
     RunProgress,
     participation_of,
     read_progress,
-    read_sum,
     write_progress,
-    write_sum,
 )
 from perada.deploy.server.rounds import (
     TRANSIENT,
@@ -53,15 +46,15 @@ from perada.deploy.server.rounds import (
     log_each,
     log_round,
 )
+from perada.deploy.server.summed_rounds import SummedRounds
 from perada.deploy.server.waits import SiteWaits, next_wait
-from perada.deploy.sums.progress import MAX_HEARD_ROUNDS
-from perada.deploy.sums.vector import SPOILED, Contents, SumResult, check_cryptography
+from perada.deploy.sums.vector import check_cryptography
 from perada.deploy.transport import Terms, Transport
 from perada.federation.both_models import check_both_models, without_both_models
 from perada.federation.failed_outputs import REMEDY
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.secure_sums import check_secure_sums
-from perada.federation.server import OUTLIER_FACTOR, Server
+from perada.federation.server import Server
 from perada.federation.settings import check_combinations, check_distilled_batch_norm
 from perada.privacy.accounting import check_delta_covers
 from perada.privacy.dry_run_checks import check_client_level
@@ -71,27 +64,10 @@ PAUSE = 0.5
 """Seconds between two attempts."""
 LOG_INTERVAL = 30.0
 """Seconds between two log lines about sites that are waited for."""
-MAX_MOVES = 20
-"""Number of recent secure sums of which the server keeps how far they moved the model."""
-MAX_SPOILED_ROUNDS = 2
-"""After so many spoiled rounds in a row the model from before the last sum is restored."""
 
 ResultT = TypeVar("ResultT")
 
 log = logging.getLogger("perada.deploy")
-
-
-@dataclass(frozen=True)
-class _Move:
-    """The size of a change of the model.
-
-    Attributes:
-        length: Euclidean norm of the change.
-        norm: Euclidean norm of the model before it.
-    """
-
-    length: float
-    norm: float
 
 
 @dataclass(frozen=True)
@@ -105,19 +81,6 @@ class _Replies:
 
     selected: list[str]
     answered: dict[str, tuple[Response, State]]
-
-
-@dataclass(frozen=True)
-class _FinishedSum:
-    """A secure sum over sites.
-
-    Attributes:
-        sites: Names of the sites in the sum.
-        result: Its content.
-    """
-
-    sites: list[str]
-    result: SumResult
 
 
 class Coordinator:
@@ -134,6 +97,7 @@ class Coordinator:
         server: Server with the global state.
         roster: Sites of the run.
         sample: Number of sites that are asked in a round; None for all.
+        summed_rounds: Secure sums of the run.
 
     Raises:
         ValueError: If the recipe cannot be deployed, or the folder holds another run.
@@ -162,12 +126,14 @@ class Coordinator:
             )
         with naming_disk(folder):
             self._lock = FolderLock(folder, "server")
-        # States from before the last secure sum; empty if there are none.
-        self._former: dict[str, Any] = {}
+        former_states: dict[str, Any] = {}
         self._waits = SiteWaits(terms.deadline)
         try:
             with naming_disk(folder):
-                self.progress = self._resume() if terms.resume else self._begin()
+                if terms.resume:
+                    self.progress, former_states = self._resume()
+                else:
+                    self.progress = self._begin()
         except (ValueError, OSError):
             self._lock.close()
             raise
@@ -177,6 +143,18 @@ class Coordinator:
         for row in self.progress.history:
             log_round(self.loggers, row)
         self.roster = Roster(self.progress, terms, recipe)
+        self.summed_rounds = SummedRounds(
+            recipe=recipe,
+            settings=self.settings,
+            server=self.server,
+            roster=self.roster,
+            progress=self.progress,
+            images=self.images,
+            folder=folder,
+            ask=self._ask_for_sum,
+            on_disk=self._on_disk,
+            former=former_states,
+        )
 
     def _begin(self) -> RunProgress:
         """Return the progress of a new run."""
@@ -186,19 +164,22 @@ class Coordinator:
             progress.labels = labels_digest(recipe.num_classes, recipe.task, recipe.classes)
         return progress
 
-    def _resume(self) -> RunProgress:
-        """Restore the states of an interrupted run, and return its progress."""
+    def _resume(self) -> tuple[RunProgress, dict[str, Any]]:
+        """Restore the states of an interrupted run.
+
+        Returns:
+            Its progress, and the states from before its last secure sum; empty if there are none.
+        """
         progress, states = read_progress(self.folder)
         if (progress.recipe, progress.rounds) != (self.recipe.digest, self.recipe.rounds):
             raise ValueError(
                 f"{str(self.folder)!r} contains a run of a different recipe or different weights; use the original ones"
             )
         self.server.load_state_dict(states)
-        self._former = states.get("former", {})
         for member in progress.roster:
             # A site that has lied may have been repaired meanwhile.
             member.lie = ""
-        return progress
+        return progress, states.get("former", {})
 
     def _max_reply_size(self) -> int:
         """Return the largest size of a reply. Tensors may differ between odd and even rounds."""
@@ -537,13 +518,14 @@ class Coordinator:
         record = RoundRecord(progress.done)
         drawn = self._gather_sites(end)
         self.server.lora_ranks = self.roster.lora_ranks
-        self._check_honest_sites()
+        self.summed_rounds.check_honest_sites()
         names = [progress.roster[number].name for number in drawn]
         # After a crash the same sites receive the same messages again, which they recognise.
         if not progress.selected:
             progress.selected = names[: self.sample]
         if self.settings.secure_sums is not None:
-            self._note_sent(progress.selected[0])
+            number_of_first = self.roster.numbers[progress.selected[0]]
+            self.summed_rounds.note_sent(self._training_message(number_of_first))
         # Saved before sites are asked, so that a restarted server asks the same ones.
         save_begin = time.monotonic()
         self._save()
@@ -553,7 +535,7 @@ class Coordinator:
         if self.settings.secure_sums is None:
             self._close_round(record, answered)
         else:
-            self._close_summed_round(record, answered)
+            self.summed_rounds.close(record, answered)
         record.seconds = time.monotonic() - begin
         progress.history[-1]["deploy/seconds"] = record.seconds
         self._save()
@@ -641,211 +623,6 @@ class Coordinator:
             updates[numbers[name]] = (response, widened_state)
         close_round(self.recipe, self.server, self.roster, self.images, record, updates)
 
-    def _close_summed_round(self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]]) -> None:
-        """Close a round with the secure sum of the sites' updates."""
-        result = self._sum_of_updates(record, answered)
-        updates: dict[int, tuple[Response, State]] = {}
-        summed_logits = None
-        if result is not None:
-            updates = self._summed_updates(record, answered, result.mean)
-            summed_logits = torch.empty(0) if result.logits is None else result.logits
-        states_before = deepcopy(self.server.state_dict())
-        close_round(self.recipe, self.server, self.roster, self.images, record, updates, summed_logits)
-        self._keep_or_restore(record, states_before)
-        if result is not None:
-            for role, loss in result.metrics.items():
-                self.progress.history[-1][f"train/{role}_loss"] = loss
-
-    def _sum_of_updates(self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]]) -> SumResult | None:
-        """Return the secure sum of the sites' updates; None, and the reason in the record, if it cannot be used."""
-        try:
-            contents = self.recipe.contents(record.round, self.images)
-            finished_sum = self._sum("update", record, answered, contents)
-            record.summed = finished_sum.sites
-            self._check_move(finished_sum.result.mean)
-        except RejectionError as rejection:
-            record.summed = []
-            record.void = str(rejection)
-            return None
-        return finished_sum.result
-
-    def _summed_updates(
-        self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]], mean: State
-    ) -> dict[int, tuple[Response, State]]:
-        """Return the mean of a secure sum as the update of each site in it, by the number of the site."""
-        # After a restart, the sum may include a site that never answered the repeated training request.
-        no_facts = Response("ok", digest_of_message(b""))
-        updates = {}
-        for name in record.summed:
-            response = answered[name][0] if name in answered else no_facts
-            updates[self.roster.numbers[name]] = (response, mean)
-        return updates
-
-    def _check_move(self, mean: State) -> None:
-        """Check the size of the mean of a secure sum, which a single site may have made huge.
-
-        A mean of plausible numbers may still be a model that no site can train, so that all later rounds would be void.
-        It is rejected if it moves the model by many times its own norm, and, if there were sums before, by many times
-        as much as the largest of those. Noisy sums may have any size.
-
-        Raises:
-            RejectionError: If it is out of proportion.
-        """
-        progress = self.progress
-        if self.recipe.noisy:
-            return
-        move = self._measure_move(mean)
-        rate_factor = self.recipe.loop.training.rate_factor(progress.done, progress.rounds)
-        multiple = OUTLIER_FACTOR if progress.moves else OUTLIER_FACTOR**2
-        limit = multiple * max(1.0, move.norm)
-        if progress.moves and rate_factor > 0:
-            limit = max(limit, OUTLIER_FACTOR * rate_factor * max(progress.moves))
-        if move.length > limit:
-            raise RejectionError(
-                f"{SPOILED} it moves the model by {move.length:.3g}, more than {limit:.3g}, which is {multiple:g} "
-                "times its norm or earlier moves",
-                "other",
-            )
-        if rate_factor > 0:
-            progress.moves = [*progress.moves, move.length / rate_factor][-MAX_MOVES:]
-
-    def _measure_move(self, mean: State) -> _Move:
-        """Measure how far a mean of updates is from what sites received, without statistics of images.
-
-        Running statistics may have any size. If what a site receives depends on its images, the distance is from zero.
-        """
-        progress = self.progress
-        received: State = {}
-        if not self.settings.algorithm.compares_models:
-            plan = RoundPlan(progress.done, (0,), ((0,),))
-            received = self.server.broadcast(plan, max(1, len(progress.roster)))
-        squared_length = 0.0
-        squared_norm = 0.0
-        for key, value in mean.items():
-            if not value.is_floating_point() or key.endswith(("running_mean", "running_var")):
-                continue
-            before = torch.zeros_like(value, dtype=torch.float64)
-            if key in received and received[key][0].shape == value.shape:
-                before = received[key][0].to("cpu", torch.float64)
-            squared_length += float((value.double() - before).square().sum())
-            squared_norm += float(before.square().sum())
-        return _Move(length=squared_length**0.5, norm=squared_norm**0.5)
-
-    def _keep_or_restore(self, record: RoundRecord, states_before: dict[str, Any]) -> None:
-        """Keep the states before a secure sum, and restore them if the new ones turn out to be spoiled.
-
-        New states are spoiled if most sites cannot train them. A sum that cannot be read may also be the fault of a
-        single site in this round, so it takes several such rounds in a row.
-        """
-        progress = self.progress
-        if not record.void:
-            self._former = states_before
-            progress.spoiled = 0
-            return
-        num_broken = sum(code == "broken" for code in record.failed.values())
-        most_broke = 2 * num_broken > len(record.selected)
-        if most_broke or record.void.startswith(SPOILED):
-            progress.spoiled += 1
-        if self._former and (most_broke or progress.spoiled >= MAX_SPOILED_ROUNDS):
-            self.server.load_state_dict(self._former)
-            self._former = {}
-            progress.spoiled = 0
-            record.void += "; the model from before the last sum was restored"
-            log.warning("round %d: the model from before the last secure sum was restored", record.round + 1)
-
-    def _check_honest_sites(self) -> None:
-        """Raise if too few honest sites are left for a secure sum, before any site trains for it.
-
-        Raises:
-            TimeoutError: If there are too few.
-        """
-        options = self.settings.secure_sums
-        lies = {member.name: member.lie for member in self.progress.roster if member.lie}
-        if options is None or not lies or len(self.progress.roster) - len(lies) >= options.min_sites:
-            return
-        reasons = "; ".join(f"site {name}: {lie}" for name, lie in lies.items())
-        raise TimeoutError(
-            f"round {self.progress.done + 1}: a secure sum needs {options.min_sites} sites, but too few are left "
-            f"without those that lied ({reasons}). Find out why they lied, then resume the run: they are asked again"
-        )
-
-    def _note_sent(self, name: str) -> None:
-        """Record the digest of what sites are sent in this round, which they state in later rounds."""
-        message = self._training_message(self.roster.numbers[name])
-        request = replace(Request.read(read_header(message)), client=0)
-        sent_digests = self.progress.sent_digests
-        sent_digests[str(request.round)] = digest_of_message(pack(request, load(message)))
-        for round in sorted(sent_digests, key=int)[:-MAX_HEARD_ROUNDS]:
-            del sent_digests[round]
-
-    def _sum(
-        self,
-        of: str,
-        record: RoundRecord,
-        answered: Mapping[str, tuple[Response, State]],
-        contents: Contents,
-    ) -> _FinishedSum:
-        """Make a secure sum over sites that have trained, or scored.
-
-        Args:
-            of: What is added up: ``update`` or ``scores``.
-            record: Record that gets the codes of sites that are not in the sum.
-            answered: Responses of the sites, with their keys.
-            contents: Layout of the vectors.
-
-        Returns:
-            The sites in the sum, and its content.
-
-        Raises:
-            RejectionError: If too few sites remain at a step.
-        """
-        from perada.deploy.server.summing import SecureSum
-        from perada.deploy.sums.keys import SumTerms
-
-        progress = self.progress
-
-        def terms(attempt: int) -> SumTerms:
-            return SumTerms(progress.run, progress.done, progress.recipe, contents.options, attempt, of=of)
-
-        state = self._on_disk(lambda: read_sum(self.folder, progress.run, progress.done, of))
-        if state is not None:
-            # Before the restart, they may have sent the vectors whose cost is counted.
-            record.masked = list(state.senders)
-        secure_sum = SecureSum(
-            partial(self._ask_for_sum, of, record),
-            terms,
-            self._without_liars(answered, record),
-            contents.size,
-            sum_state=state,
-            save=lambda state: self._on_disk(lambda: write_sum(self.folder, progress.run, state)),
-            sent_digests=progress.sent_digests,
-        )
-        survivors: list[str] = []
-        try:
-            survivors, total = secure_sum.run()
-        finally:
-            for name in survivors:
-                record.failed.pop(name, None)
-            record.failed |= secure_sum.failed
-            for member in progress.roster:
-                member.lie = secure_sum.lies.get(member.name, member.lie)
-        return _FinishedSum(survivors, contents.decode(total, len(survivors)))
-
-    def _without_liars(
-        self, answered: Mapping[str, tuple[Response, State]], record: RoundRecord
-    ) -> dict[str, tuple[Response, State]]:
-        """Return the answers of sites that are not known to have lied, and record the other sites as failed."""
-        from perada.deploy.server.summing import LIED
-
-        liars = {member.name for member in self.progress.roster if member.lie}
-        honest = {}
-        for name, answer in answered.items():
-            if name in liars:
-                record.failed[name] = LIED
-            else:
-                honest[name] = answer
-        return honest
-
     def _ask_for_sum(
         self,
         of: str,
@@ -855,19 +632,7 @@ class Coordinator:
         contents: Mapping[str, dict[str, Any]],
         vector_size: int,
     ) -> dict[str, tuple[Response, State]]:
-        """Request a step of a secure sum from sites; with its first two arguments bound, an :class:`.AskStep`.
-
-        Args:
-            of: What is added up: ``update`` or ``scores``.
-            record: Record of the round, to which failures and megabytes are added.
-            kind: As in :class:`.AskStep`.
-            attempt: As there.
-            contents: As there.
-            vector_size: As there.
-
-        Returns:
-            Response and tensors of each site that answered, by name.
-        """
+        """Request a step of a secure sum from sites; an :class:`.AskForSum`."""
         from perada.deploy.server.summing import MASKED
 
         numbers = self.roster.numbers
@@ -987,7 +752,7 @@ class Coordinator:
                 candidates[name] = (response, {})
         try:
             contents = recipe.contents_of_scores()
-            result = self._sum("scores", RoundRecord(self.progress.done), candidates, contents).result
+            result = self.summed_rounds.add_up("scores", RoundRecord(self.progress.done), candidates, contents).result
         except RejectionError as rejection:
             log.warning("no scores after round %d: %s", self.progress.done, rejection)
             return self._mean_scores(responses)
@@ -1022,8 +787,8 @@ class Coordinator:
     def _save(self) -> None:
         """Write the states and the progress."""
         states = self.server.state_dict()
-        if self._former:
-            states["former"] = self._former
+        if self.summed_rounds.former:
+            states["former"] = self.summed_rounds.former
         self._on_disk(lambda: write_progress(self.folder, self.progress, states))
 
     def _on_disk(self, access: Callable[[], ResultT]) -> ResultT:

@@ -61,7 +61,7 @@ def test_a_model_that_most_sites_cannot_train_is_put_back(resumes, tiny, tmp_pat
     workers = made.workers(may_send=())
     adds_always(workers["site0"], all_numbers(1e6), [1])
     coordinator = made.coordinator(LocalTransport(workers))
-    monkeypatch.setattr(type(coordinator), "_check_move", lambda *_: None)
+    monkeypatch.setattr(type(coordinator.summed_rounds), "_check_move", lambda *_: None)
     coordinator._run_round()
     before = {key: value.clone() for key, value in coordinator.server.global_state.items()}
     coordinator._run_round()
@@ -88,7 +88,7 @@ def test_one_site_that_spoils_a_round_does_not_take_the_model_back(tiny, tmp_pat
     coordinator._run_round()
     first = {key: value.clone() for key, value in coordinator.server.global_state.items()}
     coordinator._run_round()
-    assert coordinator.progress.records[1].void and coordinator._former
+    assert coordinator.progress.records[1].void and coordinator.summed_rounds.former
     assert all(torch.equal(value, first[key]) for key, value in coordinator.server.global_state.items())
 
 
