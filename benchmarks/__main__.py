@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.machine import machine_facts
 from perada.core.checks import OptionError, check_known
-from perada.core.files import write_atomic
 from perada.results.report import table
+from perada.system.files import write_atomic
 
 BENCHMARKS = {
     "machine": "limit",

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from benchmarks.machine import machine_facts
 from perada.cli.runs import PeradaCLI
-from perada.core.quiet import info_messages_disabled
 from perada.data import Digits, FederatedDataModule
 from perada.data.batches.transforms import resize_uint8
 from perada.data.sets.scanners import DEVICES, scan
 from perada.data.shifts import MAIN, Condition
 from perada.federation.both_models import BothModels
 from perada.federation.typical_images import MAX_EXAMPLES
+from perada.system.quiet import info_messages_disabled
 
 FOLDER = Path("lightning_logs/prediction_rules")
 """Outputs of finished runs, from which rules are scored again without training. Delete it to train again."""

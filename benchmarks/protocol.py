@@ -19,8 +19,8 @@ import torch
 from benchmarks.experiments import mean_and_spread
 from perada.cli import main as perada
 from perada.cli.runs import PeradaCLI
-from perada.core.quiet import info_messages_disabled
 from perada.studies.compare.running import SILENT
+from perada.system.quiet import info_messages_disabled
 
 COMPARISON = "paper/perada_protocol_mini"
 OUTPUT = Path("perada_protocol_mini.json")

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from perada.core.garbage import collection_paused
+from perada.system.garbage import collection_paused
 
 if TYPE_CHECKING:
     from perada.algorithms import Algorithm, make_algorithm

@@ -16,8 +16,6 @@ from torch import nn
 from perada.algorithms import Algorithm, make_algorithm
 from perada.algorithms.specs import class_path_of
 from perada.core.checks import OptionError, check_integer, check_options, check_type, without_effect
-from perada.core.interruption import watch_signals
-from perada.core.quiet import quiet
 from perada.core.text import near_names, plain_number, quoted, value_text
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.workers import explain_worker_deaths
@@ -39,6 +37,8 @@ from perada.results.restore import plain_data
 from perada.results.run import Run
 from perada.server import Distillation, SecureSums, ServerRule, make_rule
 from perada.server.aggregate import Weighting
+from perada.system.interruption import watch_signals
+from perada.system.quiet import quiet
 from perada.tasks import Task
 
 __all__ = ["argument_texts", "finetune", "make_trainer"]

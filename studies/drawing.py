@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perada.core.checks import check_installed
-from perada.core.files import check_output_folder, writing
+from perada.system.files import check_output_folder, writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from perada.api import finetune
 from perada.core.checks import check_number
-from perada.core.quiet import info_messages_disabled
 from perada.core.seeding import derive_seed, seeded
 from perada.core.states import State
 from perada.data import IID, FederatedData
@@ -34,6 +33,7 @@ from perada.results.report import table
 from perada.studies.drawing import check_output, new_figure, write
 from perada.studies.local_gd_curves import Counts
 from perada.studies.local_gd_head import HeadSettings, load_images
+from perada.system.quiet import info_messages_disabled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,7 +15,6 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import TensorDataset
 
 from perada.api import finetune
-from perada.core.quiet import info_messages_disabled
 from perada.core.seeding import derive_seed, generator
 from perada.core.states import State
 from perada.data import Digits, DominantClass, FashionMNIST, FederatedData
@@ -26,6 +25,7 @@ from perada.models.backbones import build_backbone
 from perada.server import Aggregation, Mean, ModifiedLocalGD, ServerRule
 from perada.studies.local_gd_curves import Advance, Counts, Curves
 from perada.studies.local_gd_linear import direction_distance
+from perada.system.quiet import info_messages_disabled
 
 WEIGHTS = {"fashion_mnist": "perada:digits_test_resnet", "digits": "perada:fashion_test_resnet"}
 """Shipped weights of a backbone that has not seen the images, trained on the other set."""

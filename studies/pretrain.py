@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from perada.core.files import check_output_file
 from perada.core.rounds import ImageConfig
 from perada.core.seeding import generator, seeded
 from perada.data.batches.transforms import draw_crops, prepare_images
@@ -28,6 +27,7 @@ from perada.data.sets.arrays import Digits, FashionMNIST
 from perada.data.sets.base import ImageSet
 from perada.models.backbones import build_backbone
 from perada.studies.shapes import Shapes
+from perada.system.files import check_output_file
 from perada.tasks.geometry import augment
 
 __all__ = ["PretrainSettings", "pretrain"]

@@ -3,7 +3,7 @@
 
 import json
 
-from perada.core.digests import KEY, SUMS_FILE
+from perada.system.digests import KEY, SUMS_FILE
 
 
 def without(content):

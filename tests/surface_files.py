@@ -9,8 +9,8 @@ import yaml
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.core.digests import check_sealed
 from perada.results.restore import CHECKPOINT_FORMAT, CHECKPOINT_KEY
+from perada.system.digests import check_sealed
 from tests.surface import Parts
 
 

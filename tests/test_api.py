@@ -20,8 +20,8 @@ from perada import Training
 from perada.api import argument_texts, to_yaml_value
 from perada.cli import main
 from perada.cli.runs import PeradaCLI
-from perada.core.digests import check_sealed
 from perada.server import Distillation, SecureSums
+from perada.system.digests import check_sealed
 from tests.options import sections
 
 

@@ -30,11 +30,11 @@ MODULES = {
 }
 
 # The packages, top to bottom: a module imports from its own package and from those above it.
-ROOMS = "core tasks engine server algorithms privacy models federation data results lightning".split()
+ROOMS = "core system tasks engine server algorithms privacy models federation data results lightning".split()
 ROOMS += "api deploy studies cli".split()
 LINKS = {"adapters": {"torch", "peft", "timm", "transformers"}}  # never perada's own
 FACES = {"perada", "__main__"}  # perada/__init__.py hands on public names when they are asked for
-ALSO = {"privacy": {"opacus"}, "core": {"filelock", "yaml"}}  # core reads YAML files of users, and locks files
+ALSO = {"privacy": {"opacus"}, "system": {"filelock", "yaml"}}  # system reads YAML files of users, and locks files
 TORCH_ONLY = set(ROOMS[: ROOMS.index("models")])
 MODEL_ZOOS = {"huggingface_hub", "peft", "timm", "transformers"}
 SEES_ZOOS = {"models", "results"}

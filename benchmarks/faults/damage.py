@@ -16,11 +16,11 @@ import perada
 from benchmarks.faults.job import Job
 from benchmarks.faults.labels import LABELS
 from benchmarks.faults.outcomes import HARMLESS, REPORTED, Campaign, Verdict
-from perada.core.digests import sealed
 from perada.data import FromFile
 from perada.data.partitions import Split
 from perada.studies.compare.results import Results
 from perada.studies.report.records import RunRecord, read_records
+from perada.system.digests import sealed
 
 Read = Callable[[Path, Job], Any]
 """Reads a file in a copy of an example's folder, given the job that wrote it."""

@@ -26,12 +26,12 @@ from benchmarks.faults.damage import FILES, Example, Read, divide, folder_of, ma
 from benchmarks.faults.job import Job
 from benchmarks.faults.outcomes import HARMLESS, REPORTED, Campaign, Verdict
 from perada.cli.main import _format_tables
-from perada.core.digests import KEY, sealed, write_sums
 from perada.lightning.checkpoint import AtomicCheckpointIO
 from perada.results.clients import forget
 from perada.results.run_file import READY, RUN_FILE, STAGE
 from perada.studies.report.page import write_page
 from perada.studies.report.records import read_records
+from perada.system.digests import KEY, sealed, write_sums
 
 SAVED = "saved"
 EXPORTED = "exported"

@@ -20,10 +20,10 @@ import torch
 import perada
 from benchmarks.faults.job import Job
 from benchmarks.faults.outcomes import SURVIVED, Campaign, Verdict
-from perada.core.digests import digest_of
 from perada.federation.store import locate
 from perada.lightning.checkpoint import AtomicCheckpointIO
 from perada.results.restore import newest_intact
+from perada.system.digests import digest_of
 
 CALLS = ("fsync", "rename", "replace", "link", "unlink", "remove", "mkdir", "rmdir")
 """Functions of ``os`` that change names or sync."""

@@ -19,8 +19,8 @@ from benchmarks.peers.prepare import prepare
 from benchmarks.peers.scores import TOLERANCE, Score, score
 from benchmarks.peers.tasks import FRAMEWORKS, TASK_FILE, TASKS, Task, quick_task, save_task_data, unsupported_reason
 from benchmarks.timing import ratio
-from perada.core.files import write_atomic
 from perada.results.report import table
+from perada.system.files import write_atomic
 
 MEMORY_ROUNDS = 2
 """Rounds of the turn in which memory is sampled: after them a process has all that it needs."""

@@ -21,8 +21,8 @@ from perada.algorithms.scaffold import Scaffold
 from perada.algorithms.sharing import FedAlt, FedBN, FedPer, FedRep, FedSim, LGFedAvg
 from perada.core.checks import OptionError, check_known, invalid_option
 from perada.core.text import near_names
-from perada.core.yaml_files import read_yaml
 from perada.server.rules import SERVER_RULES
+from perada.system.yaml_files import read_yaml
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "perada": PerAda,

@@ -17,7 +17,6 @@ from PIL import Image
 
 from perada.cli.sources import SOURCE_HELP, TABLES, check_source
 from perada.core.checks import check_choice
-from perada.core.files import check_output_file, writing
 from perada.core.text import abbreviated, printable, printable_json
 from perada.data import IID, ByDomain, FederatedDataModule, HuggingFace, ImageMasks, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
@@ -28,6 +27,7 @@ from perada.results.report import ROWS, table
 from perada.studies.drawing import check_drawing, new_figure
 from perada.studies.report.class_figures import partition_figure
 from perada.studies.report.plotting import report_style
+from perada.system.files import check_output_file, writing
 
 Source = Images | ImageMasks | ImageTable | HuggingFace
 MIN_IMAGES_OF_CLIENT = 10

@@ -27,8 +27,6 @@ from perada.cli.deployed_recipes import server_recipe, site_recipe
 from perada.cli.inference import print_saved
 from perada.cli.runs import USER_ERRORS
 from perada.core.checks import check_installed
-from perada.core.disk_errors import naming_disk
-from perada.core.files import check_output_folder
 from perada.core.text import printable
 from perada.deploy.exported import export_server_run, export_site_run
 from perada.deploy.monitoring import Monitoring, json_logs, stamp, text_handler
@@ -46,6 +44,8 @@ from perada.federation.both_models import without_both_models
 from perada.privacy.accounting import Ledger
 from perada.results.clients import check_none_lost
 from perada.results.run import Run
+from perada.system.disk_errors import naming_disk
+from perada.system.files import check_output_folder
 
 if TYPE_CHECKING:
     from perada.deploy.server.metrics import CountingTransport

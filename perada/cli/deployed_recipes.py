@@ -18,9 +18,7 @@ from perada.cli.parser import resolve_names
 from perada.cli.recipes import recipe_text
 from perada.cli.runs import PeradaCLI
 from perada.core.checks import check_integer
-from perada.core.files import Scratch, writing
 from perada.core.text import abbreviated, quoted
-from perada.core.yaml_files import iterate_strings, parse_yaml
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.inspection import without_broken
 from perada.data.partitions.division import Division
@@ -29,6 +27,8 @@ from perada.deploy.recipe import Recipe, ServerRecipe
 from perada.deploy.site.client import single_client_data
 from perada.deploy.site.file import SiteFile
 from perada.deploy.site.split import load_splits, split_key
+from perada.system.files import Scratch, writing
+from perada.system.yaml_files import iterate_strings, parse_yaml
 from perada.tasks import Classification
 
 SHARED_DATA_OPTIONS = (

@@ -16,9 +16,9 @@ import yaml
 from perada.cli.answers import check_answer
 from perada.cli.recipes import find_recipe
 from perada.cli.sources import SOURCE_HELP, check_source
-from perada.core.files import check_output_file
 from perada.results.client_names import available_client, check_new_name, client_index
 from perada.results.run_file import RUN_FILE, read_run
+from perada.system.files import check_output_file
 
 ANSWERS = ("rounds", "task", "epsilon", "images")
 """Questions of `perada init` whose answers are checked here. That for the algorithm needs the algorithms."""

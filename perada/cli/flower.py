@@ -13,13 +13,13 @@ from jsonargparse import ArgumentParser, Namespace
 from perada.cli.messages import one_line, quiet_libraries
 from perada.cli.recipes import recipe_text
 from perada.core.checks import check_integer
-from perada.core.files import check_new_files
 from perada.core.text import printable
 from perada.deploy.flower.app import check_app_target, write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, list_runs, run_app
 from perada.deploy.monitoring import Monitoring, json_handler, json_logs, text_handler
 from perada.deploy.transport import Terms, Transport
+from perada.system.files import check_new_files
 
 
 def init_app(parser: ArgumentParser, words: list[str]) -> None:

@@ -5,7 +5,7 @@ import re
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from perada.core.yaml_files import iterate_strings
+from perada.system.yaml_files import iterate_strings
 
 OWN_PACKAGES = ("perada", "pytorch_lightning", "torch")
 """Packages whose modules perada imports in any case, or which have no effect when they are imported."""

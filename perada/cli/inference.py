@@ -14,12 +14,12 @@ from jsonargparse import ArgumentParser
 
 from perada.cli.foreign_classes import foreign_classes
 from perada.cli.sources import SOURCE_HELP, TABLES
-from perada.core.files import check_output_file, check_output_folder
-from perada.core.garbage import collection_paused
 from perada.core.text import quoted
-from perada.core.yaml_files import read_yaml
 from perada.results.client_names import available_client
 from perada.results.run_file import RUN_FILE, layout_of, read_run
+from perada.system.files import check_output_file, check_output_folder
+from perada.system.garbage import collection_paused
+from perada.system.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from perada.algorithms import Algorithm

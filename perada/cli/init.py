@@ -23,7 +23,6 @@ from perada.cli.data import TEMPLATES, infer_mask_values, source_class
 from perada.cli.messages import one_line
 from perada.cli.sources import TABLES
 from perada.core.checks import check_choice
-from perada.core.files import check_output_file, writing
 from perada.core.text import abbreviated, printable
 from perada.data import FederatedDataModule, ImageMasks, Images, ImageTable
 from perada.data.partitions.division import Division
@@ -41,6 +40,7 @@ from perada.data.sets.tables import (
     read_table,
 )
 from perada.data.training_checks import check_as_training_does
+from perada.system.files import check_output_file, writing
 
 FEW_IMAGES = 20
 """Number of images below which a share of one in ten may be none."""

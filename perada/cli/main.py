@@ -31,9 +31,9 @@ from perada.cli.recipes import (
     recipe_text,
 )
 from perada.cli.streams import guard_streams, restart_in_utf8_mode
-from perada.core.files import check_output_folder, writing
-from perada.core.garbage import collection_paused, objects_frozen
-from perada.core.interruption import Terminated, received_signal, watch_signals
+from perada.system.files import check_output_folder, writing
+from perada.system.garbage import collection_paused, objects_frozen
+from perada.system.interruption import Terminated, received_signal, watch_signals
 
 if TYPE_CHECKING:
     from perada.studies.report.records import RunRecord

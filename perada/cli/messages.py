@@ -6,8 +6,8 @@ import warnings
 from typing import Any
 
 from perada.cli.parser_errors import plain
-from perada.core.quiet import quiet_lightning
 from perada.core.text import printable
+from perada.system.quiet import quiet_lightning
 
 
 def one_line(error: Exception) -> str:

@@ -18,7 +18,7 @@ import yaml
 
 from perada.cli.wrapping import rewrapped
 from perada.core.text import near_names
-from perada.core.yaml_files import YamlFileError, read_yaml
+from perada.system.yaml_files import YamlFileError, read_yaml
 
 STORED_WIDTH = 80
 """Width of the help texts in ``commands.json``, a terminal's default."""

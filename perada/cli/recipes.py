@@ -13,7 +13,7 @@ import yaml
 from perada.cli.foreign_classes import foreign_classes
 from perada.cli.options import hint
 from perada.core.text import quoted
-from perada.core.yaml_files import read_yaml
+from perada.system.yaml_files import read_yaml
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 PREFIXED = ("method", "privacy", "paper")

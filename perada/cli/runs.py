@@ -35,9 +35,7 @@ from perada.cli.recipes import comparison_file, recipe_files
 from perada.cli.setup_errors import SKIP_BROKEN, Part, errors_without_data, failed_part, way_around
 from perada.cli.streams import output_is_lost
 from perada.core.checks import OptionError, check_integer
-from perada.core.quiet import info_messages_disabled
 from perada.core.text import printable
-from perada.core.yaml_files import read_yaml
 from perada.data import FederatedDataModule
 from perada.data.batches.workers import explain_worker_deaths
 from perada.data.inspection import SKIPPED
@@ -54,6 +52,8 @@ from perada.lightning.trainers import TRAINER_DEFAULTS, as_callback_list, defaul
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.report import client_table, epsilon_text, mode_line, notes_on_means, shift_tables, unit_of
 from perada.results.restore import plain_data
+from perada.system.quiet import info_messages_disabled
+from perada.system.yaml_files import read_yaml
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError, ArgumentError, MisconfigurationException)
 """Errors with which a run is rejected; any other error is a bug."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, check_type, use_plain_numbers
-from perada.core.garbage import collection_paused
 from perada.core.rounds import (
     CohortBatch,
     EvalBatch,
@@ -44,6 +43,7 @@ from perada.data.preprocessing import Preprocessing, preprocessing_of
 from perada.data.sets.base import ImageSet
 from perada.data.shifts import Condition, CorruptedStore, Shift, ShiftsWhen, as_shifts, check_movements, conditions
 from perada.data.training_checks import RunOptions
+from perada.system.garbage import collection_paused
 from perada.tasks import Task
 
 EvaluateOn = Literal["test", "validation"]

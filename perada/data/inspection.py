@@ -26,7 +26,6 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from tqdm import tqdm
 
-from perada.core.files import write_atomic
 from perada.core.text import abbreviated, value_text
 from perada.data.batches.datasets import (
     Resolve,
@@ -59,6 +58,7 @@ from perada.data.partitions.shares import Array
 from perada.data.sets.base import ImageSet, split_of
 from perada.data.sets.manifest import ImageFiles
 from perada.data.training_checks import RunOptions, check_as_training_does, shares_of_values
+from perada.system.files import write_atomic
 from perada.tasks import Task, task_of_labels
 
 OnBroken = Literal["raise", "skip"]

@@ -28,9 +28,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perada.core.digests import KEY, digest_of, sealed
-from perada.core.disk_errors import naming_disk
-from perada.core.files import LOCK, FolderLock, open_atomic, sync, write_atomic, writing
 from perada.deploy.protocol import (
     SUM_KINDS,
     RejectionError,
@@ -41,6 +38,9 @@ from perada.deploy.protocol import (
     read_header,
     tensor_sizes,
 )
+from perada.system.digests import KEY, digest_of, sealed
+from perada.system.disk_errors import naming_disk
+from perada.system.files import LOCK, FolderLock, open_atomic, sync, write_atomic, writing
 
 LOG = "audit.jsonl"
 HEAD = "audit.head"

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 from perada.core.checks import check_choice, check_integer, check_number
-from perada.core.tensor_tables import SIZE_BYTES, table_size, tensors_begin, with_size
 from perada.core.text import printable
+from perada.system.tensor_tables import SIZE_BYTES, table_size, tensors_begin, with_size
 
 if TYPE_CHECKING:
     from torch import Tensor

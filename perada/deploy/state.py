@@ -14,10 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from perada.core.digests import WrongFormat, check_format
-from perada.core.disk_errors import naming_disk
-from perada.core.files import LOCK, FolderLock, check_space, sync, write_atomic
-from perada.core.tensor_tables import SIZE_BYTES, table_size
 from perada.deploy.audit import (
     LOG,
     OLD_STATE_REMEDY,
@@ -33,6 +29,10 @@ from perada.deploy.audit import (
 )
 from perada.deploy.protocol import RejectionError, Request, pack, read_header
 from perada.privacy.accounting import Ledger
+from perada.system.digests import WrongFormat, check_format
+from perada.system.disk_errors import naming_disk
+from perada.system.files import LOCK, FolderLock, check_space, sync, write_atomic
+from perada.system.tensor_tables import SIZE_BYTES, table_size
 
 if TYPE_CHECKING:
     from perada.algorithms import Stacks

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any, Literal, Protocol, Self
 
 from perada.core.checks import check_choice, check_integer, check_number
-from perada.core.disk_errors import DiskError
+from perada.system.disk_errors import DiskError
 
 FAILURE_CODES = ("unreachable", "late", "crashed", "rejected", "malformed", "disk")
 """Codes in place of a reply; a failure on the way has no further details."""

@@ -21,10 +21,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from perada.algorithms.base import Stacks
-from perada.core.digests import digest_of
-from perada.core.files import Scratch, open_atomic, sync
 from perada.core.states import device_of
-from perada.core.tensor_tables import SIZE_BYTES, tensors_begin
+from perada.system.digests import digest_of
+from perada.system.files import Scratch, open_atomic, sync
+from perada.system.tensor_tables import SIZE_BYTES, tensors_begin
 
 # Client, session, number and digest, as DiskStore names its files.
 _NAME = re.compile(r"client_(\d+)-[0-9a-f]+-\d+-([0-9a-f]{32})\.safetensors")

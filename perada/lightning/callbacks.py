@@ -17,7 +17,6 @@ from pytorch_lightning.callbacks import ProgressBar, TQDMProgressBar
 from torch import Tensor
 from tqdm import tqdm
 
-from perada.core.files import writing
 from perada.core.rounds import EvalBatch
 from perada.core.text import is_spread, number_cells
 from perada.data import FederatedDataModule
@@ -27,6 +26,7 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.trainer_attributes import callbacks_of
 from perada.results.inference import save_mask, save_picture
 from perada.results.report import ENTROPY, SCORE_GROUPS, SHARES, cell, title, title_with_metric, unit_of
+from perada.system.files import writing
 
 _ROUNDING = 1e-3
 """Rounding errors of images in [0, 1], whose normalisation is undone."""

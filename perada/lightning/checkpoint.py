@@ -13,7 +13,6 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins import TorchCheckpointIO
 
 from perada.core.checks import invalid_option
-from perada.core.files import open_atomic
 from perada.data import FederatedDataModule
 from perada.data.fingerprints import same_training_data
 from perada.lightning.run_fingerprint import (
@@ -23,6 +22,7 @@ from perada.lightning.run_fingerprint import (
     early_difference,
 )
 from perada.results.restore import LAST, LENGTH, MARK, PREVIOUS, check_intact_file, newest_intact
+from perada.system.files import open_atomic
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

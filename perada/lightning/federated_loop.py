@@ -12,8 +12,6 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
 from perada.core.checks import OptionError, check_choice, check_integer, check_type, use_plain_numbers
-from perada.core.disk_errors import DISK_ERRORS
-from perada.core.interruption import raise_if_interrupted, watch_signals
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
 from perada.core.text import value_text
@@ -54,6 +52,8 @@ from perada.results.run import Run
 from perada.server import Distillation, Mean, ServerRule, client_weights
 from perada.server.aggregate import Weighting
 from perada.server.sums import SecureSums
+from perada.system.disk_errors import DISK_ERRORS
+from perada.system.interruption import raise_if_interrupted, watch_signals
 
 PROGRESS_METRICS = ("privacy/epsilon_max", "privacy/client_epsilon_max")
 """Metrics of a round that progress bars and lines display."""

@@ -14,13 +14,13 @@ import pytorch_lightning as pl
 import yaml
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
-from perada.core.digests import sealed
-from perada.core.files import clear
 from perada.federation.settings import Storage
 from perada.lightning.checkpoint import RoundCheckpoint
 from perada.lightning.run_context import RunContext, log_folder
 from perada.results.overwriting import foreign_file, is_run_file
 from perada.results.run_file import RUN_FILE
+from perada.system.digests import sealed
+from perada.system.files import clear
 
 PARTIAL_FILES = ("*/checkpoints/.*.partial", "*/clients/**/.*.partial", "*/.*.partial")
 """Files in and next to a run's folder that a killed process was writing."""

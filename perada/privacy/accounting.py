@@ -19,8 +19,8 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from perada.core.checks import OptionError, check_choice, check_installed, check_integer, check_number
-from perada.core.quiet import root_logger_kept
 from perada.core.text import quoted
+from perada.system.quiet import root_logger_kept
 
 ACCOUNTANTS = ("rdp", "prv")
 """Ways to compute ε from the steps taken: Rényi differential privacy, and privacy random variables."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from perada.core.checks import OptionError
-from perada.core.files import opener, sync, try_lock, write_atomic
+from perada.system.files import opener, sync, try_lock, write_atomic
 
 JOURNAL = "privacy_ledger.jsonl"
 """Name of the file next to the checkpoints."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from perada.core.files import sync
 from perada.results.cards import joined_record
 from perada.results.client_names import client_index
 from perada.results.models import Models
@@ -25,6 +24,7 @@ from perada.results.run_file import (
     write_run,
 )
 from perada.results.state_files import StateFiles, delete_unlisted, write_states
+from perada.system.files import sync
 
 EditList = Callable[[str, list[Any], Any], list[Any]]
 """Returns a changed list, given the name of the metric, the list with one entry per client, and an empty entry."""

@@ -16,8 +16,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from perada.core.digests import check_sums
-from perada.core.files import Scratch
 from perada.core.states import Factors, State, get_state, narrowed, set_state, trained_keys, widened
 from perada.core.text import quoted
 from perada.models.adapted import (
@@ -31,6 +29,8 @@ from perada.models.adapted import (
 from perada.models.weight_files import LITE0, SHIPPED
 from perada.results.cards import record_of_nobody, record_of_one
 from perada.results.run_file import RunFile, first_difference, published
+from perada.system.digests import check_sums
+from perada.system.files import Scratch
 
 BACKBONE_FILE = "backbone.safetensors"
 CONFIG_FILE = "adapter_config.json"

@@ -15,7 +15,6 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.checks import checked_path
-from perada.core.files import check_output_file, check_output_folder, writing
 from perada.core.text import FORMULA, abbreviated, cell_text, number_cells, quoted
 from perada.data.batches.transforms import read_image
 from perada.data.preprocessing import Preprocessing
@@ -24,6 +23,7 @@ from perada.data.sets.tables import check_encoding, existing_spelling, read_tabl
 from perada.federation.failed_outputs import REMEDY, FailedOutputsError
 from perada.federation.scores import finite_outputs
 from perada.results.overwriting import foreign_file
+from perada.system.files import check_output_file, check_output_folder, writing
 from perada.tasks.geometry import resize_masks
 
 _TABLES = (".csv", ".tsv", ".parquet")

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from perada.core.digests import SUMS_FILE
 from perada.results.run_file import RUN_FILE, STATE_FILE, TYPICAL_FILE, finish_interrupted_move
+from perada.system.digests import SUMS_FILE
 
 MODEL_README = re.compile(r"# .* of a run of perada\n")
 """First line of the README of an exported model."""

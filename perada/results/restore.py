@@ -19,7 +19,6 @@ from torch import nn
 from perada.algorithms import Algorithm
 from perada.algorithms.records import algorithm_of
 from perada.core.checks import check_integer
-from perada.core.digests import check_format
 from perada.core.ranks import this_rank
 from perada.core.states import State, clone, set_state, trained_keys, unstack
 from perada.engine.engine import Engine
@@ -32,6 +31,7 @@ from perada.models.spec import ModelSpec, frozen_digest
 from perada.results.export import BACKBONE_FILE, CONFIG_FILE, needs_backbone_file, read_backbone
 from perada.results.run_file import RUN_FILE, RunFile, naming
 from perada.server import Distillation
+from perada.system.digests import check_format
 from perada.tasks.base import make_task
 
 PartT = TypeVar("PartT")

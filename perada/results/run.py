@@ -12,8 +12,6 @@ from torch import nn
 
 from perada.algorithms import Algorithm
 from perada.core.checks import OptionError, check_choice, check_name, check_type, checked_path
-from perada.core.digests import digest_of, write_sums
-from perada.core.files import check_output_folder
 from perada.core.ranks import this_rank
 from perada.core.states import State, get_state
 from perada.data.preprocessing import Preprocessing
@@ -71,6 +69,8 @@ from perada.results.run_file import (
     write_run,
 )
 from perada.results.state_files import StateFiles, delete_unlisted, write_states
+from perada.system.digests import digest_of, write_sums
+from perada.system.files import check_output_folder
 
 
 class Run(Models):

@@ -15,9 +15,9 @@ from types import UnionType
 from typing import Any, Literal, get_args
 
 from perada.core.checks import OptionError, check_choice, check_integer
-from perada.core.digests import SUMS_FILE, WrongFormat, check_format, check_sealed, digest_of, sealed
-from perada.core.files import check_links, locked, sync, write_atomic
 from perada.core.text import plain_number, quoted
+from perada.system.digests import SUMS_FILE, WrongFormat, check_format, check_sealed, digest_of, sealed
+from perada.system.files import check_links, locked, sync, write_atomic
 
 STAGE = ".perada-saving"
 """Subfolder with the files that are being written."""
@@ -424,7 +424,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file, completely or not at all.
 
     NaN becomes null, infinity a string, and a list of numbers is on one line. The first entry is a digest of the others
-    (:func:`perada.core.digests.sealed`).
+    (:func:`perada.system.digests.sealed`).
     """
     text = json.dumps(sealed(_replace_values(content, _to_json)), indent=2, allow_nan=False)
     # JSON strings have no line breaks, so only line breaks between values are removed.

@@ -16,10 +16,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from perada.core.files import writing
 from perada.core.states import State, bytes_of, stack
-from perada.core.tensor_tables import SIZE_BYTES, tensors_begin, with_size
 from perada.results.run_file import RUN_FILE, STATE_FILE, StateIndex, StateRows, first_difference, kind_of
+from perada.system.files import writing
+from perada.system.tensor_tables import SIZE_BYTES, tensors_begin, with_size
 
 SHARD_BYTES = 2 * 10**9
 """Size in bytes of a file, beyond which the next rows go to another one."""

@@ -11,8 +11,6 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
 from pytorch_lightning.accelerators import CPUAccelerator
 
-from perada.core.files import check_output_folder
-from perada.core.quiet import info_messages_disabled
 from perada.lightning.trainer_setup import available_cores
 from perada.results.report import unit_of
 from perada.studies.choose.budget import CANDIDATES, SearchPlan, num_draws_for, parse_duration
@@ -37,6 +35,8 @@ from perada.studies.compare.grid import HOLD_OUT, VALIDATE
 from perada.studies.compare.plan import CHOSEN_BY, Plan
 from perada.studies.compare.results import Results
 from perada.studies.compare.running import SILENT, runner
+from perada.system.files import check_output_folder
+from perada.system.quiet import info_messages_disabled
 
 RESULTS = "results.json"
 STATE = "search.json"

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from perada.core.files import write_atomic
 from perada.results.report import unit_of
 from perada.studies.choose.budget import (
     FEWEST_FINALISTS,
@@ -43,6 +42,7 @@ from perada.studies.compare.grid import Point
 from perada.studies.compare.plan import Job, Plan, Row
 from perada.studies.compare.results import Record, Results
 from perada.studies.compare.running import CarryOut, Result, RunTask, Stretch
+from perada.system.files import write_atomic
 
 ROUNDS = "trainer.max_epochs"
 PROBE_ROUNDS = 2

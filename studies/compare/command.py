@@ -11,8 +11,6 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
-from perada.core.files import check_output_file, check_output_folder
-from perada.core.quiet import info_messages_disabled
 from perada.results.report import unit_of
 from perada.studies.compare.comparison import Comparison, NotComparableError
 from perada.studies.compare.configured import MakeCLI
@@ -24,6 +22,8 @@ from perada.studies.compare.running import CarryOut, Result, RunTask, runner
 from perada.studies.compare.tables import curve_tables, grid_table, summary
 from perada.studies.compare.verdict import verdict
 from perada.studies.drawing import check_drawing
+from perada.system.files import check_output_file, check_output_folder
+from perada.system.quiet import info_messages_disabled
 
 REPEATABLE_OPTIONS = ("--set", "--tune", "--variants", "--vary")
 

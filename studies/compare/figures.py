@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from perada.core.checks import check_known
-from perada.core.files import writing
 from perada.results.report import SHARES
 from perada.studies.compare.comparison import CRITERIA, EVERYONE, MEAN, OWN, ComparedRow, Comparison
 from perada.studies.drawing import new_figure
+from perada.system.files import writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from perada.core.yaml_files import read_yaml
+from perada.system.yaml_files import read_yaml
 
 NESTED_OPTIONS = ("set", "tune", "variants", "vary")
 """Options of ``perada compare`` with values by name."""

@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from perada.core.digests import check_sealed, sealed
-from perada.core.files import write_atomic
 from perada.results.report import unit_of
 from perada.studies.compare.grid import Point
 from perada.studies.compare.plan import CHOSEN_BY, Job
+from perada.system.digests import check_sealed, sealed
+from perada.system.files import write_atomic
 
 Record = dict[str, Any]
 """A run as the file has it: the fields of its :class:`~perada.studies.compare.plan.Job`, and its scores and costs, or

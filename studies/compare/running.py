@@ -21,7 +21,6 @@ import pytorch_lightning as pl
 import torch
 from tqdm import tqdm
 
-from perada.core.quiet import info_messages_disabled
 from perada.federation.failed_outputs import describe_failed
 from perada.federation.participation import STALE
 from perada.lightning.module import FederatedClassifier
@@ -32,6 +31,7 @@ from perada.results.report import PRIVACY, SCORE_GROUPS, SCORES_OF_BOTH, TYPICAL
 from perada.results.restore import plain_data
 from perada.studies.compare.configured import ConfiguredRun, MakeCLI
 from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED
+from perada.system.quiet import info_messages_disabled
 
 SCORED = (*SCORE_GROUPS, TYPICAL_SHARES, *DIAGNOSED)
 """Beginnings of the names of scores."""

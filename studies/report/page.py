@@ -10,7 +10,6 @@ from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 
-from perada.core.files import check_output_folder, write_atomic, writing
 from perada.core.text import cell_text, printable, printable_lines
 from perada.results.overwriting import foreign_file
 from perada.results.report import SCORES, SCORES_OF_BOTH, score_title, scores_beside, title_with_metric
@@ -33,6 +32,7 @@ from perada.studies.report.pictures import (
 from perada.studies.report.records import RunRecord, unit_on_page
 from perada.studies.report.sections import MAX_ROWS, Cell, Section, Table, sections
 from perada.studies.report.several import comparison
+from perada.system.files import check_output_folder, write_atomic, writing
 
 PAGE = "index.html"
 _CRITERIA = {"own": "own images", "all": "images of all clients"}

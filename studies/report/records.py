@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from perada.core.digests import check_sealed
 from perada.core.text import abbreviated
 from perada.results.report import (
     EPSILONS,
@@ -42,6 +41,7 @@ from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbe
 from perada.studies.report.contrasts import Baselines
 from perada.studies.report.pictures import ForeignExample, MaskExample, Pixels, PredictedExample
 from perada.studies.report.privacy_signs import may_be_private, sets_privacy, shows_privacy
+from perada.system.digests import check_sealed
 
 Counts = list[list[int]]
 """A table of numbers of images."""

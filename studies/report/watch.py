@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
-from perada.core.files import write_atomic
 from perada.deploy.server import SERVER_STATE
 from perada.deploy.server.progress import is_over, read_progress
 from perada.results.report import SHIFTS_FILE
 from perada.results.run_file import RUN_FILE
 from perada.studies.report.page import MARK, write_page
 from perada.studies.report.records import SCORES_LEFT_OUT, RunRecord, lack_scores, read_records
+from perada.system.files import write_atomic
 
 METRICS_FILE = "metrics.csv"
 WATCHED_FILES = (RUN_FILE, METRICS_FILE, SHIFTS_FILE)

@@ -323,7 +323,7 @@ def test_an_adapter_of_another_rank_is_not_read(tmp_path):
     path = tmp_path / "run.json"
     content = json.loads(path.read_text())
     content["info"]["lora_ranks"] = [1, *RANKS[1:]]
-    path.write_text(json.dumps(perada.core.digests.sealed({k: v for k, v in content.items() if k != "sha256"})))
+    path.write_text(json.dumps(perada.system.digests.sealed({k: v for k, v in content.items() if k != "sha256"})))
     with pytest.raises(ValueError, match="client_0' belongs to a different backbone or adapter"):
         perada.Run.load(tmp_path, backbone=Net())
 

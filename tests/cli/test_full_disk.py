@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from perada.cli import main
-from perada.core.files import write_atomic
 from perada.results.inference import Predictions
 from perada.results.run_file import write_json
 from perada.studies.compare.results import Results
+from perada.system.files import write_atomic
 from tests.disks import no_room
 
 PREDICTIONS = Predictions(torch.full((9, 2), 0.5), torch.zeros(9, dtype=torch.long), ("dark", "light"))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from perada.core import interruption
+from perada.system import interruption
 
 from ..recipes import recipe
 

@@ -10,9 +10,9 @@ from PIL import Image
 
 from perada.cli.deploy import make_client
 from perada.cli.deployed_recipes import server_recipe, site_recipe
-from perada.core.yaml_files import iterate_strings
 from perada.deploy.recipe import labels_digest
 from perada.deploy.site.file import read_site
+from perada.system.yaml_files import iterate_strings
 from perada.tasks import Classification
 
 from .parties import Parties

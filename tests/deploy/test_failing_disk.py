@@ -15,8 +15,6 @@ from benchmarks.faults.deployed import SECTIONS, SERVER, Deployment, DiskFault, 
 from benchmarks.faults.failing_disk import ERRORS, FailingDisk
 from benchmarks.faults.outcomes import SURVIVED
 from perada.cli.main import main
-from perada.core.disk_errors import DiskError
-from perada.core.files import LOCK, FolderLock, open_atomic, write_atomic
 from perada.deploy.audit import HEAD, LOG, AuditLog
 from perada.deploy.flower import app, keys
 from perada.deploy.flower.socket import Listener, ask_worker
@@ -29,6 +27,8 @@ from perada.deploy.sums.identity import write_identity
 from perada.deploy.sums.site import SiteRound
 from perada.deploy.transport import Failure, LocalTransport
 from perada.server.sums import SecureSums
+from perada.system.disk_errors import DiskError
+from perada.system.files import LOCK, FolderLock, open_atomic, write_atomic
 
 from .parties import Parties
 from .test_audit import lines_of, note, verified, written

@@ -25,7 +25,6 @@ from jsonargparse import ArgumentError
 from perada.cli import main
 from perada.cli.flower import serve
 from perada.cli.runs import USER_ERRORS
-from perada.core import files
 from perada.deploy.flower import keys, running
 from perada.deploy.flower.app import write_app
 from perada.deploy.flower.keys import write_server_keys
@@ -34,6 +33,7 @@ from perada.deploy.monitoring import Monitoring
 from perada.deploy.site.file import read_site
 from perada.deploy.sums.identity import read_identity, read_sites, write_identity
 from perada.deploy.transport import LocalTransport, Terms
+from perada.system import files
 
 UNITS = ("perada-site.service", "perada-supernode.service")
 AUTHORITY = """\

@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from perada.cli import main
 from perada.cli.flower import recipe_digest
-from perada.core.files import LOCK
 from perada.deploy.server.progress import read_progress
 from perada.studies.deployment import ENVIRONMENT, SITES, Demo, free_port
+from perada.system.files import LOCK
 
 pytestmark = pytest.mark.slow
 

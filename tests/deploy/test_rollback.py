@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from perada.cli.main import main
-from perada.core.disk_errors import DiskError
-from perada.core.files import LOCK
 from perada.deploy.audit import HEAD, LOG, AuditLog, HighWaterMark, read_log
 from perada.deploy.protocol import Request, pack, read_header
 from perada.deploy.state import SITE_STATE, SiteStore, read_runs, read_state
 from perada.deploy.transport import LocalTransport
 from perada.server.sums import SecureSums
+from perada.system.disk_errors import DiskError
+from perada.system.files import LOCK
 
 from .parties import Parties
 from .test_sites import RUN, Stopped, code, fails_at, only_client, sending, train
@@ -368,7 +368,7 @@ def test_a_state_of_a_commit_that_failed_late_is_on_the_disk_before_it_counts(ti
     site.answer(train(site), "")
     message = train(site, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("perada.core.files.sync", fails_at(1))  # of the folder, after the renaming
+        patch.setattr("perada.system.files.sync", fails_at(1))  # of the folder, after the renaming
         with pytest.raises(DiskError, match="Input/output error"):
             site.answer(message, "")
     synced = []

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from perada.core.disk_errors import DiskError
-from perada.core.files import sync
 from perada.deploy.protocol import (
     RejectionError,
     Request,
@@ -31,6 +29,8 @@ from perada.deploy.state import SiteStore, read_state
 from perada.deploy.transport import Failure, LocalTransport
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.accounting import history_epsilon
+from perada.system.disk_errors import DiskError
+from perada.system.files import sync
 from perada.tasks import Classification
 
 from .parties import Parties
@@ -177,7 +177,7 @@ def test_a_crash_leaves_the_old_state_or_the_new_one(first, tiny, tmp_path, monk
     replies = [whole.answer(message, "") for message in messages]
     final = state_bytes(whole)
     whole.store.close()
-    where = {"open": "builtins.open", "fsync": "os.fsync", "replace": "os.replace", "sync": "perada.core.files.sync"}
+    where = {"open": "builtins.open", "fsync": "os.fsync", "replace": "os.replace", "sync": "perada.system.files.sync"}
     real = {"open": open, "fsync": os.fsync, "replace": os.replace, "sync": sync}
     places = [("open", False), *((name, after) for name in list(where)[1:] for after in (False, True))]
     for name, after in places:
@@ -550,7 +550,7 @@ def test_a_disk_that_fails_after_the_renaming_mixes_up_no_runs(site, monkeypatch
     first, other = train(site), other_run(site)
     reply = site.answer(first, "")
     with monkeypatch.context() as patch:
-        patch.setattr("perada.core.files.sync", fails_at(2))
+        patch.setattr("perada.system.files.sync", fails_at(2))
         with pytest.raises(DiskError, match="Input/output error"):
             site.answer(other, "")
     again = other_run(site, 1)

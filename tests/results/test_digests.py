@@ -15,11 +15,11 @@ import torch
 from peft import PeftModel
 
 import perada
-from perada.core.digests import KEY, check_sealed, sealed, write_sums
 from perada.data.partitions import FromFile, Split
 from perada.results.clients import forget
 from perada.results.run_file import READY, STAGE, finish_interrupted_move, together
 from perada.studies.report.records import read_records
+from perada.system.digests import KEY, check_sealed, sealed, write_sums
 from tests.digests import undigested
 from tests.disks import no_room
 from tests.forked import FORKS, forked

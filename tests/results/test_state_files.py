@@ -12,10 +12,10 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.cli import main
-from perada.core.digests import sealed
 from perada.results.clients import forget
 from perada.results.run_file import StateRows
 from perada.results.state_files import StateFiles, delete_unlisted, write_states
+from perada.system.digests import sealed
 from tests.digests import undigested
 from tests.options import sections
 

@@ -12,7 +12,6 @@ from PIL import Image
 from scipy import stats
 
 from perada.cli import main
-from perada.core.digests import sealed
 from perada.studies.compare.differences import difference
 from perada.studies.report.baselines import own_and_global, read_baselines
 from perada.studies.report.contrasts import ALONE, SHARED, with_shared_images
@@ -23,6 +22,7 @@ from perada.studies.report.page import with_pictures, write_page
 from perada.studies.report.pictures import find_predicted_images
 from perada.studies.report.records import RunRecord
 from perada.studies.report.sections import sections
+from perada.system.digests import sealed
 from perada.tasks import MultiLabel, Regression
 
 NAMES = ["north", "south", "east", "west", "centre", "coast"]

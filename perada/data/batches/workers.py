@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from perada.core.interruption import Terminated, begin_worker, received_signal, workers_start
+from perada.system.interruption import Terminated, begin_worker, received_signal, workers_start
 
 T = TypeVar("T")
 _PIDS = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")

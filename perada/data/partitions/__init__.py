@@ -15,7 +15,6 @@ from typing import cast
 import numpy as np
 
 from perada.core.checks import Options, check_integer, check_name, check_number
-from perada.core.digests import check_sealed
 from perada.core.seeding import derive_seed
 from perada.core.text import quoted, value_text
 from perada.data.partitions.shares import (
@@ -27,6 +26,7 @@ from perada.data.partitions.shares import (
     rows_by_value,
     split_evenly,
 )
+from perada.system.digests import check_sealed
 from perada.tasks.multi_label import UNKNOWN
 
 Assignment = tuple[list[Array], list[Array]]

@@ -21,11 +21,11 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from perada.core.files import check_output_folder, writing
 from perada.deploy.flower.socket import ask_worker
 from perada.deploy.monitoring import Monitoring
 from perada.deploy.protocol import digest_of_message
 from perada.deploy.transport import FAILURE_CODES, MAX_MESSAGE_BYTES, Failure, Terms, Transport
+from perada.system.files import check_output_folder, writing
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message, RecordDict

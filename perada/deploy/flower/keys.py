@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from perada.core.checks import check_installed, check_integer
-from perada.core.files import check_new_files, removing_new, write_new
+from perada.system.files import check_new_files, removing_new, write_new
 
 try:
     from cryptography import x509

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 
 from perada.core.checks import check_installed
-from perada.core.files import check_owner_only
 from perada.deploy.flower.certificates import TIMEOUT, check_presented, read_validity
 from perada.deploy.flower.running import QUIET, Link, check_flower, program
+from perada.system.files import check_owner_only
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec

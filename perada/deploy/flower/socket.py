@@ -18,10 +18,10 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from perada.core.disk_errors import DiskError
-from perada.core.files import is_owner_only
 from perada.core.text import printable
 from perada.deploy.transport import FAILURE_CODES, MAX_MESSAGE_BYTES, Failure
+from perada.system.disk_errors import DiskError
+from perada.system.files import is_owner_only
 
 MAX_NAME_BYTES = 200
 """Largest size of a run's name."""

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from perada.core.disk_errors import DiskError, naming_disk
-from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State, narrowed, stack_size, strides_of, widened
 from perada.deploy.protocol import (
@@ -59,6 +57,8 @@ from perada.federation.settings import check_combinations, check_distilled_batch
 from perada.privacy.accounting import check_delta_covers
 from perada.privacy.dry_run_checks import check_client_level
 from perada.server.sums import SecureSums
+from perada.system.disk_errors import DiskError, naming_disk
+from perada.system.files import FolderLock
 
 PAUSE = 0.5
 """Seconds between two attempts."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perada.core.files import write_atomic
 from perada.deploy.server import SERVER_STATE
 from perada.deploy.state import read_nested, write_nested
 from perada.deploy.sums.progress import SumState
+from perada.system.files import write_atomic
 
 if TYPE_CHECKING:
     from perada.federation.participation import Participation

@@ -13,7 +13,6 @@ import torch
 from pytorch_lightning.loggers import Logger
 from torch import Tensor
 
-from perada.core.disk_errors import DISK_ERRORS, as_disk_error
 from perada.core.rounds import RoundPlan, make_plan
 from perada.core.states import State, laid_out, stack, strides_of, to_device
 from perada.deploy.protocol import (
@@ -35,6 +34,7 @@ from perada.federation.settings import lora_ranks
 from perada.privacy.accounting import check_delta_covers
 from perada.server import Updates
 from perada.server.distill import ServerData
+from perada.system.disk_errors import DISK_ERRORS, as_disk_error
 
 UpdatesBySite = Mapping[int, tuple[Response, State]]
 """Responses and updates by the number of the site."""

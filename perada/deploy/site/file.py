@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perada.core.checks import check_choice, check_integer, check_number, check_options, invalid_option
-from perada.core.yaml_files import read_yaml
 from perada.deploy.protocol import MAY_SEND
+from perada.system.yaml_files import read_yaml
 
 PATH_OPTIONS = ("root", "table")
 """Options of a data set that are paths, relative to the file."""

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from torch.utils.data import Subset
 
-from perada.core.files import write_atomic
 from perada.data.datamodule import FederatedDataModule
 from perada.data.partitions.division import identities_of
 from perada.data.sets.manifest import OwnImages
+from perada.system.files import write_atomic
 
 SPLIT_FILE = "split.json"
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from perada.algorithms.base import Stacks
-from perada.core.disk_errors import DiskError
 from perada.core.states import State, laid_out, narrowed, widened
 from perada.core.text import printable
 from perada.data.fingerprints import changed_content
@@ -44,6 +43,7 @@ from perada.federation.scores import Scores
 from perada.privacy.account import Account, StepCost
 from perada.privacy.accounting import Ledger
 from perada.privacy.protection import Protection
+from perada.system.disk_errors import DiskError
 
 if TYPE_CHECKING:
     from perada.deploy.sums.keys import SiteClaims, SumTerms

@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from perada.core.files import check_new_files, check_owner_only, removing_new, write_atomic, write_new
 from perada.deploy.sums.keys import is_signed, sign
+from perada.system.files import check_new_files, check_owner_only, removing_new, write_atomic, write_new
 
 SIGNATURE_SUFFIX = ".sig"
 """Suffix of the file with the signature of a list."""

@@ -24,7 +24,6 @@ from perada.algorithms.specs import class_path_of
 from perada.cli import main
 from perada.cli.recipes import comparison_file
 from perada.cli.runs import PeradaCLI
-from perada.core.digests import KEY
 from perada.core.rounds import sample_cohort
 from perada.data import Digits
 from perada.federation.metrics import score_names
@@ -36,6 +35,7 @@ from perada.studies.compare.plan import CHOSEN_BY, Plan
 from perada.studies.compare.results import GridTrial, Results, choose_trial, score, trials_of
 from perada.studies.compare.running import RunTask, epsilons, runner, same_budget
 from perada.studies.compare.tables import curve_tables, grid_table, summary
+from perada.system.digests import KEY
 from perada.tasks import Classification, Regression
 from tests import recipes
 from tests.digests import without

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from perada.core.disk_errors import DiskError, naming_disk
+from perada.system.disk_errors import DiskError, naming_disk
 
 LOCK = "lock"
 """Name of the file in a folder by which a process locks it."""

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from perada.core.garbage import collection_paused, objects_frozen
+from perada.system.garbage import collection_paused, objects_frozen
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from perada.core.quiet import quiet, quiet_lightning, root_logger_kept
+from perada.system.quiet import quiet, quiet_lightning, root_logger_kept
 
 LEAF = "`isinstance(treespec, LeafSpec)` is deprecated, use something else"
 SPEAKER = logging.getLogger("pytorch_lightning.utilities.rank_zero")

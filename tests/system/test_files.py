@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import filelock
 import pytest
 
-from perada.core.files import (
+from perada.system.files import (
     LOCK,
     PREFIX,
     FolderLock,
@@ -58,7 +58,7 @@ def test_a_temporary_folder_goes_with_its_owner_or_when_the_next_is_made(tempora
         (folder / "a" / "b").write_text("")
     assert not os.listdir(temporary)
     process = elsewhere(
-        "from perada.core.files import Scratch; s = Scratch(); (s.path / 'x').write_text('')", temporary
+        "from perada.system.files import Scratch; s = Scratch(); (s.path / 'x').write_text('')", temporary
     )
     try:
         (theirs,) = temporary.iterdir()
@@ -184,7 +184,7 @@ def test_what_a_link_leads_to_is_not_locked(tmp_path):
 def test_a_lock_is_waited_for_until_its_process_ends(tmp_path):
     """However it ends: it is killed here, and frees nothing itself."""
     process = elsewhere(
-        f"from pathlib import Path; from perada.core.files import locked; l = locked(Path({str(tmp_path)!r})); "
+        f"from pathlib import Path; from perada.system.files import locked; l = locked(Path({str(tmp_path)!r})); "
         "assert l.__enter__()",
         tmp_path,
     )

@@ -4,8 +4,8 @@
 import pytest
 import yaml
 
-from perada.core.yaml_files import YamlFileError, parse_yaml, read_yaml
 from perada.deploy.site.file import read_site
+from perada.system.yaml_files import YamlFileError, parse_yaml, read_yaml
 
 WRONG = {
     "a tab": (b"model:\n\tlr_local: 1\n", 2, "a tab indents the line"),
