@@ -231,7 +231,7 @@ def _check_exported_models(run: "Run", client: str | None) -> None:
         run: The run.
         client: The client whose model was written; None for all models.
     """
-    from perada.federation.failed_outputs import REMEDY, FailedOutputsError, describe_failed, failed_of_records
+    from perada.scores.failed_outputs import REMEDY, FailedOutputsError, describe_failed, failed_of_records
 
     failed = failed_of_records(run.metrics.get("failed_outputs", []))
     if client is not None:

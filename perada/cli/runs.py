@@ -39,7 +39,6 @@ from perada.core.text import printable
 from perada.data import FederatedDataModule
 from perada.data.batches.workers import explain_worker_deaths
 from perada.data.inspection import SKIPPED
-from perada.federation.failed_outputs import REMEDY, FailedOutputs, FailedOutputsError, dated, describe_failed
 from perada.lightning import FederatedLoop, PredictionFile
 from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.module import FederatedClassifier
@@ -52,6 +51,7 @@ from perada.lightning.trainers import TRAINER_DEFAULTS, as_callback_list, defaul
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.report import client_table, epsilon_text, mode_line, notes_on_means, shift_tables, unit_of
 from perada.results.restore import plain_data
+from perada.scores.failed_outputs import REMEDY, FailedOutputs, FailedOutputsError, dated, describe_failed
 from perada.system.quiet import info_messages_disabled
 from perada.system.yaml_files import read_yaml
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from perada.deploy.sums.vector import SumResult
-from perada.federation.metrics import Metric, by_suffix, spread
-from perada.federation.scores import Scores
+from perada.scores.accumulation import Scores
+from perada.scores.metrics import Metric, by_suffix, spread
 from perada.tasks import Task
 
 Facts = Mapping[str, Any]

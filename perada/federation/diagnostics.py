@@ -18,8 +18,8 @@ from perada.core.rounds import CohortBatch, Shares
 from perada.core.states import State, as_matrix, device_of, double, per_client, prefix, stack_size
 from perada.engine.engine import Engine, client_losses
 from perada.federation.chunk import LocalRound
-from perada.federation.scores import probabilities
 from perada.federation.settings import FederationData, Settings
+from perada.scores.accumulation import probabilities
 from perada.server import Updates
 from perada.server.aggregate import Weighting, client_weights
 from perada.tasks import Task

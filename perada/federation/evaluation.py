@@ -15,11 +15,11 @@ from perada.core.rounds import EvalBatch
 from perada.core.seeding import generator
 from perada.core.states import State, stack_size, to_device_async
 from perada.federation.both_models import BothModels
-from perada.federation.failed_outputs import FailedOutputs
 from perada.federation.federation import Federation
-from perada.federation.metrics import Metric, by_suffix, spread
-from perada.federation.number_counts import NumberCounts
-from perada.federation.scores import Scores, Tally, probabilities
+from perada.scores.accumulation import Scores, Tally, probabilities
+from perada.scores.failed_outputs import FailedOutputs
+from perada.scores.metrics import Metric, by_suffix, spread
+from perada.scores.number_counts import NumberCounts
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 from perada.core.checks import check_choice, check_integer, check_number, check_options, use_plain_numbers
 from perada.engine.engine import EngineName
 from perada.federation.diagnostics import Diagnostic, check_diagnostics
-from perada.federation.metrics import metric_names
 from perada.federation.settings import ClientOptimizer, LocalTraining
+from perada.scores.metrics import metric_names
 from perada.tasks import Task
 
 LRSchedule = Literal["constant", "cosine", "exponential"]

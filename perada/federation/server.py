@@ -32,9 +32,9 @@ from perada.core.states import (
     to_device_async,
 )
 from perada.federation.local_trainer import LocalTrainer
-from perada.federation.scores import probabilities
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.privacy.client_sums import VOTE
+from perada.scores.accumulation import probabilities
 from perada.server import Updates, client_weights
 from perada.server.aggregate import UpdateSums, Weighting, names_with_change, squared_changes
 from perada.server.distill import DistillationRound, Distiller, SecureTeachers, ServerData

@@ -20,12 +20,12 @@ from tqdm import tqdm
 from perada.core.rounds import EvalBatch
 from perada.core.text import is_spread, number_cells
 from perada.data import FederatedDataModule
-from perada.federation.scores import finite_outputs
 from perada.lightning.federated_loop import PROGRESS_METRICS, FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.trainer_attributes import callbacks_of
 from perada.results.inference import save_mask, save_picture
 from perada.results.report import ENTROPY, SCORE_GROUPS, SHARES, cell, title, title_with_metric, unit_of
+from perada.scores.accumulation import finite_outputs
 from perada.system.files import writing
 
 _ROUNDING = 1e-3

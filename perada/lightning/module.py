@@ -18,9 +18,7 @@ from perada.data import EvalBatch
 from perada.engine.engine import Engine
 from perada.federation.both_models import BothModels
 from perada.federation.evaluation import EvaluationPass, own_logits, shared_logits
-from perada.federation.failed_outputs import dated
 from perada.federation.federation import Federation
-from perada.federation.metrics import Metric, make_metrics
 from perada.federation.options import Evaluation, Training
 from perada.lightning.exact_log import log_exactly
 from perada.lightning.foreign_callbacks import check_callbacks
@@ -28,6 +26,8 @@ from perada.lightning.results import EvaluationResults
 from perada.models.adapted import AdaptedModel, AdapterChoice, find_tensor_names
 from perada.models.merging import TrainBackbone
 from perada.models.spec import ModelSpec, frozen_digest
+from perada.scores.failed_outputs import dated
+from perada.scores.metrics import Metric, make_metrics
 from perada.tasks import Classification, Task
 
 

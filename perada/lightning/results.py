@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from perada.federation.failed_outputs import FailedOutputs
+from perada.scores.failed_outputs import FailedOutputs
 
 
 @dataclass(frozen=True)

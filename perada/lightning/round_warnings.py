@@ -7,10 +7,10 @@ from typing import NamedTuple
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.core.checks import OptionError
-from perada.federation.failed_outputs import REMEDY, describe_failed, describe_failed_teachers
 from perada.federation.server import RoundReport
 from perada.federation.settings import Settings
 from perada.lightning.run_context import RunContext
+from perada.scores.failed_outputs import REMEDY, describe_failed, describe_failed_teachers
 
 
 def warn_of_failed_clients(when: str, clients: list[int], consequence: str, unreadable: dict[int, str]) -> None:

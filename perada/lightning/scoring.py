@@ -16,7 +16,6 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan
 from perada.data.shifts import Condition
 from perada.federation.evaluation import ClientScores, ModelScores, ShiftedEvaluation
-from perada.federation.failed_outputs import failed_of_records
 from perada.lightning.results import ShiftScores
 from perada.lightning.round_warnings import warn_of_failed_clients, warn_of_failed_outputs
 from perada.lightning.run_context import RunContext
@@ -24,6 +23,7 @@ from perada.lightning.run_record import History
 from perada.lightning.trainer_attributes import is_dev_run
 from perada.lightning.typical_images import prepare_both_models
 from perada.results.report import LAST_ROUND, SHIFTS_FILE
+from perada.scores.failed_outputs import failed_of_records
 
 DETAILS = ("test_images", "predictions", "global/local_test", "per_class")
 """Metrics of a checkpoint that the module keeps from its last evaluation in addition to scores."""

@@ -21,9 +21,7 @@ from perada.core.checks import OptionError, check_choice, installed
 from perada.core.states import State, images_dtype
 from perada.data.sets.arrays import Photographs
 from perada.engine.precision import tolerance_of
-from perada.federation.failed_outputs import REMEDY, FailedOutputsError
 from perada.federation.options import Prediction
-from perada.federation.scores import finite_outputs
 from perada.results.both_network import BothModelsNetwork
 from perada.results.cards import privacy_card, render_template
 from perada.results.clients import joined_clients
@@ -32,6 +30,8 @@ from perada.results.overwriting import check_exported_model
 from perada.results.predictors import BatchOutputs, in_dtype_of
 from perada.results.run import Run
 from perada.results.run_file import together
+from perada.scores.accumulation import finite_outputs
+from perada.scores.failed_outputs import REMEDY, FailedOutputsError
 from perada.tasks.base import make_task
 
 Format = Literal["onnx", "safetensors", "torch-export"]

@@ -20,9 +20,9 @@ from perada.data.batches.transforms import read_image
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.folders import list_images
 from perada.data.sets.tables import check_encoding, existing_spelling, read_table
-from perada.federation.failed_outputs import REMEDY, FailedOutputsError
-from perada.federation.scores import finite_outputs
 from perada.results.overwriting import foreign_file
+from perada.scores.accumulation import finite_outputs
+from perada.scores.failed_outputs import REMEDY, FailedOutputsError
 from perada.system.files import check_output_file, check_output_folder, writing
 from perada.tasks.geometry import resize_masks
 

@@ -73,7 +73,7 @@ class Models:
             ``initial``, the clients' scores before the first round, by name; ``by_round``, ``{"round": 0,
             "personal/local_test": [...]}`` for each evaluation; ``global/local_test``, the global model's score on each
             client's test images; ``partition``, numbers of images (M, K) of each client and class by ``train`` and
-            ``test``; ``predictions``, the records of :meth:`perada.federation.scores.Tally.record` by ``personal`` and
+            ``test``; ``predictions``, the records of :meth:`.Tally.record` by ``personal`` and
             ``global``.
         info: Facts about the run: backbone, weights, number of classes, image size (to which images were resized, or
             ``None``), algorithm, seed (``None`` if the noise of a private run was derived from it); ``preprocessing``,

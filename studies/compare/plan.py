@@ -19,8 +19,8 @@ from perada.core.text import near_names
 from perada.data import ByDomain
 from perada.data.partitions.division import Division
 from perada.data.sets.manifest import OwnImages
-from perada.federation.metrics import score_names
 from perada.models.weight_files import check_weights
+from perada.scores.metrics import score_names
 from perada.studies.compare.configured import ConfiguredRun, MakeCLI
 from perada.studies.compare.entries import ENTRIES, entry_of
 from perada.studies.compare.file import leaves

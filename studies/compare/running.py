@@ -21,7 +21,6 @@ import pytorch_lightning as pl
 import torch
 from tqdm import tqdm
 
-from perada.federation.failed_outputs import describe_failed
 from perada.federation.participation import STALE
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.round_warnings import NothingLearnedError
@@ -29,6 +28,7 @@ from perada.lightning.trainer_attributes import callbacks_of
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY, SCORE_GROUPS, SCORES_OF_BOTH, TYPICAL_SHARES
 from perada.results.restore import plain_data
+from perada.scores.failed_outputs import describe_failed
 from perada.studies.compare.configured import ConfiguredRun, MakeCLI
 from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED
 from perada.system.quiet import info_messages_disabled

@@ -18,8 +18,8 @@ from perada.deploy.scores import mean_scores, score_summands, scores_of_sums, su
 from perada.deploy.state import read_state
 from perada.deploy.sums.vector import SumResult
 from perada.deploy.transport import LocalTransport
-from perada.federation.metrics import make_metrics
 from perada.privacy import ClientPrivacy, Privacy
+from perada.scores.metrics import make_metrics
 from perada.server.sums import SecureSums
 from perada.tasks import Classification
 

@@ -15,8 +15,8 @@ from perada.deploy.server.metrics import CountingTransport, RunMetrics
 from perada.deploy.server.progress import RunProgress
 from perada.deploy.server.rounds import log_round
 from perada.deploy.transport import LocalTransport
-from perada.federation.metrics import make_metrics
-from perada.federation.scores import Scores
+from perada.scores.accumulation import Scores
+from perada.scores.metrics import make_metrics
 from perada.server.sums import SecureSums
 from perada.studies.report.records import read_records
 from perada.tasks import Classification

@@ -18,7 +18,6 @@ from perada.engine import Engine
 from perada.federation import Federation
 from perada.federation.cohort import Cohort
 from perada.federation.evaluation import EvaluationPass
-from perada.federation.metrics import make_metrics
 from perada.federation.server import RoundReport
 from perada.federation.settings import LocalTraining, Settings, Storage
 from perada.models.adapted import find_tensor_names, insert_adapter
@@ -27,6 +26,7 @@ from perada.privacy import Privacy
 from perada.privacy.account import Account, QueryPlan
 from perada.privacy.dry_run_checks import plan_queries
 from perada.privacy.protection import Protection
+from perada.scores.metrics import make_metrics
 from perada.server import Distillation
 from perada.tasks import Classification
 from tests.methods import make_method

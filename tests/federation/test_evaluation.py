@@ -14,8 +14,8 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import EvalBatch
 from perada.federation import Evaluation, Training, evaluation
 from perada.federation.evaluation import EvaluationPass, own_logits, sample_clients
-from perada.federation.metrics import make_metrics
 from perada.lightning import FederatedLoop
+from perada.scores.metrics import make_metrics
 from perada.tasks import Classification
 
 

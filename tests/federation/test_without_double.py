@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from perada.algorithms import APFL
 from perada.core import states
-from perada.federation.scores import Tally, probabilities
 from perada.privacy.client_level import clip_updates, noisy_updates
 from perada.privacy.gradients import PerSampleGrads
+from perada.scores.accumulation import Tally, probabilities
 from perada.server import aggregate
 from tests.label_kinds import task_of
 

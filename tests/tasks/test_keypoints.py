@@ -18,9 +18,9 @@ from perada.core.checks import OptionError
 from perada.core.rounds import Phase
 from perada.data import IID, FederatedData, FederatedDataModule, ImageSet, ImageTable, Scanners
 from perada.data.batches.transforms import prepare_images
-from perada.federation.metrics import make_metrics, score_names
-from perada.federation.scores import Scores
 from perada.results.cards import prediction_code
+from perada.scores.accumulation import Scores
+from perada.scores.metrics import make_metrics, score_names
 from perada.studies.report.page import write_page
 from perada.studies.report.records import read_records
 from perada.tasks import Keypoints

@@ -25,12 +25,12 @@ from perada.core.checks import OptionError
 from perada.data import ByDomain, Corruptions, FederatedData, FederatedDataModule, ImageSet, Scanners
 from perada.data.batches.transforms import prepare_images
 from perada.data.sets.scanners import DEVICES, MOVING, scan
-from perada.federation.metrics import make_metrics, score_names
-from perada.federation.scores import Scores
 from perada.lightning import FederatedClassifier, PredictionFile
 from perada.results.cards import render_template
 from perada.results.formats import export_model
 from perada.results.report import unit_of
+from perada.scores.accumulation import Scores
+from perada.scores.metrics import make_metrics, score_names
 from perada.studies.report.page import write_page
 from perada.studies.report.records import read_records
 from perada.tasks import Classification, Regression, Segmentation, task_of_labels

@@ -13,8 +13,8 @@ from torchmetrics.functional.segmentation import dice_score
 
 from perada.core.checks import OptionError
 from perada.core.ranks import Ranks
-from perada.federation.metrics import make_metrics
-from perada.federation.scores import Scores, Tally
+from perada.scores.accumulation import Scores, Tally
+from perada.scores.metrics import make_metrics
 from perada.tasks import Segmentation
 from perada.tasks.base import make_task
 

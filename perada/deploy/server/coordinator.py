@@ -49,13 +49,13 @@ from perada.deploy.server.waits import SiteWaits, next_wait
 from perada.deploy.sums.vector import check_cryptography
 from perada.deploy.transport import Terms, Transport
 from perada.federation.both_models import check_both_models, without_both_models
-from perada.federation.failed_outputs import REMEDY
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import Server
 from perada.federation.settings import check_combinations, check_distilled_batch_norm
 from perada.privacy.accounting import check_delta_covers
 from perada.privacy.dry_run_checks import check_client_level
+from perada.scores.failed_outputs import REMEDY
 from perada.server.sums import SecureSums
 from perada.system.disk_errors import DiskError, naming_disk
 from perada.system.files import FolderLock

@@ -28,10 +28,10 @@ from perada.deploy.protocol import (
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.progress import SCORE_PREFIXES, Member, RoundRecord, RunProgress
 from perada.deploy.transport import Failure, Terms, Transport
-from perada.federation.failed_outputs import REMEDY, describe_failed_teachers
 from perada.federation.server import RoundContext, Server, ServerResult, parameter_counts
 from perada.federation.settings import lora_ranks
 from perada.privacy.accounting import check_delta_covers
+from perada.scores.failed_outputs import REMEDY, describe_failed_teachers
 from perada.server import Updates
 from perada.server.distill import ServerData
 from perada.system.disk_errors import DISK_ERRORS, as_disk_error

@@ -39,7 +39,6 @@ from perada.federation.both_models import (
 from perada.federation.chunk import LocalRound
 from perada.federation.cohort import ClientResults, Cohort
 from perada.federation.local_trainer import LocalTrainer
-from perada.federation.scores import Scores
 from perada.federation.settings import Settings
 from perada.federation.typical_images import MAX_EXAMPLES
 from perada.lightning.privacy_setup import check_private, plan_privacy
@@ -49,6 +48,7 @@ from perada.privacy.account import Account, StepCost
 from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
 from perada.privacy.options import privacy_options
 from perada.privacy.protection import Protection
+from perada.scores.accumulation import Scores
 from perada.server import Distillation, Mean
 
 SamplesT = TypeVar("SamplesT", bound=Samples)

@@ -39,10 +39,10 @@ from perada.deploy.site.client import Client, TrainingResult
 from perada.deploy.site.file import Limits
 from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteStore, SiteTotals, SummingState, TrainingState
 from perada.federation.both_models import without_both_models
-from perada.federation.scores import Scores
 from perada.privacy.account import Account, StepCost
 from perada.privacy.accounting import Ledger
 from perada.privacy.protection import Protection
+from perada.scores.accumulation import Scores
 from perada.system.disk_errors import DiskError
 
 if TYPE_CHECKING:

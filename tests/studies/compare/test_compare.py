@@ -26,7 +26,7 @@ from perada.cli.recipes import comparison_file
 from perada.cli.runs import PeradaCLI
 from perada.core.rounds import sample_cohort
 from perada.data import Digits
-from perada.federation.metrics import score_names
+from perada.scores.metrics import score_names
 from perada.studies.compare import command, file
 from perada.studies.compare.command import ComparisonRunner
 from perada.studies.compare.entries import ENTRIES

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from perada.core.ranks import Ranks
-from perada.federation.scores import FAILED_IMAGES, finite_outputs
+from perada.scores.accumulation import FAILED_IMAGES, finite_outputs
 from perada.tasks import Task
 
 BINS = 20

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.federation.metrics import make_metrics, metric_names, spread
-from perada.federation.scores import Scores
+from perada.scores.accumulation import Scores
+from perada.scores.metrics import make_metrics, metric_names, spread
 from tests.label_kinds import task_of
 from tests.options import sections
 

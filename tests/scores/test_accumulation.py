@@ -10,8 +10,8 @@ from sklearn.metrics import accuracy_score, average_precision_score, f1_score, r
 from torchmetrics.functional.classification import multiclass_accuracy, multilabel_accuracy
 
 from perada.core.ranks import Ranks
-from perada.federation.metrics import make_metrics
-from perada.federation.scores import Scores
+from perada.scores.accumulation import Scores
+from perada.scores.metrics import make_metrics
 from perada.tasks import Classification, MultiLabel, Regression, Segmentation, task_of_labels
 from tests.label_kinds import task_of
 

@@ -8,7 +8,7 @@ import torch
 from torchmetrics.functional.classification import multiclass_calibration_error, multiclass_confusion_matrix
 
 from perada.core.ranks import Ranks
-from perada.federation.scores import BINS, Tally
+from perada.scores.accumulation import BINS, Tally
 from perada.tasks import Classification, MultiLabel
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from perada.core.ranks import Ranks
-from perada.federation.number_counts import BINS, NumberCounts
+from perada.scores.number_counts import BINS, NumberCounts
 from perada.tasks import Keypoints, Regression
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perada.core.ranks import Ranks
 from perada.core.states import double, to_device_async
-from perada.federation.metrics import Metric
+from perada.scores.metrics import Metric
 from perada.tasks import Task
 
 
