@@ -29,8 +29,8 @@ from perada.lightning.run_folder import discard_folder_on_rejection
 from perada.lightning.trainer_attributes import callbacks_of, is_dev_run
 from perada.lightning.trainer_setup import check_trainer
 from perada.lightning.trainers import make_trainer
-from perada.models.adapted import AdapterChoice
 from perada.models.backbones import count_outputs
+from perada.models.configurations import AdapterChoice
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import options_of
 from perada.results.restore import plain_data

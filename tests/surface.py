@@ -186,7 +186,7 @@ def arguments_of(kind: type) -> Parts:
 def options() -> dict[str, Parts]:
     """Options of recipes by their names, with types and defaults."""
     from perada.cli.parser import TRAINER_TEXTS, recipe_schema
-    from perada.models.adapted import ADAPTERS
+    from perada.models.configurations import ADAPTERS
 
     top = recipe_schema()["properties"]
     out = dict(_options({name: schema for name, schema in top.items() if name != "compare"}, ""))

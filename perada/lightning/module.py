@@ -23,7 +23,8 @@ from perada.federation.options import Evaluation, Training
 from perada.lightning.exact_log import log_exactly
 from perada.lightning.foreign_callbacks import check_callbacks
 from perada.lightning.results import EvaluationResults
-from perada.models.adapted import AdaptedModel, AdapterChoice, find_tensor_names
+from perada.models.adapted import AdaptedModel, find_tensor_names
+from perada.models.configurations import AdapterChoice
 from perada.models.merging import TrainBackbone
 from perada.models.spec import ModelSpec, frozen_digest
 from perada.scores.failed_outputs import dated

@@ -22,7 +22,7 @@ from perada.adapters.prompt import PromptedBlock
 from perada.core.checks import OptionError, check_integer
 from perada.core.rounds import ImageConfig
 from perada.core.text import near_names, value_text
-from perada.models.adapted import Backbone
+from perada.models.backbone import Backbone
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
 from perada.models.segmentation import SEGMENTATION_PREFIX, build_segmentation_network
 from perada.models.twins import register_transformers

@@ -9,7 +9,7 @@ from torch import nn
 from perada.core.checks import OptionError, installed
 from perada.core.rounds import ImageConfig
 from perada.core.text import near_names
-from perada.models.adapted import Backbone
+from perada.models.backbone import Backbone
 from perada.models.weight_files import load_weights, no_weights
 
 SEGMENTATION_PREFIX = "smp:"

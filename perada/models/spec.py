@@ -11,8 +11,9 @@ from torch import nn
 
 from perada.core.seeding import seeded
 from perada.core.states import State, get_state, to_device, trained_keys
-from perada.models.adapted import AdaptedModel, AdapterChoice, insert_adapter, reset_parameters
+from perada.models.adapted import AdaptedModel, insert_adapter, reset_parameters
 from perada.models.backbones import build_backbone
+from perada.models.configurations import AdapterChoice
 from perada.models.merging import TrainBackbone
 
 

@@ -29,8 +29,9 @@ from perada.core.text import abbreviated
 from perada.engine.engine import Engine
 from perada.engine.fold import without_dropout
 from perada.engine.fold_check import perturbed_states
-from perada.models.adapted import AdaptedModel, is_adapter_key, recorded_calls
+from perada.models.adapted import AdaptedModel, is_adapter_key
 from perada.models.merging import WrongMergeError, check_merged, merge_adapter
+from perada.models.targets import recorded_calls
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Gradients = dict[str, Tensor | None]

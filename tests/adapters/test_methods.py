@@ -11,7 +11,8 @@ from torch import nn
 
 from perada.adapters import ResidualConfig
 from perada.core.states import get_state, train_mode, trained_keys
-from perada.models.adapted import ADAPTERS, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.configurations import ADAPTERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

@@ -17,7 +17,8 @@ import perada
 from perada.algorithms import FedEnsemble, FedExLoRA, FFALoRA, FLoRA, HetLoRA, ServerStep, make_algorithm
 from perada.core.states import Merged, get_state
 from perada.data import Phase
-from perada.models.adapted import Backbone, find_tensor_names, insert_adapter
+from perada.models.adapted import find_tensor_names, insert_adapter
+from perada.models.backbone import Backbone
 from perada.privacy import ClientPrivacy, Privacy
 from perada.server import Mean, Updates
 from tests.options import sections

@@ -13,7 +13,7 @@ import perada
 from perada.core.text import value_text
 from perada.data import ByDomain, Digits, Dirichlet, FederatedData, FederatedDataModule, FromFile
 from perada.lightning.trainer_setup import available_cores, check_devices
-from perada.models.adapted import METHODS
+from perada.models.configurations import METHODS
 from tests.options import sections
 
 WRONG = [

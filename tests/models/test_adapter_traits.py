@@ -11,8 +11,9 @@ from torch import nn
 
 from perada.adapters import AdapterTraits, SelectiveConfig
 from perada.core.checks import OptionError
-from perada.models.adapted import insert_adapter, traits_of
+from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
+from perada.models.targets import traits_of
 
 
 @dataclass
@@ -67,7 +68,7 @@ def test_a_method_that_lists_the_head_selects_what_is_trained():
 
 def test_peft_types_with_traits_are_those_of_peft():
     """A method that PEFT renamed would silently get the defaults."""
-    from perada.models.adapted import PEFT_TRAITS
+    from perada.models.targets import PEFT_TRAITS
 
     assert set(PEFT_TRAITS) <= {member.value for member in peft.PeftType}
     assert traits_of(peft.VeraConfig()) == AdapterTraits()
