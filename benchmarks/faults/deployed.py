@@ -94,7 +94,7 @@ def _restarted(worker: SiteWorker) -> SiteWorker:
         except OSError:
             # A supervisor starts it once more.
             continue
-        return SiteWorker(store, worker.clients, worker.may_send, party=worker.party)
+        return SiteWorker(store, worker.clients, worker.permissions.may_send, party=worker.sums.party)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def restarted(made, change, part="train", allow=()):
     datasets[0] = TensorDataset(*change(*datasets[0].tensors))
     made.whole = replace(made.whole, **{part: datasets})
     worker = made.worker(0)
-    worker.resume_allow = set(allow)
+    worker.permissions.resume_allow = set(allow)
     return worker
 
 

@@ -166,7 +166,7 @@ def test_a_site_goes_on_whatever_write_of_an_answer_fails(error, count, site, tm
     def answered(first, count):
         put_back(folder, before, {}, ())
         folder.chmod(0o700)
-        again = SiteWorker(SiteStore(folder), site.clients, site.may_send)
+        again = SiteWorker(SiteStore(folder), site.clients, site.permissions.may_send)
         with FailingDisk(folder, first, count, ERRORS[error]) as disk:
             reply, errors = answer_until_healed(again, message, disk)
         again.store.close()

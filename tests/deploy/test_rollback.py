@@ -332,7 +332,7 @@ def test_a_kill_at_any_step_of_an_answer_is_no_false_alarm(tiny, tmp_path, monke
         folder = tmp_path / f"killed-{stop}"
         put_back(folder, before, {}, ())
         folder.chmod(0o700)
-        site = type(whole)(SiteStore(folder), whole.clients, whole.may_send)
+        site = type(whole)(SiteStore(folder), whole.clients, whole.permissions.may_send)
         calls = itertools.count(1)
 
         def stopping(name, _real, _calls=calls, _stop=stop):
@@ -352,7 +352,7 @@ def test_a_kill_at_any_step_of_an_answer_is_no_false_alarm(tiny, tmp_path, monke
             except Stopped:
                 pass
         site.store.close()
-        again = type(whole)(SiteStore(folder), whole.clients, whole.may_send)
+        again = type(whole)(SiteStore(folder), whole.clients, whole.permissions.may_send)
         assert again.answer(message, "") == reply
         assert again.store.current().scoring.round == 1
         main(["deploy", "audit", str(folder)])

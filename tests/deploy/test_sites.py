@@ -184,7 +184,7 @@ def test_a_crash_leaves_the_old_state_or_the_new_one(first, tiny, tmp_path, monk
         folder = tmp_path / f"{name}{after}"
         client = only_client(whole)
         book = SiteStore(folder)
-        site = type(whole)(book, whole.clients, whole.may_send)
+        site = type(whole)(book, whole.clients, whole.permissions.may_send)
         if not first:
             assert site.answer(messages[0], "") == replies[0]
         before = state_bytes(site)
@@ -202,7 +202,7 @@ def test_a_crash_leaves_the_old_state_or_the_new_one(first, tiny, tmp_path, monk
         new = name == "sync" or (name == "replace" and after)
         assert (left != before) == new, (name, after)
         book.close()
-        again = type(whole)(SiteStore(folder), {client.recipe.digest: client}, whole.may_send)
+        again = type(whole)(SiteStore(folder), {client.recipe.digest: client}, whole.permissions.may_send)
         for message, reply in zip(messages, replies, strict=True):
             if message is messages[0] and not first:
                 continue

@@ -4,7 +4,7 @@
 from perada.core.states import State
 from perada.deploy.protocol import RejectionError
 from perada.deploy.recipe import Recipe
-from perada.deploy.site.budget import SiteBudget
+from perada.deploy.site.budget import SiteBudget, explain_site_epsilon
 from perada.deploy.site.file import Limits
 from perada.deploy.state import SITE_LEDGER, RunState
 from perada.privacy.accounting import Ledger
@@ -46,6 +46,26 @@ class SitePrivacy:
             ledger: What all runs have spent.
         """
         return self.budget.affords(ledger.history(SITE_LEDGER), {self.cost: 1})
+
+    def check_budget(self, ledger: Ledger) -> None:
+        """Check that the site as a whole has budget left for another sum.
+
+        Args:
+            ledger: What all runs of the site have spent.
+
+        Raises:
+            RejectionError: If it has none.
+        """
+        if self.affords(ledger):
+            return
+        reason = explain_site_epsilon(ledger)
+        if reason and self.budget.max_epsilon is not None:
+            raise RejectionError(f"max_site_epsilon={self.budget.max_epsilon:g} cannot be met: {reason}", "exhausted")
+        raise RejectionError(
+            "another noisy sum would exceed the largest ε of the entire site, over all runs (max_site_epsilon; by "
+            "default that of one complete run)",
+            "exhausted",
+        )
 
     def check_norm(self, norm: float) -> None:
         """Check a clipping norm that the server has sent.

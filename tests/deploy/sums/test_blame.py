@@ -227,7 +227,7 @@ def test_a_site_with_an_identity_that_others_do_not_know_puts_out_no_other(tiny,
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
     workers = made.workers()
     peers = {name: key for name, key in made.sites.items() if name != "site0"}
-    workers["site0"].party = Party("site0", Ed25519PrivateKey.generate(), peers)
+    workers["site0"].sums.party = Party("site0", Ed25519PrivateKey.generate(), peers)
     for record in made.coordinator(LocalTransport(workers)).run().records:
         assert record.summed == made.names[1:] and record.failed == {"site0": "disputed"}
     assert "site site0 is excluded: its keys were rejected by site1, site2, site3" in caplog.text
@@ -311,7 +311,7 @@ def test_a_site_does_not_put_out_the_other_one_with_which_it_was_alone_in_a_roun
     for name, worker in transport.workers.items():
         if name in (liar, other):
             says = {"9": true if name == other else false}
-            worker._make_claims = lambda request, state, says=says: SiteClaims((), says)
+            worker.sums._make_claims = lambda request, run_state, says=says: SiteClaims((), says)
     (record,) = coordinator.run().records
     assert record.summed == [name for name in made.names if name != liar]
 

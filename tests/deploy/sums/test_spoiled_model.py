@@ -169,7 +169,7 @@ def test_a_site_keeps_keys_of_a_bounded_number_of_runs(tiny, tmp_path):
             LocalTransport(workers)
         )
         coordinator.run()
-        assert len(workers["site0"].party._sums) == min(place + 1, party.MAX_RUNS)
+        assert len(workers["site0"].sums.party._sums) == min(place + 1, party.MAX_RUNS)
 
 
 class Stopped(Exception):

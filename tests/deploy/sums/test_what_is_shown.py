@@ -35,7 +35,7 @@ def test_a_site_is_told_what_leaves_it_and_among_whom_it_hides(tiny, tmp_path):
     left = f"{size // 8:,} numbers ({size / 1e6:.3f} MB) per round and"
     assert format_sent(client, ("sizes", "counts")) == f"{left} counts, all masked, plus sizes"
     assert format_sent(client, ()) == f"{left} no scores, all masked, plus nothing else"
-    assert format_sums(client, workers["site0"].party) == "yes: hidden among at least 2 of 2 others: site1, site2"
+    assert format_sums(client, workers["site0"].sums.party) == "yes: hidden among at least 2 of 2 others: site1, site2"
     alone = Party("site0", made.identities[0], {"site1": made.identities[1].public_key()})
     assert format_sums(client, alone).endswith("2 of 1 others: site1; too few, so no sum will be computed")
 
