@@ -189,9 +189,7 @@ def draw_deployment() -> str:
         150,
         "label",
     )
-    parts += write(
-        ["Everything in the box of a site stays there."], WIDTH / 2, 332
-    )
+    parts += write(["Everything in the box of a site stays there."], WIDTH / 2, 332)
     return frame(
         parts,
         346,
