@@ -55,7 +55,7 @@ def parties(tiny, tmp_path, algorithm="ditto", loop=(), **options):
 
 def of_both(row):
     """The scores that a round has by predictions with both models on sites' own images."""
-    return {name: value for name, value in row.items() if name.startswith(("both/local_test", "typical/"))}
+    return {name: value for name, value in row.items() if name.startswith(("both/local_test", "typical/local"))}
 
 
 CASES = {
