@@ -164,7 +164,7 @@ def barrier(losses: Sequence[float]) -> float:
     return float((np.asarray(losses) - straight).max())
 
 
-def convolutional_network(channels: int, height: int, width: int, classes: int) -> nn.Sequential:
+def convolutional_network(channels: int, height: int, width: int, num_classes: int) -> nn.Sequential:
     """Return a network of two convolutions, as the paper uses for MNIST, without BatchNorm."""
     return nn.Sequential(
         nn.Conv2d(1, channels, 3, padding=1),
@@ -174,7 +174,7 @@ def convolutional_network(channels: int, height: int, width: int, classes: int) 
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(2 * channels * (height // 4) * (width // 4), classes),
+        nn.Linear(2 * channels * (height // 4) * (width // 4), num_classes),
     )
 
 
@@ -241,10 +241,10 @@ def study(
     started_at = time.perf_counter()
     source = HeadSettings(settings.dataset, settings.root, settings.download)
     splits = load_images(source)
-    images = splits.train.images[: settings.train_images] / 255.0
-    labels = splits.train.labels[: settings.train_images]
+    images = splits.train_images.images[: settings.train_images] / 255.0
+    labels = splits.train_images.labels[: settings.train_images]
     height, width = images.shape[-2:]
-    num_classes = int(splits.train.labels.max()) + 1
+    num_classes = int(splits.train_images.labels.max()) + 1
     with seeded(seed, "fed-ensemble-plane/network"):
         network = convolutional_network(settings.channels, height, width, num_classes)
     modes = train_modes(network, images, labels, settings, seed)
@@ -272,7 +272,7 @@ def study(
         distance = (points[first] - points[second]).norm().item()
         pairs.append({"modes": [first, second], "distance": distance, "losses": losses, "barrier": barrier(losses)})
 
-    accuracies = _compute_accuracies(network, modes, splits.test.images / 255.0, splits.test.labels)
+    accuracies = _compute_accuracies(network, modes, splits.test_images.images / 255.0, splits.test_images.labels)
     result = {
         "settings": {"seed": seed, **asdict(settings)},
         "seconds": round(time.perf_counter() - started_at, 1),

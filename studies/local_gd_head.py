@@ -66,9 +66,9 @@ class HeadSettings(Counts):
 class Features:
     """The head's inputs for a set of images: (N, F) for the training split, (N', F) for the test split."""
 
-    train: Tensor
+    train_features: Tensor
     train_labels: Tensor
-    test: Tensor
+    test_features: Tensor
     test_labels: Tensor
 
 
@@ -99,8 +99,8 @@ class LabelledImages:
 class ImageSplits:
     """The two splits of an image set."""
 
-    train: LabelledImages
-    test: LabelledImages
+    train_images: LabelledImages
+    test_images: LabelledImages
 
 
 def load_images(settings: HeadSettings) -> ImageSplits:
@@ -112,7 +112,7 @@ def load_images(settings: HeadSettings) -> ImageSplits:
     data = Digits() if settings.dataset == "digits" else FashionMNIST(settings.root, settings.download)
     try:
         data.download()
-        return ImageSplits(train=_load_split(data, train=True), test=_load_split(data, train=False))
+        return ImageSplits(train_images=_load_split(data, train=True), test_images=_load_split(data, train=False))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}; or choose --head.dataset=digits, which requires no files") from error
 
@@ -144,10 +144,10 @@ def extract_features(settings: HeadSettings) -> Features:
 
     splits = load_images(settings)
     return Features(
-        train=features_of(splits.train.images),
-        train_labels=splits.train.labels,
-        test=features_of(splits.test.images),
-        test_labels=splits.test.labels,
+        train_features=features_of(splits.train_images.images),
+        train_labels=splits.train_images.labels,
+        test_features=features_of(splits.test_images.images),
+        test_labels=splits.test_images.labels,
     )
 
 
@@ -191,7 +191,7 @@ def _rows_of_nodes(labels: Tensor, num_nodes: int, seed: int) -> list[Tensor]:
 
 def _make_head(features: Features, seed: int) -> nn.Module:
     """Return a linear layer with torch's distribution of initial weights, drawn from the seed."""
-    width = features.train.shape[1]
+    width = features.train_features.shape[1]
     layer = nn.Linear(width, _num_classes(features))
     random = generator(seed, "local-gd/head")
     with torch.no_grad():
@@ -208,7 +208,7 @@ def _train_head(
     network: nn.Module, features: Features, node_rows: list[Tensor], rule: ServerRule, settings: HeadSettings, seed: int
 ) -> list[State]:
     """Return the head's state after each round, with one node for each entry of ``node_rows``."""
-    images = features.train[..., None, None]  # feature vectors as images of one pixel
+    images = features.train_features[..., None, None]  # feature vectors as images of one pixel
     recording = RecordingRule(rule)
     with info_messages_disabled():
         finetune(
@@ -235,5 +235,5 @@ def _flatten_state(state: State) -> Tensor:
 
 def _head_accuracy(state: State, features: Features) -> float:
     weight, bias = state.values()
-    predicted = (features.test.to(weight.device) @ weight.T + bias).argmax(1).cpu()
+    predicted = (features.test_features.to(weight.device) @ weight.T + bias).argmax(1).cpu()
     return (predicted == features.test_labels).double().mean().item()

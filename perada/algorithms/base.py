@@ -133,13 +133,13 @@ class ClientStep(Protocol):
             stream: As for :meth:`logits`.
         """
 
-    def class_counts(self, classes: int) -> Tensor:
+    def class_counts(self, num_classes: int) -> Tensor:
         """Return the number of training images (C, K) of each client and class.
 
         Available only to algorithms that set :attr:`Algorithm.needs_class_counts`.
 
         Args:
-            classes: Number K of classes.
+            num_classes: Number K of classes.
         """
 
     @property

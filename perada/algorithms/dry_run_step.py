@@ -61,7 +61,7 @@ class DryRunStep:
         self._task = task
 
     @property
-    def _clients(self) -> int:
+    def _num_clients(self) -> int:
         """Number C of clients."""
         return stack_size(self.received)
 
@@ -98,11 +98,11 @@ class DryRunStep:
         representations = 1 + logits[..., :1].expand(-1, -1, width)
         return logits, representations
 
-    def class_counts(self, classes: int) -> Tensor:
+    def class_counts(self, num_classes: int) -> Tensor:
         """Return counts of one image of each class."""
         if self._num_classes is None:
             raise no_logits(self.algorithm)
-        return torch.ones(self._clients, classes)
+        return torch.ones(self._num_clients, num_classes)
 
     @property
     def labels(self) -> Tensor:
@@ -110,7 +110,7 @@ class DryRunStep:
         if self._num_classes is None:
             raise no_logits(self.algorithm)
         device = device_of(self.received)
-        return self._task.blank_targets((self._clients, 2), self._num_classes, device)
+        return self._task.blank_targets((self._num_clients, 2), self._num_classes, device)
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean over the two images."""
@@ -126,7 +126,7 @@ class DryRunStep:
         stream = stream or next(iter(self.states))
         self.queries[stream] += 1
         random = self._make_generator(stream)
-        total = torch.zeros(self._clients, device=device_of(states))
+        total = torch.zeros(self._num_clients, device=device_of(states))
         # Sorted, so that a tensor's made-up gradient does not depend on the order in which an algorithm lists them.
         for _, value in sorted(states.items()):
             if value.requires_grad:
@@ -177,9 +177,9 @@ class DryRunStep:
 
     def _check_loss(self, role: str | tuple[str, ...], loss: Tensor) -> None:
         """Raise a ValueError unless a loss has one value per client, and depends on what the phase trains."""
-        if loss.shape != (self._clients,):
+        if loss.shape != (self._num_clients,):
             raise ValueError(
-                f"the loss has shape {tuple(loss.shape)} instead of ({self._clients},), one value per client"
+                f"the loss has shape {tuple(loss.shape)} instead of ({self._num_clients},), one value per client"
             )
         if not loss.requires_grad:
             raise ValueError(

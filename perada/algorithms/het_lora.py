@@ -260,8 +260,8 @@ class _RankCutStep:
     def loss(self, states: str | State | Tensor, stream: str | None = None) -> Tensor:
         return self._step.loss(states, stream)
 
-    def class_counts(self, classes: int) -> Tensor:
-        return self._step.class_counts(classes)
+    def class_counts(self, num_classes: int) -> Tensor:
+        return self._step.class_counts(num_classes)
 
     @property
     def labels(self) -> Tensor:

@@ -339,13 +339,13 @@ def make_worker(site_file: SiteFile) -> SiteWorker:
     return worker
 
 
-def _save_splits(site_file: SiteFile, clients: Iterable[Client], log: logging.Logger) -> None:
+def _save_splits(site_file: SiteFile, site_clients: Iterable[Client], log: logging.Logger) -> None:
     """Save how the images of each recipe are split, and log what has changed since the last start.
 
     Raises:
         DiskError: If the splits cannot be saved.
     """
-    for client in clients:
+    for client in site_clients:
         split = image_split(client.data)
         if split is None:
             continue

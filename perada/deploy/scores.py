@@ -72,17 +72,17 @@ def describe_model(model: str) -> str:
     return "both models together" if model == "both" else f"the {model} model"
 
 
-def count_summands(metrics: Sequence[Metric], task: Task, classes: int) -> dict[str, int]:
+def count_summands(metrics: Sequence[Metric], task: Task, num_classes: int) -> dict[str, int]:
     """Count the sums over images from which each metric is computed. Metrics that do not follow from sums are left out.
 
     Args:
         metrics: Metrics of the run.
         task: What the models predict.
-        classes: Number of classes K.
+        num_classes: Number of classes K.
     """
     pixels = (1, 1) if task.per_pixel else ()
-    predicted = task.predicted(torch.zeros(1, 1, *pixels, classes))
-    targets = task.blank_targets((1, *pixels), classes, predicted.device)
+    predicted = task.predicted(torch.zeros(1, 1, *pixels, num_classes))
+    targets = task.blank_targets((1, *pixels), num_classes, predicted.device)
     num_summands: dict[str, int] = {}
     for metric in metrics:
         if metric.summed is not None:
@@ -194,7 +194,7 @@ def _sent_hits(facts: Facts, model: str) -> _Hits | None:
     return _Hits(*counts_of_models[model])
 
 
-def _score(metric: Metric, statistics: Tensor) -> float:
+def _score_of_statistics(metric: Metric, statistics: Tensor) -> float:
     """Return a metric's score from its statistics (S,), rounded as in a simulation; of scores of classes, the mean."""
     assert metric.summed is not None
     return float(metric.summed.score(statistics).to(torch.get_default_dtype()).nanmean())
@@ -275,7 +275,7 @@ def _pooled_score(metric: Metric, facts: Sequence[Facts]) -> float:
     if not sums_of_sites:
         return math.nan
     assert metric.summed is not None
-    return _score(metric, reduce(metric.summed.combine, sums_of_sites))
+    return _score_of_statistics(metric, reduce(metric.summed.combine, sums_of_sites))
 
 
 def local_score(facts: Facts, metric: Metric, models: Sequence[str] = PREDICTING) -> float:
@@ -289,7 +289,7 @@ def local_score(facts: Facts, metric: Metric, models: Sequence[str] = PREDICTING
             return hits.correct / hits.total if hits.total else math.nan
         sums = _sent_sums(facts, model, metric)
         if sums is not None:
-            return _score(metric, sums)
+            return _score_of_statistics(metric, sums)
         score = facts.get("scores", {}).get(model, {}).get(metric.name)
         if score is not None:
             return float(score)
@@ -467,4 +467,4 @@ def _score_of_total(metric: Metric, num_summands: Mapping[str, int], result: Sum
     num_images = result.totals.get("own/tests", math.inf)
     if not metric.summed.is_possible(statistics, num_images, max_pixels):
         return math.nan
-    return _score(metric, statistics)
+    return _score_of_statistics(metric, statistics)

@@ -402,13 +402,13 @@ class Chunk:
             state = local_round.scales.enter(state, self._rows)
         return state
 
-    def class_counts(self, classes: int) -> Tensor:
+    def class_counts(self, num_classes: int) -> Tensor:
         """Return the number of training images (c, K) of each client and class."""
         counts = self._class_counts
         if counts is None:
             raise no_counts(self._local_round.algorithm)
         # The last classes are missing where no client has them.
-        missing = classes - counts.shape[1]
+        missing = num_classes - counts.shape[1]
         return F.pad(counts, (0, missing))
 
     @property

@@ -176,7 +176,7 @@ class DiagnosticsPass:
         return metrics
 
     @property
-    def _device(self) -> torch.device:
+    def _model_device(self) -> torch.device:
         """Device of the models."""
         return device_of(self.globals)
 
@@ -193,7 +193,7 @@ class DiagnosticsPass:
         ensemble_distances = torch.zeros(stack_size(self.globals), dtype=torch.float64)
         personal_distances = torch.zeros(self.num_clients, dtype=torch.float64)
         for rows in torch.split(torch.arange(size), IMAGES_AT_ONCE):
-            x = self.federation_data.public_images(rows, self._device)
+            x = self.federation_data.public_images(rows, self._model_device)
             g_GBK = probabilities(self.engine.shared_logits(self.globals, x), self.task)
             if "distillation_distance" in names:
                 _, h_BK = self._mean_outputs(x, g_GBK.shape[-1])
@@ -221,7 +221,7 @@ class DiagnosticsPass:
         total_hits = 0.0
         total_errors = 0.0
         total = 0.0
-        for x, y in self.federation_data.test_batches(self._device):
+        for x, y in self.federation_data.test_batches(self._model_device):
             # A process without local models gets the number of classes from a global model.
             averaged_model = prefix(self.globals, 1)
             classes = self.engine.shared_logits(averaged_model, x[:1]).shape[-1]
@@ -234,17 +234,17 @@ class DiagnosticsPass:
             total += float(has_label.sum())
         return {"theory/ensemble_accuracy": total_hits / total, "theory/ensemble_error": total_errors / total}
 
-    def _mean_outputs(self, x: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    def _mean_outputs(self, x: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
         """Average the logits and the probabilities of the local models of all processes. A collective.
 
         Args:
             x: Images (B, ...).
-            classes: Number K of classes.
+            num_classes: Number K of classes.
 
         Returns:
             Mean logits (B, K) and mean probabilities (B, K).
         """
-        sums = torch.zeros(2, len(x), classes, device=x.device)
+        sums = torch.zeros(2, len(x), num_classes, device=x.device)
         local = {name: value for name, value in self.updates.local_rows.items() if name in self.globals}
         if local and stack_size(local):
             logits = self.engine.shared_logits(local, x)

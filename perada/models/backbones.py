@@ -361,16 +361,16 @@ def _to_single_precision(model: nn.Module, name: str) -> None:
     )
 
 
-def return_logits(model: nn.Module, classes: int, per_pixel: bool = False) -> None:
+def return_logits(model: nn.Module, num_classes: int, per_pixel: bool = False) -> None:
     """Make a model that returns a tuple, or an object with logits, return only the logits.
 
     It is a hook, since a module around the model would change the names of all tensors.
     """
-    model.register_forward_hook(partial(_extract_logits, classes, 4 if per_pixel else 2))
+    model.register_forward_hook(partial(_extract_logits, num_classes, 4 if per_pixel else 2))
 
 
 def _extract_logits(
-    classes: int, ndim: int, module: nn.Module, arguments: tuple[object, ...], output: object
+    num_classes: int, ndim: int, module: nn.Module, arguments: tuple[object, ...], output: object
 ) -> Tensor:
     """Return the logits (B, classes, ...), with so many axes, in the output of a model."""
     if isinstance(output, Tensor):
@@ -385,13 +385,15 @@ def _extract_logits(
     outputs: list[object] = []
     if isinstance(output, tuple | list):
         outputs = list(output)
-    logits = [part for part in outputs if isinstance(part, Tensor) and part.ndim == ndim and part.shape[1] == classes]
+    logits = [
+        part for part in outputs if isinstance(part, Tensor) and part.ndim == ndim and part.shape[1] == num_classes
+    ]
     if len(logits) == 1:
         return logits[0]
     description = value_text(outputs) if outputs else value_text(output)
     raise TypeError(
         f"backbone {type(module).__name__!r} returns {description}, and {len(logits)} of its parts are logits (B, "
-        f"{classes}{', H, W' if ndim == 4 else ''}); return the logits, or an object with .logits"
+        f"{num_classes}{', H, W' if ndim == 4 else ''}); return the logits, or an object with .logits"
     )
 
 

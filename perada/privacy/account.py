@@ -39,7 +39,7 @@ class QueryPlan:
         return tuple(dict.fromkeys(chain.from_iterable(self.queries)))
 
 
-class StepCost(NamedTuple):
+class NoisySteps(NamedTuple):
     """Noisy steps of one client.
 
     Attributes:
@@ -84,12 +84,12 @@ class Budget(ABC):
         self.lost = Ledgers()
 
     @abstractmethod
-    def costs(self, client: int, tuning: bool = False) -> list[StepCost]:
+    def costs(self, client: int, tuning: bool = False) -> list[NoisySteps]:
         """Return the cost of a round, or of the fine-tuning after the last, for one client."""
 
-    def round_costs(self, plan: RoundPlan, tuning: bool = False) -> list[StepCost]:
+    def round_costs(self, plan: RoundPlan, tuning: bool = False) -> list[NoisySteps]:
         """Return the costs of a round for all its clients."""
-        costs: list[StepCost] = []
+        costs: list[NoisySteps] = []
         for client in plan.clients:
             costs += self.costs(client, tuning)
         return costs
@@ -346,7 +346,7 @@ class Account(Budget):
                 name="privacy",
             )
 
-    def round_costs(self, plan: RoundPlan, tuning: bool = False) -> list[StepCost]:
+    def round_costs(self, plan: RoundPlan, tuning: bool = False) -> list[NoisySteps]:
         """Return the costs of a round for all its clients.
 
         Raises:
@@ -363,13 +363,13 @@ class Account(Budget):
             )
         return super().round_costs(plan, tuning)
 
-    def costs(self, client: int, tuning: bool = False) -> list[StepCost]:
+    def costs(self, client: int, tuning: bool = False) -> list[NoisySteps]:
         """Return the cost of a round, or of the fine-tuning after the last, for one client."""
         rate = self._accounted_rate(client)
         costs = []
         for entry in self._steps(self.sizes[client], tuning):
             sigma = self.noise_multipliers[client] / entry.queries**0.5
-            costs.append(StepCost(client, sigma, rate, entry.steps, entry.sent))
+            costs.append(NoisySteps(client, sigma, rate, entry.steps, entry.sent))
         return costs
 
     def metrics(self) -> dict[str, float]:

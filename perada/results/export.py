@@ -94,13 +94,13 @@ class PeftFolders:
             return (folder / CONFIG_FILE).read_text(encoding="utf-8")
 
     @cached_property
-    def _factors(self) -> tuple[Factors, ...]:
+    def _lora_factors(self) -> tuple[Factors, ...]:
         return find_tensor_names(self._adapted.model, *self._adapted.backbone.head_modules).factors
 
     def _truncate_factors(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
         """Return the tensors of a folder with LoRA's factors cut to a rank."""
         state = {key: tensors[name] for name, key in self._keys.items()}
-        truncated = narrowed(state, self._factors, rank)
+        truncated = narrowed(state, self._lora_factors, rank)
         result = dict(tensors)
         for name, key in self._keys.items():
             if key in truncated:
@@ -113,7 +113,7 @@ class PeftFolders:
         uses_rslora = getattr(self._adapted.config, "use_rslora", False)
         ranks: dict[str, int] = {}
         alphas: dict[str, float] = {}
-        for pair in self._factors:
+        for pair in self._lora_factors:
             layer = pair.down.partition(".lora_A.")[0]
             layer_rank = min(rank, model_state[pair.down].shape[0])
             # PEFT scales by alpha / rank, or alpha / sqrt(rank) for rsLoRA.

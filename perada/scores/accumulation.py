@@ -333,22 +333,24 @@ class _StoredPredictions:
                 score_of[name] |= scores_of_models
         return {name: self._arrange_scores(scores) for name, scores in score_of.items()}
 
-    def _compute_scores(self, batches: Sequence[_Predictions]) -> Mapping[str, dict[tuple[int, int], Tensor]]:
+    def _compute_scores(
+        self, predictions_of_batches: Sequence[_Predictions]
+    ) -> Mapping[str, dict[tuple[int, int], Tensor]]:
         """Compute scores by metric and by (model, group).
 
         Args:
-            batches: Predictions of the same models on several batches, which are scored together.
+            predictions_of_batches: Predictions of the same models on several batches, which are scored together.
         """
-        predictions = torch.cat([batch.probabilities for batch in batches], 1)
-        labels = torch.cat([batch.labels for batch in batches])
-        groups = torch.cat([batch.groups for batch in batches])
+        predictions = torch.cat([batch.probabilities for batch in predictions_of_batches], 1)
+        labels = torch.cat([batch.labels for batch in predictions_of_batches])
+        groups = torch.cat([batch.groups for batch in predictions_of_batches])
         sizes = groups.bincount(minlength=self._num_groups).tolist()
         rows_of_groups = torch.split(groups.argsort(stable=True), sizes)
         scores_of_group: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in self._functions}
         for group, rows in enumerate(rows_of_groups):
             if len(rows) == 0:
                 continue
-            for place, model in enumerate(batches[0].models):
+            for place, model in enumerate(predictions_of_batches[0].models):
                 predictions_of_group = predictions[place, rows]
                 if not predictions_of_group.isfinite().all():
                     # Metrics of torchmetrics reject NaN, or rank it like a number. There is no score.

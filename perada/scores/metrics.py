@@ -146,9 +146,9 @@ BUILT_IN: dict[str, Compute | None] = {
 
 
 SUMMED_METRICS = {
-    **Segmentation().summed_metrics(classes=1),
-    **Regression().summed_metrics(classes=1),
-    **Keypoints(image_size=1).summed_metrics(classes=2),
+    **Segmentation().summed_metrics(num_classes=1),
+    **Regression().summed_metrics(num_classes=1),
+    **Keypoints(image_size=1).summed_metrics(num_classes=2),
 }
 """Metrics of masks, of numbers and of keypoints by name, with options of their own."""
 
@@ -206,18 +206,18 @@ def score_names(choice: MetricChoice, task: Task | None = None) -> dict[str, boo
     return is_error_by_name
 
 
-def make_metrics(choice: MetricChoice, task: Task, classes: int) -> list[Metric]:
+def make_metrics(choice: MetricChoice, task: Task, num_classes: int) -> list[Metric]:
     """Create the metrics that an option selects.
 
     Args:
         choice: Value of the option ``metric``.
         task: What the models predict.
-        classes: Number of classes, or of labels per image.
+        num_classes: Number of classes, or of labels per image.
 
     Raises:
         ValueError: If a metric is unknown, does not support the data, or rejects its options.
     """
-    return [_make_metric(entry, task, classes) for entry in _parse_entries(choice)]
+    return [_make_metric(entry, task, num_classes) for entry in _parse_entries(choice)]
 
 
 class _Entry(NamedTuple):
@@ -317,14 +317,14 @@ def _torchmetrics_class(name: str) -> "type[torchmetrics.Metric] | None":
     return None
 
 
-def _make_metric(entry: _Entry, task: Task, classes: int) -> Metric:
+def _make_metric(entry: _Entry, task: Task, num_classes: int) -> Metric:
     """Create the metric of an entry; raise an OptionError if it does not support the data or its options."""
     name = entry.name
     kind = entry.kind
     if kind == "auto":
         kind = task.default_metric
         name = kind
-    summed = task.summed_metrics(classes)
+    summed = task.summed_metrics(num_classes)
     if kind in summed:
         return Metric(name, None, summed[kind].lower_is_better, summed=summed[kind])
     supported_names = list(summed)
@@ -359,10 +359,10 @@ def _make_metric(entry: _Entry, task: Task, classes: int) -> Metric:
             name="metric",
             value=kind,
         )
-    options = defaults | entry.options | {task.metric_size_option: classes}
-    compute = partial(_compute_torchmetric, metric_class, options, task, classes)
+    options = defaults | entry.options | {task.metric_size_option: num_classes}
+    compute = partial(_compute_torchmetric, metric_class, options, task, num_classes)
     try:
-        _try_metric(compute, task, classes)
+        _try_metric(compute, task, num_classes)
     except Exception as error:  # metrics raise errors of any kind
         reason = " ".join(str(error).split())
         raise OptionError(
@@ -381,7 +381,7 @@ def _compute_torchmetric(
     metric_class: "Callable[..., torchmetrics.Metric]",
     options: dict[str, Any],
     task: Task,
-    classes: int,
+    num_classes: int,
     predictions: Tensor,
     labels: Tensor,
 ) -> Tensor:
@@ -397,17 +397,17 @@ def _compute_torchmetric(
         value: Tensor = metric.compute()
     if not value.dim():
         return value
-    counts = task.class_counts(labels, classes)
+    counts = task.class_counts(labels, num_classes)
     return value.where(counts > 0, math.nan)
 
 
-def _try_metric(compute: Compute, task: Task, classes: int) -> None:
+def _try_metric(compute: Compute, task: Task, num_classes: int) -> None:
     """Compute a metric on perfect predictions; raise if it fails, or if its result is not a score."""
-    predictions = torch.eye(classes).repeat(2, 1)
+    predictions = torch.eye(num_classes).repeat(2, 1)
     # 0 is the decision between presence and absence of a label, and below the largest entry of each row.
     labels = task.predicted(predictions)
     score = compute(predictions, labels)
-    if not isinstance(score, Tensor) or score.shape not in (torch.Size([]), torch.Size([classes])):
+    if not isinstance(score, Tensor) or score.shape not in (torch.Size([]), torch.Size([num_classes])):
         raise TypeError("it returns neither a number nor one per class")
 
 

@@ -199,7 +199,7 @@ class Task(ABC):
             value="both",
         )
 
-    def known_classes(self, targets: Tensor, classes: int) -> Tensor:
+    def known_classes(self, targets: Tensor, num_classes: int) -> Tensor:
         """Return a mask (K,) of the classes that a client knows, given the targets (N, ...) of its training images.
 
         A mask without elements, which is the default, stands for a task of which each model knows everything.
@@ -269,18 +269,18 @@ class Task(ABC):
         num_known = counts.flatten(1).sum(1) if counts.dim() > 1 else counts
         return num_wrong / num_known.clamp(min=1)
 
-    def presence(self, targets: Tensor, classes: int) -> Tensor:
+    def presence(self, targets: Tensor, num_classes: int) -> Tensor:
         """Return targets (N, ...) as an indicator (N, K) of the classes that each image has."""
         raise self._no_classes()
 
-    def mix(self, targets: Tensor, others: Tensor, shares: Tensor, classes: int) -> Tensor:
+    def mix(self, targets: Tensor, others: Tensor, shares: Tensor, num_classes: int) -> Tensor:
         """Mix the targets of pairs of images, for mixup and CutMix.
 
         Args:
             targets: Targets (C, B, ...).
             others: Targets of the images that they are mixed with.
             shares: Share (C, 1) of the first of each pair.
-            classes: Number of classes K.
+            num_classes: Number of classes K.
 
         Returns:
             Targets that :meth:`loss` accepts: the loss of a mixed target is the mix of the losses.
@@ -290,15 +290,15 @@ class Task(ABC):
         """
         raise ValueError(f"the targets of {self} cannot be mixed; leave mixup and cutmix out")
 
-    def class_counts(self, targets: Tensor, classes: int) -> Tensor:
+    def class_counts(self, targets: Tensor, num_classes: int) -> Tensor:
         """Count the images (K,) that have each class, in targets (N, ...)."""
         raise self._no_classes()
 
     @abstractmethod
-    def blank_targets(self, shape: Sequence[int], classes: int, device: torch.device) -> Tensor:
+    def blank_targets(self, shape: Sequence[int], num_classes: int, device: torch.device) -> Tensor:
         """Return valid targets for images of leading shape ``shape``, for dry runs without data."""
 
-    def summed_metrics(self, classes: int) -> Mapping[str, SummedMetric]:
+    def summed_metrics(self, num_classes: int) -> Mapping[str, SummedMetric]:
         """Return metrics of this task by name, in addition to those of torchmetrics."""
         return {}
 
@@ -410,19 +410,19 @@ class Task(ABC):
         """
         return self.loss(logits, targets)
 
-    def fitted_to(self, targets: Tensor, classes: int) -> "Task":
+    def fitted_to(self, targets: Tensor, num_classes: int) -> "Task":
         """Return the task with numbers in place of options that depend on all clients' training targets.
 
         Args:
             targets: Training targets (N, ...) of all clients.
-            classes: Number of classes K.
+            num_classes: Number of classes K.
 
         Raises:
             ValueError: If the targets do not determine them.
         """
         return self
 
-    def check_classes(self, classes: int) -> None:
+    def check_classes(self, num_classes: int) -> None:
         """Raise an OptionError if an option does not match the number of classes K."""
         # The options of most custom tasks are the same for any number.
         return
@@ -431,39 +431,39 @@ class Task(ABC):
         """Return a mask, of the shape of the targets, that is false for unknown labels."""
         return torch.ones_like(targets, dtype=torch.bool)
 
-    def out_of_range(self, targets: Tensor, classes: int) -> Tensor:
+    def out_of_range(self, targets: Tensor, num_classes: int) -> Tensor:
         """Return those of the known targets, or of their entries, that are not between 0 and the largest label."""
         values = targets[self.known(targets)]
-        return values[~((values >= 0) & (values <= self.largest_label(classes)))]
+        return values[~((values >= 0) & (values <= self.largest_label(num_classes)))]
 
-    def largest_label(self, classes: int) -> int:
+    def largest_label(self, num_classes: int) -> int:
         """Return the largest number that a label, or an entry of a vector of labels, may be."""
         raise self._no_classes()
 
-    def describe_range(self, classes: int) -> str:
+    def describe_range(self, num_classes: int) -> str:
         """Describe the numbers that :meth:`out_of_range` accepts, such as ``0..9``."""
-        return f"0..{self.largest_label(classes)}"
+        return f"0..{self.largest_label(num_classes)}"
 
     @abstractmethod
     def count_classes(self, targets: Tensor) -> int:
         """Return the number of classes that targets (N, ...) show."""
 
     @abstractmethod
-    def fits(self, targets: Tensor, classes: int | None = None) -> bool:
+    def fits(self, targets: Tensor, num_classes: int | None = None) -> bool:
         """Return whether targets (N, ...) have the shape and type that this task needs, with K classes if given."""
 
     @abstractmethod
-    def describe_targets(self, classes: int) -> str:
+    def describe_targets(self, num_classes: int) -> str:
         """Describe valid targets for messages, such as ``10 classes``."""
 
     @abstractmethod
-    def renumber(self, targets: Tensor, class_numbers: Sequence[int], classes: int) -> Tensor:
+    def renumber(self, targets: Tensor, class_numbers: Sequence[int], num_classes: int) -> Tensor:
         """Convert targets of a client that knows some of the classes to the numbers of the run.
 
         Args:
             targets: Targets (N, ...) of the client.
             class_numbers: The run's number of each of the client's classes.
-            classes: The run's number of classes K.
+            num_classes: The run's number of classes K.
         """
 
     def _no_classes(self) -> TypeError:

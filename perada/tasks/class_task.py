@@ -56,34 +56,34 @@ class ClassTask(Task):
         """Return one minus the probability (N,) of the image's class."""
         return 1 - probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
-    def presence(self, targets: Tensor, classes: int) -> Tensor:
+    def presence(self, targets: Tensor, num_classes: int) -> Tensor:
         """Return one-hot vectors."""
-        return F.one_hot(targets, classes)
+        return F.one_hot(targets, num_classes)
 
-    def class_counts(self, targets: Tensor, classes: int) -> Tensor:
+    def class_counts(self, targets: Tensor, num_classes: int) -> Tensor:
         """Count the images of each class."""
-        return targets.bincount(minlength=classes)
+        return targets.bincount(minlength=num_classes)
 
-    def blank_targets(self, shape: Sequence[int], classes: int, device: torch.device) -> Tensor:
+    def blank_targets(self, shape: Sequence[int], num_classes: int, device: torch.device) -> Tensor:
         """Return class 0 for every image."""
         return torch.zeros(*shape, dtype=torch.int64, device=device)
 
-    def largest_label(self, classes: int) -> int:
+    def largest_label(self, num_classes: int) -> int:
         """Return the last class."""
-        return classes - 1
+        return num_classes - 1
 
     def count_classes(self, targets: Tensor) -> int:
         """Return the largest class plus one."""
         return int(targets.max()) + 1
 
-    def fits(self, targets: Tensor, classes: int | None = None) -> bool:
+    def fits(self, targets: Tensor, num_classes: int | None = None) -> bool:
         """Return whether there is one integer per image."""
         return targets.ndim == 1 and not targets.is_floating_point()
 
-    def describe_targets(self, classes: int) -> str:
+    def describe_targets(self, num_classes: int) -> str:
         """Describe valid targets."""
-        return f"{classes} classes"
+        return f"{num_classes} classes"
 
-    def renumber(self, targets: Tensor, class_numbers: Sequence[int], classes: int) -> Tensor:
+    def renumber(self, targets: Tensor, class_numbers: Sequence[int], num_classes: int) -> Tensor:
         """Look up the run's number of each class."""
         return torch.tensor(class_numbers)[targets]

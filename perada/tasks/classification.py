@@ -76,7 +76,7 @@ class Classification(ClassTask):
         """Whether the weights are computed from all clients' counts."""
         return self.class_weights == BALANCED
 
-    def fitted_to(self, targets: Tensor, classes: int) -> Task:
+    def fitted_to(self, targets: Tensor, num_classes: int) -> Task:
         """Return the task with the weights N / (K n_k) in place of ``balanced``.
 
         >>> targets = torch.tensor([0, 0, 0, 1])
@@ -85,15 +85,15 @@ class Classification(ClassTask):
         """
         if not self.uses_all_targets:
             return self
-        counts = self.class_counts(targets, classes)
+        counts = self.class_counts(targets, num_classes)
         check_all_occur("class_weights", counts)
-        weights = len(targets) / (classes * counts.double())
+        weights = len(targets) / (num_classes * counts.double())
         return replace(self, class_weights=tuple(weights.tolist()))
 
-    def check_classes(self, classes: int) -> None:
+    def check_classes(self, num_classes: int) -> None:
         """Raise an OptionError if there is not one weight for each class."""
         if not (isinstance(self.class_weights, str) and self.class_weights == BALANCED_PER_CLIENT):
-            check_length("class_weights", self.class_weights, classes)
+            check_length("class_weights", self.class_weights, num_classes)
 
     @property
     def uses_client_counts(self) -> bool:
@@ -172,9 +172,9 @@ class Classification(ClassTask):
         """
         return log_mixture(first.log_softmax(-1), second.log_softmax(-1), share)
 
-    def known_classes(self, targets: Tensor, classes: int) -> Tensor:
+    def known_classes(self, targets: Tensor, num_classes: int) -> Tensor:
         """Return the classes of at least :data:`LEAST_IMAGES_OF_CLASS` images."""
-        return targets.cpu().bincount(minlength=classes) >= LEAST_IMAGES_OF_CLASS
+        return targets.cpu().bincount(minlength=num_classes) >= LEAST_IMAGES_OF_CLASS
 
     def completed(self, personal: Tensor, shared: Tensor, known_classes: Tensor, trust: Tensor) -> Tensor:
         """Return the logarithms of p̃(y) = τ u q(y | unknown) + (1 − τ u) p(y).
@@ -204,13 +204,13 @@ class Classification(ClassTask):
         log_teacher = F.log_softmax(teacher / temperature, -1)
         return F.kl_div(log_student, log_teacher, log_target=True, reduction="batchmean") * temperature**2
 
-    def mix(self, targets: Tensor, others: Tensor, shares: Tensor, classes: int) -> Tensor:
+    def mix(self, targets: Tensor, others: Tensor, shares: Tensor, num_classes: int) -> Tensor:
         """Return the probabilities (C, B, K) of mixed classes."""
         if self.focal_gamma:
             raise ValueError(
                 f"focal_gamma={self.focal_gamma} cannot be combined with mixup or cutmix: the focal loss is defined "
                 "for one true class; set it to 0"
             )
-        own = self.presence(targets, classes).to(shares)
-        other = self.presence(others, classes).to(shares)
+        own = self.presence(targets, num_classes).to(shares)
+        other = self.presence(others, num_classes).to(shares)
         return own.lerp(other, 1 - shares.unsqueeze(-1))

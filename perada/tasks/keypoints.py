@@ -76,16 +76,17 @@ class Keypoints(NumberTask):
         height, width = self.image_size
         return height, width
 
-    def check_classes(self, classes: int) -> None:
+    def check_classes(self, num_classes: int) -> None:
         """Raise an OptionError if the outputs are not pairs, or ``mirrored`` does not match the number of points."""
-        if classes % 2:
+        if num_classes % 2:
             raise OptionError(
-                f"num_classes is {classes}, but keypoints have two coordinates each; give twice the number of points",
+                f"num_classes is {num_classes}, but keypoints have two coordinates each; give twice the number of "
+                "points",
                 name="num_classes",
-                value=classes,
+                value=num_classes,
             )
-        if self.mirrored is not None and len(self.mirrored) != classes // 2:
-            raise invalid_option("mirrored", self.mirrored, f"a list of {classes // 2} numbers, one for each point")
+        if self.mirrored is not None and len(self.mirrored) != num_classes // 2:
+            raise invalid_option("mirrored", self.mirrored, f"a list of {num_classes // 2} numbers, one for each point")
 
     def check_augmentation(self, options: Sequence[str]) -> None:
         """Raise an OptionError if images are mirrored, and it is unknown which point becomes which."""
@@ -198,11 +199,11 @@ class Keypoints(NumberTask):
         mean_distances = distances.sum(-1) / is_known.sum(-1).clamp(min=1)
         return (2 * mean_distances / max(self._network_image_size)).clamp(max=1)
 
-    def out_of_range(self, targets: Tensor, classes: int) -> Tensor:
+    def out_of_range(self, targets: Tensor, num_classes: int) -> Tensor:
         """Return the coordinates that are infinite; NaN marks a point that is unknown."""
         return targets[targets.isinf()]
 
-    def describe_range(self, classes: int) -> str:
+    def describe_range(self, num_classes: int) -> str:
         """Describe which numbers are valid."""
         return "finite numbers and NaN"
 
@@ -210,19 +211,19 @@ class Keypoints(NumberTask):
         """Return the number 2 P of coordinates per image."""
         return targets.shape[1]
 
-    def fits(self, targets: Tensor, classes: int | None = None) -> bool:
+    def fits(self, targets: Tensor, num_classes: int | None = None) -> bool:
         """Return whether there is a vector of 2 P coordinates per image."""
         if targets.ndim != 2 or targets.shape[1] % 2 or not targets.is_floating_point():
             return False
-        return classes in (None, targets.shape[1])
+        return num_classes in (None, targets.shape[1])
 
-    def describe_targets(self, classes: int) -> str:
+    def describe_targets(self, num_classes: int) -> str:
         """Describe valid targets."""
-        return f"vectors of {classes} numbers, x and y of {classes // 2} points"
+        return f"vectors of {num_classes} numbers, x and y of {num_classes // 2} points"
 
-    def summed_metrics(self, classes: int) -> Mapping[str, SummedMetric]:
+    def summed_metrics(self, num_classes: int) -> Mapping[str, SummedMetric]:
         """Return the mean distance and the share of correct keypoints, as means over keypoints and by keypoint."""
-        num_keypoints = classes // 2
+        num_keypoints = num_classes // 2
         return {
             "mean_distance": MeanDistance(num_keypoints),
             "mean_distance_per_keypoint": MeanDistance(num_keypoints, per_keypoint=True),

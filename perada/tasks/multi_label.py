@@ -56,7 +56,7 @@ class MultiLabel(Task):
         """Whether the weights are computed from all clients' counts."""
         return self.positive_weights == BALANCED
 
-    def fitted_to(self, targets: Tensor, classes: int) -> Task:
+    def fitted_to(self, targets: Tensor, num_classes: int) -> Task:
         """Return the task with absent / present images of each label in place of ``balanced``.
 
         >>> targets = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, -1.0]])
@@ -65,15 +65,15 @@ class MultiLabel(Task):
         """
         if not self.uses_all_targets:
             return self
-        present = self.class_counts(targets, classes)
+        present = self.class_counts(targets, num_classes)
         absent = self.known(targets).sum(0) - present
         check_all_occur("positive_weights", torch.minimum(present, absent))
         weights = absent.double() / present
         return replace(self, positive_weights=tuple(weights.tolist()))
 
-    def check_classes(self, classes: int) -> None:
+    def check_classes(self, num_classes: int) -> None:
         """Raise an OptionError if there is not one weight for each label."""
-        check_length("positive_weights", self.positive_weights, classes)
+        check_length("positive_weights", self.positive_weights, num_classes)
 
     def known(self, targets: Tensor) -> Tensor:
         """Return a mask (N, K) that is false where a label is NaN or -1."""
@@ -140,24 +140,24 @@ class MultiLabel(Task):
         """Return the distance (N, K) of each probability from the label, 0 where the label is unknown."""
         return (probabilities - targets).abs().where(self.known(targets), 0)
 
-    def presence(self, targets: Tensor, classes: int) -> Tensor:
+    def presence(self, targets: Tensor, num_classes: int) -> Tensor:
         """Return the targets, which are indicators."""
         return targets
 
-    def mix(self, targets: Tensor, others: Tensor, shares: Tensor, classes: int) -> Tensor:
+    def mix(self, targets: Tensor, others: Tensor, shares: Tensor, num_classes: int) -> Tensor:
         """Return mixed labels (C, B, K), unknown where one of the two is unknown."""
         mixed = targets.lerp(others, 1 - shares.unsqueeze(-1))
         return mixed.where(self.known(targets) & self.known(others), UNKNOWN)
 
-    def class_counts(self, targets: Tensor, classes: int) -> Tensor:
+    def class_counts(self, targets: Tensor, num_classes: int) -> Tensor:
         """Count the images that have each label."""
         return (targets >= 1).sum(0)
 
-    def blank_targets(self, shape: Sequence[int], classes: int, device: torch.device) -> Tensor:
+    def blank_targets(self, shape: Sequence[int], num_classes: int, device: torch.device) -> Tensor:
         """Return vectors without a label."""
-        return torch.zeros(*shape, classes, dtype=torch.float32, device=device)
+        return torch.zeros(*shape, num_classes, dtype=torch.float32, device=device)
 
-    def largest_label(self, classes: int) -> int:
+    def largest_label(self, num_classes: int) -> int:
         """Return 1, for a label that is present."""
         return 1
 
@@ -165,18 +165,18 @@ class MultiLabel(Task):
         """Return the length of the vectors."""
         return targets.shape[1]
 
-    def fits(self, targets: Tensor, classes: int | None = None) -> bool:
+    def fits(self, targets: Tensor, num_classes: int | None = None) -> bool:
         """Return whether there is a vector of length K per image."""
-        return targets.ndim == 2 and classes in (None, targets.shape[1])
+        return targets.ndim == 2 and num_classes in (None, targets.shape[1])
 
-    def describe_targets(self, classes: int) -> str:
+    def describe_targets(self, num_classes: int) -> str:
         """Describe valid targets."""
-        return f"vectors of {classes} entries"
+        return f"vectors of {num_classes} entries"
 
-    def renumber(self, targets: Tensor, class_numbers: Sequence[int], classes: int) -> Tensor:
+    def renumber(self, targets: Tensor, class_numbers: Sequence[int], num_classes: int) -> Tensor:
         """Move each label to its place in the run; labels that the client's data do not have are unknown."""
         # An unknown label is negative.
         dtype = targets.dtype if targets.dtype.is_signed else torch.float32
-        renumbered = torch.full((len(targets), classes), UNKNOWN, dtype=dtype)
+        renumbered = torch.full((len(targets), num_classes), UNKNOWN, dtype=dtype)
         renumbered[:, list(class_numbers)] = targets.to(dtype)
         return renumbered

@@ -34,18 +34,20 @@ class NumberTask(Task):
         """Compute the mean squared difference of the outputs, whatever the temperature."""
         return F.mse_loss(student, teacher)
 
-    def blank_targets(self, shape: Sequence[int], classes: int, device: torch.device) -> Tensor:
+    def blank_targets(self, shape: Sequence[int], num_classes: int, device: torch.device) -> Tensor:
         """Return zeros."""
-        return torch.zeros(*shape, classes, device=device)
+        return torch.zeros(*shape, num_classes, device=device)
 
-    def renumber(self, targets: Tensor, class_numbers: Sequence[int], classes: int) -> Tensor:
+    def renumber(self, targets: Tensor, class_numbers: Sequence[int], num_classes: int) -> Tensor:
         """Move each target to its place in the run; a client must have all of them.
 
         Raises:
             ValueError: If the client lacks a target.
         """
-        if sorted(class_numbers) != list(range(classes)):
-            raise ValueError(f"the data have {len(class_numbers)} of the run's {classes} targets; provide all of them")
+        if sorted(class_numbers) != list(range(num_classes)):
+            raise ValueError(
+                f"the data have {len(class_numbers)} of the run's {num_classes} targets; provide all of them"
+            )
         if targets.ndim == 1:
             return targets
         renumbered = torch.empty_like(targets)

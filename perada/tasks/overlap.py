@@ -17,13 +17,13 @@ class _Overlap(SummedMetric):
     A class that no mask of the images has gets no score, also if it is predicted somewhere.
 
     Args:
-        classes: Number of classes K.
+        num_classes: Number of classes K.
         ignore_index: Class of pixels that do not count.
         first_class: First class of the mean over classes.
         per_class: Whether there is a score for each class, instead of their mean.
     """
 
-    classes: int
+    num_classes: int
     ignore_index: int
     first_class: int = 0
     per_class: bool = False
@@ -37,7 +37,7 @@ class _Overlap(SummedMetric):
         predicted_sizes: list[Tensor] = []
         true_sizes: list[Tensor] = []
         # One class at a time: one-hot masks of all classes would take K times the memory of the predictions.
-        for k in range(self.classes):
+        for k in range(self.num_classes):
             is_predicted = (predicted == k) & counts
             is_true = targets == k
             intersections.append((is_predicted & is_true).sum(-1))
@@ -73,14 +73,14 @@ class Dice(_Overlap):
 
     def is_possible(self, sums: Tensor, max_images: float, max_pixels: float) -> bool:
         """Return whether no class is in more images than there are, or overlaps by more than all of it."""
-        sums_of_dice = sums[: self.classes]
-        images = sums[self.classes :]
+        sums_of_dice = sums[: self.num_classes]
+        images = sums[self.num_classes :]
         # All comparisons are false for NaN.
         return bool((0 <= sums_of_dice).all() and (sums_of_dice <= images).all() and (images <= max_images).all())
 
     def _scores_of_classes(self, sums: Tensor) -> Tensor:
-        sums_of_dice = sums[..., : self.classes]
-        images = sums[..., self.classes :]
+        sums_of_dice = sums[..., : self.num_classes]
+        images = sums[..., self.num_classes :]
         # 0 / 0 is NaN.
         return sums_of_dice / images
 
@@ -93,7 +93,7 @@ class IntersectionOverUnion(_Overlap):
 
     def is_possible(self, sums: Tensor, max_images: float, max_pixels: float) -> bool:
         """Return whether regions overlap by no more than all of them, and fill the same number of pixels."""
-        intersections, predicted_sizes, true_sizes = sums.split(self.classes)
+        intersections, predicted_sizes, true_sizes = sums.split(self.num_classes)
         smaller_sizes = torch.minimum(predicted_sizes, true_sizes)
         # All comparisons are false for NaN.
         fits_regions = (0 <= intersections).all() and (intersections <= smaller_sizes).all()
@@ -102,8 +102,8 @@ class IntersectionOverUnion(_Overlap):
         return bool(fits_regions and predicted_sizes.sum() == num_pixels and num_pixels <= max_images * max_pixels)
 
     def _scores_of_classes(self, sums: Tensor) -> Tensor:
-        intersections = sums[..., : self.classes]
-        predicted_sizes = sums[..., self.classes : 2 * self.classes]
-        true_sizes = sums[..., 2 * self.classes :]
+        intersections = sums[..., : self.num_classes]
+        predicted_sizes = sums[..., self.num_classes : 2 * self.num_classes]
+        true_sizes = sums[..., 2 * self.num_classes :]
         scores = intersections / (predicted_sizes + true_sizes - intersections)
         return scores.where(true_sizes > 0, torch.nan)

@@ -112,7 +112,7 @@ class Regression(NumberTask):
         """Whether mean and standard deviation are computed from all clients' targets."""
         return self.standardize is not None
 
-    def fitted_to(self, targets: Tensor, classes: int) -> Task:
+    def fitted_to(self, targets: Tensor, num_classes: int) -> Task:
         """Return the task with mean and standard deviation (N in the denominator) in place of ``standardize``.
 
         >>> Regression(standardize="all").fitted_to(torch.tensor([1.0, 3.0]), 1)
@@ -120,7 +120,7 @@ class Regression(NumberTask):
         """
         if not self.uses_all_targets:
             return self
-        rows = targets.double().view(len(targets), classes)
+        rows = targets.double().view(len(targets), num_classes)
         std = rows.std(0, correction=0)
         constant = (std == 0).nonzero().flatten().tolist()
         if constant:
@@ -161,11 +161,11 @@ class Regression(NumberTask):
                 value=True,
             )
 
-    def check_classes(self, classes: int) -> None:
+    def check_classes(self, num_classes: int) -> None:
         """Raise an OptionError if there is neither one number nor one for each target."""
         for name, numbers in (("mean", self.mean), ("std", self.std)):
-            if isinstance(numbers, Sequence) and len(numbers) != classes:
-                raise invalid_option(name, numbers, f"a number, or a list of {classes}, one for each target")
+            if isinstance(numbers, Sequence) and len(numbers) != num_classes:
+                raise invalid_option(name, numbers, f"a number, or a list of {num_classes}, one for each target")
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute the loss (N,) of each image, averaged over its targets, from outputs (N, D).
@@ -212,11 +212,11 @@ class Regression(NumberTask):
         standardized = self._standardize_targets(targets.view(logits.shape), logits)
         return (logits - standardized).square().mean(-1).clamp(max=1)
 
-    def out_of_range(self, targets: Tensor, classes: int) -> Tensor:
+    def out_of_range(self, targets: Tensor, num_classes: int) -> Tensor:
         """Return the targets that are not finite."""
         return targets[~targets.isfinite()]
 
-    def describe_range(self, classes: int) -> str:
+    def describe_range(self, num_classes: int) -> str:
         """Describe which numbers are valid."""
         return "finite numbers"
 
@@ -224,24 +224,24 @@ class Regression(NumberTask):
         """Return the number D of targets per image."""
         return 1 if targets.ndim == 1 else targets.shape[1]
 
-    def fits(self, targets: Tensor, classes: int | None = None) -> bool:
+    def fits(self, targets: Tensor, num_classes: int | None = None) -> bool:
         """Return whether there is a number, or a vector of length D, per image."""
-        return targets.ndim in (1, 2) and classes in (None, self.count_classes(targets))
+        return targets.ndim in (1, 2) and num_classes in (None, self.count_classes(targets))
 
-    def describe_targets(self, classes: int) -> str:
+    def describe_targets(self, num_classes: int) -> str:
         """Describe valid targets."""
-        return "one finite number per image" if classes == 1 else f"vectors of {classes} finite numbers"
+        return "one finite number per image" if num_classes == 1 else f"vectors of {num_classes} finite numbers"
 
-    def summed_metrics(self, classes: int) -> Mapping[str, SummedMetric]:
+    def summed_metrics(self, num_classes: int) -> Mapping[str, SummedMetric]:
         """Return errors, coefficients of determination and correlations, as means over targets and by target."""
-        center = _per_target(0.0 if self.mean is None else self.mean, classes)
+        center = _per_target(0.0 if self.mean is None else self.mean, num_classes)
         metrics: dict[str, SummedMetric] = {}
         for suffix, per_target in (("", False), ("_per_target", True)):
-            metrics[f"mae{suffix}"] = MeanAbsoluteError(classes, center, per_target)
-            metrics[f"mse{suffix}"] = MeanSquaredError(classes, center, per_target)
-            metrics[f"rmse{suffix}"] = RootMeanSquaredError(classes, center, per_target)
-            metrics[f"r2{suffix}"] = Determination(classes, center, per_target)
-            metrics[f"pearson{suffix}"] = PearsonCorrelation(classes, center, per_target)
+            metrics[f"mae{suffix}"] = MeanAbsoluteError(num_classes, center, per_target)
+            metrics[f"mse{suffix}"] = MeanSquaredError(num_classes, center, per_target)
+            metrics[f"rmse{suffix}"] = RootMeanSquaredError(num_classes, center, per_target)
+            metrics[f"r2{suffix}"] = Determination(num_classes, center, per_target)
+            metrics[f"pearson{suffix}"] = PearsonCorrelation(num_classes, center, per_target)
         return metrics
 
 

@@ -103,23 +103,23 @@ class Segmentation(ClassTask):
         """Whether the weights are computed from all clients' counts."""
         return self.class_weights == BALANCED
 
-    def fitted_to(self, targets: Tensor, classes: int) -> Task:
+    def fitted_to(self, targets: Tensor, num_classes: int) -> Task:
         """Return the task with the weights N / (K n_k) in place of ``balanced``."""
         if not self.uses_all_targets:
             return self
-        counts = torch.stack([(targets == k).sum() for k in range(classes)])
+        counts = torch.stack([(targets == k).sum() for k in range(num_classes)])
         check_all_occur("class_weights", counts)
-        weights = counts.sum() / (classes * counts.double())
+        weights = counts.sum() / (num_classes * counts.double())
         return replace(self, class_weights=tuple(weights.tolist()))
 
-    def check_classes(self, classes: int) -> None:
+    def check_classes(self, num_classes: int) -> None:
         """Raise an OptionError if an option does not match the number of classes."""
-        check_length("class_weights", self.class_weights, classes)
-        if 0 <= self.ignore_index < classes:
-            outside = 255 if classes <= 255 else -1
+        check_length("class_weights", self.class_weights, num_classes)
+        if 0 <= self.ignore_index < num_classes:
+            outside = 255 if num_classes <= 255 else -1
             raise OptionError(
-                f"ignore_index={self.ignore_index} is one of the {classes} classes; choose a value outside of "
-                f"0..{classes - 1}, such as {outside}",
+                f"ignore_index={self.ignore_index} is one of the {num_classes} classes; choose a value outside of "
+                f"0..{num_classes - 1}, such as {outside}",
                 name="ignore_index",
                 value=self.ignore_index,
             )
@@ -236,39 +236,39 @@ class Segmentation(ClassTask):
         classes = targets.long().where(counts, 0)
         return super().errors(probabilities, classes).where(counts, 0)
 
-    def presence(self, targets: Tensor, classes: int) -> Tensor:
+    def presence(self, targets: Tensor, num_classes: int) -> Tensor:
         """Return an indicator (N, K) of the classes that each image has."""
         pixels = targets.flatten(1)
-        return torch.stack([(pixels == k).any(1) for k in range(classes)], 1).long()
+        return torch.stack([(pixels == k).any(1) for k in range(num_classes)], 1).long()
 
-    def class_counts(self, targets: Tensor, classes: int) -> Tensor:
+    def class_counts(self, targets: Tensor, num_classes: int) -> Tensor:
         """Count the images that have a pixel of each class."""
-        return self.presence(targets, classes).sum(0)
+        return self.presence(targets, num_classes).sum(0)
 
     def count_classes(self, targets: Tensor) -> int:
         """Return the largest class plus one; 0 if no pixel counts."""
         classes = targets[self.known(targets)]
         return int(classes.max()) + 1 if len(classes) else 0
 
-    def fits(self, targets: Tensor, classes: int | None = None) -> bool:
+    def fits(self, targets: Tensor, num_classes: int | None = None) -> bool:
         """Return whether there is a mask of integers per image."""
         return targets.ndim == 3 and not targets.is_floating_point()
 
-    def describe_targets(self, classes: int) -> str:
+    def describe_targets(self, num_classes: int) -> str:
         """Describe valid targets."""
-        return f"masks (H, W) of {classes} classes and {self.ignore_index}"
+        return f"masks (H, W) of {num_classes} classes and {self.ignore_index}"
 
-    def renumber(self, targets: Tensor, class_numbers: Sequence[int], classes: int) -> Tensor:
+    def renumber(self, targets: Tensor, class_numbers: Sequence[int], num_classes: int) -> Tensor:
         """Look up the run's number of each pixel's class."""
         counts = self.known(targets)
         numbers = torch.tensor(class_numbers)[targets.long().where(counts, 0)]
         return numbers.where(counts, self.ignore_index)
 
-    def summed_metrics(self, classes: int) -> Mapping[str, SummedMetric]:
+    def summed_metrics(self, num_classes: int) -> Mapping[str, SummedMetric]:
         """Return Dice and intersection over union, as means and by class."""
         return {
-            "dice": Dice(classes, self.ignore_index, self._first_class),
-            "dice_per_class": Dice(classes, self.ignore_index, 0, per_class=True),
-            "miou": IntersectionOverUnion(classes, self.ignore_index, self._first_class),
-            "iou_per_class": IntersectionOverUnion(classes, self.ignore_index, 0, per_class=True),
+            "dice": Dice(num_classes, self.ignore_index, self._first_class),
+            "dice_per_class": Dice(num_classes, self.ignore_index, 0, per_class=True),
+            "miou": IntersectionOverUnion(num_classes, self.ignore_index, self._first_class),
+            "iou_per_class": IntersectionOverUnion(num_classes, self.ignore_index, 0, per_class=True),
         }

@@ -34,15 +34,15 @@ def checked_weights(name: str, weights: Weights) -> tuple[float, ...] | Literal[
     return tuple(float(weight) for weight in weights)
 
 
-def check_length(name: str, weights: Weights, classes: int) -> None:
+def check_length(name: str, weights: Weights, num_classes: int) -> None:
     """Raise an OptionError if there are weights, and not one for each of K classes."""
-    if weights is not None and weights != BALANCED and len(weights) != classes:
-        raise invalid_option(name, weights, f"a list of {classes} numbers, one for each class")
+    if weights is not None and weights != BALANCED and len(weights) != num_classes:
+        raise invalid_option(name, weights, f"a list of {num_classes} numbers, one for each class")
 
 
-def check_all_occur(name: str, counts: Tensor) -> None:
+def check_all_occur(name: str, class_counts: Tensor) -> None:
     """Raise an OptionError if a class does not occur in the counts (K,), so no weight follows from its frequency."""
-    missing = (counts == 0).nonzero().flatten().tolist()
+    missing = (class_counts == 0).nonzero().flatten().tolist()
     if missing:
         numbers = ", ".join(map(str, missing))
         raise invalid_option(

@@ -382,7 +382,7 @@ def test_a_site_whose_disk_failed_is_asked_at_once_for_something_new(tiny, tmp_p
     coordinator._run_round()
     for _ in range(5):
         coordinator._waits.note_failure("site1", coordinator_module.time.monotonic())
-    coordinator._evaluate()
+    coordinator._evaluate_sites()
     assert asked == [("join", 3), ("train", 3), ("evaluate", 3)]
 
 

@@ -188,8 +188,10 @@ def lines_of(text):
 def test_a_local_run_serves_metrics_and_logs_json(tmp_path, capsys, monkeypatch):
     files = [str(approved(tmp_path / name, name, n)) for n, name in enumerate(("alpha", "beta"))]
     port, seen, root = free_port(), [], logging.root.handlers[:]
-    real = commands.Coordinator._save
-    monkeypatch.setattr(commands.Coordinator, "_save", lambda self: (real(self), seen.append(scraped(port)))[0])
+    real = commands.Coordinator._save_progress
+    monkeypatch.setattr(
+        commands.Coordinator, "_save_progress", lambda self: (real(self), seen.append(scraped(port)))[0]
+    )
     capsys.readouterr()
     words = [
         "deploy",

@@ -307,9 +307,9 @@ def test_vectors_are_what_timm_gives_its_head(head):
     images = prepare_images(Digits(False).images[:9], model.image, 32)
     with torch.no_grad():
         expected = model.model.forward_head(model.model.forward_features(images), pre_logits=True)
-    torch.testing.assert_close(found.test[:9], expected)
+    torch.testing.assert_close(found.test_features[:9], expected)
     assert torch.equal(found.train_labels, Digits(True).labels)
-    assert found.train.shape == (1438, expected.shape[1])
+    assert found.train_features.shape == (1438, expected.shape[1])
 
 
 def test_heads_are_trained_as_by_a_plain_loop(head, monkeypatch):
@@ -334,7 +334,7 @@ def test_heads_are_trained_as_by_a_plain_loop(head, monkeypatch):
         "central": loop(network, data, [everything], settings, lambda k: 1.0),
     }
     for name, path in paths.items():
-        right = [(data.test @ w[:, :-1].T + w[:, -1]).argmax(1) == data.test_labels for w in path]
+        right = [(data.test_features @ w[:, :-1].T + w[:, -1]).argmax(1) == data.test_labels for w in path]
         assert curves[f"{name}_accuracy"] == pytest.approx([r.double().mean().item() for r in right], abs=1e-9)
         if name != "central":
             angles = [F.cosine_similarity(w.flatten(), paths["central"][-1].flatten(), 0).item() for w in path]
@@ -348,7 +348,7 @@ def start(network):
 
 def loop(network, data, shares, settings, share):
     """Heads (K, F + 1), bias last, after each round of Local-GD pulled back to the start by 1 - share(round)."""
-    x = torch.cat([data.train, torch.ones(len(data.train), 1)], 1)
+    x = torch.cat([data.train_features, torch.ones(len(data.train_features), 1)], 1)
     first = torch.cat([network[1].weight, network[1].bias[:, None]], 1).detach()
     w, path = first, []
     for k in range(1, settings.rounds + 1):

@@ -126,13 +126,13 @@ def test_a_deployed_run_is_followed_to_its_last_score(tiny, tmp_path, monkeypatc
         looks.release()
         assert saves.acquire(timeout=60)
 
-    def save(write=coordinator._save):
+    def save(write=coordinator._save_progress):
         write()
         assert looks.acquire(timeout=60)
         saves.release()
 
     monkeypatch.setattr(watching, "time", SimpleNamespace(sleep=look))
-    monkeypatch.setattr(coordinator, "_save", save)
+    monkeypatch.setattr(coordinator, "_save_progress", save)
     follower = threading.Thread(
         target=watching.watch, args=([tmp_path / "server"], tmp_path / "page"), kwargs={"interval": 2.0}, daemon=True
     )

@@ -179,9 +179,9 @@ class Listener(AbstractContextManager["Listener"]):
             # systemd passes file descriptors from number 3 on.
             self._socket = socket.socket(fileno=3)
         else:
-            self._socket = _bind(self._path)
+            self._socket = _bind_socket(self._path)
         self._socket.settimeout(None)
-        self._thread = threading.Thread(target=self._accept, name="perada-socket", daemon=True)
+        self._thread = threading.Thread(target=self._accept_requests, name="perada-socket", daemon=True)
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
@@ -227,9 +227,9 @@ class Listener(AbstractContextManager["Listener"]):
             except Exception:  # no request may end the worker
                 log.exception("a request failed")
                 reply = Failure("crashed")
-            _reply(request.connection, reply)
+            _send_reply(request.connection, reply)
 
-    def _accept(self) -> None:
+    def _accept_requests(self) -> None:
         """Read requests until the listener is closed."""
         while not self._closed:
             try:
@@ -245,7 +245,7 @@ class Listener(AbstractContextManager["Listener"]):
             except Exception as error:  # whatever one request causes, such as a lack of memory, the next one is read
                 failure = error if isinstance(error, Failure) else Failure("malformed")
                 log.warning("a request was rejected: %s (%s)", failure.code, type(error).__name__)
-                _reply(connection, failure)
+                _send_reply(connection, failure)
                 continue
             self._replace_waiting(_WaitingRequest(connection, message, run), "late")
 
@@ -256,7 +256,7 @@ class Listener(AbstractContextManager["Listener"]):
             self._waiting = request
             self._changed.notify_all()
         if overtaken is not None:
-            _reply(overtaken.connection, Failure(code))
+            _send_reply(overtaken.connection, Failure(code))
 
 
 def supervised() -> bool:
@@ -267,7 +267,7 @@ def supervised() -> bool:
     return os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1"
 
 
-def _bind(path: Path) -> socket.socket:
+def _bind_socket(path: Path) -> socket.socket:
     """Create a socket that only its owner can use."""
     folder = path.parent.stat()
     is_sticky = folder.st_mode & stat.S_ISVTX
@@ -309,7 +309,7 @@ def _is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def _reply(connection: socket.socket, reply: bytes | Failure) -> None:
+def _send_reply(connection: socket.socket, reply: bytes | Failure) -> None:
     """Send a reply, if the other side still waits for it."""
     with connection, suppress(OSError):
         connection.settimeout(TRANSFER_TIMEOUT)

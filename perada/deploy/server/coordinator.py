@@ -131,9 +131,9 @@ class Coordinator:
         try:
             with naming_disk(folder):
                 if terms.resume:
-                    self.progress, former_states = self._resume()
+                    self.progress, former_states = self._resume_run()
                 else:
-                    self.progress = self._begin()
+                    self.progress = self._begin_run()
         except (ValueError, OSError):
             self._lock.close()
             raise
@@ -156,7 +156,7 @@ class Coordinator:
             former=former_states,
         )
 
-    def _begin(self) -> RunProgress:
+    def _begin_run(self) -> RunProgress:
         """Return the progress of a new run."""
         recipe = self.recipe
         progress = RunProgress(secrets.token_hex(16), recipe.digest, recipe.rounds, has_classes=recipe.task.has_classes)
@@ -164,7 +164,7 @@ class Coordinator:
             progress.labels = labels_digest(recipe.num_classes, recipe.task, recipe.classes)
         return progress
 
-    def _resume(self) -> tuple[RunProgress, dict[str, Any]]:
+    def _resume_run(self) -> tuple[RunProgress, dict[str, Any]]:
         """Restore the states of an interrupted run.
 
         Returns:
@@ -252,15 +252,15 @@ class Coordinator:
         score_interval = self.recipe.trainer.check_val_every_n_epoch or 1
         while progress.done < progress.rounds:
             if progress.done and progress.done % score_interval == 0 and progress.scored < progress.done:
-                self._evaluate()
+                self._evaluate_sites()
             self._run_round()
         if self.settings.algorithm.personalization() and not progress.tuned:
-            self._tune()
+            self._tune_sites()
         if progress.scored < progress.done:
-            self._evaluate()
+            self._evaluate_sites()
         return progress
 
-    def _tune(self) -> None:
+    def _tune_sites(self) -> None:
         """Have all sites fine-tune after the last round."""
         progress = self.progress
         begin = time.monotonic()
@@ -275,11 +275,11 @@ class Coordinator:
         progress.tuned = True
         # The tuned models have not been scored.
         progress.scored = -1
-        self._save()
+        self._save_progress()
 
     # Asking
 
-    def _request(self, kind: RequestKind, client: int = 0, **fields: Any) -> Request:
+    def _make_request(self, kind: RequestKind, client: int = 0, **fields: Any) -> Request:
         """Return a request to a site; ``fields`` are those specific to its kind."""
         progress = self.progress
         ranks = self.roster.lora_ranks
@@ -294,7 +294,7 @@ class Coordinator:
             **fields,
         )
 
-    def _ask(
+    def _ask_until_enough(
         self,
         names: Sequence[str],
         message_for: Callable[[str], bytes],
@@ -356,7 +356,7 @@ class Coordinator:
             if time.monotonic() >= end:
                 return _Replies(selected, responses)
             if replies.failed and not replies.responses:
-                _pause(end)
+                _pause_before_retry(end)
 
     def _note_disks(self, replies: SiteReplies) -> None:
         """Record which sites' disks failed, so that these sites are not asked again at once."""
@@ -414,9 +414,9 @@ class Coordinator:
         end = time.monotonic() + self.terms.deadline
 
         def message_for(name: str) -> bytes:
-            return pack(self._request(kind, numbers[name], **fields), tensors)
+            return pack(self._make_request(kind, numbers[name], **fields), tensors)
 
-        replies = self._ask(names, message_for, lambda _: {}, end, record)
+        replies = self._ask_until_enough(names, message_for, lambda _: {}, end, record)
         for name, code in record.failed.items():
             log.warning("%s: site %s: %s", kind, name, code, extra={"site": name})
         responses = {name: replies.answered[name][0] for name in names if name in replies.answered}
@@ -441,14 +441,14 @@ class Coordinator:
             if not progress.selected:
                 # A site that never answers must not take half of every round.
                 share = 1 / 2 if len(progress.roster) < min_sites else 1 / 10
-                self._admit(connected, (end - time.monotonic()) * share)
+                self._admit_newcomers(connected, (end - time.monotonic()) * share)
             eligible = self.roster.eligible(connected)
             if len(eligible) >= min_sites or time.monotonic() >= end:
                 break
             if time.monotonic() >= next_log:
                 next_log = time.monotonic() + LOG_INTERVAL
                 self._log_waiting(len(eligible), end)
-            _pause(end)
+            _pause_before_retry(end)
         if len(eligible) < min_sites:
             missing = self._missing_members(eligible)
             raise TimeoutError(self._too_few_message(f"round {progress.done + 1}", len(eligible), missing, begin))
@@ -478,12 +478,12 @@ class Coordinator:
                 missing[member.name] = member.left or "unreachable"
         return missing
 
-    def _admit(self, connected: Sequence[str], seconds: float) -> None:
+    def _admit_newcomers(self, connected: Sequence[str], seconds: float) -> None:
         """Ask connected sites that are not in the run to join it."""
         newcomers = self._waits.due(self.roster.newcomers(connected), time.monotonic())
         if not newcomers:
             return
-        messages = dict.fromkeys(newcomers, pack(self._request("join")))
+        messages = dict.fromkeys(newcomers, pack(self._make_request("join")))
         specs: dict[str, Spec] = {name: {} for name in newcomers}
         record = RoundRecord(self.progress.done)
         replies = ask_sites(self.transport, messages, len(newcomers), seconds, specs, record)
@@ -528,7 +528,7 @@ class Coordinator:
             self.summed_rounds.note_sent(self._training_message(number_of_first))
         # Saved before sites are asked, so that a restarted server asks the same ones.
         save_begin = time.monotonic()
-        self._save()
+        self._save_progress()
         # The sites have as much time as ever if the server waited for its disk.
         end += time.monotonic() - save_begin
         answered = self._ask_to_train(record, names, end, begin)
@@ -538,7 +538,7 @@ class Coordinator:
             self.summed_rounds.close(record, answered)
         record.seconds = time.monotonic() - begin
         progress.history[-1]["deploy/seconds"] = record.seconds
-        self._save()
+        self._save_progress()
         log_round(self.loggers, progress.history[-1])
 
     def _ask_to_train(
@@ -574,11 +574,11 @@ class Coordinator:
         def expected_for(name: str) -> State:
             if self.settings.secure_sums is not None:
                 return {}
-            return self._narrow(full_update, numbers[name])
+            return self._narrow_state(full_update, numbers[name])
 
         # Sites whose training broke do not count here: they answer quickly, and must take nobody's place.
         enough = terms.min_sites if terms.late == "skip" else None
-        replies = self._ask(progress.selected, message_for, expected_for, end, record, enough, spare)
+        replies = self._ask_until_enough(progress.selected, message_for, expected_for, end, record, enough, spare)
         if terms.late == "skip":
             # Replies beyond the first ones that are needed do not count.
             for name in list(replies.answered)[terms.min_sites :]:
@@ -641,12 +641,12 @@ class Coordinator:
             expected[MASKED] = torch.zeros(vector_size, dtype=torch.uint64)
 
         def message_for(name: str) -> bytes:
-            return pack(self._request(kind, numbers[name], attempt=attempt, of=of, sums=contents[name]))
+            return pack(self._make_request(kind, numbers[name], attempt=attempt, of=of, sums=contents[name]))
 
         # A record of its own: a site that failed in an earlier step is asked in this one.
         step_record = RoundRecord(record.round)
         end = time.monotonic() + self.terms.deadline / len(SUM_KINDS)
-        replies = self._ask(list(contents), message_for, lambda _: expected, end, step_record)
+        replies = self._ask_until_enough(list(contents), message_for, lambda _: expected, end, step_record)
         if kind == "mask":
             record.masked = sorted({*record.masked, *replies.answered})
         record.failed |= step_record.failed
@@ -663,12 +663,12 @@ class Coordinator:
         else:
             received = self.server.broadcast(RoundPlan(progress.done, (client,), ((0,),)), len(progress.roster))
             state = {key: value[0] for key, value in received.items()}
-            narrowed_state = self._narrow(state, client)
+            narrowed_state = self._narrow_state(state, client)
         clipping_norm = 0.0
         client_level = self.roster.client_level
         if client_level is not None and self.recipe.noisy:
             clipping_norm = client_level.norm
-        request = self._request(
+        request = self._make_request(
             "train",
             client,
             factor=self.recipe.loop.training.rate_factor(progress.done, progress.rounds),
@@ -677,14 +677,14 @@ class Coordinator:
         )
         return pack(request, narrowed_state)
 
-    def _narrow(self, state: State, client: int) -> State:
+    def _narrow_state(self, state: State, client: int) -> State:
         """Cut a state that is sent to or by a site to the rank of the site's LoRA."""
         ranks = self.server.lora_ranks
         if not ranks:
             return state
         return narrowed(state, self.recipe.module.tensor_names.factors, ranks[client])
 
-    def _evaluate(self) -> None:
+    def _evaluate_sites(self) -> None:
         """Have sites score the models on their own test images, and average what they send."""
         progress = self.progress
         state = self.server.global_state
@@ -704,7 +704,7 @@ class Coordinator:
             scores = self._scores_of_sum(responses)
         progress.history[-1] |= scores
         progress.scored = progress.done
-        self._save()
+        self._save_progress()
         log_round(self.loggers, scores | {"round": progress.history[-1]["round"]})
 
     def _warn_of_failed_outputs(self, responses: Mapping[str, Response]) -> None:
@@ -784,7 +784,7 @@ class Coordinator:
                 return members
         return {}
 
-    def _save(self) -> None:
+    def _save_progress(self) -> None:
         """Write the states and the progress."""
         states = self.server.state_dict()
         if self.summed_rounds.former:
@@ -823,7 +823,7 @@ class Coordinator:
             return result
 
 
-def _pause(end: float) -> None:
+def _pause_before_retry(end: float) -> None:
     """Wait before the next attempt, at most until the time ``end``."""
     _sleep_until(min(end, time.monotonic() + PAUSE))
 

@@ -118,7 +118,7 @@ class Roster:
         """
         progress = self.progress
         for name in sorted({*responses, *failed}):
-            reason = failed.get(name) or self._objection(name, responses[name])
+            reason = failed.get(name) or self._reason_against(name, responses[name])
             if reason:
                 self.outside[name] = reason
                 # A failed disk has been logged, with the time of the next attempt.
@@ -133,7 +133,7 @@ class Roster:
             # Before the first round, numbers follow from the names, even if a site could not join at once.
             progress.roster.sort(key=lambda member: member.name)
 
-    def _objection(self, name: str, response: Response) -> str:
+    def _reason_against(self, name: str, response: Response) -> str:
         """Return the reason why a site cannot join; "" if it can."""
         labels = response.facts.get("labels")
         size = response.facts.get("size")
@@ -316,7 +316,7 @@ def close_round(
     counted = _counted_sites(recipe, roster, record, updates)
     result = ServerResult()
     if counted:
-        result = _aggregate(recipe, server, roster, server_data, counted, updates, summed_logits)
+        result = _aggregate_updates(recipe, server, roster, server_data, counted, updates, summed_logits)
     _note_result(roster, record, counted, result, private=server.settings.private)
 
     responses = {client: response for client, (response, _) in updates.items()}
@@ -387,7 +387,7 @@ def _append_round(progress: RunProgress, record: RoundRecord, metrics: Mapping[s
     progress.selected = []
 
 
-def _aggregate(
+def _aggregate_updates(
     recipe: Recipe,
     server: Server,
     roster: Roster,

@@ -132,15 +132,15 @@ class SecureSum:
             RejectionError: If too few sites remain at a step. The sum can then not be decrypted.
         """
         if self._state is not None and self._state.senders:
-            shared = self._resume(self._state)
+            shared = self._resume_round(self._state)
         else:
             shared = self._exchange_shares()
         try:
-            return self._finish(shared)
+            return self._finish_round(shared)
         finally:
-            self._blame(shared.server.lies)
+            self._blame_liars(shared.server.lies)
 
-    def _blame(self, lies: Mapping[str, str]) -> None:
+    def _blame_liars(self, lies: Mapping[str, str]) -> None:
         """Record proven lies, and log those that are new."""
         for name, lie in lies.items():
             if name not in self.lies:
@@ -161,7 +161,7 @@ class SecureSum:
             self._check_candidates(candidates)
             num_excluded = len(self._excluded)
             try:
-                return self._attempt(attempt, candidates)
+                return self._attempt_once(attempt, candidates)
             except RejectionError as rejection:
                 log.warning("%s (attempt %d)", rejection, attempt + 1)
                 if len(self._excluded) == num_excluded:
@@ -181,7 +181,7 @@ class SecureSum:
                 f"secure sum: {len(candidates)} sites may take part, but {min_sites} are required{without}", "other"
             )
 
-    def _attempt(self, attempt: int, candidates: Mapping[str, tuple[Response, State]]) -> _SharedRound:
+    def _attempt_once(self, attempt: int, candidates: Mapping[str, tuple[Response, State]]) -> _SharedRound:
         """Exchange keys and shares once, and save the state.
 
         Raises:
@@ -317,7 +317,7 @@ class SecureSum:
                     lies.setdefault(holder, f"it claims that the shares of {dealer!r} do not open, but they do")
                 else:
                     lies.setdefault(dealer, f"the shares that it sealed for {holder!r} do not open")
-        self._blame(lies)
+        self._blame_liars(lies)
         silent = [name for name in accused if name not in seeds]
         for name in silent:
             log.warning("secure sum: site %s did not open the shares that it is accused of spoiling", name)
@@ -327,7 +327,7 @@ class SecureSum:
             f"secure sum: sealed shares do not open: excluding {', '.join(sorted(self._excluded))}", "other"
         )
 
-    def _resume(self, sum_state: SumState) -> _SharedRound:
+    def _resume_round(self, sum_state: SumState) -> _SharedRound:
         """Restore the round of a server that was stopped after it had requested masked vectors."""
         server = ServerRound(self._terms(sum_state.attempt), [Advert(**entry) for entry in sum_state.adverts])
         server.commitments = {}
@@ -337,7 +337,7 @@ class SecureSum:
         server.begin(sum_state.senders)
         return _SharedRound(server, sum_state)
 
-    def _finish(self, shared_round: _SharedRound) -> tuple[list[str], Uint64Vector]:
+    def _finish_round(self, shared_round: _SharedRound) -> tuple[list[str], Uint64Vector]:
         """Collect the masked vectors, and remove the masks from their sum.
 
         Returns:

@@ -44,7 +44,7 @@ from perada.federation.typical_images import MAX_EXAMPLES
 from perada.lightning.privacy_setup import check_private, plan_privacy
 from perada.lightning.run_context import RunContext
 from perada.lightning.setup import check_first_batch, configure_rounds
-from perada.privacy.account import Account, StepCost
+from perada.privacy.account import Account, NoisySteps
 from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
 from perada.privacy.options import privacy_options
 from perada.privacy.protection import Protection
@@ -317,7 +317,7 @@ class Client:
             prepared = data.prepare(data.transfer_batch_to_device(batch, self.recipe.device, 0))
             yield prepared.x, prepared.y
 
-    def costs(self, request: Request, protection: Protection, ledger: Ledger) -> list[StepCost] | None:
+    def costs(self, request: Request, protection: Protection, ledger: Ledger) -> list[NoisySteps] | None:
         """Return the privacy cost of training.
 
         Args:

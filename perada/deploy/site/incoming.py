@@ -32,7 +32,7 @@ class Incoming:
     request: Request
 
 
-def lora_factors(client: Client, request: Request) -> tuple[Any, ...]:
+def factors_to_cut(client: Client, request: Request) -> tuple[Any, ...]:
     """Return the LoRA factors that are cut to the site's rank; none if it has the adapter's."""
     return tuple(client.module.tensor_names.factors) if request.rank else ()
 

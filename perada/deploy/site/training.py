@@ -23,14 +23,14 @@ from perada.deploy.site.file import Limits
 from perada.deploy.site.incoming import (
     Incoming,
     digest_for_all_sites,
+    factors_to_cut,
     finite_or_none,
     lay_out,
-    lora_factors,
     pack_response,
 )
 from perada.deploy.site.permissions import Permissions
 from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteStore, SiteTotals, SummingState, TrainingState
-from perada.privacy.account import Account, StepCost
+from perada.privacy.account import Account, NoisySteps
 from perada.privacy.accounting import Ledger
 from perada.privacy.protection import Protection
 
@@ -107,7 +107,7 @@ class TrainingHandler:
 
     def _affordable_costs(
         self, client: Client, request: Request, protection: Protection, ledger: Ledger
-    ) -> Sequence[StepCost]:
+    ) -> Sequence[NoisySteps]:
         """Return the costs of a round for the ledgers of the site's images.
 
         Raises:
@@ -140,7 +140,7 @@ class TrainingHandler:
         update: State = {}
         if not tuning:
             update = {key: value[0] for key, value in trained.sent.items()}
-            update = narrowed(update, lora_factors(client, request), request.rank)
+            update = narrowed(update, factors_to_cut(client, request), request.rank)
         adds_noise = client.settings.secure_sums is not None and client.site_privacy is not None
         if adds_noise and not is_usable:
             # Nobody may see that training broke: the site sends what it received, so that it adds noise only.
@@ -186,7 +186,7 @@ def _unpack_received(client: Client, message: bytes, request: Request) -> State:
     tuning = request.kind == "tune"
     full = template.initial if tuning else template.sending
     # The server cuts the adapter to the site's rank during rounds, but sends it in full for fine-tuning.
-    expected = full if tuning else narrowed(full, lora_factors(client, request), request.rank)
+    expected = full if tuning else narrowed(full, factors_to_cut(client, request), request.rank)
     tensors = unpack(message, spec_of(expected)).tensors
     widened_tensors = {key: widened(value, full[key].shape) for key, value in tensors.items()}
     return lay_out(widened_tensors, request)
@@ -274,7 +274,7 @@ def _with_client_state(training: TrainingState, client_state: Stacks, tuning: bo
     return replace(training, client_state=kept)
 
 
-def _count_costs(account: Account | None, costs: Sequence[StepCost], ledger: Ledger) -> dict[str, Any]:
+def _count_costs(account: Account | None, costs: Sequence[NoisySteps], ledger: Ledger) -> dict[str, Any]:
     """Charge the cost of a round to the site's images, in the run and in the ledger of all runs.
 
     Returns:
