@@ -28,16 +28,19 @@ Examples = Iterable[tuple[Tensor, Tensor]]
 """Batches of training images (B, ...) of a client, and their labels (:meth:`.FederatedDataModule.examples`)."""
 
 
-def check_both_models(settings: Settings, num_classes: int) -> None:
-    """Check that clients can predict with both models.
+def check_both_models(settings: Settings, prediction: Prediction, num_classes: int) -> None:
+    """Check that clients can predict with both models, if a run's option ``prediction`` asks for that.
 
     Args:
         settings: Settings of the run.
+        prediction: The option.
         num_classes: Number of classes.
 
     Raises:
         OptionError: If training is private, or the task cannot mix predictions.
     """
+    if prediction != "both":
+        return
     if settings.private:
         raise OptionError(
             f"prediction='both' is not supported with {settings.privacy_options}: it compares images with the training "

@@ -32,6 +32,8 @@ ALLOW_IMAGES = "images"
 """What ``resume_allow`` must contain for other images or labels of the same clients."""
 CLIENT_FIELDS = ("number of clients", "clients' numbers of images", "partition of the data")
 """Fields that may differ between a checkpoint and a run that resumes from it with more clients."""
+PLAIN_ROUND_OPTIONS = ("clients_per_round", "weighting", "drop_outliers")
+"""Options of the loop, and of its Settings, that a fingerprint has as they are."""
 OPTION_NAMES = (
     *[f"training.{field.name}" for field in fields(Training) if field.name not in COMPUTATION],
     "precision",
@@ -41,9 +43,7 @@ OPTION_NAMES = (
     "augmentation",
     "mixing",
     "task",
-    "clients_per_round",
-    "weighting",
-    "drop_outliers",
+    *PLAIN_ROUND_OPTIONS,
     "algorithm",
     "server_rule",
     "secure_sums",
@@ -154,14 +154,10 @@ def _data_options(data: FederatedDataModule) -> dict[str, Any]:
 
 def _round_options(source: Any, rule: ServerRule) -> dict[str, Any]:  # noqa: ANN401  # a FederatedLoop, or its Settings
     """Return the options of the loop that change what rounds compute; a loop and its Settings have the same."""
-    options = {
-        "clients_per_round": source.clients_per_round,
-        "weighting": source.weighting,
-        "drop_outliers": source.drop_outliers,
-        "algorithm": repr(source.algorithm),
-        "server_rule": repr(rule),
-        "secure_sums": repr(source.secure_sums),
-    }
+    options: dict[str, Any] = {name: getattr(source, name) for name in PLAIN_ROUND_OPTIONS}
+    options["algorithm"] = repr(source.algorithm)
+    options["server_rule"] = repr(rule)
+    options["secure_sums"] = repr(source.secure_sums)
     for name, value in asdict(source.distillation).items():
         options[f"distillation.{name}"] = value
     return options

@@ -28,8 +28,7 @@ def check_prediction(context: RunContext) -> None:
         OptionError: If clients predict with both models, and training is private, or the task cannot mix predictions.
     """
     prediction = context.module.evaluation.prediction
-    if prediction == "both":
-        check_both_models(context.settings, context.data.num_classes)
+    check_both_models(context.settings, prediction, context.data.num_classes)
     no_effect = without_both_models(context.settings, prediction)
     if no_effect is not None:
         rank_zero_info(no_effect)

@@ -203,8 +203,7 @@ class Coordinator:
             settings, tensor_names, lambda: self.recipe.template.sent, self.images.public_size, labelled_images=0
         )
         check_distilled_batch_norm(settings, tensor_names, self.images.public_size)
-        if self.recipe.loop.evaluation.prediction == "both":
-            check_both_models(settings, self.recipe.num_classes)
+        check_both_models(settings, self.recipe.loop.evaluation.prediction, self.recipe.num_classes)
         if self.sample is not None and self.sample < terms.min_sites:
             raise ValueError(
                 f"min_sites={terms.min_sites} cannot be met: the recipe's clients_per_round asks only {self.sample} "

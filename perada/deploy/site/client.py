@@ -132,8 +132,7 @@ class Client:
             check_private(simulated)
             self._check_public_images()
             check_first_batch(simulated, self.data.first_batch([0]), trains=True)
-            if recipe.loop.evaluation.prediction == "both":
-                check_both_models(simulated.settings, self.data.num_classes)
+            check_both_models(simulated.settings, recipe.loop.evaluation.prediction, self.data.num_classes)
         self.site_privacy = SitePrivacy(recipe, limits) if recipe.noisy else None
         self._trainer = LocalTrainer(self.module.engine, self.module.tensor_names, self.settings, self._protection)
         self.images = recipe.public_images()
