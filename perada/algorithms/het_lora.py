@@ -223,9 +223,9 @@ def _split_ranks(received: State) -> tuple[Tensor, State]:
     return received[RANK], sent_by_base
 
 
-def _cut_to_ranks(stacks: Stacks, tensor_names: TensorNames, ranks: Tensor) -> Stacks:
+def _cut_to_ranks(stacks: Stacks, tensor_names: TensorNames, lora_ranks: Tensor) -> Stacks:
     """Cut the states (C, ...) of all roles to the clients' ranks (C,)."""
-    return {role: cut_ranks(stack, tensor_names.factors, ranks) for role, stack in stacks.items()}
+    return {role: cut_ranks(stack, tensor_names.factors, lora_ranks) for role, stack in stacks.items()}
 
 
 class _RankCutStep:

@@ -202,7 +202,7 @@ def make_plan(
     return RoundPlan(round, order, tuple(steps), clients_per_chunk, chunks_at_a_time=chunks_at_a_time)
 
 
-def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
+def share_out(plan: RoundPlan, num_ranks: int) -> list[RoundPlan]:
     """Divide the clients of a round among processes, so that all have about the same work.
 
     Clients are assigned by their number of steps, the largest first, each to the rank with the fewest steps so far
@@ -215,8 +215,8 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
     work = []
     for place in range(len(plan.clients)):
         work.append(sum(steps_of_phase[place] for steps_of_phase in plan.steps))
-    loads = [0] * ranks
-    shares = [list[int]() for _ in range(ranks)]
+    loads = [0] * num_ranks
+    shares = [list[int]() for _ in range(num_ranks)]
     for place in sorted(range(len(work)), key=lambda place: -work[place]):
         rank = loads.index(min(loads))
         loads[rank] += work[place]
@@ -241,9 +241,9 @@ class Shares:
     rank: int = 0
 
     @classmethod
-    def of(cls, plan: RoundPlan, ranks: int = 1, rank: int = 0) -> "Shares":
-        """Divide a round among ``ranks`` processes."""
-        return cls(plan, tuple(share_out(plan, ranks)), rank)
+    def of(cls, plan: RoundPlan, num_ranks: int = 1, rank: int = 0) -> "Shares":
+        """Divide a round among ``num_ranks`` processes."""
+        return cls(plan, tuple(share_out(plan, num_ranks)), rank)
 
     @property
     def local_plan(self) -> RoundPlan:

@@ -418,7 +418,7 @@ def rank_axes(factors: Iterable[Factors]) -> dict[str, int]:
     return axes
 
 
-def cut_ranks(stacked: State, factors: Iterable[Factors], ranks: Tensor) -> State:
+def cut_ranks(stacked: State, factors: Iterable[Factors], lora_ranks: Tensor) -> State:
     """Set the rows of A and the columns of B beyond each client's rank to zero.
 
     A name may have a prefix that ends in "/", which is ignored. Tensors that are not factors are returned as they are.
@@ -426,7 +426,7 @@ def cut_ranks(stacked: State, factors: Iterable[Factors], ranks: Tensor) -> Stat
     Args:
         stacked: States (C, ...).
         factors: Names of the factors.
-        ranks: Rank (C,) of each client.
+        lora_ranks: Rank (C,) of each client.
 
     >>> pair = Factors("a", "b", 1.0)
     >>> cut_ranks({"a": torch.ones(2, 3, 1)}, [pair], torch.tensor([1, 2]))["a"].flatten(1).tolist()
@@ -437,7 +437,7 @@ def cut_ranks(stacked: State, factors: Iterable[Factors], ranks: Tensor) -> Stat
     for key, value in stacked.items():
         axis = axes.get(key.rpartition("/")[2])
         if axis is not None:
-            cut[key] = value.masked_fill(_mask_beyond_ranks(value, axis, ranks), 0)
+            cut[key] = value.masked_fill(_mask_beyond_ranks(value, axis, lora_ranks), 0)
     return cut
 
 
@@ -467,20 +467,20 @@ def widened(value: Tensor, shape: Sequence[int]) -> Tensor:
     return padded
 
 
-def _mask_beyond_ranks(value: Tensor, axis: int, ranks: Tensor) -> Tensor:
+def _mask_beyond_ranks(value: Tensor, axis: int, lora_ranks: Tensor) -> Tensor:
     """Return a mask of the places beyond each client's rank, which broadcasts over a stack.
 
     Args:
         value: Stack (C, ...) of a factor.
         axis: Axis of the rank in one client's tensor.
-        ranks: Rank (C,) of each client.
+        lora_ranks: Rank (C,) of each client.
     """
     stacked_axis = 1 + axis
     places = torch.arange(value.shape[stacked_axis], device=value.device)
-    is_beyond = places >= ranks.to(value.device).view(-1, 1)  # (C, places)
+    is_beyond = places >= lora_ranks.to(value.device).view(-1, 1)  # (C, places)
     # All other axes have size 1.
     shape = [1] * value.dim()
-    shape[0] = len(ranks)
+    shape[0] = len(lora_ranks)
     shape[stacked_axis] = len(places)
     return is_beyond.view(shape)
 

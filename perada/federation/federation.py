@@ -202,7 +202,7 @@ class Federation:
         # Whose training fails depends on the images, so a private run logs no number of failures.
         if results.broken and not self.settings.private:
             metrics |= {"clients/drawn": len(plan.clients), "clients/failed": len(results.broken)}
-        return RoundReport(server=server, broken=results.broken, failed=results.failed, metrics=metrics)
+        return RoundReport(server_result=server, broken=results.broken, failed=results.failed, metrics=metrics)
 
     def _note_participation(self, plan: RoundPlan, broken: Sequence[int]) -> None:
         """Count a round, and record which clients took part.

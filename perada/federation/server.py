@@ -109,13 +109,13 @@ class RoundReport:
     """The results of a round, for logs and warnings.
 
     Attributes:
-        server: Results of the server.
+        server_result: Results of the server.
         broken: Clients that were left out because their training became NaN or infinite.
         failed: Clients of whom a sample could not be read, with the reason; in a private run they train without it.
         metrics: Training losses, numbers of parameters, megabytes sent, and what the server measured.
     """
 
-    server: ServerResult
+    server_result: ServerResult
     broken: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -490,28 +490,28 @@ class _Accepted:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def mean_numel(state: State, tensor_names: TensorNames, ranks: Sequence[int]) -> dict[str, float]:
+def mean_numel(state: State, tensor_names: TensorNames, lora_ranks: Sequence[int]) -> dict[str, float]:
     """Count the elements of each tensor of a state (no client axis), averaged over clients with different LoRA ranks.
 
     Args:
         state: The tensors. A factor's name may have a prefix that ends in "/".
         tensor_names: Names of the model's tensors.
-        ranks: LoRA ranks of the clients; empty if all have the adapter's rank.
+        lora_ranks: LoRA ranks of the clients; empty if all have the adapter's rank.
     """
-    axes = rank_axes(tensor_names.factors) if ranks else {}
+    axes = rank_axes(tensor_names.factors) if lora_ranks else {}
     sizes = {}
     for name, value in state.items():
         sizes[name] = float(value.numel())
         axis = axes.get(name.rpartition("/")[2])
         if axis is not None:
             full_rank = value.shape[axis]
-            sizes[name] *= sum(min(rank, full_rank) for rank in ranks) / (full_rank * len(ranks))
+            sizes[name] *= sum(min(rank, full_rank) for rank in lora_ranks) / (full_rank * len(lora_ranks))
     return sizes
 
 
-def megabytes_of_clients(state: State, tensor_names: TensorNames, ranks: Sequence[int], num_clients: int) -> float:
+def megabytes_of_clients(state: State, tensor_names: TensorNames, lora_ranks: Sequence[int], num_clients: int) -> float:
     """Compute the megabytes (10**6 bytes) of a state (no client axis) times ``num_clients``; see :func:`mean_numel`."""
-    sizes = mean_numel(state, tensor_names, ranks)
+    sizes = mean_numel(state, tensor_names, lora_ranks)
     bytes_of_client = fsum(size * state[name].element_size() for name, size in sizes.items())
     return num_clients * bytes_of_client / 1e6
 
@@ -523,7 +523,7 @@ def parameter_counts(
     round: int,
     opened: Stacks,
     sent: State,
-    ranks: Sequence[int] = (),
+    lora_ranks: Sequence[int] = (),
 ) -> dict[str, float]:
     """Count the parameters that a client trains in a round, and those that it sends, as metrics.
 
@@ -534,15 +534,16 @@ def parameter_counts(
         round: Number of the round, counted from 0.
         opened: Stacks (C, ...) by role that the round began with.
         sent: Update of a client (no client axis). Tensors that are not the model's count too, such as control variates.
-        ranks: LoRA ranks of the round's clients, over which counts are averaged; empty if all have the adapter's rank.
+        lora_ranks: LoRA ranks of the round's clients, over which counts are averaged; empty if all have the adapter's
+            rank.
     """
     statistics = set(tensor_names.keys) - set(tensor_names.parameters)
     sent_numbers = {name: value for name, value in sent.items() if value.is_floating_point()}
-    sent_sizes = mean_numel(sent_numbers, tensor_names, ranks)
+    sent_sizes = mean_numel(sent_numbers, tensor_names, lora_ranks)
     sizes: dict[tuple[str, str], float] = {}
     for role, stacked in opened.items():
         one_client = {name: value[0] for name, value in stacked.items()}
-        for name, size in mean_numel(one_client, tensor_names, ranks).items():
+        for name, size in mean_numel(one_client, tensor_names, lora_ranks).items():
             sizes[role, name] = size
     trained: set[tuple[str, str]] = set()
     for role in opened:

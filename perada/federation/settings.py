@@ -311,18 +311,18 @@ def lora_ranks(
     adapter_rank = max((initial[pair.down].shape[0] for pair in tensor_names.factors), default=0)
     if not adapter_rank:
         return ()
-    ranks: tuple[int, ...] = ()
+    lora_ranks: tuple[int, ...] = ()
     for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
         rank = algorithm.lora_rank(number, name, size, adapter_rank)
         if rank is not None:
-            ranks += (rank,)
+            lora_ranks += (rank,)
     grouped = [pair.down for pair in tensor_names.factors if initial[pair.down].shape[0] != initial[pair.up].shape[1]]
-    if ranks and grouped:
+    if lora_ranks and grouped:
         raise ValueError(
             f"{type(algorithm).__name__} cuts LoRA to clients' ranks, but {grouped[0]!r} belongs to a grouped "
             "convolution, whose factors cannot be cut; exclude that layer (adapter_options: exclude_modules)"
         )
-    return ranks
+    return lora_ranks
 
 
 def check_rule(settings: Settings) -> None:

@@ -96,7 +96,7 @@ def find_checkpoint(
     root: Path,
     fingerprint: EarlyFingerprint | None = None,
     allowed: Sequence[str] = (),
-    training: bool = True,
+    trains: bool = True,
 ) -> str | None:
     """Find a checkpoint by its path or, for ``last``, the newest intact one below ``root``.
 
@@ -106,7 +106,7 @@ def find_checkpoint(
         fingerprint: What identifies the run before set-up. ``last`` is then the newest checkpoint that belongs to the
             run, and a checkpoint of another run is rejected at once.
         allowed: Options that may differ.
-        training: Whether training resumes, so that options are compared.
+        trains: Whether training resumes, so that options are compared.
 
     Raises:
         FileNotFoundError: If there is no such checkpoint.
@@ -117,19 +117,19 @@ def find_checkpoint(
     if not isinstance(ckpt_path, str | Path):
         raise invalid_option("ckpt_path", ckpt_path, "a checkpoint's path or 'last'")
     if ckpt_path == "last":
-        return str(_find_last(root, fingerprint, allowed, training))
+        return str(_find_last(root, fingerprint, allowed, trains))
     path = Path(ckpt_path)
     if not path.is_file():
         raise FileNotFoundError(f"ckpt_path={ckpt_path!r} does not exist; pass the path of a checkpoint, or 'last'")
     check_intact_file(path)
     if fingerprint is not None:
-        difference = early_difference(path, fingerprint, allowed, training)
+        difference = early_difference(path, fingerprint, allowed, trains)
         if difference is not None:
             raise ValueError(difference)
     return ckpt_path
 
 
-def _find_last(root: Path, fingerprint: EarlyFingerprint | None, allowed: Sequence[str], training: bool) -> Path:
+def _find_last(root: Path, fingerprint: EarlyFingerprint | None, allowed: Sequence[str], trains: bool) -> Path:
     """Return the newest intact checkpoint below ``root``; with a fingerprint, the newest one of that run."""
     folder = root / "lightning_logs"
     paths = list(folder.glob("*/checkpoints/**/*.ckpt"))
@@ -138,7 +138,7 @@ def _find_last(root: Path, fingerprint: EarlyFingerprint | None, allowed: Sequen
     def belongs_to_run(path: Path) -> bool:
         if fingerprint is None:
             return True
-        difference = early_difference(path, fingerprint, allowed, training)
+        difference = early_difference(path, fingerprint, allowed, trains)
         if difference is not None:
             rejected[path] = difference
         return difference is None

@@ -54,22 +54,22 @@ def warn_of_round(round: int, report: RoundReport, settings: Settings, names: Se
         outlier_note = "It was dropped (drop_outliers)."
     else:
         outlier_note = "If this may be deliberate, set drop_outliers or choose a robust server rule."
-    for client, ratio in report.server.outliers.items():
+    for client, ratio in report.server_result.outliers.items():
         rank_zero_warn(
             f"{when}: client {client} sent a change whose norm is {ratio:,.0f} times the round's median. {outlier_note}"
         )
-    if report.server.failed_teachers:
-        teachers = describe_failed_teachers(report.server.failed_teachers, names, anonymous=settings.private)
+    if report.server_result.failed_teachers:
+        teachers = describe_failed_teachers(report.server_result.failed_teachers, names, anonymous=settings.private)
         rank_zero_warn(
             f"{when}: the distillation became NaN or infinite, since the outputs of {teachers} on public images are; "
             f"the round continues with the clients' average. Remedy: {REMEDY}."
         )
-    elif report.server.diverged:
+    elif report.server_result.diverged:
         rank_zero_warn(
             f"{when}: the distillation became NaN or infinite; the round continues with the clients' average. Lower "
             "its learning rate (distillation.lr)."
         )
-    if report.server.discarded:
+    if report.server_result.discarded:
         rank_zero_warn(
             f"{when}: the server's aggregate of the clients' states became NaN or infinite; the global state is "
             f"unchanged. Check {settings.rule.kind} and the options of {settings.algorithm.kind}."

@@ -227,14 +227,14 @@ def check_resume_allow(allowed: object) -> None:
         check_known("resume_allow", name, (ALLOW_CLIENTS, ALLOW_IMAGES, *OPTION_NAMES))
 
 
-def early_difference(path: Path, fingerprint: EarlyFingerprint, allowed: Sequence[str], training: bool) -> str | None:
+def early_difference(path: Path, fingerprint: EarlyFingerprint, allowed: Sequence[str], trains: bool) -> str | None:
     """Describe why a checkpoint belongs to a different run, from what is known before set-up.
 
     Args:
         path: The checkpoint.
         fingerprint: The run's.
         allowed: The run's ``resume_allow``.
-        training: Whether training resumes, so that options are compared.
+        trains: Whether training resumes, so that options are compared.
 
     Returns:
         The message; None if it may belong to the run. What cannot be read here is left to :func:`check_same_run`.
@@ -245,34 +245,34 @@ def early_difference(path: Path, fingerprint: EarlyFingerprint, allowed: Sequenc
             former = saved["info"][name]
             # A network or a configuration of the caller's own is compared at set-up.
             if isinstance(value, str) and isinstance(former, str) and value != former:
-                return _other_run_message(f"its {name} {_describe_difference(former, value)}", training)
+                return _other_run_message(f"its {name} {_describe_difference(former, value)}", trains)
         partition_file = path.parent.parent / "partition.json"
         if partition_file.is_file() and ALLOW_CLIENTS not in allowed:
             former_partition = json.loads(partition_file.read_text(encoding="utf-8"))
             for name, option in fingerprint.partition.items():
                 if former_partition.get(name, option) != option:
                     return _other_run_message(
-                        f"its {name} {_describe_difference(former_partition[name], option)}", training
+                        f"its {name} {_describe_difference(former_partition[name], option)}", trains
                     )
         ignored = [*CLIENT_FIELDS] if ALLOW_CLIENTS in allowed else []
         # A text is the mark of a secret seed, of a run in the test mode of privacy.
         if isinstance(saved["belongs"]["seed"], str):
             ignored.append("seed")
-        difference = _difference_in_fields(saved["belongs"], fingerprint.belongs, ignored, training)
-        if difference is None and training:
+        difference = _difference_in_fields(saved["belongs"], fingerprint.belongs, ignored, trains)
+        if difference is None and trains:
             difference = _difference_in_options(saved["options"], fingerprint.options, allowed)
         return difference
     except Exception:  # the file may contain anything
         return None
 
 
-def check_same_run(saved: dict[str, Any], context: RunContext, training: bool, allowed: Sequence[str]) -> None:
+def check_same_run(saved: dict[str, Any], context: RunContext, trains: bool, allowed: Sequence[str]) -> None:
     """Raise a ValueError if a checkpoint belongs to a different run.
 
     Args:
         saved: The checkpoint's content.
         context: The run, which is set up.
-        training: Whether training resumes, so that options are compared. An evaluation in the test mode of privacy
+        trains: Whether training resumes, so that options are compared. An evaluation in the test mode of privacy
             need not know the seed.
         allowed: The run's ``resume_allow``: options that may differ, ``clients`` for more clients, and ``images`` for
             other images of the same clients.
@@ -284,7 +284,7 @@ def check_same_run(saved: dict[str, Any], context: RunContext, training: bool, a
     if has_more_clients:
         # Which images the former clients have is compared where they get their new numbers, in remap_clients.
         ignored = CLIENT_FIELDS
-    elif context.settings.test_mode and not training:
+    elif context.settings.test_mode and not trains:
         ignored = ("seed",)
     belongs = fingerprint.belongs
     if not has_more_clients:
@@ -292,25 +292,25 @@ def check_same_run(saved: dict[str, Any], context: RunContext, training: bool, a
         # as the backbone, explains more.
         names = list(belongs)
         position = names.index("clients' numbers of images")
-        _check_fields(saved, {name: belongs[name] for name in names[:position]}, ignored, training)
-        _check_names(saved["data"], context.data.fingerprint, training)
-    _check_fields(saved, belongs, ignored, training)
+        _check_fields(saved, {name: belongs[name] for name in names[:position]}, ignored, trains)
+        _check_names(saved["data"], context.data.fingerprint, trains)
+    _check_fields(saved, belongs, ignored, trains)
     if not has_more_clients:
-        _check_content(saved["data"], context, training, allowed)
-    if training:
+        _check_content(saved["data"], context, trains, allowed)
+    if trains:
         difference = _difference_in_options(saved["options"], fingerprint.options, allowed)
         if difference is not None:
             raise ValueError(difference)
 
 
-def _check_fields(saved: dict[str, Any], belongs: dict[str, Any], ignored: Sequence[str], training: bool) -> None:
+def _check_fields(saved: dict[str, Any], belongs: dict[str, Any], ignored: Sequence[str], trains: bool) -> None:
     """Raise a ValueError if a checkpoint differs from the run in a field that must match."""
-    difference = _difference_in_fields(saved["belongs"], belongs, ignored, training)
+    difference = _difference_in_fields(saved["belongs"], belongs, ignored, trains)
     if difference is not None:
         raise ValueError(difference)
 
 
-def _check_names(former: dict[str, Any], current: dict[str, Any], training: bool) -> None:
+def _check_names(former: dict[str, Any], current: dict[str, Any], trains: bool) -> None:
     """Raise a ValueError if clients or classes have different names or a different order.
 
     Their states and their noise are stored by number.
@@ -318,19 +318,19 @@ def _check_names(former: dict[str, Any], current: dict[str, Any], training: bool
     difference = difference_in_names(former, current)
     if difference is None:
         return
-    if training:
+    if trains:
         raise ValueError(f"the checkpoint belongs to a different run: {difference}")
-    raise ValueError(_other_run_message(difference, training))
+    raise ValueError(_other_run_message(difference, trains))
 
 
-def _check_content(former: dict[str, Any], context: RunContext, training: bool, allowed: Sequence[str]) -> None:
+def _check_content(former: dict[str, Any], context: RunContext, trains: bool, allowed: Sequence[str]) -> None:
     """Raise a ValueError if images or labels differ from those that the run was trained on, unless that is allowed."""
     difference = difference_in_content(former, context.data.fingerprint)
-    resumes_private_run = training and context.settings.private
+    resumes_private_run = trains and context.settings.private
     if difference is None or (ALLOW_IMAGES in allowed and not resumes_private_run):
         return
-    if not training:
-        raise ValueError(_other_run_message(difference, training))
+    if not trains:
+        raise ValueError(_other_run_message(difference, trains))
     if resumes_private_run:
         raise ValueError(
             f"the checkpoint belongs to a private run on different data: {difference}; its noise and its ledgers "
@@ -347,13 +347,13 @@ def _difference_in_fields(
     former: dict[str, Any],
     belongs: dict[str, Any],
     ignored: Sequence[str],
-    training: bool,
+    trains: bool,
 ) -> str | None:
     """Return the message on the first field of ``belongs`` in which a checkpoint differs; None if there is none."""
     for name, value in belongs.items():
         former_value = former.get(name)
         if former_value != value and name not in ignored:
-            return _other_run_message(f"its {name} {_describe_difference(former_value, value)}", training)
+            return _other_run_message(f"its {name} {_describe_difference(former_value, value)}", trains)
     return None
 
 
@@ -370,10 +370,10 @@ def _difference_in_options(former: dict[str, Any], options: dict[str, Any], allo
     return None
 
 
-def _other_run_message(difference: str, training: bool) -> str:
+def _other_run_message(difference: str, trains: bool) -> str:
     """Return the text of the error for a checkpoint that belongs to a different run."""
     remedy = "resume with the configuration that wrote it"
-    if not training:
+    if not trains:
         remedy += "; other test images belong in data.shifts (docs/shifts.md)"
     return f"the checkpoint belongs to a different run: {difference}; {remedy}"
 

@@ -173,12 +173,12 @@ def insert_adapter(
     return adapted
 
 
-def _train_backbone(adapted: AdaptedModel, options: Mapping[str, object], method: str) -> None:
+def _train_backbone(adapted: AdaptedModel, options: Mapping[str, object], adapter_name: str) -> None:
     """Make the backbone's parameters trainable; only those of the last blocks if the adapter is restricted to them."""
     if traits_of(adapted.config).lists_head:
         raise OptionError(
-            f"adapter {method!r} does not support train_backbone=True: it selects which weights of the backbone are "
-            "trained; choose adapter='full' to train all of the backbone",
+            f"adapter {adapter_name!r} does not support train_backbone=True: it selects which weights of the backbone "
+            "are trained; choose adapter='full' to train all of the backbone",
             name="train_backbone",
             value=True,
         )
@@ -196,7 +196,7 @@ def _train_backbone(adapted: AdaptedModel, options: Mapping[str, object], method
     call_encoder_layers(adapted.model)
 
 
-def _wrap_or_explain(backbone: Backbone, config: PeftConfig, method: str) -> PeftModel:
+def _wrap_or_explain(backbone: Backbone, config: PeftConfig, adapter_name: str) -> PeftModel:
     """Let PEFT insert an adapter, and raise its errors as OptionErrors."""
     try:
         with warnings.catch_warnings():
@@ -207,18 +207,20 @@ def _wrap_or_explain(backbone: Backbone, config: PeftConfig, method: str) -> Pef
             return _wrap_backbone(backbone, config)
     except NoMatchingPeftModuleError as error:
         raise OptionError(
-            f"adapter {method!r} finds nothing to adapt in backbone {backbone.name!r}: "
+            f"adapter {adapter_name!r} finds nothing to adapt in backbone {backbone.name!r}: "
             f"target_modules={vars(config)['target_modules']!r} matches none of its modules; use names as in "
             "model.named_modules()",
             name="adapter",
-            value=method,
+            value=adapter_name,
         ) from error
     except Exception as error:  # PEFT's methods raise errors of any kind
         reason = " ".join(str(error).split())
         if not isinstance(error, ValueError):
             reason = f"{type(error).__name__}: {reason}"
         raise OptionError(
-            f"adapter {method!r} does not fit backbone {backbone.name!r}: {reason}", name="adapter", value=method
+            f"adapter {adapter_name!r} does not fit backbone {backbone.name!r}: {reason}",
+            name="adapter",
+            value=adapter_name,
         ) from error
 
 

@@ -454,7 +454,7 @@ def round_metrics(
     record: RoundRecord,
     roster: Sequence[Member],
     facts: Sequence[Facts],
-    ranks: Sequence[int] = (),
+    lora_ranks: Sequence[int] = (),
 ) -> dict[str, float]:
     """Return the metrics of a round.
 
@@ -463,13 +463,13 @@ def round_metrics(
         record: Record of the round.
         roster: Sites of the run.
         facts: Facts of the sites that count in the round.
-        ranks: Their ranks of LoRA, if they have their own.
+        lora_ranks: Their ranks of LoRA, if they have their own.
     """
     loop = recipe.loop
     opened = recipe.template.opened
     sent = recipe.sent(record.round)
     metrics = parameter_counts(
-        loop.algorithm, loop.phases, recipe.module.tensor_names, record.round, opened, sent, ranks
+        loop.algorithm, loop.phases, recipe.module.tensor_names, record.round, opened, sent, lora_ranks
     )
     metrics["comm/up_mb"] = record.up
     metrics["comm/down_mb"] = record.down
@@ -497,14 +497,14 @@ def epsilon_metrics(roster: Sequence[Member]) -> dict[str, float]:
     return metrics
 
 
-def log_each(loggers: list[Logger], method: str, *args: object, **kwargs: object) -> None:
+def log_each(loggers: list[Logger], method_name: str, *args: object, **kwargs: object) -> None:
     """Call a method of each logger. One that fails is removed with a warning, so that it costs no rounds.
 
     A logger whose disk fails is called again in the next round.
     """
     for logger in list(loggers):
         try:
-            getattr(logger, method)(*args, **kwargs)
+            getattr(logger, method_name)(*args, **kwargs)
         except Exception as error:  # a full disk, or a service that cannot be reached
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 disk_error = as_disk_error(error, Path(logger.save_dir or "."))

@@ -71,11 +71,11 @@ class _SharedRound:
     """A round whose sites have shares of one another, so that masked vectors can be requested.
 
     Attributes:
-        server: The server's side of the round.
+        summing_server: The server's side of the round.
         sum_state: What a restarted server needs of it, as last saved.
     """
 
-    server: ServerRound
+    summing_server: ServerRound
     sum_state: SumState
 
 
@@ -138,7 +138,7 @@ class SecureSum:
         try:
             return self._finish_round(shared)
         finally:
-            self._blame_liars(shared.server.lies)
+            self._blame_liars(shared.summing_server.lies)
 
     def _blame_liars(self, lies: Mapping[str, str]) -> None:
         """Record proven lies, and log those that are new."""
@@ -223,7 +223,7 @@ class SecureSum:
 
     def _collect_shares(
         self,
-        server: ServerRound,
+        summing_server: ServerRound,
         attempt: int,
         advert_list: list[dict[str, str]],
     ) -> dict[str, dict[str, bytes]]:
@@ -232,11 +232,15 @@ class SecureSum:
         Returns:
             The shares that they have dealt, sorted by the site that is to receive them.
         """
-        dealt = self._ask_same("shares", attempt, server.adverts, {"adverts": advert_list})
-        self._settle_objections(server, dealt)
-        return server.deliver(self._read_answers(dealt, lambda name, content: _read_dealt(name, content, server.order)))
+        dealt = self._ask_same("shares", attempt, summing_server.adverts, {"adverts": advert_list})
+        self._settle_objections(summing_server, dealt)
+        return summing_server.deliver(
+            self._read_answers(dealt, lambda name, content: _read_dealt(name, content, summing_server.order))
+        )
 
-    def _deliver_shares(self, server: ServerRound, attempt: int, boxes: Mapping[str, Mapping[str, bytes]]) -> list[str]:
+    def _deliver_shares(
+        self, summing_server: ServerRound, attempt: int, boxes: Mapping[str, Mapping[str, bytes]]
+    ) -> list[str]:
         """Send sites the shares that were dealt to them.
 
         Returns:
@@ -244,11 +248,11 @@ class SecureSum:
         """
         contents = {}
         for name, box in boxes.items():
-            commitments = {dealer: server.commitments[dealer][name] for dealer in box}
+            commitments = {dealer: summing_server.commitments[dealer][name] for dealer in box}
             contents[name] = {"sealed": to_hex(box), "commitments": commitments}
         answers = self._ask("hold", attempt, contents, 0)
         objections = self._read_answers(answers, lambda name, content: _read_objections(content, {*boxes} - {name}))
-        self._settle_disputes(server, attempt, objections)
+        self._settle_disputes(summing_server, attempt, objections)
         return list(objections)
 
     def _ask_same(
@@ -262,7 +266,7 @@ class SecureSum:
         """Ask sites for a step with the same content."""
         return self._ask(kind, attempt, dict.fromkeys(names, content), vector_size)
 
-    def _settle_objections(self, server: ServerRound, dealt: Mapping[str, tuple[Response, State]]) -> None:
+    def _settle_objections(self, summing_server: ServerRound, dealt: Mapping[str, tuple[Response, State]]) -> None:
         """Exclude sites whose keys most others reject, and sites that reject keys which most others accept.
 
         All sites see the same keys, so all honest sites with complete lists accept the same ones. A single site that
@@ -273,12 +277,12 @@ class SecureSum:
         """
         objecting = {name: answer for name, answer in dealt.items() if "objects" in answer[0].sums}
         objections = self._read_answers(
-            objecting, lambda name, content: _read_objections(content, {*server.order} - {name})
+            objecting, lambda name, content: _read_objections(content, {*summing_server.order} - {name})
         )
         if not any(objections.values()):
             return
         excluded = {}
-        for name in server.order:
+        for name in summing_server.order:
             objectors = [other for other, rejected in objections.items() if name in rejected]
             num_others = sum(other != name for other in dealt)
             if 2 * len(objectors) > num_others:
@@ -295,7 +299,9 @@ class SecureSum:
             f"secure sum: sites reject one another's keys: excluding {', '.join(sorted(excluded))}", "other"
         )
 
-    def _settle_disputes(self, server: ServerRound, attempt: int, objections: Mapping[str, Collection[str]]) -> None:
+    def _settle_disputes(
+        self, summing_server: ServerRound, attempt: int, objections: Mapping[str, Collection[str]]
+    ) -> None:
         """Determine who lied when a site claims that the shares sealed for it do not open.
 
         A claim alone does not exclude the accused site. It discloses the key of the shares that it dealt, with which
@@ -313,7 +319,7 @@ class SecureSum:
             for dealer in dealers:
                 if dealer not in seeds:
                     continue
-                if server.dealt_honestly(dealer, seeds[dealer], holder):
+                if summing_server.dealt_honestly(dealer, seeds[dealer], holder):
                     lies.setdefault(holder, f"it claims that the shares of {dealer!r} do not open, but they do")
                 else:
                     lies.setdefault(dealer, f"the shares that it sealed for {holder!r} do not open")
@@ -343,7 +349,7 @@ class SecureSum:
         Returns:
             The sites in the sum, and the sum.
         """
-        server = shared_round.server
+        server = shared_round.summing_server
         state = shared_round.sum_state
         state.survivors = server.take(self._collect_vectors(state))
         self._save(state)
