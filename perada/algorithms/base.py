@@ -610,13 +610,13 @@ class AlgorithmWrapper(ClientSideWrapper):
             )
         super().__init__(base)
         for name in Algorithm.__annotations__:
-            if not self._states_attribute(name):
+            if not self._sets_attribute(name):
                 setattr(self, name, getattr(base, name))
         # False for a subclass that overrides the server step without stating otherwise.
         self.mean_is_enough = type(self).mean_is_enough and base.mean_is_enough
 
     @classmethod
-    def _states_attribute(cls, name: str) -> bool:
+    def _sets_attribute(cls, name: str) -> bool:
         """Return whether the wrapper's class sets an attribute itself, or one of its classes up to this one does."""
         wrapper_classes = cls.__mro__[: cls.__mro__.index(AlgorithmWrapper) + 1]
         return any(name in vars(wrapper_class) for wrapper_class in wrapper_classes)

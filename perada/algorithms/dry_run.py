@@ -100,7 +100,7 @@ class DryRun:
         first_state = self.call("initial_client_state", algorithm.initial_client_state, self.initial, self.tensor_names)
         client_state = _stack_equal_rows(first_state, len(self.clients))
         for round in numbers:
-            sending = self._make_broadcast(round, global_state, server_state)
+            sending = self._make_sending(round, global_state, server_state)
             received = self.call("broadcast", algorithm.broadcast, sending)
             client_state, update = self._train_clients(round, client_state, received)
             if update:
@@ -144,7 +144,7 @@ class DryRun:
         tensor_names = self.tensor_names
         first_state = algorithm.initial_client_state(self.initial, tensor_names)
         client_state = _stack_equal_rows(first_state, len(self.clients))
-        received = algorithm.broadcast(self._make_broadcast(0, self.initial, {}))
+        received = algorithm.broadcast(self._make_sending(0, self.initial, {}))
         counts = []
         for phase in self.phases:
             opened = algorithm.begin_round(client_state, received, tensor_names)
@@ -192,7 +192,7 @@ class DryRun:
         """
         return function(*arguments)
 
-    def _make_broadcast(self, round: int, global_state: State, server_state: dict[str, State]) -> Broadcast:
+    def _make_sending(self, round: int, global_state: State, server_state: dict[str, State]) -> Broadcast:
         """Return the argument of the algorithm's broadcast."""
         return Broadcast(
             global_state, self.tensor_names, round, self.clients, self.num_clients, seed=0, state=server_state

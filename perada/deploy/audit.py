@@ -434,10 +434,10 @@ def check_state(log: LogContent, committed: Committed, mark: HighWaterMark) -> N
     logged = counts[-1] if counts else 0
     if max(logged, mark.commits) > committed.commits:
         witness = f"line {len(entries)} of {LOG}" if logged >= mark.commits else f"the file {LOCK}"
-        written = f"an older copy (written {_count_times(committed.commits)})" if committed.commits else "gone"
+        written = f"an older copy (written {_format_times(committed.commits)})" if committed.commits else "gone"
         raise ValueError(
             f"{STATE} is {written}, but according to {witness} it was written "
-            f"{_count_times(max(logged, mark.commits))}, so everything spent and sent since is forgotten; "
+            f"{_format_times(max(logged, mark.commits))}, so everything spent and sent since is forgotten; "
             f"{OLD_STATE_REMEDY}"
         )
     decreases = [index for index in range(1, len(counts)) if counts[index] < counts[index - 1]]
@@ -470,7 +470,7 @@ def _contains_tip(entries: list[Entry], tip: Tip) -> bool:
     return tip.lines <= len(entries) and bool(entries[tip.lines - 1][KEY] == tip.last)
 
 
-def _count_times(count: int) -> str:
+def _format_times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 

@@ -231,7 +231,7 @@ class Server:
         """
         algorithm = self.settings.algorithm
         plan = context.plan
-        accepted = self._choose_accepted(context, updates, valid)
+        accepted = self._choose_accepted_clients(context, updates, valid)
         if len(accepted.places) < self._required_clients(context):
             return ServerResult(outliers=accepted.outliers, metrics=accepted.metrics)
         teachers = self._accepted_updates(context, updates, accepted.places)
@@ -307,7 +307,7 @@ class Server:
         mean_before = updates.replace(base).mean(weights)
         return updates.repeat(level.apply_mean_change(mean_before, change, updates.num_clients))
 
-    def _choose_accepted(
+    def _choose_accepted_clients(
         self, context: RoundContext, updates: Updates | UpdateSums, valid: Sequence[int]
     ) -> "_Accepted":
         """Choose the clients whose updates are aggregated. A collective.

@@ -114,7 +114,7 @@ def export_model(
         summary = (
             f"{description} Its logits on {len(samples)} samples differ from the run's by at most {difference:.1e}."
         )
-        text = _write_readme(run, client, number, form, chosen, summary)
+        text = _format_readme(run, client, number, form, chosen, summary)
         (stage / "README.md").write_text(f"{text}\n", encoding="utf-8")
     return summary
 
@@ -172,7 +172,7 @@ def _write_and_read(
     return BatchOutputs(*outputs) if isinstance(outputs, tuple) else BatchOutputs(outputs)
 
 
-def _write_readme(
+def _format_readme(
     run: Run, client: int | str | None, number: int | None, form: Format, chosen: ChosenPrediction, summary: str
 ) -> str:
     """Return the README of an exported model.

@@ -448,7 +448,7 @@ class Distiller:
         """
         self.report.student = student
         device = device_of(student)
-        clients = self._choose_teachers(teachers)
+        clients = self._teachers_as_updates(teachers)
         scales = self.scales.open("student", 1, device)
         refined = student
         if self.options.active(self.round.index) and not self._is_only_teacher(student, clients):
@@ -470,7 +470,7 @@ class Distiller:
             self.report.add("server/distilled", float(refined is not student))
         return refined
 
-    def _choose_teachers(self, teachers: Updates | State) -> Updates:
+    def _teachers_as_updates(self, teachers: Updates | State) -> Updates:
         """Return the teachers as updates, which with secure sums are those of the round."""
         if self.round.secure is not None:
             return self.round.secure.teachers

@@ -203,7 +203,7 @@ def open_atomic(
                 if durable:
                     os.fsync(file.fileno())
                 if former is not None and path.is_file():
-                    _link_copy(path, former)
+                    _link_as(path, former)
                     if durable:
                         sync([former.parent])
                 os.replace(partial, path)
@@ -323,7 +323,7 @@ def opener(mode: int = 0o666) -> Callable[[str, int], int]:
     return lambda path, flags: os.open(path, flags | _NO_FOLLOW, mode)
 
 
-def _link_copy(path: Path, other: Path) -> None:
+def _link_as(path: Path, other: Path) -> None:
     """Link a file to a second name, replacing any file of that name."""
     second = other.with_name(f".{other.name}.partial")
     second.unlink(missing_ok=True)

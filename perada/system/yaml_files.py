@@ -125,38 +125,36 @@ def _explain_syntax_error(error: yaml.MarkedYAMLError, text: str, source: str) -
     line = lines[number]
     indent = line[: len(line) - len(line.lstrip())]
     if "\t" in indent:
-        return _locate_problem(
-            source, number, "a tab indents the line, which YAML does not allow; replace it by spaces"
-        )
+        return _error_at_line(source, number, "a tab indents the line, which YAML does not allow; replace it by spaces")
     if isinstance(error, yaml.constructor.ConstructorError):
-        return _locate_problem(source, number, f"{error.problem}; use a plain value")
+        return _error_at_line(source, number, f"{error.problem}; use a plain value")
     if isinstance(error, yaml.composer.ComposerError):
-        return _locate_problem(source, number, _explain_composition(error, lines))
+        return _error_at_line(source, number, _explain_composition(error, lines))
     # An unclosed bracket or quote is reported where it was opened, since the parser stops far below.
     begins = _character_at(lines, opened.line, opened.column) if opened else ""
     if begins in ("[", "{", "'", '"') and opened:
-        return _locate_problem(
+        return _error_at_line(
             source, opened.line, f"the {begins} is not closed, or a comma is missing after it; correct it"
         )
     without_colon = _line_without_colon(lines, number)
     if without_colon is not None:
-        return _locate_problem(source, without_colon, f"a colon is missing; write {lines[without_colon].strip()}:")
+        return _error_at_line(source, without_colon, f"a colon is missing; write {lines[without_colon].strip()}:")
     if _is_misplaced(lines, number):
-        return _locate_problem(
+        return _error_at_line(
             source, number, "the indentation fits none of the lines above; align it with its neighbouring options"
         )
     stopped_at = _character_at(lines, number, mark.column) if mark else ""
     # The parser often stops in the line after the mistake.
     for candidate in (number - 1, number):
         if candidate >= 0 and re.fullmatch(r"\s*[\w.-]+:[^\s:/]+", lines[candidate]):
-            return _locate_problem(source, candidate, "there is no space after the colon; write NAME: VALUE")
+            return _error_at_line(source, candidate, "there is no space after the colon; write NAME: VALUE")
     if stopped_at == "\t":
-        return _locate_problem(source, number, "a tab where YAML allows only spaces; replace it by spaces")
+        return _error_at_line(source, number, "a tab where YAML allows only spaces; replace it by spaces")
     if stopped_at == ":":
-        return _locate_problem(source, number, "the line contains a second colon; quote a value that contains ': '")
+        return _error_at_line(source, number, "the line contains a second colon; quote a value that contains ': '")
     if stopped_at and stopped_at in "%@`!&*|>":
-        return _locate_problem(source, number, f"{error.problem}; quote a value that begins with a special character")
-    return _locate_problem(source, number, f"{error.problem}; write NAME: VALUE")
+        return _error_at_line(source, number, f"{error.problem}; quote a value that begins with a special character")
+    return _error_at_line(source, number, f"{error.problem}; write NAME: VALUE")
 
 
 def _explain_composition(error: yaml.composer.ComposerError, lines: list[str]) -> str:
@@ -173,7 +171,7 @@ def _line_without_colon(lines: list[str], number: int) -> int | None:
     return before if re.fullmatch(r"\s*[A-Za-z_][\w.-]*\s*", lines[before]) else None
 
 
-def _locate_problem(source: str, number: int, problem: str) -> YamlFileError:
+def _error_at_line(source: str, number: int, problem: str) -> YamlFileError:
     return YamlFileError(f"{source}, line {number + 1}: {problem}")
 
 
