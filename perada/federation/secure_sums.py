@@ -34,10 +34,6 @@ def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: St
         raise _incompatible_choice(
             f"{name}: it compares models by the clients' losses, which are not sums; choose PerAda, {instead}"
         )
-    if settings.drop_outliers:
-        raise _incompatible_choice(
-            f"drop_outliers=True: it compares single updates; leave drop_outliers out, {instead}"
-        )
     if drawn < secure.min_sites:
         raise _incompatible_choice(
             f"clients_per_round={drawn}: more than {secure.threshold:g} of them, and at least {secure.min_sites}, "

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import fsum
-from statistics import median_low
 from typing import Any
 
 import torch
@@ -17,36 +16,28 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan, Shares
 from perada.core.states import (
     State,
-    as_matrix,
     clone,
-    column_blocks,
     device_of,
-    double,
-    double_dtype,
     expand,
     is_finite,
     rank_axes,
     select,
     stack_size,
     to_device,
-    to_device_async,
 )
 from perada.federation.local_trainer import LocalTrainer
+from perada.federation.outliers import find_outliers, outliers_of_norms
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.privacy.client_sums import VOTE
 from perada.scores.accumulation import probabilities
 from perada.server import Updates, client_weights
-from perada.server.aggregate import UpdateSums, Weighting, names_with_change, squared_changes
+from perada.server.aggregate import UpdateSums, Weighting
 from perada.server.distill import DistillationRound, Distiller, SecureTeachers, ServerData
 from perada.server.low_rank import lora_residual
 
 Progress = Callable[[Tensor], Iterable[Tensor]]
 """Wraps the steps of a distillation in a progress bar."""
-OUTLIER_FACTOR = 50.0
-"""A change whose norm exceeds the round's median by more than this factor, per step, is an outlier.
 
-Changes of honest clients with two images were up to 20 times as long.
-"""
 PREDICTION_BATCH = 256
 """Number of the server's images in one forward pass, for rules that use predictions."""
 
@@ -555,120 +546,3 @@ def parameter_counts(
         "params/trained": fsum(sizes[key] for key in trained),
         "params/sent": fsum(size for name, size in sent_sizes.items() if name not in statistics),
     }
-
-
-def find_outliers(
-    names: Iterable[str],
-    updates: Updates,
-    received: State,
-    plan: RoundPlan,
-    places: Sequence[int],
-    with_metrics: bool,
-) -> tuple[dict[int, float], dict[str, float]]:
-    """Find outliers (:func:`outliers_of_norms`) among updates. A collective.
-
-    Args:
-        names: Names of trained parameters. Running statistics are left out, since those of an honest client with two
-            images may be far from all others.
-        updates: Updates of C clients.
-        received: States (c, ...) that this rank's clients among them had received.
-        plan: The round's clients and their steps.
-        places: Places of the C clients in the plan.
-        with_metrics: Whether to compute metrics too, which transfers a state between ranks.
-
-    Returns:
-        For each outlier, by client, its change's norm divided by the median norm; and the metrics.
-    """
-    norms, cosines = _norms_and_cosines(names, updates, received, with_metrics)
-    outliers = outliers_of_norms(norms, plan, places)
-    if cosines is None:
-        return outliers, {}
-    clients = [plan.clients[place] for place in places]
-    # The cosine of a client that did not move is NaN, which must be neither the largest nor the smallest.
-    longest = int(norms.nan_to_num(-1).argmax())
-    most_opposed = int(cosines.nan_to_num(2).argmin())
-    return outliers, {
-        "updates/norm_median": float(norms.nanmedian()),
-        "updates/norm_max": float(norms[longest]),
-        "updates/norm_max_client": float(clients[longest]),
-        "updates/cosine_min": float(cosines[most_opposed]),
-        "updates/cosine_min_client": float(clients[most_opposed]),
-    }
-
-
-def outliers_of_norms(norms: Tensor, plan: RoundPlan, places: Sequence[int]) -> dict[int, float]:
-    """Find clients whose change has a norm above :data:`OUTLIER_FACTOR` times the median.
-
-    For a client that took k times as many steps as the median client, the limit is k times as large.
-
-    Args:
-        norms: Norms (C,) of the changes, on the CPU.
-        plan: The round's clients and their steps.
-        places: Places of the C clients in the plan.
-
-    Returns:
-        For each outlier, by client, its change's norm divided by the median norm.
-    """
-    median = float(norms.nanmedian())
-    steps = [sum(steps_of_phases) for steps_of_phases in zip(*plan.steps, strict=True)]
-    usual_steps = max(1, median_low(steps))
-    outliers = {}
-    for place, norm in zip(places, norms.tolist(), strict=True):
-        steps_ratio = max(1, steps[place] / usual_steps)
-        if median > 0 and norm > OUTLIER_FACTOR * median * steps_ratio:
-            outliers[plan.clients[place]] = norm / median
-    return outliers
-
-
-def _norms_and_cosines(
-    names: Iterable[str], updates: Updates, received: State, with_cosines: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Measure the clients' changes. A collective.
-
-    Args:
-        names: Names of trained parameters.
-        updates: Updates of C clients.
-        received: States (c, ...) that this rank's clients among them had received.
-        with_cosines: Whether to compare each change with the mean change too.
-
-    Returns:
-        The norms (C,) of the changes, and their cosines (C,) with the mean change or None; on the CPU.
-    """
-    device = torch.device("cpu")
-    if received:
-        device = device_of(received)
-    dtype = double_dtype(device)
-    squares = torch.zeros(updates.num_clients, dtype=dtype, device=device)
-    # Inner products of the changes with the mean change.
-    products = torch.zeros(updates.num_clients, dtype=dtype, device=device)
-    mean_square = torch.zeros((), dtype=dtype, device=device)
-    rows = to_device_async(torch.tensor(updates.places, dtype=torch.int64), device)
-    if updates.local_rows:
-        squares[rows] = squared_changes(names, updates.local_rows, received)
-    compared: list[str] = []
-    if with_cosines:
-        compared = names_with_change(names, updates.local_rows, received)
-    for name in compared:
-        sent_rows = as_matrix(updates.local_rows[name])
-        received_rows = as_matrix(received[name])
-        # Block by block: changes of all clients in double precision would not fit the caches.
-        blocks = list(column_blocks(sent_rows))
-        mean_change = squares.new_zeros(sent_rows.shape[1])
-        for block in blocks:
-            change = double(sent_rows[:, block]) - double(received_rows[:, block])
-            mean_change[block] = change.sum(0) / updates.num_clients
-        # One collective for all blocks, since ranks have different numbers of blocks.
-        updates.ranks.sum_([mean_change])
-        mean_square += mean_change.square().sum()
-        for block in blocks:
-            change = double(sent_rows[:, block]) - double(received_rows[:, block])
-            products[rows] += (change * mean_change[block]).sum(1)
-    # One collective, and one transfer to the host, for both.
-    table = torch.stack([squares, products])
-    updates.ranks.sum_([table])
-    squares, products = table.cpu().double()
-    mean_square = mean_square.cpu().double()
-    norms = squares.sqrt()
-    if not with_cosines:
-        return norms, None
-    return norms, products / (norms * mean_square.sqrt())

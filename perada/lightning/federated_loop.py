@@ -11,7 +11,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
-from perada.core.checks import OptionError, check_choice, check_integer, check_type, use_plain_numbers
+from perada.core.checks import OptionError, check_integer, check_type, use_plain_numbers
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
 from perada.core.text import value_text
@@ -19,6 +19,7 @@ from perada.data import CohortBatch, EvalBatch, FederatedDataModule
 from perada.data.batches.workers import lost_worker
 from perada.federation.federation import Federation
 from perada.federation.options import Evaluation, Training
+from perada.federation.outliers import check_drop_outliers
 from perada.federation.settings import Settings, Storage, StoreKind, lora_ranks
 from perada.lightning import journals, run_folder, run_record, scoring
 from perada.lightning.checkpoint import RoundCheckpoint, remap_clients, set_resume_point
@@ -169,7 +170,7 @@ class FederatedLoop(pl.Callback):
         check_integer("clients_per_round", self.clients_per_round, optional=True)
         check_integer("seed", self.seed, 0, le=None)
         check_integer("max_failures", self.max_failures, 0, optional=True, hint="by default there is no limit")
-        check_choice("drop_outliers", self.drop_outliers, [False, True])
+        check_drop_outliers(self.drop_outliers, self.client_privacy, self.secure_sums)
         client_weights(self.weighting, [1])
         check_resume_allow(self.resume_allow)
         if not isinstance(self.algorithm, Algorithm):
@@ -193,13 +194,6 @@ class FederatedLoop(pl.Callback):
                 "counts; leave max_failures out",
                 name="max_failures",
                 value=self.max_failures,
-            )
-        if self.drop_outliers and self.client_privacy is not None:
-            raise OptionError(
-                "client_privacy does not support drop_outliers=True: its accounting covers all clients; leave "
-                "drop_outliers out",
-                name="drop_outliers",
-                value=True,
             )
 
     @property

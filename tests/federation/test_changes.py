@@ -10,7 +10,7 @@ import torch
 import perada
 from perada.algorithms import FedAvg
 from perada.core.rounds import RoundPlan
-from perada.federation.server import find_outliers
+from perada.federation.outliers import find_outliers
 from perada.server import Updates
 from tests.options import sections
 

@@ -244,7 +244,7 @@ def run_rounds(simulation, rounds=1):
 NECESSARY_WAITS = {
     ("cohort.py", "_totals_of_all"): (1, "the clients' losses, and who stayed finite, in one table"),
     ("aggregate.py", "change_norms"): (1, "how long the updates are, if only their sums are kept"),
-    ("server.py", "_norms_and_cosines"): (2, "how long and how alike the updates are, in two tables"),
+    ("outliers.py", "_norms_and_cosines"): (2, "how long and how alike the updates are, in two tables"),
     ("states.py", "is_finite"): (2, "whether the global state is finite, and the distilled one"),
     ("distill.py", "_sum_of_logits"): (1, "whose logits are finite"),
     ("distill.py", "_distance_between"): (

@@ -20,7 +20,8 @@ from perada.deploy.server.progress import RoundRecord, RunProgress, read_sum, wr
 from perada.deploy.server.rounds import Roster, close_round
 from perada.deploy.sums.progress import MAX_HEARD_ROUNDS
 from perada.deploy.sums.vector import SPOILED, Contents, SumResult
-from perada.federation.server import OUTLIER_FACTOR, Server
+from perada.federation.outliers import OUTLIER_FACTOR
+from perada.federation.server import Server
 from perada.federation.settings import Settings
 
 MAX_MOVES = 20
