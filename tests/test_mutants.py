@@ -137,3 +137,5 @@ def test_a_mistake_is_noticed(project, mutant):
     with project.with_mistake(mutant):
         outcome = project.run([mutant.test])
     assert outcome.status == 1, f"{mutant} passes:\n{outcome.output[-4000:]}"
+    # A name that is not there would be noticed by any test that runs the line.
+    assert "NameError: name" not in outcome.output, f"{mutant}:\n{outcome.output[-4000:]}"
