@@ -182,6 +182,9 @@ class Search:
     over all methods together, so a method that learns slowly would be dropped as a whole and the result would depend on
     the number of jobs. It also cannot let a trial go on from its checkpoint.
 
+    Each run computes the outputs of frozen layers again. That is a part of its first round, a few percent of the time
+    of a search, and not worth a store that all runs share.
+
     Args:
         options: What is asked for.
         methods: What is tried of each method.
