@@ -364,7 +364,7 @@ def first_difference(actual: Mapping[str, object], expected_values: Mapping[str,
     """Return the first name whose values differ, or that only one side has; None if all are equal.
 
     >>> first_difference({"a": 1}, {"a": 1, "b": 2})
-    Difference(name='b', actual='missing', expected=2)
+    FileDifference(name='b', actual='missing', expected=2)
     """
     for name in {**expected_values, **actual}:
         actual_value = actual.get(name, "missing")

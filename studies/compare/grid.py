@@ -69,7 +69,7 @@ Grid = dict[str, list[str] | Range]
 def options_of_name(name: str) -> list[str]:
     """Return the options that a name of a grid or point represents.
 
-    >>> options_of("training.lr_local+training.momentum")
+    >>> options_of_name("training.lr_local+training.momentum")
     ['training.lr_local', 'training.momentum']
     """
     return name.split("+")

@@ -300,7 +300,7 @@ def means_per_client(history: Sequence[dict[str, float]], num_clients: int) -> d
         num_clients: Clients of a full round.
 
     >>> rounds = [(3.0, 24.0), (1.0, 8.0), (1.0, 4.0)]  # in the last, one client of two
-    >>> per_client([{"params/trained": n, "params/sent": n, "comm/up_mb": mb} for n, mb in rounds], clients=2)
+    >>> means_per_client([{"params/trained": n, "params/sent": n, "comm/up_mb": mb} for n, mb in rounds], 2)
     {'params/trained': 2.0, 'params/sent': 2.0, 'mb_sent': 8.0}
     """
     megabytes_per_parameter = []

@@ -554,7 +554,7 @@ class KrumForTheMean(Mean):
 
 
 class KrumAfterMomentum(FedAvgM):
-    def _aggregate(self, given):
+    def _aggregate_inner(self, given):
         return Krum()(given)
 
 
