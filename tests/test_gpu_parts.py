@@ -223,14 +223,14 @@ def test_the_command_of_each_part_can_be_parsed(part, quick, tmp_path, monkeypat
         assert rest[rest.index("--output") + 1] == str(tmp_path / f"{part.name}.json")
     else:
         plan = plan_of(rest, monkeypatch)
-        assert len(plan.rows) == {"hospitals_lite0": 2 if quick else 7, "hospitals_lite0_8_of_20": 1}[part.name]
+        assert len(plan.rows) == {"hospitals_lite0": 2 if quick else 8, "hospitals_lite0_8_of_20": 1}[part.name]
         assert plan.seeds == ([0] if quick else [0, 1, 2])
         for row in plan.rows:
             cli = plan.make_cli(plan.job(row, 0, "run", {}).args)
             assert cli.datamodule.division.dataset.dataset.root == str(tmp_path / "images")
             assert cli.loop.clients_per_round == (8 if "8_of_20" in part.name else None)
             assert cli.trainer.max_epochs == (1 if quick else 60)
-            assert cli.model.adapter == ("full" if row[1] in ("fedavg_ft", "fedbn", "ditto") else "residual")
+            assert cli.model.adapter == "residual"
             assert len(cli.datamodule.division.dataset.names) == 20
 
 

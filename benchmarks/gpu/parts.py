@@ -140,7 +140,7 @@ PARTS: tuple[Part, ...] = (
     Part("jobs", "several processes on one GPU", 1.5, benchmark("jobs")),
     Part(
         "hospitals_lite0",
-        "seven methods on 20 hospitals with scanners, Fashion-MNIST, three seeds",
+        "eight methods on 20 hospitals with scanners, Fashion-MNIST, three seeds",
         9,
         comparison("hospitals_lite0", "--seeds", "0", "--algorithms", "perada", "standalone"),
         imports=COMPARE,

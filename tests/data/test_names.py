@@ -173,6 +173,6 @@ def test_the_command_line_shows_and_takes_names(hospitals, tmp_path, monkeypatch
     first = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")]
     assert first == ["client", *HOSPITALS, "mean ± std"]
     main(["export", "lightning_logs/version_0", "--output", "one", "--client", "hospital_d"])
-    assert "Wrote 1 adapter to one: client_3" in capsys.readouterr().out
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["backbone.safetensors", "client_3"]
+    assert "Wrote 2 adapters to one: client_3 … global" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["backbone.safetensors", "client_3", "global"]
     assert json.loads((tmp_path / "one/client_3/config.json").read_text())["id2label"]["2"] == "normal"

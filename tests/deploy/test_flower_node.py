@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import socket
 import ssl
 import sys
@@ -171,7 +172,9 @@ def test_all_problems_are_reported_at_once(keys, tmp_path, monkeypatch, capsys):
     failed = [line for line in out.splitlines() if line.startswith("fail")]
     assert len(failed) == 3
     assert "alpha.id' is not a site's private key" in failed[0]
-    assert "60 s ahead of" in failed[1]
+    # On a busy machine some seconds pass before the clocks are compared.
+    (seconds_ahead,) = re.findall(r"(\d+) s ahead of", failed[1])
+    assert 60 <= int(seconds_ahead) < 70
     assert "expired on" in failed[2]
     assert "none.sock' cannot be found" in out
     assert requests == []

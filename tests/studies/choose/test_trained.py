@@ -21,7 +21,7 @@ HELD_OUT = ["--data.client_validation=0.2", "--data.client_validation_seed=3", "
 METHODS = ("standalone", "fedavg", "ditto")
 
 
-class BlankDigits(Digits):
+class BlankTestDigits(Digits):
     """Test images are black: what is measured on them says nothing of the digits."""
 
     def _load(self):
@@ -125,7 +125,7 @@ def scores_by_run(records):
 def test_blank_test_images_change_the_verdict_but_not_the_choice(recipe, few):
     words = ["choose", recipe, "--budget", "1h", "--seeds", "0", "1"]
     main([*words, "--output", "normal"])
-    blank = f"--data.dataset={__name__}.BlankDigits"
+    blank = f"--data.dataset={__name__}.BlankTestDigits"
     main([*words, "--output", "blank", blank])
     normal = scores_by_run(read_records("normal"))
     without_images = scores_by_run(read_records("blank"))
