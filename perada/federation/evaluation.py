@@ -388,8 +388,7 @@ class EvaluationPass:
             Entries in plain types:
 
             - ``test_images``: the number of images that each client is scored on (M,);
-            - ``predictions``: by ``personal``, ``global`` and ``both``, a record of :class:`.Tally` or
-              :class:`.NumberCounts`;
+            - ``predictions``: by model (``personal``, ``global``, ``both``), a record of its :class:`.Tally` or counts;
             - ``global/local_test``: the global model's score on each client's test images (M,), with personal models;
             - ``per_class``: scores of each class.
 
