@@ -134,7 +134,7 @@ def _as_integer(value: object, hint: object) -> object:
     return value
 
 
-def _has_type(value: object, hint: Any) -> bool:  # noqa: ANN401  # an annotation
+def _has_type(value: object, hint: object) -> bool:
     """Return whether a value has the type of an option.
 
     For a list, any sequence or set is accepted with any items. For an integer, a float without a fraction is accepted.

@@ -520,7 +520,7 @@ def _contents_of(model: nn.Module) -> list[Any]:
     return contents
 
 
-def _comparable_content(value: object, depth: int = 0) -> Any:  # noqa: ANN401  # whatever an attribute is
+def _comparable_content(value: object, depth: int = 0) -> object:
     """Return a value that is equal for equal contents; None for objects that are neither numbers, texts nor containers.
 
     Args:

@@ -109,9 +109,11 @@ def foreign_images(record: RunRecord, name: str) -> RenderedFigure | None:
             "Share of each client's test images that do not look like its training images. The largest: "
             f"{100 * first.share:.1f} % (client {client_name})."
         )
-        known = [foreign.share_of_others for foreign in shares if not math.isnan(foreign.share_of_others)]
-        if known:
-            alt += f" Of other clients' images, {100 * min(known):.1f} to {100 * max(known):.1f} % look foreign."
+        shares_of_others = [foreign.share_of_others for foreign in shares if not math.isnan(foreign.share_of_others)]
+        if shares_of_others:
+            smallest = 100 * min(shares_of_others)
+            largest = 100 * max(shares_of_others)
+            alt += f" Of other clients' images, {smallest:.1f} to {largest:.1f} % look foreign."
         return render(figure, name, alt)
 
 

@@ -47,8 +47,13 @@ def says(name, kind, **facts):
 
 def broken(*names):
     """Sites that say at once that their training broke."""
-    code = lambda message: pack(Response("broken", digest_of_message(message)))  # noqa: E731
-    return lambda who, what, reply, message: code(message) if who in names and what == "train" else reply
+
+    def answer(who, what, reply, message):
+        if who in names and what == "train":
+            return pack(Response("broken", digest_of_message(message)))
+        return reply
+
+    return answer
 
 
 @pytest.mark.every(3)

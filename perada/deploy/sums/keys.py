@@ -34,7 +34,7 @@ _BLOCK = 2**14
 _ZEROS = memoryview(bytes(8 * _BLOCK))
 
 
-def digest_of_json(content: Any) -> str:  # noqa: ANN401  # any JSON value
+def digest_of_json(content: object) -> str:
     """Return the SHA-256 of a JSON value in hexadecimal digits."""
     return hashlib.sha256(canonical(content)).hexdigest()
 
@@ -95,12 +95,12 @@ def shared_key(private: X25519PrivateKey, public: str, purpose: str, context: An
     return derive_key(secret, purpose, context)
 
 
-def sign(private_key: Ed25519PrivateKey, kind: str, content: Any) -> str:  # noqa: ANN401  # any JSON value
+def sign(private_key: Ed25519PrivateKey, kind: str, content: object) -> str:
     """Sign a statement of some kind; the kind keeps a signature from being valid for a statement of another one."""
     return str(private_key.sign(_LABEL + canonical([kind, content])).hex())
 
 
-def is_signed(public_key: Ed25519PublicKey, signature: str, kind: str, content: Any) -> bool:  # noqa: ANN401  # any JSON value
+def is_signed(public_key: Ed25519PublicKey, signature: str, kind: str, content: object) -> bool:
     """Return whether a statement was signed with the private half of a key."""
     try:
         public_key.verify(bytes.fromhex(signature), _LABEL + canonical([kind, content]))
@@ -202,7 +202,7 @@ class Advert:
         return {name: value for name, value in vars(self).items() if name != "signature"}
 
 
-def is_signed_by_itself(advert: Advert, signature: str, kind: str, content: Any) -> bool:  # noqa: ANN401  # any JSON
+def is_signed_by_itself(advert: Advert, signature: str, kind: str, content: object) -> bool:
     """Return whether a statement was signed by the identity that an advert names."""
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(advert.identity))
