@@ -312,15 +312,17 @@ class RunLog:
         return scores
 
 
-def hospitals(experiment: Experiment, size: Size, on_test_images: bool) -> FederatedData:
+def hospitals(experiment: Experiment, size: Size, on_test_images: bool, draw: int = 0) -> FederatedData:
     """Return the images of all hospitals, each of its own scanner, and public images of all scanners.
 
-    A hospital is scored on its test images, or on a fifth of its training images, which are then not trained on.
+    A hospital is scored on its test images, or on a fifth of its training images, which are then not trained on. Each
+    draw has other images.
     """
     train = []
     scored = []
+    first_seed = draw * (len(SCANNERS) + 1)
     for number, scanner in enumerate(SCANNERS):
-        random = torch.Generator().manual_seed(number)
+        random = torch.Generator().manual_seed(first_seed + number)
         images = _scanned(experiment.make_images(Digits(train=True), size.train_images, random), scanner)
         test = _scanned(experiment.make_images(Digits(train=False), size.test_images, random), scanner)
         if not on_test_images:
@@ -329,7 +331,7 @@ def hospitals(experiment: Experiment, size: Size, on_test_images: bool) -> Feder
             images = images.rows(~is_held_out)
         train.append(images.dataset)
         scored.append(test.dataset)
-    random = torch.Generator().manual_seed(len(SCANNERS))
+    random = torch.Generator().manual_seed(first_seed + len(SCANNERS))
     public = experiment.make_images(Digits(train=True), size.public_images, random)
     parts = []
     for number, scanner in enumerate(SCANNERS):
