@@ -48,6 +48,8 @@ Detector = Callable[[RunOutputs], Tensor]
 """Returns a mask (M, N) of the held-out images that are typical of each client."""
 Weight = Callable[[RunOutputs], Tensor]
 """Returns the weight (M, N) or (M, 1) of the personal model of each client for images that are typical of it."""
+ErrorRates = Callable[[RunOutputs], Tensor]
+"""Returns the error rate (M, N) or (M, 1) of the global model at each client."""
 
 
 # Scores
@@ -279,13 +281,41 @@ def everything(run: RunOutputs, is_typical: bool) -> Tensor:
 # Weights of the personal model
 
 
-def perada_weight(run: RunOutputs, growth: float | None = None) -> Tensor:
-    """Return perada's weight; with ``growth`` that of 1/2 + growth × the global model's error, at most 1."""
-    weights = []
+def training_errors(run: RunOutputs) -> Tensor:
+    """Return the share (M, 1) of each client's training images that the global model gets wrong, as perada does."""
+    rates = [float((client.shared.argmax(-1) != client.targets).double().mean()) for client in run.training]
+    return torch.tensor(rates, dtype=torch.double).unsqueeze(1)
+
+
+def training_doubts(run: RunOutputs) -> Tensor:
+    """Return one minus the mean probability (M, 1) that the global model gives the right classes of training images."""
+    doubts = []
     for client in run.training:
-        error_rate = float((client.shared.argmax(-1) != client.targets).double().mean())
-        weights.append(personal_share(error_rate) if growth is None else min(1.0, 0.5 + growth * error_rate))
-    return torch.tensor(weights, dtype=torch.double).unsqueeze(1)
+        probabilities = client.shared.softmax(-1).gather(1, client.targets.unsqueeze(1))
+        doubts.append(1 - float(probabilities.mean()))
+    return torch.tensor(doubts, dtype=torch.double).unsqueeze(1)
+
+
+def held_out_errors(run: RunOutputs) -> Tensor:
+    """Return the error rate (M, N) of the global model on held-out images of the client, other than the one (N)."""
+    is_wrong = (run.held_out.shared.argmax(-1) != run.held_out.targets).double()
+    rates = torch.zeros(run.is_own.shape, dtype=torch.double)
+    for client in range(run.num_clients):
+        for predicted, known in splits_of(run, client):
+            rates[client, predicted] = is_wrong[known].mean()
+    return rates
+
+
+def perada_weight(run: RunOutputs, error_rates: ErrorRates = training_errors) -> Tensor:
+    """Return perada's weight."""
+    rates = error_rates(run)
+    weights = [personal_share(rate) for rate in rates.flatten().tolist()]
+    return torch.tensor(weights, dtype=torch.double).view(rates.shape)
+
+
+def growing_weight(run: RunOutputs, growth: float) -> Tensor:
+    """Return 1/2 + growth × the global model's error on training images, and at most 1."""
+    return (0.5 + growth * training_errors(run)).clamp(max=1)
 
 
 def fixed_weight(run: RunOutputs, weight: float) -> Tensor:
@@ -363,9 +393,14 @@ def mixture(run: RunOutputs, detector: Detector, weight: Weight) -> Tensor:
     return weights * run.held_out.personal.softmax(-1) + (1 - weights) * run.held_out.shared.softmax(-1)
 
 
-def both_models(run: RunOutputs, detector: Detector, least_images: int = LEAST_IMAGES_OF_CLASS) -> Tensor:
+def both_models(
+    run: RunOutputs,
+    detector: Detector,
+    least_images: int = LEAST_IMAGES_OF_CLASS,
+    error_rates: ErrorRates = training_errors,
+) -> Tensor:
     """Mix with perada's weight, after leaving classes with fewer training images to the global model."""
-    alpha = perada_weight(run)
+    alpha = perada_weight(run, error_rates)
     trust = (2 * (1 - alpha)).clamp(max=1).unsqueeze(-1)
     is_unknown = (class_counts(run) < least_images).unsqueeze(1)
     shared = run.held_out.shared.softmax(-1)
@@ -436,8 +471,8 @@ DETECTORS: dict[str, Detector] = {
 """Detectors, each with perada's weight, and unknown classes left to the global model."""
 WEIGHT_RULES: dict[str, Weight] = {
     "½ + 2 e": perada_weight,
-    "½ + e": partial(perada_weight, growth=1.0),
-    "½ + 4 e": partial(perada_weight, growth=4.0),
+    "½ + e": partial(growing_weight, growth=1.0),
+    "½ + 4 e": partial(growing_weight, growth=4.0),
     "1": partial(fixed_weight, weight=1.0),
     "0.7": partial(fixed_weight, weight=0.7),
     "0.5": partial(fixed_weight, weight=0.5),
@@ -447,6 +482,11 @@ WEIGHT_RULES: dict[str, Weight] = {
     "FedTHE's": fedthe_weight,
 }
 """Weights of the personal model, each with perada's detector, for all classes."""
+ERROR_RATES: dict[str, ErrorRates] = {
+    "e: one minus the mean probability of the right class": training_doubts,
+    "e: errors on held-out images †": held_out_errors,
+}
+"""What else the weight ½ + 2 e, and the trust in classes, may follow."""
 RULES: dict[str, Rule] = {
     "`both` (perada)": PERADA,
     "`personal`": always(1.0),
@@ -492,6 +532,9 @@ def prediction_weights(device: torch.device, repeats: int, quick: bool) -> Itera
     for least_images in (LEAST_IMAGES_OF_CLASS, 1, 5):
         rule = partial(both_models, detector=nearest_images, least_images=least_images)
         name = f"½ + 2 e, classes of fewer than {least_images} images left to the global model"
+        yield {"weight α": name} | row_of(scores_by_setting(rule, runs), reference)
+    for name, error_rates in ERROR_RATES.items():
+        rule = partial(both_models, detector=nearest_images, error_rates=error_rates)
         yield {"weight α": name} | row_of(scores_by_setting(rule, runs), reference)
     for name, weight in WEIGHT_RULES.items():
         scores = scores_by_setting(partial(mixture, detector=nearest_images, weight=weight), runs)
