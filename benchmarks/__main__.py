@@ -29,7 +29,6 @@ BENCHMARKS = {
     "round_profile": "round",
     "roofline": "roofline",
     "cohort_step": "cohort_step",
-    "step_graphs": "step_graphs",
     "small_maps": "small_maps",
     "not_taken": "not_taken",
     "distillation": "server",

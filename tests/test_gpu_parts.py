@@ -197,7 +197,6 @@ def test_the_parts_are_half_an_hour_in_order_of_worth():
         "same_states",
         "round_resnet",
         "round_vit",
-        "step_graphs",
         "limit",
         "private_step",
         "jobs",

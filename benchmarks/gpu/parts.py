@@ -132,7 +132,6 @@ PARTS: tuple[Part, ...] = (
         "round_resnet", "rounds of ResNet-18 in fp32, TF32 and bf16 beside the naive loop", 3, benchmark("round_resnet")
     ),
     Part("round_vit", "the same of ViT-S at 224×224", 2, benchmark("round_vit")),
-    Part("step_graphs", "local steps captured as CUDA graphs beside the usual ones", 2, benchmark("step_graphs")),
     Part("limit", "share of the peak FLOP/s that a round reaches", 2, benchmark("limit")),
     Part(
         "private_step", "private steps, and what secure noise costs", 1.5, benchmark("private_step"), needs=("opacus",)

@@ -30,7 +30,6 @@ from perada.core.states import (
 )
 from perada.engine.engine import client_losses, client_means
 from perada.engine.loss_scaling import LossScales, MaskedOptimizer
-from perada.engine.step_graphs import StepGraph, StepGraphs
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.workers import Worker
 from perada.privacy.protection import PrivateRound
@@ -55,7 +54,6 @@ class LocalRound:
         tuning: Whether this is the fine-tuning that follows the last round.
         private: Noisy gradients, where training is private.
         scales: Loss scales, in float16.
-        graphs: CUDA graphs of local steps; None if the option is off.
         streams: Random streams (C,) of dropout, by role.
         broken: Whether a client's loss became NaN or infinite, (C,), on the device.
         losses: Sums of losses over steps, (C,) by role, on the device.
@@ -73,7 +71,6 @@ class LocalRound:
     tuning: bool
     private: PrivateRound | None
     scales: LossScales | None
-    graphs: StepGraphs | None
     streams: dict[str, Streams]
     broken: Tensor
     losses: dict[str, Tensor]
@@ -138,25 +135,11 @@ class LocalRound:
             tuning=tuning,
             private=private,
             scales=trainer.scales.open("clients", clients, device),
-            graphs=trainer.step_graphs(device),
             streams=streams,
             broken=torch.zeros(clients, dtype=torch.bool, device=device),
             losses=losses,
             num_losses=num_losses,
         )
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What a local step did on the host, which a captured step does not do again.
-
-    Attributes:
-        passes: Number of passes that drew from each random stream.
-        losses: Number of losses that each role descended by.
-    """
-
-    passes: Counter[str]
-    losses: Counter[str]
 
 
 @dataclass(frozen=True)
@@ -213,8 +196,6 @@ class Chunk:
         self._training = local_round.trainer.settings.training
         self._phase_index = -1  # none has begun
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        # By the shapes of images and labels. Each refers to the leaves and moments of the active clients.
-        self._graphs: dict[tuple[torch.Size, torch.Size], StepGraph[StepRecord]] = {}
 
     def open(self) -> None:
         """Copy the stacks that the chunk trains."""
@@ -232,15 +213,7 @@ class Chunk:
         if len(batch.clients) < self.active:
             self._keep_first_clients(len(batch.clients))
         self._set_inputs(batches)
-        graph = self._graph_of_step()
-        if graph is None:
-            record = self._take_step()
-        else:
-            self._use_buffers(graph)
-            record = graph.step(self._take_step)
-        # On the host, so that a captured step does not count by itself.
-        for role, number in record.losses.items():
-            self._local_round.num_losses[role][self._rows] += number
+        self._local_round.algorithm.client_step(self)
 
     def close(self) -> ChunkResult:
         """Return what the clients keep and send, computed while their states are still in the processor's caches."""
@@ -279,7 +252,6 @@ class Chunk:
         self.phase = phase
         self.active = self.stop - self.start
         self._optimizers = {}
-        self._graphs = {}
         for role, stacked in self.full.items():
             leaves = {}
             for key in local_round.algorithm.trainable_keys(role, phase, self.tensor_names, self.round):
@@ -294,14 +266,12 @@ class Chunk:
                     local_round.factor,
                     # In float16 some clients skip a step, of which only masked optimisers are capable.
                     masked=local_round.scales is not None,
-                    capturable=local_round.graphs is not None and local_round.graphs.capture is not None,
                 )
 
     def _keep_first_clients(self, active: int) -> None:
         """Continue with the first ``active`` clients only; tensors and optimiser states become views."""
         before = self.active
         self.active = active
-        self._graphs = {}
         for role, stacked in self.states.items():
             views = {}
             for key, value in stacked.items():
@@ -328,44 +298,8 @@ class Chunk:
         self.received = _slice_rows(local_round.received, self.start, stop)
         self.client_state = _rows_of_roles(local_round.client_state, self.start, stop)
         self._finite = torch.ones_like(local_round.broken[self._rows])
-        self._buffered_streams: dict[tuple[str, int], Streams] = {}
-
-    def _take_step(self) -> StepRecord:
-        """Take the step of the algorithm. All that it does on the host, and that lasts, is in the record."""
-        self._record = StepRecord(passes=Counter(), losses=Counter())
-        self._local_round.algorithm.client_step(self)
-        return self._record
-
-    def _graph_of_step(self) -> StepGraph[StepRecord] | None:
-        """Return the graph of steps with batches such as the present one; None if it is not captured."""
-        graphs = self._local_round.graphs
-        if graphs is None or graphs.capture is None:
-            return None
-        width = self._x.shape[1]
-        if any(count != width for count in self._counts):
-            # The step copies the counts of a padded batch to the device, and a graph would keep those of the first.
-            return None
-        shapes = (self._x.shape, self._y.shape)
-        if shapes not in self._graphs:
-            self._graphs[shapes] = StepGraph(graphs)
-        return self._graphs[shapes]
-
-    def _use_buffers(self, graph: StepGraph[StepRecord]) -> None:
-        """Replace all inputs of the step that differ from those of other steps by the buffers of a graph."""
-        self._x = graph.buffer("x", self._x)
-        self._y = graph.buffer("y", self._y)
-        if self._class_counts is not None:
-            self._class_counts = graph.buffer("class counts", self._class_counts)
-        if graph.last_result is None:
-            # The first step shows which passes draw; it is not captured.
-            return
-        for stream, passes in graph.last_result.passes.items():
-            for number in range(1, passes + 1):
-                streams = self._streams_of_pass(stream, number)
-                self._buffered_streams[stream, number] = Streams(
-                    graph.buffer(f"seeds of {stream} {number}", streams.seeds),
-                    graph.buffer(f"gammas of {stream} {number}", streams.gammas),
-                )
+        # Number of passes of this step that drew from each random stream.
+        self._num_passes: Counter[str] = Counter()
 
     # What the algorithm calls in a step follows, as perada.algorithms.base.ClientStep describes it.
 
@@ -438,20 +372,13 @@ class Chunk:
 
     def _pass_streams(self, stream: str) -> Streams:
         """Random streams of the step's next pass that draws from ``stream``."""
-        self._record.passes[stream] += 1
-        number = self._record.passes[stream]
-        if (stream, number) in self._buffered_streams:
-            return self._buffered_streams[stream, number]
-        return self._streams_of_pass(stream, number)
-
-    def _streams_of_pass(self, stream: str, number: int) -> Streams:
-        """Random streams of the step's pass with a number, counted from 1, among those that draw from ``stream``."""
+        self._num_passes[stream] += 1
         batch = one_of(self._batches)
         streams = self._local_round.streams[stream][self._rows]
         # Steps are counted anew in each phase. The first phase has no name of its own in the streams.
         if batch.phase:
             streams = streams.fork("phase", batch.phase)
-        return streams.fork("step", batch.step).fork("pass", number)
+        return streams.fork("step", batch.step).fork("pass", self._num_passes[stream])
 
     def _stack_of(self, states: str | State) -> State:
         """Return the stack of a role, or the one that the algorithm passes itself."""
@@ -535,7 +462,7 @@ class Chunk:
             return
         for role in roles:
             local_round.losses[role][self._rows] += losses
-            self._record.losses[role] += 1
+            local_round.num_losses[role][self._rows] += 1
 
 
 def _gradients_of(leaves: State) -> list[Tensor]:

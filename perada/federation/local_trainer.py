@@ -3,12 +3,9 @@
 
 from functools import cached_property
 
-import torch
-
 from perada.algorithms.base import TensorNames
 from perada.engine.engine import Engine
 from perada.engine.loss_scaling import KeptScales
-from perada.engine.step_graphs import StepGraphs, open_graphs
 from perada.federation.settings import Settings
 from perada.privacy.gradients import SampleGradients
 from perada.privacy.protection import Protection
@@ -39,23 +36,9 @@ class LocalTrainer:
         self.protection = protection or Protection()
         self.scales = KeptScales(settings.loss_scaling)
         self.uses_global_random: bool | None = None
-        self._graphs: StepGraphs | None = None
 
     @cached_property
     def gradients(self) -> SampleGradients:
         """Computes the gradients of private training; created in the first round, when features may replace images."""
         assert self.protection.image_account is not None
         return SampleGradients(self.protection.image_account.options, self.engine, self.settings.training.task)
-
-    def step_graphs(self, device: torch.device) -> StepGraphs | None:
-        """Return the CUDA graphs of local steps on a device; None if the option is off."""
-        if not self.settings.training.cuda_graphs:
-            return None
-        if self._graphs is None:
-            self._graphs = open_graphs(
-                device,
-                private=self.protection.image_account is not None,
-                scaled=self.scales.options is not None,
-                compiled=self.engine.is_compiled,
-            )
-        return self._graphs

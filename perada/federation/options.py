@@ -41,10 +41,9 @@ class Training:
         cache_features: Compute the frozen layers before all trained ones only once for each image that is not
             augmented; by default where they are at least a tenth of the model, and the features fit the data's
             ``device_cache_mb``.
-        torch_compile: Run the model through ``torch.compile``, or its options, such as ``{"mode": "max-autotune"}``.
-            The first rounds take minutes, so it is for GPUs and many rounds; private gradients are not compiled.
-        cuda_graphs: On an NVIDIA GPU, capture the local steps of a chunk as a CUDA graph and repeat it, which saves
-            the host the time to start each kernel. Not measured yet (docs/performance.md).
+        torch_compile: Run the model through ``torch.compile``, or its options, such as ``{"mode": "reduce-overhead"}``
+            for CUDA graphs. The first rounds take minutes, so it is for GPUs and many rounds; private gradients are not
+            compiled.
 
     Raises:
         ValueError: If an option is out of range.
@@ -69,7 +68,6 @@ class Training:
     channels_last: bool | None = None
     cache_features: bool | None = None
     torch_compile: bool | dict[str, Any] = False
-    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
@@ -91,7 +89,6 @@ class Training:
         check_options("torch_compile", compile_options, "{'dynamic': True}")
         check_choice("channels_last", self.channels_last, (None, True, False))
         check_choice("cache_features", self.cache_features, (None, True, False))
-        check_choice("cuda_graphs", self.cuda_graphs, (True, False))
 
     @property
     def epochs_per_round(self) -> float | None:
@@ -115,7 +112,6 @@ class Training:
             weight_decay=self.weight_decay,
             clip_norm=self.clip_norm,
             task=task,
-            cuda_graphs=self.cuda_graphs,
         )
 
 

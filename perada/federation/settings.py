@@ -43,7 +43,6 @@ class LocalTraining:
         weight_decay: Weight decay of all optimisers.
         clip_norm: Maximum norm of a client's gradient of a role, to which longer ones are scaled down; None for none.
         task: What is learnt, which computes the loss of an image.
-        cuda_graphs: Whether local steps are captured as CUDA graphs where they can be.
     """
 
     optimizer: ClientOptimizer
@@ -52,11 +51,8 @@ class LocalTraining:
     weight_decay: float = 0.0
     clip_norm: float | None = None
     task: Task = field(default_factory=Classification)
-    cuda_graphs: bool = False
 
-    def make(
-        self, role: str, leaves: list[Tensor], factor: float, *, masked: bool = False, capturable: bool = False
-    ) -> torch.optim.Optimizer:
+    def make(self, role: str, leaves: list[Tensor], factor: float, *, masked: bool = False) -> torch.optim.Optimizer:
         """Create the optimiser of a role.
 
         Args:
@@ -64,7 +60,6 @@ class LocalTraining:
             leaves: Tensors (C, ...) that it trains.
             factor: Factor of the role's learning rate.
             masked: Whether some clients may skip a step, as in float16.
-            capturable: Whether steps are captured as CUDA graphs. Adam then counts them on the device.
         """
         lr = self.lr.get(role, self.lr["local"]) * factor
         if self.optimizer == "sgd":
@@ -73,7 +68,7 @@ class LocalTraining:
         if masked:
             return MaskedAdam(leaves, lr, self.weight_decay, decoupled=self.optimizer == "adamw")
         adam = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
-        return adam(leaves, lr=lr, weight_decay=self.weight_decay, capturable=capturable)
+        return adam(leaves, lr=lr, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True)
