@@ -8,14 +8,16 @@ from perada.federation.settings import Settings
 from perada.server.aggregate import ServerRule
 
 
-def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: State, num_clients: int) -> None:
+def check_secure_sums(
+    settings: Settings, tensor_names: TensorNames, initial: State, fewest_clients: int | None
+) -> None:
     """Check that algorithm, rule and options need only sums over a round's clients.
 
     Args:
         settings: Settings of the run; without ``secure_sums`` nothing is checked.
         tensor_names: Names of the state's tensors.
         initial: The algorithm's initial state.
-        num_clients: Number of all clients.
+        fewest_clients: Smallest number of clients in a round; None if it is unknown.
 
     Raises:
         ValueError: If they need more.
@@ -26,7 +28,6 @@ def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: St
     if secure is None:
         return
     name = type(algorithm).__name__
-    drawn = min(num_clients, settings.clients_per_round or num_clients)
     instead = "or leave secure_sums out"
     if not algorithm.sends_updates:
         raise _incompatible_choice(f"{name}: its clients send nothing; leave secure_sums out")
@@ -34,10 +35,10 @@ def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: St
         raise _incompatible_choice(
             f"{name}: it compares models by the clients' losses, which are not sums; choose PerAda, {instead}"
         )
-    if drawn < secure.min_sites:
+    if fewest_clients is not None and fewest_clients < secure.min_sites:
         raise _incompatible_choice(
-            f"clients_per_round={drawn}: more than {secure.threshold:g} of them, and at least {secure.min_sites}, "
-            f"must stay until the end; raise clients_per_round, {instead}"
+            f"clients_per_round={fewest_clients}: more than {secure.threshold:g} of them, and at least "
+            f"{secure.min_sites}, must stay until the end; raise clients_per_round, {instead}"
         )
     if not rule.function_of_mean:
         raise _incompatible_choice(

@@ -219,32 +219,6 @@ class Settings:
         return test_mode(self.privacy, self.client_privacy)
 
 
-def check_combinations(
-    settings: Settings,
-    tensor_names: TensorNames,
-    names_sent: Callable[[], Collection[str]],
-    public_images: int,
-    labelled_images: int,
-) -> None:
-    """Raise an error for options that exclude one another, with the same list of checks in simulations and deployments.
-
-    Args:
-        settings: Options of the run.
-        tensor_names: Names of the model's tensors.
-        names_sent: Returns the names of the tensors that a client sends in the first round.
-        public_images: Number of the server's public images.
-        labelled_images: Number of the server's labelled images.
-
-    Raises:
-        ValueError: If options cannot be combined. The message contains a remedy.
-    """
-    if settings.rule.needs_factors:
-        check_sent_factors(settings, tensor_names, names_sent())
-    check_rule(settings)
-    check_average(settings)
-    check_server_images(settings, public_images, labelled_images)
-
-
 def check_sent_factors(settings: Settings, tensor_names: TensorNames, sent: Collection[str]) -> None:
     """Raise a ValueError if the server rule requires LoRA factors but clients do not send both factors of a layer.
 

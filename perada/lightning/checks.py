@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from perada.algorithms import Algorithm
-from perada.algorithms.dry_run import example_sent, is_foreign
+from perada.algorithms.dry_run import is_foreign
 from perada.algorithms.dry_run_results import dry_run_rounds
 from perada.core.checks import OptionError
 from perada.core.seeding import generator
@@ -19,7 +19,8 @@ from perada.data import FederatedDataModule
 from perada.engine.fold_check import check_fold
 from perada.engine.frozen_trunk import FrozenTrunk
 from perada.federation.diagnostics import Diagnostic, choose_diagnostics, obstacles
-from perada.federation.settings import Settings, check_distilled_batch_norm, without_factors
+from perada.federation.settings import Settings, without_factors
+from perada.federation.setup_checks import names_sent
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_context import RunContext
 from perada.models.adapted import AdaptedModel
@@ -231,7 +232,6 @@ def check_batch_norm(context: RunContext) -> None:
             f"{cause}, but the adapter trains BatchNorm layers, which require at least 2 images per batch; use more "
             "images, an adapter without BatchNorm (head, lora) or a backbone with LayerNorm"
         )
-    check_distilled_batch_norm(context.settings, context.module.tensor_names, data.public_size)
 
 
 def with_diagnostics(
@@ -249,7 +249,10 @@ def with_diagnostics(
         return settings
     algorithm = settings.algorithm
     tensor_names = module.tensor_names
-    sent = tensor_names.keys if algorithm.global_model else names_sent(module, algorithm)
+    if algorithm.global_model:
+        sent: Collection[str] = tensor_names.keys
+    else:
+        sent = names_sent(algorithm, tensor_names, algorithm.initial(module.initial_state))
     lora_obstacle = without_factors(algorithm, tensor_names, sent)
     reasons = obstacles(settings, bool(data.public_size), bool(data.val_dataloader()), lora_obstacle)
     diagnostics = choose_diagnostics(requested, reasons)
@@ -267,13 +270,6 @@ def _announce_skipped(reasons: dict[Diagnostic, str], has_lora: bool) -> None:
             names_by_reason.setdefault(reason, []).append(name)
     for reason, names in names_by_reason.items():
         rank_zero_info(f"diagnostics: skipping {', '.join(names)}: {reason}")
-
-
-def names_sent(module: FederatedClassifier, algorithm: Algorithm) -> Collection[str]:
-    """Return the names that a client sends in the first round; empty if the adapter has no LoRA factors."""
-    if not module.tensor_names.factors:
-        return ()
-    return example_sent(algorithm, module.tensor_names, algorithm.initial(module.initial_state)).keys()
 
 
 def dry_run_foreign_classes(context: RunContext) -> None:

@@ -21,6 +21,7 @@ from perada.federation.federation import Federation
 from perada.federation.options import Evaluation, Training
 from perada.federation.outliers import check_drop_outliers
 from perada.federation.settings import Settings, Storage, StoreKind, lora_ranks
+from perada.federation.setup_checks import check_run
 from perada.lightning import journals, run_folder, run_record, scoring
 from perada.lightning.checkpoint import RoundCheckpoint, remap_clients, set_resume_point
 from perada.lightning.checks import with_diagnostics
@@ -41,7 +42,7 @@ from perada.lightning.run_fingerprint import (
     cross_rank_fingerprint,
     run_fingerprint,
 )
-from perada.lightning.setup import set_up_rounds
+from perada.lightning.setup import plan_run, set_up_rounds
 from perada.lightning.trainer_attributes import datamodule_of, is_dev_run
 from perada.lightning.trainer_setup import loss_scaler, set_up_trainer
 from perada.lightning.typical_images import prepare_both_models, states_of_both
@@ -245,6 +246,8 @@ class FederatedLoop(pl.Callback):
             )
         module = pl_module
         self._check_unused(data, module, stage)
+        # They may have been changed since the loop was created.
+        self._check_options()
         if stage == "fit":
             run_folder.check_run_folder(trainer)
         set_up_trainer(trainer, FederatedLoop)
@@ -257,7 +260,7 @@ class FederatedLoop(pl.Callback):
             evaluation=self.evaluation,
         )
         # Before anything else calls the algorithm.
-        self.algorithm.check(module.tensor_names, data.num_clients)
+        check_run(plan_run(data, module, self.settings_of(module)))
         settings = self._complete_settings(trainer, data, module)
         settings = with_diagnostics(settings, self.evaluation.diagnostics, data, module)
         context = RunContext(data, module, settings, self._passed_checks)

@@ -23,14 +23,16 @@ from perada.privacy.account import Account, QueryPlan
 from perada.privacy.accounting import check_delta_covers
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.clipping import check_precision
-from perada.privacy.dry_run_checks import check_client_level, plan_queries
+from perada.privacy.dry_run_checks import plan_queries
 from perada.privacy.model_checks import check_gradients
 from perada.privacy.protection import Protection
 from perada.results.run_file import DATA_INDEPENDENT_METRICS
 
 
 def check_private(context: RunContext) -> None:
-    """Reject options, callbacks, data and weights that would void the privacy of training.
+    """Reject callbacks, data, weights and their options that would void the privacy of training.
+
+    Options of rounds have passed :func:`perada.federation.setup_checks.check_run`.
 
     Raises:
         ValueError: With the reason and the remedy.
@@ -38,8 +40,6 @@ def check_private(context: RunContext) -> None:
     settings = context.settings
     data = context.data
     if settings.client_privacy is not None:
-        distills = bool(settings.distillation.steps)
-        check_client_level(settings.algorithm, settings.rule, settings.weighting, distills)
         check_delta_covers("client_privacy", settings.client_privacy.delta, data.num_clients, "clients")
     if not settings.private:
         return
@@ -116,11 +116,6 @@ def _check_options(context: RunContext) -> None:
             "privacy",
             f"sampling={data.sampling!r} draws an image by the classes of the client's other images, so the ledger, "
             "which counts on draws that are independent of them, would not hold; leave it out",
-        )
-    if is_sample_level and settings.weighting == "samples":
-        raise _privacy_error(
-            "privacy",
-            "weighting='samples' reveals the clients' numbers of images without noise; choose weighting='uniform'",
         )
     if is_sample_level and clip_norm is not None:
         raise _privacy_error(

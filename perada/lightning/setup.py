@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set-up before the first round: all checks in order, the privacy of the run, and the batches of rounds."""
+"""Set-up before the first round: checks of data and images, the privacy of the run, and the batches of rounds.
+
+The order of all checks is that of :mod:`perada.federation.setup_checks`.
+"""
 
 import math
-from functools import partial
 from itertools import product
 
 import torch
@@ -13,13 +15,14 @@ from perada.algorithms.client_steps import no_counts
 from perada.algorithms.dry_run import example_opened
 from perada.core.rounds import CohortBatch, sample_cohort
 from perada.core.states import images_dtype
+from perada.data import FederatedDataModule
 from perada.data.batches.features import FeatureStore
 from perada.engine.chunk_sizes import Chunks, activation_bytes, chunks_in_memory, clients_in_cache, is_mostly_trained
 from perada.engine.frozen_trunk import FrozenTrunk
 from perada.engine.loss_scaling import product_seconds
 from perada.federation.evaluation import EVERYWHERE_LIMIT, count_everywhere, sample_clients
-from perada.federation.secure_sums import check_secure_sums
-from perada.federation.settings import check_combinations
+from perada.federation.settings import Settings
+from perada.federation.setup_checks import PlannedRun
 from perada.federation.workers import trains_side_by_side
 from perada.lightning.checks import (
     check_adapter,
@@ -27,9 +30,9 @@ from perada.lightning.checks import (
     check_first_images,
     check_folding,
     dry_run_foreign_classes,
-    names_sent,
     set_up_feature_cache,
 )
+from perada.lightning.module import FederatedClassifier
 from perada.lightning.privacy_setup import (
     check_private,
     check_private_gradients,
@@ -38,13 +41,15 @@ from perada.lightning.privacy_setup import (
     states_near_initial,
 )
 from perada.lightning.run_context import RunContext
-from perada.lightning.typical_images import check_prediction
+from perada.lightning.typical_images import announce_unused_prediction
 from perada.privacy.model_checks import check_clients_apart, check_one_image, check_products
 from perada.privacy.protection import Protection
 
 
 def set_up_rounds(context: RunContext, stage: str, protection: Protection | None) -> Protection:
     """Check that model, data and algorithm are compatible, and configure the data for rounds.
+
+    The options must have passed :func:`perada.federation.setup_checks.check_run`.
 
     Args:
         context: The run.
@@ -60,7 +65,7 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
     settings = context.settings
     data = context.data
     trains = stage == "fit"
-    _check_algorithm_and_rule(context)
+    dry_run_foreign_classes(context)
     if trains:
         # An evaluation before the fit may have planned another number of rounds.
         protection = None
@@ -88,7 +93,7 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
             check_private_gradients(settings.privacy, context.module, batch, features=trunk is not None)
     if trunk is not None and trains:
         _announce_cached_features(context, trunk)
-    check_prediction(context)
+    announce_unused_prediction(context)
     if trains:
         _announce_teachers_logits(context, batch.x)
     _choose_models_to_score(context)
@@ -99,24 +104,25 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
     return protection
 
 
-def _check_algorithm_and_rule(context: RunContext) -> None:
-    """Check algorithm, server rule and secure sums against the names of the trained tensors."""
-    settings = context.settings
-    tensor_names = context.module.tensor_names
-    num_clients = context.data.num_clients
-    per_round = settings.clients_per_round or num_clients
-    # Each of several global models is aggregated from its share of a round's clients.
-    settings.rule.check(max(1, per_round // settings.algorithm.modes))
-    check_combinations(
-        settings,
-        tensor_names,
-        partial(names_sent, context.module, settings.algorithm),
-        context.data.public_size,
-        context.data.validation_size,
+def plan_run(data: FederatedDataModule, module: FederatedClassifier, settings: Settings) -> PlannedRun:
+    """Return what is known of a simulated run before any image is read.
+
+    Args:
+        data: The data module, set up.
+        module: The module, whose network is built.
+        settings: Options of the rounds.
+    """
+    return PlannedRun(
+        settings=settings,
+        prediction=module.evaluation.prediction,
+        tensor_names=module.tensor_names,
+        initial_state=module.initial_state,
+        num_classes=data.num_classes,
+        num_clients=data.num_clients,
+        fewest_clients=min(data.num_clients, settings.clients_per_round or data.num_clients),
+        num_public=data.public_size,
+        num_labelled=data.validation_size,
     )
-    initial = settings.algorithm.initial(context.module.initial_state)
-    check_secure_sums(settings, tensor_names, initial, num_clients)
-    dry_run_foreign_classes(context)
 
 
 def _number_of_rounds(context: RunContext) -> int | None:

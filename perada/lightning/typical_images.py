@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set-up of predictions with both models of a client: checks, and the statistics of its training images."""
+"""Set-up of predictions with both models of a client: the statistics of its training images."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,7 +9,6 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from perada.core.states import State
 from perada.federation.both_models import (
     BothModels,
-    check_both_models,
     has_both_models,
     personal_share_of,
     statistics_for,
@@ -21,15 +20,9 @@ from perada.federation.typical_images import MAX_EXAMPLES, TypicalImages
 from perada.lightning.run_context import RunContext
 
 
-def check_prediction(context: RunContext) -> None:
-    """Check that the run supports the option ``prediction``.
-
-    Raises:
-        OptionError: If clients predict with both models, and training is private, or the task cannot mix predictions.
-    """
-    prediction = context.module.evaluation.prediction
-    check_both_models(context.settings, prediction, context.data.num_classes)
-    no_effect = without_both_models(context.settings, prediction)
+def announce_unused_prediction(context: RunContext) -> None:
+    """Log that the option ``prediction`` has no effect on a run, if that is so."""
+    no_effect = without_both_models(context.settings, context.module.evaluation.prediction)
     if no_effect is not None:
         rank_zero_info(no_effect)
 

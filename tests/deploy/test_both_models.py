@@ -24,10 +24,12 @@ from perada.server.sums import SecureSums
 from perada.tasks import Classification
 
 from .parties import Parties
-from .test_parity import assert_equal
+from .test_parity import assert_equal, normalized
 
 SIZES = (19, 5, 24, 17, 30)
 ANSWER = "0" * 64
+# FedBN needs a network with normalisation.
+OF_ALGORITHM = {"fedbn": {"net": normalized}}
 
 
 def images_of(client, size, num_foreign=0):
@@ -88,7 +90,7 @@ def test_scores_are_those_of_the_simulation(case, tiny, tmp_path):
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("algorithm", "prediction"), [("fedavg", "both"), ("fedbn", "both"), ("ditto", "personal")])
 def test_other_runs_have_no_such_scores(algorithm, prediction, tiny, tmp_path):
-    made = parties(tiny, tmp_path, algorithm, loop={"prediction": prediction})
+    made = parties(tiny, tmp_path, algorithm, loop={"prediction": prediction}, **OF_ALGORITHM.get(algorithm, {}))
     coordinator, workers = made.deployed()
     assert not any(of_both(row) for row in coordinator.progress.history)
     (client,) = workers["site0"].clients.values()
@@ -103,7 +105,7 @@ def test_other_runs_have_no_such_scores(algorithm, prediction, tiny, tmp_path):
 def test_server_and_sites_say_that_the_prediction_has_no_effect(
     algorithm, prediction, has_line, tiny, tmp_path, caplog
 ):
-    made = parties(tiny, tmp_path, algorithm, loop={"prediction": prediction})
+    made = parties(tiny, tmp_path, algorithm, loop={"prediction": prediction}, **OF_ALGORITHM.get(algorithm, {}))
     caplog.set_level(logging.INFO, "perada")
     made.worker(0)
     made.coordinator(LocalTransport({}))

@@ -48,13 +48,11 @@ from perada.deploy.server.summed_rounds import SummedRounds
 from perada.deploy.server.waits import SiteWaits, next_wait
 from perada.deploy.sums.vector import check_cryptography
 from perada.deploy.transport import Terms, Transport
-from perada.federation.both_models import check_both_models, without_both_models
+from perada.federation.both_models import without_both_models
 from perada.federation.local_trainer import LocalTrainer
-from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import Server
-from perada.federation.settings import check_combinations, check_distilled_batch_norm
+from perada.federation.setup_checks import PlannedRun, check_run
 from perada.privacy.accounting import check_delta_covers
-from perada.privacy.dry_run_checks import check_client_level
 from perada.scores.failed_outputs import REMEDY
 from perada.server.sums import SecureSums
 from perada.system.disk_errors import DiskError, naming_disk
@@ -115,7 +113,8 @@ class Coordinator:
         self.settings = recipe.settings()
         self.sample = terms.sample or self.settings.clients_per_round
         self.images = recipe.public_images()
-        self._check_recipe()
+        self._check_terms()
+        check_run(self._planned_run())
         no_effect = without_both_models(self.settings, recipe.loop.evaluation.prediction)
         if no_effect is not None:
             log.info("%s", no_effect)
@@ -189,40 +188,26 @@ class Coordinator:
         vector_size = max(recipe.contents(round, self.images).size for round in range(2))
         return max_message_size({}) + 8 * vector_size
 
-    def _check_recipe(self) -> None:
-        """Raise if the recipe cannot be deployed on these terms.
+    def _check_terms(self) -> None:
+        """Check that the recipe can be deployed on these terms.
 
         Raises:
             ValueError: If it cannot.
         """
         settings = self.settings
-        algorithm = settings.algorithm
         terms = self.terms
-        tensor_names = self.recipe.module.tensor_names
-        check_combinations(
-            settings, tensor_names, lambda: self.recipe.template.sent, self.images.public_size, labelled_images=0
-        )
-        check_distilled_batch_norm(settings, tensor_names, self.images.public_size)
-        check_both_models(settings, self.recipe.loop.evaluation.prediction, self.recipe.num_classes)
         if self.sample is not None and self.sample < terms.min_sites:
             raise ValueError(
                 f"min_sites={terms.min_sites} cannot be met: the recipe's clients_per_round asks only {self.sample} "
                 "sites per round; set sample, the number of sites to ask, or lower min_sites"
             )
-        try:
-            settings.rule.check(max(1, terms.min_sites // algorithm.modes))
-        except ValueError as error:
-            raise ValueError(f"min_sites={terms.min_sites}: {error}") from None
-        if settings.privacy is not None and settings.weighting == "samples":
-            raise ValueError("privacy: weighting='samples' reveals how many images each site has; use 'uniform'")
         if settings.secure_sums is not None:
-            self._check_secure_sums(settings.secure_sums)
+            self._check_terms_of_sums(settings.secure_sums)
         if settings.client_privacy is not None:
             check_delta_covers("client_privacy", settings.client_privacy.delta, terms.min_sites, "sites (min_sites)")
-            check_client_level(algorithm, settings.rule, settings.weighting, bool(settings.distillation.steps))
 
-    def _check_secure_sums(self, secure_sums: SecureSums) -> None:
-        """Raise a ValueError if the terms or the recipe do not support secure sums."""
+    def _check_terms_of_sums(self, secure_sums: SecureSums) -> None:
+        """Raise a ValueError if the terms do not support secure sums."""
         check_cryptography()
         if self.terms.min_sites < secure_sums.min_sites:
             raise ValueError(
@@ -231,8 +216,22 @@ class Coordinator:
             )
         if self.terms.late == "skip":
             raise ValueError("secure_sums does not support late='skip': its steps wait for all sites; use 'wait'")
-        num_sites = self.sample or max(self.terms.min_sites, secure_sums.min_sites)
-        check_secure_sums(self.settings, self.recipe.module.tensor_names, self.recipe.template.initial, num_sites)
+
+    def _planned_run(self) -> PlannedRun:
+        """Return what the server knows of the run before any site joins."""
+        module = self.recipe.module
+        return PlannedRun(
+            settings=self.settings,
+            prediction=module.evaluation.prediction,
+            tensor_names=module.tensor_names,
+            initial_state=module.initial_state,
+            num_classes=self.recipe.num_classes,
+            num_clients=None,
+            fewest_clients=self.terms.min_sites,
+            fewest_clients_source=f"min_sites={self.terms.min_sites}",
+            num_public=self.images.public_size,
+            num_labelled=0,
+        )
 
     def close(self) -> None:
         """Finalize the loggers and unlock the folder."""

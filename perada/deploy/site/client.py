@@ -31,7 +31,6 @@ from perada.engine.engine import losses_of_members
 from perada.federation.both_models import (
     BothModels,
     Examples,
-    check_both_models,
     personal_share_of,
     statistics_for,
     typical_images_of,
@@ -40,10 +39,11 @@ from perada.federation.chunk import LocalRound
 from perada.federation.cohort import ClientResults, Cohort
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.settings import Settings
+from perada.federation.setup_checks import check_run
 from perada.federation.typical_images import MAX_EXAMPLES
 from perada.lightning.privacy_setup import check_private, plan_privacy
 from perada.lightning.run_context import RunContext
-from perada.lightning.setup import check_first_batch, configure_rounds
+from perada.lightning.setup import check_first_batch, configure_rounds, plan_run
 from perada.privacy.account import Account, NoisySteps
 from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
 from perada.privacy.options import privacy_options
@@ -122,17 +122,17 @@ class Client:
             weighting="uniform",
         )
         context = RunContext(self.data, self.module, self.settings)
+        # Checks are those of a simulation of the recipe, with its rule, weighting and client-level privacy.
+        simulated = RunContext(self.data, self.module, recipe.settings(clients_per_round=None))
+        self._check_options(simulated.settings)
         with recipe.context():
+            check_private(simulated)
+            self._check_public_images()
             self._protection = plan_privacy(context, recipe.rounds)
             account = self._protection.image_account
             self._noise_multipliers = [] if account is None else list(account.noise_multipliers)
             configure_rounds(context, self._protection)
-            # These checks are those of a simulation of the recipe, with its rule, weighting and client-level privacy.
-            simulated = RunContext(self.data, self.module, recipe.settings(clients_per_round=None))
-            check_private(simulated)
-            self._check_public_images()
             check_first_batch(simulated, self.data.first_batch([0]), trains=True)
-            check_both_models(simulated.settings, recipe.loop.evaluation.prediction, self.data.num_classes)
         self.site_privacy = SitePrivacy(recipe, limits) if recipe.noisy else None
         self._trainer = LocalTrainer(self.module.engine, self.module.tensor_names, self.settings, self._protection)
         self.images = recipe.public_images()
@@ -187,6 +187,20 @@ class Client:
             return
         for section, delta in (("client_privacy", client_privacy.delta), ("limits", self.limits.delta)):
             check_delta_covers(section, delta, secure_sums.min_sites, "sites of a secure sum (min_sites)")
+
+    def _check_options(self, settings: Settings) -> None:
+        """Run the checks of a run's options, as far as a site can.
+
+        Args:
+            settings: Options of a simulation of the recipe.
+
+        Raises:
+            ValueError: If the model or other options do not support one.
+        """
+        simulated = plan_run(self.data, self.module, settings)
+        # How many sites there are, and what the server has, is known only to the server.
+        known = replace(simulated, num_clients=None, fewest_clients=None, num_public=None, num_labelled=None)
+        check_run(known)
 
     def _check_public_images(self) -> None:
         """Check that the public set of a private recipe contains no image of the site, which only the site can do.
