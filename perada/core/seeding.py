@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,8 +173,8 @@ class Streams:
         >>> torch.equal(streams.fork("step", 1).bits(5), streams.fork("step", 2).bits(5))
         False
         """
-        seed_offset, gamma_offset = _fork_offsets(purpose, index)
-        return Streams(self.seeds + seed_offset, self.gammas + gamma_offset)
+        offsets = _fork_offsets(purpose, index)
+        return Streams(self.seeds + offsets.seed, self.gammas + offsets.gamma)
 
     def bits(self, count: int) -> Tensor:
         """Return the first draws of each client.
@@ -206,11 +207,23 @@ def _xor_shifted_(z: Tensor, shift: int) -> None:
     z ^= shifted.bitwise_and_((1 << (64 - shift)) - 1)
 
 
+class _ForkOffsets(NamedTuple):
+    """Offsets of forked streams, as signed integers of 64 bits.
+
+    Attributes:
+        seed: Offset of s.
+        gamma: Offset of γ.
+    """
+
+    seed: int
+    gamma: int
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # hashing cannot be traced, and need not be
-def _fork_offsets(purpose: str, index: int) -> tuple[int, int]:
-    """Return the offsets of s and γ for :meth:`Streams.fork`, as signed integers of 64 bits."""
+def _fork_offsets(purpose: str, index: int) -> _ForkOffsets:
+    """Return the offsets for :meth:`Streams.fork`."""
     digest = _hash_words(16, index, purpose)
     seed_offset = int.from_bytes(digest[:8], "little", signed=True)
     gamma_offset = int.from_bytes(digest[8:], "little", signed=True)
     # γ must stay odd, so its offset must be even.
-    return seed_offset, gamma_offset & ~1
+    return _ForkOffsets(seed_offset, gamma_offset & ~1)

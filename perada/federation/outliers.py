@@ -2,6 +2,7 @@
 """Updates that are much longer than the others of their round: what they are, and the option that drops them."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median_low
 
 import torch
@@ -82,7 +83,9 @@ def find_outliers(
     Returns:
         For each outlier, by client, its change's norm divided by the median norm; and the metrics.
     """
-    norms, cosines = _norms_and_cosines(names, updates, received, with_metrics)
+    changes = _norms_and_cosines(names, updates, received, with_metrics)
+    norms = changes.norms
+    cosines = changes.cosines
     outliers = outliers_of_norms(norms, plan, places)
     if cosines is None:
         return outliers, {}
@@ -123,9 +126,20 @@ def outliers_of_norms(norms: Tensor, plan: RoundPlan, places: Sequence[int]) -> 
     return outliers
 
 
-def _norms_and_cosines(
-    names: Iterable[str], updates: Updates, received: State, with_cosines: bool
-) -> tuple[Tensor, Tensor | None]:
+@dataclass(frozen=True)
+class _MeasuredChanges:
+    """How far the clients of a round moved, and where to.
+
+    Attributes:
+        norms: Norms (C,) of the clients' changes.
+        cosines: Cosines (C,) of the changes with the mean change; None if they were not requested.
+    """
+
+    norms: Tensor
+    cosines: Tensor | None
+
+
+def _norms_and_cosines(names: Iterable[str], updates: Updates, received: State, with_cosines: bool) -> _MeasuredChanges:
     """Measure the clients' changes. A collective.
 
     Args:
@@ -135,7 +149,7 @@ def _norms_and_cosines(
         with_cosines: Whether to compare each change with the mean change too.
 
     Returns:
-        The norms (C,) of the changes, and their cosines (C,) with the mean change or None; on the CPU.
+        The measurements, on the CPU.
     """
     device = torch.device("cpu")
     if received:
@@ -173,5 +187,5 @@ def _norms_and_cosines(
     mean_square = mean_square.cpu().double()
     norms = squares.sqrt()
     if not with_cosines:
-        return norms, None
-    return norms, products / (norms * mean_square.sqrt())
+        return _MeasuredChanges(norms, None)
+    return _MeasuredChanges(norms, products / (norms * mean_square.sqrt()))

@@ -233,11 +233,11 @@ def run_app(app: Path, link: Link, terms: Terms, monitoring: Monitoring = DEFAUL
             return 130
         if run is None:
             return 1
-        status, reason = _read_run_status(name, run, environment)
-    print_lines(f"Flower's run {run} has the status {status}")
-    if status == "finished:completed":
+        end = _read_run_status(name, run, environment)
+    print_lines(f"Flower's run {run} has the status {end.status}")
+    if end.status == "finished:completed":
         return 0
-    print_lines(f"{reason}. Run the same command with --resume to continue after the last closed round")
+    print_lines(f"{end.reason}. Run the same command with --resume to continue after the last closed round")
     return 1
 
 
@@ -257,8 +257,21 @@ def list_runs(link: Link, stop: str = "") -> int:
         return subprocess.run([str(program("flwr")), *words], env=environment, check=False).returncode
 
 
-def _read_run_status(name: str, run: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the status of a run, such as ``finished:failed``, and the reason why it ended.
+@dataclass(frozen=True)
+class _RunStatus:
+    """Status of a run that is no longer followed.
+
+    Attributes:
+        status: Flower's status, such as ``finished:failed``.
+        reason: Why the run ended.
+    """
+
+    status: str
+    reason: str
+
+
+def _read_run_status(name: str, run: str, environment: Mapping[str, str]) -> _RunStatus:
+    """Return the status of a run.
 
     If the SuperLink does not answer, ``flwr list --format json`` exits with 0, and prints an object with
     ``"success": false`` and without runs (flwr 1.41).
@@ -276,11 +289,11 @@ def _read_run_status(name: str, run: str, environment: Mapping[str, str]) -> tup
         if isinstance(answer, dict):
             rows = answer.get("runs")
     if rows is None:
-        return "unknown: the SuperLink does not answer", LINK_SILENT
+        return _RunStatus("unknown: the SuperLink does not answer", LINK_SILENT)
     if not rows:
-        return "unknown: the SuperLink has no such run", NO_SUCH_RUN
+        return _RunStatus("unknown: the SuperLink has no such run", NO_SUCH_RUN)
     reason = " ".join(str(rows[0].get("status-details") or RUN_SILENT).split())
-    return str(rows[0].get("status", "unknown")), reason
+    return _RunStatus(str(rows[0].get("status", "unknown")), reason)
 
 
 def _run_config(app: Path, options: Mapping[str, object]) -> str:

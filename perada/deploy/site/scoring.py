@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to score models on the site's test images."""
 
-import logging
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +17,9 @@ from perada.deploy.protocol import (
 from perada.deploy.scores import counts_of, failed_models_of, score_summands
 from perada.deploy.site.budget import add_step_without_noise
 from perada.deploy.site.client import Client
+from perada.deploy.site.handler import ImageHandler
 from perada.deploy.site.incoming import Incoming, digest_for_all_sites, finite_or_none, lay_out
-from perada.deploy.site.permissions import Permissions
-from perada.deploy.state import SITE_LEDGER, RunState, SiteStore
+from perada.deploy.state import SITE_LEDGER, RunState
 from perada.scores.accumulation import Scores
 
 
@@ -39,19 +38,8 @@ class _Models:
     digest: str
 
 
-@dataclass
-class ScoringHandler:
-    """Scores models, once after each round.
-
-    Attributes:
-        store: State folder of the site.
-        permissions: What the site allows.
-        log: Log for reasons, which never leave the site.
-    """
-
-    store: SiteStore
-    permissions: Permissions
-    log: logging.Logger
+class ScoringHandler(ImageHandler):
+    """Scores models, once after each round."""
 
     def evaluate(self, client: Client, incoming: Incoming, run_state: RunState) -> RunState:
         """Score the models, once after each round, and keep the global one that the last round made."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to train a round, or to fine-tune."""
 
-import logging
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from perada.deploy.protocol import (
 from perada.deploy.site.budget import add_step_without_noise, explain_image_epsilon
 from perada.deploy.site.client import Client, TrainingResult
 from perada.deploy.site.file import Limits
+from perada.deploy.site.handler import ImageHandler
 from perada.deploy.site.incoming import (
     Incoming,
     digest_for_all_sites,
@@ -28,8 +28,7 @@ from perada.deploy.site.incoming import (
     lay_out,
     pack_response,
 )
-from perada.deploy.site.permissions import Permissions
-from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteStore, SiteTotals, SummingState, TrainingState
+from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteTotals, SummingState, TrainingState
 from perada.privacy.account import Account, NoisySteps
 from perada.privacy.accounting import Ledger
 from perada.privacy.protection import Protection
@@ -50,19 +49,8 @@ class _Outgoing:
     is_usable: bool
 
 
-@dataclass
-class TrainingHandler:
-    """Trains rounds, and commits each with what it has spent and its reply.
-
-    Attributes:
-        store: State folder of the site.
-        permissions: What the site allows.
-        log: Log for reasons, which never leave the site.
-    """
-
-    store: SiteStore
-    permissions: Permissions
-    log: logging.Logger
+class TrainingHandler(ImageHandler):
+    """Trains rounds, and commits each with what it has spent and its reply."""
 
     def train(self, client: Client, incoming: Incoming, run_state: RunState) -> RunState:
         """Train a round, or fine-tune, and commit the client's state, what it has spent and the reply in one step."""
