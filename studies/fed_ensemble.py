@@ -68,7 +68,7 @@ def summarize_modes(records: Sequence[dict[str, Any]]) -> str:
     """Return a table of the results beside the paper's.
 
     Args:
-        records: What :func:`study` returns.
+        records: What :func:`study_modes` returns.
     """
     header = ["K", "rounds", "bias", "squared bias", "variance", "× K", "of one mode"]
     header += ["bias (paper)", "variance (paper)"]
@@ -101,7 +101,7 @@ def draw_modes(
         problem: The data.
         x: The grid (G,).
         predictions: Predictions by K.
-        records: What :func:`study` returns.
+        records: What :func:`study_modes` returns.
     """
     figure = new_figure(11, 3.6)
     axes_of_modes, axes_of_reruns, axes_of_variance = figure.subplots(1, 3)
@@ -141,7 +141,7 @@ def _draw_variance(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
     axes.legend()
 
 
-def study(
+def study_modes(
     *, output: Path, modes: Sequence[int] = tuple(PAPER), quick: bool = False, **settings: Any
 ) -> list[dict[str, Any]]:
     """Bias and variance of Fed-ensemble's prediction on its toy regression, against the number of modes K.
@@ -197,6 +197,6 @@ def study(
 
 def main(parser: ArgumentParser, words: list[str]) -> None:
     """Run ``perada study fed-ensemble``."""
-    parser.add_function_arguments(study, as_group=False, skip={"quick"})
+    parser.add_function_arguments(study_modes, as_group=False, skip={"quick"})
     parser.add_argument("--quick", action="store_true", help="10 re-runs of 20 rounds for K = 1, 2 and 4.")
-    study(**parser.parse_args(words))
+    study_modes(**parser.parse_args(words))

@@ -209,7 +209,7 @@ def train_modes(network: nn.Module, images: Tensor, labels: Tensor, settings: Pl
     return run.states("global")
 
 
-def study(
+def study_plane_of_modes(
     *,
     output: Path,
     seed: int = 0,
@@ -349,6 +349,6 @@ def draw_plane(result: dict[str, Any]) -> "Figure":
 
 def main(parser: ArgumentParser, words: list[str]) -> None:
     """Run ``perada study fed-ensemble-plane``."""
-    parser.add_function_arguments(study, as_group=False, skip={"quick"})
+    parser.add_function_arguments(study_plane_of_modes, as_group=False, skip={"quick"})
     parser.add_argument("--quick", action="store_true", help="A few short rounds on the digits and a coarse grid.")
-    study(**parser.instantiate(parser.parse_args(words)))
+    study_plane_of_modes(**parser.instantiate(parser.parse_args(words)))

@@ -100,7 +100,7 @@ class SummaryRow:
     modified: float | None = None
 
 
-def study(
+def study_local_steps(
     *,
     output: Path,
     seed: int = 0,
@@ -183,7 +183,7 @@ def draw_panels(results: dict[str, Any]) -> "Figure":
     """Draw panels (a) to (i) of the paper's Figure 1.
 
     Args:
-        results: What :func:`study` returns.
+        results: What :func:`study_local_steps` returns.
     """
     figure = new_figure(9.8, 7.8)
     panels = [
@@ -323,7 +323,7 @@ def summarize_curves(results: dict[str, Any]) -> str:
     """Return a table of the ends of the curves.
 
     Args:
-        results: What :func:`study` returns.
+        results: What :func:`study_local_steps` returns.
     """
     regression = results["regression"]["rounds"]
     scale = regression["scale"][0]
@@ -372,8 +372,8 @@ def _head_rows(curves: Curves) -> list[SummaryRow]:
 
 def main(parser: ArgumentParser, words: list[str]) -> None:
     """Run ``perada study local-gd``."""
-    parser.add_function_arguments(study, as_group=False, skip={"quick"})
+    parser.add_function_arguments(study_local_steps, as_group=False, skip={"quick"})
     parser.add_argument(
         "--quick", action="store_true", help="Solve small problems within seconds; overrides other options."
     )
-    study(**parser.instantiate(parser.parse_args(words)))
+    study_local_steps(**parser.instantiate(parser.parse_args(words)))

@@ -37,7 +37,7 @@ from perada.privacy.dry_run_checks import check_client_level
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedRun:
+class RunSetup:
     """What is known of a run at set-up, before any image is read.
 
     Attributes:
@@ -70,17 +70,17 @@ class PlannedRun:
         return self.settings.algorithm.initial(self.initial_state)
 
 
-def check_run(run: PlannedRun) -> None:
+def check_run(setup: RunSetup) -> None:
     """Raise an error for options that the model, the clients or other options of a run do not support.
 
     Args:
-        run: The run.
+        setup: What is known of the run.
 
     Raises:
         ValueError: By the first check of :data:`RUN_CHECKS` that fails. The message contains a remedy.
     """
     for check in RUN_CHECKS:
-        check(run)
+        check(setup)
 
 
 def names_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> Collection[str]:
@@ -96,22 +96,22 @@ def names_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State) 
     return example_sent(algorithm, tensor_names, initial).keys()
 
 
-def _check_algorithm(run: PlannedRun) -> None:
+def _check_algorithm(setup: RunSetup) -> None:
     """Run the algorithm's own check."""
     # A deployment does not limit the number of sites, so it has enough clients for any algorithm.
-    num_clients = sys.maxsize if run.num_clients is None else run.num_clients
-    run.settings.algorithm.check(run.tensor_names, num_clients)
+    num_clients = sys.maxsize if setup.num_clients is None else setup.num_clients
+    setup.settings.algorithm.check(setup.tensor_names, num_clients)
 
 
-def _check_outliers(run: PlannedRun) -> None:
+def _check_outliers(setup: RunSetup) -> None:
     """Check the option ``drop_outliers``."""
-    settings = run.settings
+    settings = setup.settings
     check_drop_outliers(settings.drop_outliers, settings.client_privacy, settings.secure_sums)
 
 
-def _check_weighting(run: PlannedRun) -> None:
+def _check_weighting(setup: RunSetup) -> None:
     """Reject weights that would reveal secret numbers of images. Client-level privacy has a check of its own."""
-    settings = run.settings
+    settings = setup.settings
     if settings.privacy is not None and settings.weighting == "samples":
         raise OptionError(
             "privacy: weighting='samples' reveals the clients' numbers of images without noise; choose "
@@ -120,70 +120,70 @@ def _check_weighting(run: PlannedRun) -> None:
         )
 
 
-def _check_size_of_rounds(run: PlannedRun) -> None:
+def _check_size_of_rounds(setup: RunSetup) -> None:
     """Check that a round has enough clients for the server rule."""
-    if run.fewest_clients is None:
+    if setup.fewest_clients is None:
         return
-    settings = run.settings
+    settings = setup.settings
     try:
         # Each of several global models is aggregated from its share of a round's clients.
-        settings.rule.check(max(1, run.fewest_clients // settings.algorithm.modes))
+        settings.rule.check(max(1, setup.fewest_clients // settings.algorithm.modes))
     except ValueError as error:
-        if not run.fewest_clients_source:
+        if not setup.fewest_clients_source:
             raise
-        raise ValueError(f"{run.fewest_clients_source}: {error}") from None
+        raise ValueError(f"{setup.fewest_clients_source}: {error}") from None
 
 
-def _check_factors(run: PlannedRun) -> None:
+def _check_factors(setup: RunSetup) -> None:
     """Check that clients send the LoRA factors that the server rule requires."""
-    settings = run.settings
+    settings = setup.settings
     if settings.rule.needs_factors:
-        names = names_sent(settings.algorithm, run.tensor_names, run.initial)
-        check_sent_factors(settings, run.tensor_names, names)
+        names = names_sent(settings.algorithm, setup.tensor_names, setup.initial)
+        check_sent_factors(settings, setup.tensor_names, names)
 
 
-def _check_rule_of_algorithm(run: PlannedRun) -> None:
+def _check_rule_of_algorithm(setup: RunSetup) -> None:
     """Check that the algorithm supports the server rule."""
-    check_rule(run.settings)
+    check_rule(setup.settings)
 
 
-def _check_average_of_ensemble(run: PlannedRun) -> None:
+def _check_average_of_ensemble(setup: RunSetup) -> None:
     """Check that the task defines the average that ensembles take."""
-    check_average(run.settings)
+    check_average(setup.settings)
 
 
-def _check_images_of_server(run: PlannedRun) -> None:
+def _check_images_of_server(setup: RunSetup) -> None:
     """Check that the server has the images that it needs."""
-    if run.num_public is not None and run.num_labelled is not None:
-        check_server_images(run.settings, run.num_public, run.num_labelled)
+    if setup.num_public is not None and setup.num_labelled is not None:
+        check_server_images(setup.settings, setup.num_public, setup.num_labelled)
 
 
-def _check_batch_norm_of_server(run: PlannedRun) -> None:
+def _check_batch_norm_of_server(setup: RunSetup) -> None:
     """Check that distillation has enough images for statistics."""
-    if run.num_public is not None:
-        check_distilled_batch_norm(run.settings, run.tensor_names, run.num_public)
+    if setup.num_public is not None:
+        check_distilled_batch_norm(setup.settings, setup.tensor_names, setup.num_public)
 
 
-def _check_sums(run: PlannedRun) -> None:
+def _check_sums(setup: RunSetup) -> None:
     """Check that secure sums are sufficient, if the run has any."""
-    if run.settings.secure_sums is not None:
-        check_secure_sums(run.settings, run.tensor_names, run.initial, run.fewest_clients)
+    if setup.settings.secure_sums is not None:
+        check_secure_sums(setup.settings, setup.tensor_names, setup.initial, setup.fewest_clients)
 
 
-def _check_privacy_of_clients(run: PlannedRun) -> None:
+def _check_privacy_of_clients(setup: RunSetup) -> None:
     """Check that client-level privacy protects all that clients send, if the run has it."""
-    settings = run.settings
+    settings = setup.settings
     if settings.client_privacy is not None:
         distills = bool(settings.distillation.steps)
         check_client_level(settings.algorithm, settings.rule, settings.weighting, distills)
 
 
-def _check_prediction(run: PlannedRun) -> None:
+def _check_prediction(setup: RunSetup) -> None:
     """Check that clients can predict with both models, if they are asked to."""
-    check_both_models(run.settings, run.prediction, run.num_classes)
+    check_both_models(setup.settings, setup.prediction, setup.num_classes)
 
 
-RUN_CHECKS: tuple[Callable[[PlannedRun], None], ...] = (
+RUN_CHECKS: tuple[Callable[[RunSetup], None], ...] = (
     # All others may call the algorithm, which may fail on tensors that it does not support.
     _check_algorithm,
     _check_outliers,

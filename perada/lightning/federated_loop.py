@@ -42,7 +42,7 @@ from perada.lightning.run_fingerprint import (
     cross_rank_fingerprint,
     run_fingerprint,
 )
-from perada.lightning.setup import plan_run, set_up_rounds
+from perada.lightning.setup import set_up_rounds, setup_of_run
 from perada.lightning.trainer_attributes import datamodule_of, is_dev_run
 from perada.lightning.trainer_setup import loss_scaler, set_up_trainer
 from perada.lightning.typical_images import prepare_both_models, states_of_both
@@ -260,7 +260,7 @@ class FederatedLoop(pl.Callback):
             evaluation=self.evaluation,
         )
         # Before anything else calls the algorithm.
-        check_run(plan_run(data, module, self.settings_of(module)))
+        check_run(setup_of_run(data, module, self.settings_of(module)))
         settings = self._complete_settings(trainer, data, module)
         settings = with_diagnostics(settings, self.evaluation.diagnostics, data, module)
         context = RunContext(data, module, settings, self._passed_checks)

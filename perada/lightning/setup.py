@@ -22,7 +22,7 @@ from perada.engine.frozen_trunk import FrozenTrunk
 from perada.engine.loss_scaling import product_seconds
 from perada.federation.evaluation import EVERYWHERE_LIMIT, count_everywhere, sample_clients
 from perada.federation.settings import Settings
-from perada.federation.setup_checks import PlannedRun
+from perada.federation.setup_checks import RunSetup
 from perada.federation.workers import trains_side_by_side
 from perada.lightning.checks import (
     check_adapter,
@@ -104,7 +104,7 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
     return protection
 
 
-def plan_run(data: FederatedDataModule, module: FederatedClassifier, settings: Settings) -> PlannedRun:
+def setup_of_run(data: FederatedDataModule, module: FederatedClassifier, settings: Settings) -> RunSetup:
     """Return what is known of a simulated run before any image is read.
 
     Args:
@@ -112,7 +112,7 @@ def plan_run(data: FederatedDataModule, module: FederatedClassifier, settings: S
         module: The module, whose network is built.
         settings: Options of the rounds.
     """
-    return PlannedRun(
+    return RunSetup(
         settings=settings,
         prediction=module.evaluation.prediction,
         tensor_names=module.tensor_names,

@@ -156,7 +156,7 @@ def fitting_adapters(cli: ConfiguredRun, data: FederatedDataModule) -> list[Adap
         if option.adapter == "bottleneck" and any(other.adapter == "residual" for other in fitting):
             continue
         try:
-            adapted = _adapt(cli, data, option)
+            adapted = _build_with_adapter(cli, data, option)
             names = find_tensor_names(adapted.model, *adapted.backbone.head_modules)
             cli.loop.algorithm.check(names, data.num_clients)
         except ValueError:
@@ -167,7 +167,7 @@ def fitting_adapters(cli: ConfiguredRun, data: FederatedDataModule) -> list[Adap
     return fitting
 
 
-def _adapt(cli: ConfiguredRun, data: FederatedDataModule, option: AdapterOption) -> AdaptedModel:
+def _build_with_adapter(cli: ConfiguredRun, data: FederatedDataModule, option: AdapterOption) -> AdaptedModel:
     """Build the network of a run with another adapter, from random weights, which are faster than those of files."""
     model = cli.model
     backbone = build_backbone(

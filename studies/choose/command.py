@@ -23,8 +23,8 @@ from perada.studies.choose.candidates import (
     fitting_adapters,
     make_candidates,
 )
-from perada.studies.choose.page import PAGE, ImageCounts, compared, write_page
-from perada.studies.choose.recipe_file import recipe_words, write_recipe
+from perada.studies.choose.page import PAGE, ImageCounts, compared, write_search_page
+from perada.studies.choose.recipe_file import format_recipe, recipe_words
 from perada.studies.choose.search import MethodSearch, Search, SearchOptions, SearchState, name_pattern
 from perada.studies.choose.summary import expected_score, goal_text, interval_text, row_of
 from perada.studies.choose.trials import GOALS, HeldOutScores, lead
@@ -75,7 +75,7 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
             threads=parsed.threads,
             anonymous=parsed.anonymous,
         )
-        _choose(make_cli, cli, options, folder, overrides)
+        _search_and_write(make_cli, cli, options, folder, overrides)
 
 
 def _default_jobs(cli: ConfiguredRun, threads: int) -> int:
@@ -85,7 +85,7 @@ def _default_jobs(cli: ConfiguredRun, threads: int) -> int:
     return max(1, min(MOST_JOBS, available_cores() // threads))
 
 
-def _choose(
+def _search_and_write(
     make_cli: MakeCLI, cli: ConfiguredRun, options: SearchOptions, folder: Path, overrides: Sequence[str]
 ) -> None:
     """Search, and write the files; also if the search is interrupted.
@@ -262,7 +262,7 @@ def _hand_over(make_cli: MakeCLI, search: Search, folder: Path, counts: ImageCou
     for scores in search.best_of_method.values():
         if scores.candidate in search.finalists:
             _write_recipe(make_cli, search, folder / "recipes" / f"{scores.candidate.method}.yaml", scores)
-    shown = write_page(folder, search, counts, interrupted)
+    shown = write_search_page(folder, search, counts, interrupted)
     print(f"{shown}\n\nRecipe: {folder / BEST}; run it with: perada fit --config {folder / BEST}")
     print(f"Page with everything that was tried, and a paragraph for an e-mail: {folder / PAGE}")
 
@@ -274,7 +274,7 @@ def _write_recipe(make_cli: MakeCLI, search: Search, path: Path, scores: HeldOut
     rounds = search.plan.rounds
     job = method_search.final_job(scores.candidate, search.options.seeds[0], rounds)
     words = recipe_words([word for word in job.args if word != SILENT], scores.way, min(5, rounds))
-    text = write_recipe(make_cli(words), _header(search, scores), _comments(search, scores))
+    text = format_recipe(make_cli(words), _format_header(search, scores), _comment_options(search, scores))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     names = [name for name in search.names if name_pattern(name).search(text)]
@@ -286,7 +286,7 @@ def _write_recipe(make_cli: MakeCLI, search: Search, path: Path, scores: HeldOut
         )
 
 
-def _header(search: Search, scores: HeldOutScores) -> list[str]:
+def _format_header(search: Search, scores: HeldOutScores) -> list[str]:
     """Return the comment at the top of a recipe."""
     method = METHODS[scores.candidate.method]
     lines = [
@@ -309,7 +309,7 @@ def _header(search: Search, scores: HeldOutScores) -> list[str]:
     return lines
 
 
-def _comments(search: Search, scores: HeldOutScores) -> dict[str, str]:
+def _comment_options(search: Search, scores: HeldOutScores) -> dict[str, str]:
     """Return the comments on the options that were chosen, and on those that were kept."""
     plan = search.plan
     assert plan is not None

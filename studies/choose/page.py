@@ -47,7 +47,7 @@ def find_second(search: Search, chosen: HeldOutScores) -> HeldOutScores | None:
     return best_of([scores for scores in search.best_of_method.values() if scores.candidate.method != method])
 
 
-def write_page(folder: Path, search: Search, counts: ImageCounts, interrupted: bool) -> str:
+def write_search_page(folder: Path, search: Search, counts: ImageCounts, interrupted: bool) -> str:
     """Write the page and its figures.
 
     Args:

@@ -47,7 +47,7 @@ def recipe_words(args: Sequence[str], prediction: str, evaluate_every: int) -> l
     ]
 
 
-def write_recipe(cli: ConfiguredRun, header: Sequence[str], comments: Mapping[str, str]) -> str:
+def format_recipe(cli: ConfiguredRun, header: Sequence[str], comments: Mapping[str, str]) -> str:
     """Return the text of a recipe with everything that a run was configured with, apart from defaults.
 
     Args:
@@ -59,12 +59,12 @@ def write_recipe(cli: ConfiguredRun, header: Sequence[str], comments: Mapping[st
     for name in LEFT_OUT:
         content.pop(name, None)
     for name, default in ALWAYS_WRITTEN.items():
-        _set(content, name, cli.config.get(name, default))
+        _set_option(content, name, cli.config.get(name, default))
     for name, section_class in OPTION_CLASSES.items():
         if isinstance(content.get(name), dict):
             content[name] = _without_defaults(content[name], section_class, keep=f"{name}.")
-    content["data"] = _shorten(content["data"])
-    content["federated"] = _shorten(content["federated"])
+    content["data"] = _drop_default_arguments(content["data"])
+    content["federated"] = _drop_default_arguments(content["federated"])
 
     lines = [f"# {line}".rstrip() for line in header]
     order = [*SECTION_ORDER, *sorted(set(content) - set(SECTION_ORDER))]
@@ -75,7 +75,7 @@ def write_recipe(cli: ConfiguredRun, header: Sequence[str], comments: Mapping[st
     return "\n".join([*lines, ""])
 
 
-def _set(content: dict[str, Any], name: str, value: object) -> None:
+def _set_option(content: dict[str, Any], name: str, value: object) -> None:
     """Set an option by its full name, unless the content has it or the value is None."""
     *sections, last = name.split(".")
     for section in sections:
@@ -86,13 +86,13 @@ def _set(content: dict[str, Any], name: str, value: object) -> None:
         content.setdefault(last, value)
 
 
-def _shorten(value: Any) -> Any:  # noqa: ANN401  # the content of a recipe
+def _drop_default_arguments(value: Any) -> Any:  # noqa: ANN401  # the content of a recipe
     """Leave out the arguments of classes that are their defaults."""
     if isinstance(value, list):
-        return [_shorten(item) for item in value]
+        return [_drop_default_arguments(item) for item in value]
     if not isinstance(value, dict):
         return value
-    shortened = {key: _shorten(item) for key, item in value.items()}
+    shortened = {key: _drop_default_arguments(item) for key, item in value.items()}
     if isinstance(shortened.get("init_args"), dict):
         described_class = locate(str(shortened.get("class_path")))
         if isinstance(described_class, type):

@@ -491,7 +491,7 @@ class Search:
             if number > 0 and self.elapsed + needed > (1 + TOLERANCE) * self.options.budget:
                 self._note_missing_seeds(self.options.seeds[number:])
                 return
-            self._run(pending)
+            self._execute_runs(pending)
         self._note_missing_seeds(self.options.seeds[len(plan.seeds) :])
 
     def _drop_former_last_rung(self, plan: SearchPlan) -> None:
@@ -542,9 +542,11 @@ class Search:
         runs = []
         for trial in trials:
             if not self._is_done(trial.job):
-                stretch = Stretch(trial.rounds, self._checkpoint(trial, trial.rounds), self._last_checkpoint(trial))
+                stretch = Stretch(
+                    trial.rounds, self._locate_checkpoint(trial, trial.rounds), self._last_checkpoint(trial)
+                )
                 runs.append(_PlannedRun(trial.job, stretch))
-        self._run(runs)
+        self._execute_runs(runs)
         records = []
         for trial in trials:
             record = find_record(self.results, trial.job)
@@ -557,7 +559,7 @@ class Search:
         record = find_record(self.results, job)
         return record is not None and "failed" not in record
 
-    def _checkpoint(self, trial: Trial, rounds: int) -> Path:
+    def _locate_checkpoint(self, trial: Trial, rounds: int) -> Path:
         """Return the file of a trial after some rounds."""
         # All lengths of a trial have the same arguments.
         digest = sha256(json.dumps(trial.job.args).encode()).hexdigest()[:16]
@@ -566,12 +568,12 @@ class Search:
     def _last_checkpoint(self, trial: Trial) -> Path | None:
         """Return the newest file of a trial from before it is scored; None if there is none."""
         for rounds in range(trial.rounds - 1, 0, -1):
-            path = self._checkpoint(trial, rounds)
+            path = self._locate_checkpoint(trial, rounds)
             if path.is_file():
                 return path
         return None
 
-    def _run(self, runs: Sequence["_PlannedRun"]) -> None:
+    def _execute_runs(self, runs: Sequence["_PlannedRun"]) -> None:
         """Execute runs, and write each result when it is available."""
         tasks = []
         for run in runs:
@@ -580,9 +582,9 @@ class Search:
             if result is None:
                 self._print_progress(runs[number])
             else:
-                self._record(runs[number].job, result)
+                self._record_result(runs[number].job, result)
 
-    def _record(self, job: Job, result: Result) -> None:
+    def _record_result(self, job: Job, result: Result) -> None:
         """Add the result of a run."""
         if "failed" in result:
             result = result | {"failed": self._without_names(result["failed"])}

@@ -149,7 +149,7 @@ def advice(
     together = None if second is None else row_of(comparison, second.candidate.method, second.way)
     if row.trains_alone and together is not None:
         paragraphs.append(_describe_training_together(comparison, together, row))
-    paragraphs += _doubts(comparison, row)
+    paragraphs += _find_doubts(comparison, row)
     return paragraphs
 
 
@@ -206,7 +206,7 @@ def _change_text(comparison: Comparison, entry: Difference) -> str:
     return f"{direction} by {format_points(comparison, abs(entry.mean)).removeprefix('+')}"
 
 
-def _doubts(comparison: Comparison, row: ComparedRow) -> list[str]:
+def _find_doubts(comparison: Comparison, row: ComparedRow) -> list[str]:
     """Return by which goals the test images favour another row, and whether that is more than chance."""
     lines = []
     for criterion in comparison.criteria:
@@ -252,10 +252,10 @@ def email(  # facts of one paragraph
     sentences = [
         f"We tested how the {num_clients} sites can best train an image model together without exchanging images, on "
         f"{num_train} training images and {num_test} test images.",
-        f"Best suited: {_plain(method.sentence)}",
+        f"Best suited: {_use_plain_words(method.sentence)}",
     ]
     if chosen.way == "both":
-        sentences.append(_plain(BOTH_SENTENCE))
+        sentences.append(_use_plain_words(BOTH_SENTENCE))
     row = None if comparison is None else row_of(comparison, chosen.candidate.method, chosen.way)
     if comparison is None or row is None:
         sentences.append("This is a first result: it was not confirmed on test images.")
@@ -264,7 +264,7 @@ def email(  # facts of one paragraph
     sentences += _describe_gain(comparison, row)
     together = None if second is None else row_of(comparison, second.candidate.method, second.way)
     if row.trains_alone and together is not None:
-        sentences.append(_plain(_describe_training_together(comparison, together, row)))
+        sentences.append(_use_plain_words(_describe_training_together(comparison, together, row)))
     if not row.trains_alone:
         sentences.append(
             f"Images stay where they are: in each of the {rounds} rounds a site sends {_size_text(row.megabytes)} of "
@@ -274,7 +274,7 @@ def email(  # facts of one paragraph
     return " ".join(sentences)
 
 
-def _plain(sentence: str) -> str:
+def _use_plain_words(sentence: str) -> str:
     """Return a sentence with the word that a newcomer uses for a client."""
     for client, site in (("clients", "sites"), ("client", "site")):
         sentence = sentence.replace(client, site)

@@ -124,13 +124,13 @@ def _scores_of_record(record: Record, way: str, goal: str) -> list[float] | None
     if own is None:
         return None
     if everyone is None or goal == OWN:
-        return [_number(value) for value in own]
+        return [_as_number(value) for value in own]
     if goal == EVERYONE:
-        return [_number(value) for value in everyone]
-    return [(_number(first) + _number(second)) / 2 for first, second in zip(own, everyone, strict=True)]
+        return [_as_number(value) for value in everyone]
+    return [(_as_number(first) + _as_number(second)) / 2 for first, second in zip(own, everyone, strict=True)]
 
 
-def _number(value: float | None) -> float:
+def _as_number(value: float | None) -> float:
     return math.nan if value is None else value
 
 

@@ -93,10 +93,10 @@ def read_baselines(path: Path, record: RunRecord) -> Baselines:
             f"--baselines={path} does not fit the run ({error}); compare with the run's recipe and seed, or leave the "
             "file out to train the baselines"
         ) from error
-    return Baselines(comparison, _contrasts(comparison, record), path)
+    return Baselines(comparison, _find_contrasts(comparison, record), path)
 
 
-def _contrasts(comparison: "Comparison", record: RunRecord) -> list[Contrast]:
+def _find_contrasts(comparison: "Comparison", record: RunRecord) -> list[Contrast]:
     """Return the contrasts of the first row, which is the run's, with the others."""
     from perada.studies.compare.comparison import EVERYONE, OWN
 

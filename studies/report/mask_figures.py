@@ -53,7 +53,7 @@ def masks(record: RunRecord, name: str) -> RenderedFigure | None:
                 axes.set(xticks=[], yticks=[])
                 axes.grid(False)
         _add_class_legend(figure, record, examples, columns, ignored)
-        return render(figure, name, _description(record, examples, columns, ignored), wide=num_columns > 3)
+        return render(figure, name, _describe_figure(record, examples, columns, ignored), wide=num_columns > 3)
 
 
 def _are_equal(example: MaskExample) -> bool:
@@ -116,7 +116,7 @@ def _add_class_legend(
     figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=8, handlelength=1.2)
 
 
-def _description(record: RunRecord, examples: Sequence[MaskExample], columns: Sequence[str], ignored: int) -> str:
+def _describe_figure(record: RunRecord, examples: Sequence[MaskExample], columns: Sequence[str], ignored: int) -> str:
     """Describe the figure, with the share of pixels that each model predicts correctly."""
     sentences = []
     for example in examples:

@@ -56,7 +56,7 @@ def predicted_and_true(record: RunRecord, name: str) -> RenderedFigure | None:
             axes.grid(False)
             axes.set(xlabel=f"true {target}", ylabel=f"predicted {target}")
         model_text = "each client's personal model" if model == "personal" else "the global model"
-        alt = f"Predicted against true numbers of all clients' test images, by {model_text}. " + _sentences(
+        alt = f"Predicted against true numbers of all clients' test images, by {model_text}. " + _describe_residuals(
             record, bins_of_targets
         )
         return render(figure, name, alt, wide=len(bins_of_targets) > 1)
@@ -71,7 +71,7 @@ def residuals(record: RunRecord, name: str) -> RenderedFigure | None:
     with report_style():
         figure, plots = _new_plots(num_targets)
         for index, (model, bins_of_targets) in enumerate(record.numbers.items()):
-            sentences.append(f"{model_title(model)}: {_sentences(record, bins_of_targets[:num_targets])}")
+            sentences.append(f"{model_title(model)}: {_describe_residuals(record, bins_of_targets[:num_targets])}")
             for axes, bins in zip(plots, bins_of_targets, strict=False):
                 # The bins of each model have their own width, so that counts could not be compared.
                 width = bins.residual_edges[1] - bins.residual_edges[0]
@@ -107,7 +107,7 @@ def _target_titles(record: RunRecord) -> list[str]:
     return [short_label(name) for name in record.class_names]
 
 
-def _sentences(record: RunRecord, bins_of_targets: list[NumberBins]) -> str:
+def _describe_residuals(record: RunRecord, bins_of_targets: list[NumberBins]) -> str:
     """Return a sentence on the residuals of each number."""
     sentences = []
     for bins, target in zip(bins_of_targets, _target_titles(record), strict=False):

@@ -61,11 +61,11 @@ def describe_outcome(record: RunRecord) -> Outcome | None:
         alone = baselines.contrast_with(ALONE)
         shared = baselines.contrast_with(SHARED)
         if alone is not None:
-            headline = _headline(alone)
-            points.append(_compare(alone, "training alone", record))
+            headline = _write_headline(alone)
+            points.append(_compare_with_baseline(alone, "training alone", record))
             points += _describe_single_clients(record, alone)
         if shared is not None:
-            points.append(_compare(shared, "one shared model for all clients (FedAvg)", record))
+            points.append(_compare_with_baseline(shared, "one shared model for all clients (FedAvg)", record))
         if alone is not None:
             points.append(Point("What follows:", _describe_consequence(alone)))
         caveat = (
@@ -92,14 +92,14 @@ def describe_outcome(record: RunRecord) -> Outcome | None:
 
 
 def _neutral_headline(record: RunRecord) -> str:
-    clients = _count(len(record.client_names), "client")
-    return f"{clients} trained together for {_count(len(record.rounds), 'round')}"
+    clients = _format_count(len(record.client_names), "client")
+    return f"{clients} trained together for {_format_count(len(record.rounds), 'round')}"
 
 
-def _headline(alone: Contrast) -> str:
+def _write_headline(alone: Contrast) -> str:
     """Return what taking part brought in comparison with training alone."""
-    own = _direction(alone.own)
-    everyone = 0 if alone.everyone is None else _direction(alone.everyone)
+    own = _sign_beyond_chance(alone.own)
+    everyone = 0 if alone.everyone is None else _sign_beyond_chance(alone.everyone)
     if own > 0:
         if everyone < 0:
             return "Taking part helps on a client’s own images, and harms on those of all clients"
@@ -117,8 +117,8 @@ def _headline(alone: Contrast) -> str:
 
 def _describe_consequence(alone: Contrast) -> str:
     """Return what a client can conclude from the comparison with training alone."""
-    own = _direction(alone.own)
-    everyone = 0 if alone.everyone is None else _direction(alone.everyone)
+    own = _sign_beyond_chance(alone.own)
+    everyone = 0 if alone.everyone is None else _sign_beyond_chance(alone.everyone)
     if own > 0:
         return "a client that wants to predict its own images better has a reason to take part."
     if everyone > 0:
@@ -130,7 +130,7 @@ def _describe_consequence(alone: Contrast) -> str:
     return "these figures give no reason to take part; training alone sends nothing."
 
 
-def _direction(difference: "Difference") -> int:
+def _sign_beyond_chance(difference: "Difference") -> int:
     """Return 1 if the run is better by more than chance explains, −1 if it is worse, and 0 otherwise."""
     if not difference.is_significant:
         return 0
@@ -139,8 +139,8 @@ def _direction(difference: "Difference") -> int:
 
 def _describe_run(record: RunRecord) -> str:
     """Return what was done, what a client is, and what predicts."""
-    clients = _count(len(record.client_names), "client")
-    rounds = _count(len(record.rounds), "round")
+    clients = _format_count(len(record.client_names), "client")
+    rounds = _format_count(len(record.rounds), "round")
     text = (
         f"{clients} trained together for {rounds}. A client is one participant that keeps its images, such as a "
         "hospital or a scanner; in a round, clients train on their own images and send numbers, but no images"
@@ -179,7 +179,7 @@ def _describe_distillation(record: RunRecord) -> str:
 
 def _describe_scores(record: RunRecord, scores: PredictedScores) -> str:
     """Return what the scores are shares or means of, and the scores of the run."""
-    own = record.unit.text(_mean(scores.own))
+    own = record.unit.text(_average_scores(scores.own))
     num_images = sum(record.test_images)
     images = f"the {num_images:,} test images" if num_images else "test images"
     if record.first_metric == "accuracy" and record.unit.symbol:
@@ -189,7 +189,7 @@ def _describe_scores(record: RunRecord, scores: PredictedScores) -> str:
         )
         personal = record.clients.get("personal/local_test", [])
         if predicts_with_both(record) and any(not math.isnan(score) for score in personal):
-            text += f" ({record.unit.text(_mean(personal))} with its own model only)"
+            text += f" ({record.unit.text(_average_scores(personal))} with its own model only)"
     else:
         better = "lower" if record.lower_is_better else "higher"
         text = (
@@ -197,7 +197,7 @@ def _describe_scores(record: RunRecord, scores: PredictedScores) -> str:
             f"no model was trained on them. On its own images a client reaches {own}"
         )
     if any(not math.isnan(score) for score in scores.everyone):
-        text += f", of those of all clients {record.unit.text(_mean(scores.everyone))}"
+        text += f", of those of all clients {record.unit.text(_average_scores(scores.everyone))}"
     return f"{text}."
 
 
@@ -209,14 +209,14 @@ def _describe_traffic(record: RunRecord) -> str:
     return f" ({megabytes:.2g} MB a client and round)"
 
 
-def _compare(contrast: Contrast, opponent: str, record: RunRecord) -> Point:
+def _compare_with_baseline(contrast: Contrast, opponent: str, record: RunRecord) -> Point:
     """Return how a run does against a baseline, on own images and on those of all clients."""
     lower_is_better = record.lower_is_better
     own = contrast.own
-    statement = f"Compared with {opponent}: {_judge(own)} on own images"
+    statement = f"Compared with {opponent}: {_describe_verdict(own)} on own images"
     figures = _describe_difference(own, record.unit, contrast.baseline.mean("own"), lower_is_better=lower_is_better)
     if contrast.everyone is not None:
-        statement += f", {_judge(contrast.everyone)} on images of all clients"
+        statement += f", {_describe_verdict(contrast.everyone)} on images of all clients"
         everyone = _describe_difference(
             contrast.everyone, record.unit, contrast.baseline.mean("all"), lower_is_better=lower_is_better
         )
@@ -227,16 +227,17 @@ def _compare(contrast: Contrast, opponent: str, record: RunRecord) -> Point:
 def _compare_with_global_model(difference: "Difference", record: RunRecord) -> Point:
     """Return how what clients predict with does against the run's own global model, on own images."""
     finite = [score for score in record.global_local if not math.isnan(score)]
+    verdict = _describe_verdict(difference)
     return Point(
-        f"Compared with this run’s global model, the one that the server has: {_judge(difference)} on own images.",
+        f"Compared with this run’s global model, the one that the server has: {verdict} on own images.",
         _describe_difference(
             difference, record.unit, sum(finite) / len(finite), lower_is_better=record.lower_is_better
         ),
     )
 
 
-def _judge(difference: "Difference") -> str:
-    direction = _direction(difference)
+def _describe_verdict(difference: "Difference") -> str:
+    direction = _sign_beyond_chance(difference)
     if direction > 0:
         return "better"
     return "worse" if direction < 0 else "no clear difference"
@@ -252,10 +253,10 @@ def _describe_difference(
     sign = -1 if lower_is_better else 1
     text = (
         f"{unit.number(baseline_mean + sign * difference.mean)} instead of {unit.text(baseline_mean)}, "
-        f"{_signed(difference.mean, unit)}{_points(unit)}"
+        f"{_format_signed(difference.mean, unit)}{_name_unit(unit)}"
     )
     if not math.isnan(difference.low):
-        text += f" (95 % interval {_signed(difference.low, unit)} to {_signed(difference.high, unit)})"
+        text += f" (95 % interval {_format_signed(difference.low, unit)} to {_format_signed(difference.high, unit)})"
     num_clients = sum(not math.isnan(value) for value in difference.of_clients)
     num_equal = num_clients - difference.num_better - difference.num_worse
     text += f"; {difference.num_better} of {num_clients} clients better, {difference.num_worse} worse"
@@ -351,13 +352,13 @@ def compare_counts(record: RunRecord, contrast: Contrast) -> list[CountTest]:
     return corrected
 
 
-def _mean(scores: Sequence[float]) -> float:
+def _average_scores(scores: Sequence[float]) -> float:
     """Return the mean of the scores that are not NaN, of which there is one."""
     finite = [score for score in scores if not math.isnan(score)]
     return sum(finite) / len(finite)
 
 
-def _signed(value: float, unit: ScoreUnit) -> str:
+def _format_signed(value: float, unit: ScoreUnit) -> str:
     """Return a difference with its sign; 0 has none."""
     text = f"{unit.factor * value:+.1f}" if unit.symbol else f"{value:+.3g}"
     if float(text) == 0:
@@ -365,14 +366,14 @@ def _signed(value: float, unit: ScoreUnit) -> str:
     return text.replace("-", "−")
 
 
-def _points(unit: ScoreUnit) -> str:
+def _name_unit(unit: ScoreUnit) -> str:
     return " points" if unit.symbol else ""
 
 
-def _count(number: int, word: str) -> str:
+def _format_count(number: int, word: str) -> str:
     """Return a number and what is counted.
 
-    >>> _count(1, "round"), _count(12, "client")
+    >>> _format_count(1, "round"), _format_count(12, "client")
     ('1 round', '12 clients')
     """
     return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -122,7 +122,7 @@ def write_page(
         all_sections += part.sections if isinstance(part, RunPart) else [part]
 
     path = output / PAGE
-    page = _html(visible_records, parts, refresh)
+    page = _render_page(visible_records, parts, refresh)
     contents: dict[str, bytes] = {}
     for section in all_sections:
         for figure in section.figures:
@@ -189,7 +189,7 @@ def _run_parts(records: Sequence[RunRecord]) -> list[RunPart]:
     return parts
 
 
-def _html(records: Sequence[RunRecord], parts: Sequence[Section | RunPart], refresh: int | None) -> str:
+def _render_page(records: Sequence[RunRecord], parts: Sequence[Section | RunPart], refresh: int | None) -> str:
     import jinja2
 
     template = files("perada.studies.report").joinpath("page.html").read_text(encoding="utf-8")
@@ -199,8 +199,8 @@ def _html(records: Sequence[RunRecord], parts: Sequence[Section | RunPart], refr
     outcome = None
     if len(records) == 1:
         title = _run_title(records[0])
-        subtitle = _subtitle(records[0])
-        facts = _facts(records[0])
+        subtitle = _describe_run(records[0])
+        facts = _collect_facts(records[0])
         outcome = describe_outcome(records[0])
         if records[0].undefined_note:
             notes.append(records[0].undefined_note)
@@ -248,7 +248,7 @@ def _run_title(record: RunRecord) -> str:
     return run_title
 
 
-def _subtitle(record: RunRecord) -> str:
+def _describe_run(record: RunRecord) -> str:
     """Return a sentence on the algorithm, the backbone and the sizes of a run."""
     info = record.info
     if not info:
@@ -288,7 +288,7 @@ class Fact:
     value: str
 
 
-def _facts(record: RunRecord) -> list[Fact]:
+def _collect_facts(record: RunRecord) -> list[Fact]:
     """Return the mean scores after the last round, beside those of the baselines or from before training."""
     if record.baselines is not None:
         return _facts_beside_baselines(record.baselines)

@@ -123,16 +123,16 @@ class Table:
         metric = str(row[0]) if self.metrics == "rows" else self.header[column]
         is_share = metric in self.shares or metric.startswith(TYPICAL_SHARES)
         unit = PAGE_SHARES if is_share else self.unit
-        text = self._format(column, row[column], unit)
+        text = self._format_cell(column, row[column], unit)
         next_column = column + 1
         if next_column == len(row) or not self.header[next_column].startswith(SPREAD):
             return text
         spread = row[next_column]
         if isinstance(spread, float) and math.isnan(spread):
             return text
-        return f"{text} ± {self._format(column, spread, unit)}"
+        return f"{text} ± {self._format_cell(column, spread, unit)}"
 
-    def _format(self, column: int, cell: Cell, unit: ScoreUnit) -> str:
+    def _format_cell(self, column: int, cell: Cell, unit: ScoreUnit) -> str:
         if isinstance(cell, str):
             is_metric = self.metrics == "rows" and column == 0
             return title(cell) if is_metric else cell
@@ -194,19 +194,19 @@ def sections(record: RunRecord, prefix: str = "") -> list[Section]:
         prefix: Beginning of the names of the sections' files.
     """
     all_sections = [
-        _clients(record, prefix),
-        _pictures(record, prefix),
-        _confusion(record, prefix),
-        _numbers(record, prefix),
-        _masks(record, prefix),
-        _foreign_images(record, prefix),
-        _shifts(record, prefix),
-        _partition(record, prefix),
-        _privacy(record, prefix),
-        _rounds(record, prefix),
-        _calibration(record, prefix),
-        _communication(record, prefix),
-        _settings(record, prefix),
+        _report_clients(record, prefix),
+        _report_pictures(record, prefix),
+        _report_confusion(record, prefix),
+        _report_numbers(record, prefix),
+        _report_masks(record, prefix),
+        _report_foreign_images(record, prefix),
+        _report_shifts(record, prefix),
+        _report_partition(record, prefix),
+        _report_privacy(record, prefix),
+        _report_rounds(record, prefix),
+        _report_calibration(record, prefix),
+        _report_communication(record, prefix),
+        _report_settings(record, prefix),
     ]
     for section in all_sections:
         for table in section.tables:
@@ -214,7 +214,7 @@ def sections(record: RunRecord, prefix: str = "") -> list[Section]:
     return [section for section in all_sections if section.figures or section.tables or section.text]
 
 
-def _draw(record: RunRecord, prefix: str, functions: Sequence[figures.DrawFigure]) -> list[RenderedFigure]:
+def _draw_figures(record: RunRecord, prefix: str, functions: Sequence[figures.DrawFigure]) -> list[RenderedFigure]:
     """Return the figures that a run has data for; each is named after its function."""
     rendered = []
     for function in functions:
@@ -228,7 +228,7 @@ def _tables_with_rows(*tables: Table) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def _rounds(record: RunRecord, prefix: str) -> Section:
+def _report_rounds(record: RunRecord, prefix: str) -> Section:
     scores = [name for name in SCORES if name in record.metric_names]
     others = [name for name in record.metric_names if name not in (*scores, "round", "step")]
     names = [*scores, *others]
@@ -244,8 +244,8 @@ def _rounds(record: RunRecord, prefix: str) -> Section:
         metrics="columns",
     )
     scores_title = record.unit.label("Scores")
-    curves = _draw(record, prefix, [figures.curves])
-    losses = _draw(record, prefix, [figures.losses])
+    curves = _draw_figures(record, prefix, [figures.curves])
+    losses = _draw_figures(record, prefix, [figures.losses])
     sentences = []
     if curves:
         sentences.append(
@@ -269,7 +269,7 @@ def _is_score(name: str) -> bool:
     return name.startswith((*SCORE_GROUPS, TYPICAL_SHARES)) and name != ENTROPY
 
 
-def _clients(record: RunRecord, prefix: str) -> Section:
+def _report_clients(record: RunRecord, prefix: str) -> Section:
     columns: dict[str, Sequence[float]] = {}
     if OWN_SCORE in record.initial:
         columns[f"{BEFORE}{OWN_SCORE}"] = record.initial[OWN_SCORE]
@@ -303,8 +303,8 @@ def _clients(record: RunRecord, prefix: str) -> Section:
         )
         tables.append(table)
     before = figures.before_and_after if contrast is None else figures.alone_and_together
-    before_figures = _draw(record, prefix, [before])
-    global_figures = _draw(record, prefix, [figures.personal_and_global])
+    before_figures = _draw_figures(record, prefix, [before])
+    global_figures = _draw_figures(record, prefix, [figures.personal_and_global])
     return Section(
         key="clients",
         title="Clients",
@@ -385,7 +385,7 @@ def _introduce_clients(
     return " ".join(sentences)
 
 
-def _pictures(record: RunRecord, prefix: str) -> Section:
+def _report_pictures(record: RunRecord, prefix: str) -> Section:
     intro = ""
     if record.predicted_examples:
         predictor = "with its two models" if predicts_with_both(record) else "with its model"
@@ -405,7 +405,7 @@ def _pictures(record: RunRecord, prefix: str) -> Section:
         key="images",
         title="Images and predictions",
         intro=intro.strip(),
-        figures=_draw(record, prefix, [example_figures.predicted_images, example_figures.public_images]),
+        figures=_draw_figures(record, prefix, [example_figures.predicted_images, example_figures.public_images]),
     )
 
 
@@ -420,7 +420,7 @@ def _clients_by_score(num_clients: int, scores: Sequence[float]) -> list[int]:
     return sorted(range(num_clients), key=sort_key)
 
 
-def _partition(record: RunRecord, prefix: str) -> Section:
+def _report_partition(record: RunRecord, prefix: str) -> Section:
     tables = []
     for part, counts in record.partition.items():
         rows: list[list[Cell]] = []
@@ -445,12 +445,12 @@ def _partition(record: RunRecord, prefix: str) -> Section:
         key="partition",
         title="Images of each client",
         intro=intro,
-        figures=_draw(record, prefix, [class_figures.partition]),
+        figures=_draw_figures(record, prefix, [class_figures.partition]),
         tables=tables,
     )
 
 
-def _confusion(record: RunRecord, prefix: str) -> Section:
+def _report_confusion(record: RunRecord, prefix: str) -> Section:
     predictors = {
         "personal": "The predictions are those of the personal models.",
         "global": "The predictions are those of the global model.",
@@ -462,7 +462,7 @@ def _confusion(record: RunRecord, prefix: str) -> Section:
         intro="Which class was taken for which (a confusion matrix): rows are the true classes of the test images, "
         "columns the predicted ones, and numbers are images. Right predictions are on the diagonal; the colour is the "
         f"share of the row. {predictors.get(model_of_confusion(record) or '', '')}".strip(),
-        figures=_draw(record, prefix, [class_figures.confusion, class_figures.confusion_by_client]),
+        figures=_draw_figures(record, prefix, [class_figures.confusion, class_figures.confusion_by_client]),
         tables=[_mistakes_table(record, model, prefix) for model in record.confusion],
     )
 
@@ -502,7 +502,7 @@ def _most_frequent_mistake(table: Counts, class_names: Sequence[str]) -> str:
     return f"{', '.join(texts)}: {num_images}{each}"
 
 
-def _calibration(record: RunRecord, prefix: str) -> Section:
+def _report_calibration(record: RunRecord, prefix: str) -> Section:
     rows: list[list[Cell]] = []
     errors = []
     for model, bins in record.calibration.items():
@@ -522,13 +522,13 @@ def _calibration(record: RunRecord, prefix: str) -> Section:
         intro="Whether a model’s confidence can be believed (calibration): of predictions that it gives 80 %, 80 % "
         "should be right. Below the line, the model is overconfident. The expected calibration error (ECE) is the mean "
         f"distance from the line: {', '.join(errors)}.",
-        figures=_draw(record, prefix, [class_figures.calibration]),
+        figures=_draw_figures(record, prefix, [class_figures.calibration]),
         tables=_tables_with_rows(table),
         technical=True,
     )
 
 
-def _numbers(record: RunRecord, prefix: str) -> Section:
+def _report_numbers(record: RunRecord, prefix: str) -> Section:
     rows: list[list[Cell]] = []
     for model, bins_of_targets in record.numbers.items():
         for bins, target in zip(bins_of_targets, record.class_names, strict=True):
@@ -544,28 +544,28 @@ def _numbers(record: RunRecord, prefix: str) -> Section:
         title="Predicted numbers",
         intro="Predictions against true values: on the line, they are equal. A residual is a prediction minus the true "
         "value. The figures are drawn from counts; the outermost bins also count what lies beyond.",
-        figures=_draw(record, prefix, [number_figures.predicted_and_true, number_figures.residuals]),
+        figures=_draw_figures(record, prefix, [number_figures.predicted_and_true, number_figures.residuals]),
         tables=_tables_with_rows(table),
     )
 
 
-def _masks(record: RunRecord, prefix: str) -> Section:
+def _report_masks(record: RunRecord, prefix: str) -> Section:
     return Section(
         key="masks",
         title="Masks",
         intro="Test images of some clients, with the true mask and the predicted ones. Share this page only with those "
         "who may see them.",
-        figures=_draw(record, prefix, [mask_figures.masks]),
+        figures=_draw_figures(record, prefix, [mask_figures.masks]),
     )
 
 
-def _communication(record: RunRecord, prefix: str) -> Section:
+def _report_communication(record: RunRecord, prefix: str) -> Section:
     rows: list[list[Cell]] = []
     for metrics, megabytes in zip(record.rounds, megabytes_sent(record), strict=True):
         own_score = metrics.get(OWN_SCORE, math.nan)
         global_score = metrics.get(GLOBAL_SCORE, math.nan)
         rows.append([int(metrics["round"]) + 1, megabytes, own_score, global_score])
-    rendered = _draw(record, prefix, [figures.communication])
+    rendered = _draw_figures(record, prefix, [figures.communication])
     tables = []
     # Without the figure there is nothing to compare: nothing was sent, or there are no scores.
     if rendered:
@@ -588,7 +588,7 @@ def _communication(record: RunRecord, prefix: str) -> Section:
     )
 
 
-def _shifts(record: RunRecord, prefix: str) -> Section:
+def _report_shifts(record: RunRecord, prefix: str) -> Section:
     means: list[list[Cell]] = []
     for name in _shifted_scores(record):
         means.append([name, record.last(name), record.last(f"{name}_std")])
@@ -617,12 +617,12 @@ def _shifts(record: RunRecord, prefix: str) -> Section:
         title="Changed images",
         intro="All models on test images that were changed on purpose, such as by noise or fog (shifted test sets), "
         "which training images were not. Severity 1 is mild, 5 is strong. A model to rely on loses little.",
-        figures=_draw(record, prefix, [figures.shifts]),
+        figures=_draw_figures(record, prefix, [figures.shifts]),
         tables=_tables_with_rows(table_of_means, table_of_kinds),
     )
 
 
-def _foreign_images(record: RunRecord, prefix: str) -> Section:
+def _report_foreign_images(record: RunRecord, prefix: str) -> Section:
     shares_of_shifts: dict[str, dict[int, float]] = {}
     for shift in foreign_images.shifts_with_shares(record):
         shares = foreign_images.foreign_shares(record, f"{TYPICAL_SHARES}{shift}")
@@ -667,7 +667,7 @@ def _foreign_images(record: RunRecord, prefix: str) -> Section:
         key="foreign_images",
         title="Images that look foreign",
         intro=intro,
-        figures=_draw(record, prefix, [foreign_images.foreign_images, foreign_images.foreign_pictures]),
+        figures=_draw_figures(record, prefix, [foreign_images.foreign_images, foreign_images.foreign_pictures]),
         tables=_tables_with_rows(table),
     )
 
@@ -682,9 +682,9 @@ def _shifted_scores(record: RunRecord) -> list[str]:
     return names
 
 
-def _privacy(record: RunRecord, prefix: str) -> Section:
+def _report_privacy(record: RunRecord, prefix: str) -> Section:
     privacy = record.info.get("privacy")
-    rendered = _draw(record, prefix, [figures.epsilon])
+    rendered = _draw_figures(record, prefix, [figures.epsilon])
     if not privacy:
         intro = _LEFT_OUT if record.without_scores else ""
         return Section(key="privacy", title="Privacy", intro=intro, figures=rendered)
@@ -721,7 +721,7 @@ def _privacy(record: RunRecord, prefix: str) -> Section:
     return Section(key="privacy", title="Privacy", intro=" ".join(lines), figures=rendered, tables=[table])
 
 
-def _settings(record: RunRecord, prefix: str) -> Section:
+def _report_settings(record: RunRecord, prefix: str) -> Section:
     rows: list[list[Cell]] = []
     for name, value in record.info.items():
         if name not in ("classes", "clients", "privacy"):  # other sections have them

@@ -79,11 +79,11 @@ class Group:
         return [fmean(scores) for scores in zip(*scores_of_run, strict=True)]
 
 
-def groups_of(records: Sequence[RunRecord]) -> list[Group]:
+def group_runs(records: Sequence[RunRecord]) -> list[Group]:
     """Return the groups in the order of their first runs, with distinct names."""
     groups: dict[Hashable, Group] = {}
     for record in records:
-        options = _options(record)
+        options = _read_options(record)
         key: Hashable
         if record.group:
             key = record.group
@@ -107,7 +107,7 @@ def _with_distinct_names(groups: Sequence[Group]) -> list[Group]:
         name = group.name
         if len(namesakes) > 1:
             first = group.runs[0]
-            difference = _difference(group.options, [other.options for other in namesakes])
+            difference = _describe_differences(group.options, [other.options for other in namesakes])
             name = first.group or f"{name}: {difference or first.name}"
         if any(other.name == name for other in distinct):
             name = f"{name} ({number})"
@@ -115,7 +115,7 @@ def _with_distinct_names(groups: Sequence[Group]) -> list[Group]:
     return distinct
 
 
-def _difference(options: dict[str, str], others: Sequence[dict[str, str]]) -> str:
+def _describe_differences(options: dict[str, str], others: Sequence[dict[str, str]]) -> str:
     """Return the first few options that are not the same in all runs of one algorithm."""
     differing = []
     for name, value in options.items():
@@ -124,7 +124,7 @@ def _difference(options: dict[str, str], others: Sequence[dict[str, str]]) -> st
     return ", ".join(differing[:3])
 
 
-def _options(record: RunRecord) -> dict[str, str]:
+def _read_options(record: RunRecord) -> dict[str, str]:
     """Return the options of ``config.yaml`` by their dotted names, without :data:`IGNORED_OPTIONS`."""
     if not record.config:
         return {}
@@ -158,11 +158,11 @@ def comparison(records: Sequence[RunRecord]) -> list[Section]:
                 f"{str(first.folder)!r} and {str(record.folder)!r} cannot be compared: their scores are "
                 f"{first.first_metric} and {record.first_metric}; make a report of each"
             )
-    groups = groups_of(records)
-    return [_scores(groups), *_paired_differences(groups)]
+    groups = group_runs(records)
+    return [_report_scores(groups), *_paired_differences(groups)]
 
 
-def _scores(groups: Sequence[Group]) -> Section:
+def _report_scores(groups: Sequence[Group]) -> Section:
     figures = []
     for score in SCORES:
         figure = _score_figure(groups, score)
@@ -192,7 +192,7 @@ def _score_table(groups: Sequence[Group]) -> Table:
         for score in scores:
             values = group.last_scores(score)
             row.append(fmean(values) if values else math.nan)
-            row.append(_deviation(values))
+            row.append(_compute_deviation(values))
         rows.append(row)
     return Table(
         name="comparison",
@@ -204,7 +204,7 @@ def _score_table(groups: Sequence[Group]) -> Table:
     )
 
 
-def _deviation(values: Sequence[float]) -> float:
+def _compute_deviation(values: Sequence[float]) -> float:
     """Return the sample standard deviation; NaN for a single value, or if a value is NaN."""
     # stdev() raises an error for NaN.
     if len(values) < 2 or any(map(math.isnan, values)):
@@ -252,7 +252,7 @@ def _draw_curves(groups: Sequence[Group], score: str) -> RenderedFigure:
             means = [fmean(scores_by_round[number]) for number in rounds_done]
             errors = []
             for number in rounds_done:
-                deviation = _deviation(scores_by_round[number])
+                deviation = _compute_deviation(scores_by_round[number])
                 errors.append(0.0 if math.isnan(deviation) else deviation)
             draw_line(axes, index, rounds_done, means, short_label(group.name, 34))
             if any(errors):
@@ -285,7 +285,7 @@ def _draw_points(groups: Sequence[Group], score: str) -> RenderedFigure:
         figure, axes = new_axes(4.5, min(1.2 + 0.3 * len(scored_groups), 12))
         for index, group in enumerate(scored_groups):
             values = [group.unit.factor * value for value in group.last_scores(score)]
-            deviation = _deviation(values)
+            deviation = _compute_deviation(values)
             error = 0 if math.isnan(deviation) else deviation
             axes.errorbar(fmean(values), index, xerr=error, fmt=marker_of(index), color=colour_of(index), capsize=3)
         axes.set_yticks(range(len(scored_groups)), [short_label(group.name, 30) for group in scored_groups])
@@ -299,7 +299,7 @@ def _file_name(score: str) -> str:
 
 
 @dataclass(frozen=True)
-class Contrast:
+class GroupContrast:
     """The clients' scores in one group against those in the first group.
 
     Attributes:
@@ -326,7 +326,7 @@ def _paired_differences(groups: Sequence[Group]) -> list[Section]:
             if not baseline.has_mean(OWN_SCORE) or not group.has_mean(OWN_SCORE):
                 # A mean over the other clients would look like that of all.
                 difference = replace(difference, mean=math.nan, standard_error=math.nan)
-            contrasts.append(Contrast(group.name, by_client, difference))
+            contrasts.append(GroupContrast(group.name, by_client, difference))
     if not contrasts:
         return []
 
@@ -373,7 +373,7 @@ def _have_same_clients(group: Group, other: Group) -> bool:
     return True
 
 
-def _draw_differences(contrasts: Sequence[Contrast], baseline: Group) -> RenderedFigure:
+def _draw_differences(contrasts: Sequence[GroupContrast], baseline: Group) -> RenderedFigure:
     """Draw a row for each client with its differences to the first group, and above them their means.
 
     Clients are sorted by their difference in the first contrast; an error bar is the standard error of a mean.

@@ -11,7 +11,7 @@ import torch
 
 from perada.cli import main
 from perada.studies import toy_regression
-from perada.studies.fed_ensemble import study
+from perada.studies.fed_ensemble import study_modes
 from perada.studies.toy_regression import (
     CLIENTS,
     FUNCTIONS,
@@ -163,7 +163,7 @@ def test_one_modes_variance_is_that_of_its_initial_weights():
 def rows(tmp_path_factory):
     """A small study of K that each stratum's permutation trains in every round."""
     folder = tmp_path_factory.mktemp("study")
-    return study(output=folder, modes=[1, 2, 4], reruns=60, rounds=40, strata=10, init_std=0.5)
+    return study_modes(output=folder, modes=[1, 2, 4], reruns=60, rounds=40, strata=10, init_std=0.5)
 
 
 @pytest.mark.slow

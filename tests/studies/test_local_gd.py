@@ -392,8 +392,8 @@ def test_the_quick_study_writes_its_numbers_and_its_figure(tmp_path, capsys):
 
 def test_options_are_read_by_name(tmp_path, monkeypatch):
     asked = {}
-    take = functools.wraps(local_gd.study)(lambda **options: asked.update(options))
-    monkeypatch.setattr(local_gd, "study", take)
+    take = functools.wraps(local_gd.study_local_steps)(lambda **options: asked.update(options))
+    monkeypatch.setattr(local_gd, "study_local_steps", take)
     words = ["--regression.dimensions=[60,70]", "--head.dataset=digits", "--nodes.count=3"]
     main(["study", "local-gd", f"--output={tmp_path}", *words])
     assert asked["output"] == tmp_path
@@ -406,10 +406,10 @@ def test_options_are_read_by_name(tmp_path, monkeypatch):
 def test_what_cannot_be_run_is_rejected_before_anything_is_computed(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="is a file; choose a folder"):
-        local_gd.study(output=tmp_path / "file", quick=True)
+        local_gd.study_local_steps(output=tmp_path / "file", quick=True)
     missing = local_gd_head.HeadSettings(root=str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"FashionMNIST was not found in .*; or choose --head.dataset=digits"):
-        local_gd.study(output=tmp_path / "out", head=missing)
+        local_gd.study_local_steps(output=tmp_path / "out", head=missing)
     assert not (tmp_path / "out").exists()
     for make, name in (
         (local_gd_curves.RegressionSettings, "rounds"),

@@ -23,7 +23,7 @@ from perada.studies.report.facts import expected_calibration_error, paired_diffe
 from perada.studies.report.page import as_csv, write_page
 from perada.studies.report.plotting import label_points, new_axes, report_style
 from perada.studies.report.records import CLASSIFICATION, RunRecord, read_records
-from perada.studies.report.several import comparison, groups_of
+from perada.studies.report.several import comparison, group_runs
 from perada.tasks import Classification, MultiLabel
 from tests.options import sections
 
@@ -476,7 +476,7 @@ def test_groups_are_named_by_what_differs(tmp_path):
         config = f"seed_everything: {seed}\ntraining: {{lr_local: {rate}}}\n"
         return RunRecord(name, tmp_path, {"algorithm": "PerAda", "seed": seed}, config=config)
 
-    found = groups_of([record("a", 0.1, 0), record("b", 0.2, 0), record("c", 0.1, 1), RunRecord("d", tmp_path)])
+    found = group_runs([record("a", 0.1, 0), record("b", 0.2, 0), record("c", 0.1, 1), RunRecord("d", tmp_path)])
     assert [group.name for group in found] == ["PerAda: lr_local=0.1", "PerAda: lr_local=0.2", "d"]
     assert [len(group.runs) for group in found] == [2, 1, 1]
 

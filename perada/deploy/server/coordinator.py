@@ -51,7 +51,7 @@ from perada.deploy.transport import Terms, Transport
 from perada.federation.both_models import without_both_models
 from perada.federation.local_trainer import LocalTrainer
 from perada.federation.server import Server
-from perada.federation.setup_checks import PlannedRun, check_run
+from perada.federation.setup_checks import RunSetup, check_run
 from perada.privacy.accounting import check_delta_covers
 from perada.scores.failed_outputs import REMEDY
 from perada.server.sums import SecureSums
@@ -114,7 +114,7 @@ class Coordinator:
         self.sample = terms.sample or self.settings.clients_per_round
         self.images = recipe.public_images()
         self._check_terms()
-        check_run(self._planned_run())
+        check_run(self._run_setup())
         no_effect = without_both_models(self.settings, recipe.loop.evaluation.prediction)
         if no_effect is not None:
             log.info("%s", no_effect)
@@ -217,10 +217,10 @@ class Coordinator:
         if self.terms.late == "skip":
             raise ValueError("secure_sums does not support late='skip': its steps wait for all sites; use 'wait'")
 
-    def _planned_run(self) -> PlannedRun:
+    def _run_setup(self) -> RunSetup:
         """Return what the server knows of the run before any site joins."""
         module = self.recipe.module
-        return PlannedRun(
+        return RunSetup(
             settings=self.settings,
             prediction=module.evaluation.prediction,
             tensor_names=module.tensor_names,

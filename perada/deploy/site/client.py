@@ -43,7 +43,7 @@ from perada.federation.setup_checks import check_run
 from perada.federation.typical_images import MAX_EXAMPLES
 from perada.lightning.privacy_setup import check_private, plan_privacy
 from perada.lightning.run_context import RunContext
-from perada.lightning.setup import check_first_batch, configure_rounds, plan_run
+from perada.lightning.setup import check_first_batch, configure_rounds, setup_of_run
 from perada.privacy.account import Account, NoisySteps
 from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
 from perada.privacy.options import privacy_options
@@ -197,7 +197,7 @@ class Client:
         Raises:
             ValueError: If the model or other options do not support one.
         """
-        simulated = plan_run(self.data, self.module, settings)
+        simulated = setup_of_run(self.data, self.module, settings)
         # How many sites there are, and what the server has, is known only to the server.
         known = replace(simulated, num_clients=None, fewest_clients=None, num_public=None, num_labelled=None)
         check_run(known)

@@ -4,7 +4,7 @@
 import yaml
 
 from perada.cli.runs import build_compared
-from perada.studies.choose.recipe_file import recipe_words, write_recipe
+from perada.studies.choose.recipe_file import format_recipe, recipe_words
 from tests import recipes
 
 
@@ -17,7 +17,7 @@ def test_a_written_recipe_configures_the_same_run(tmp_path):
     words = recipe_words(args, "both", 1)
     cli = build_compared(words)
     comments = {"training.lr_local": "a reason", "federated.algorithm.prox_strength": "a pull", "data": "the images"}
-    text = write_recipe(cli, ["the top", "two lines"], comments)
+    text = format_recipe(cli, ["the top", "two lines"], comments)
     written = tmp_path / "written.yaml"
     written.write_text(text)
 

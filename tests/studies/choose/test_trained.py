@@ -13,7 +13,7 @@ from perada.cli import main
 from perada.cli.runs import build_compared
 from perada.data import Digits
 from perada.studies.choose import candidates, command
-from perada.studies.choose.recipe_file import recipe_words, write_recipe
+from perada.studies.choose.recipe_file import format_recipe, recipe_words
 from perada.studies.compare.running import OutOfTimeError, RunTask, Stretch, attempt
 from tests import recipes
 
@@ -203,6 +203,6 @@ def test_the_recipe_for_sites_is_accepted_by_deploy_init(recipe, tmp_path):
     words += ["--federated.algorithm=Ditto", "--federated.algorithm.prox_strength=0.3", "--model.adapter=residual"]
     cli = build_compared(recipe_words(words, "both", 2))
     best = tmp_path / "best.yaml"
-    best.write_text(write_recipe(cli, ["chosen"], {"federated.algorithm": "the reason"}))
+    best.write_text(format_recipe(cli, ["chosen"], {"federated.algorithm": "the reason"}))
     main(["deploy", "init", str(best), str(tmp_path / "app")])
     assert "the reason" in "".join(path.read_text() for path in (tmp_path / "app").rglob("*.yaml"))
