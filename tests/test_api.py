@@ -135,7 +135,7 @@ def test_run_folder(call, tmp_path, tiny):
     assert written["seed_everything"] == 0
     assert written["ckpt_path"] is None
     assert written["data"] == "FederatedData of 5 clients"
-    with pytest.raises(ValueError, match=r"a custom network, which it does not contain; pass one of the same class"):
+    with pytest.raises(ValueError, match="custom network"):
         main(["export", str(folder), "--output", str(tmp_path / "adapters")])
     partition = check_sealed(json.loads((folder / "partition.json").read_text()))
     assert partition == {"num_clients": 5, "train_sizes": [9, 5, 14, 7, 20], "test_sizes": [6] * 5, "public_size": 12}
@@ -183,7 +183,7 @@ def test_a_trainer_of_the_callers_own(call, tiny, tmp_path):
     with pytest.raises(ValueError, match="already has a FederatedLoop"):  # whatever else is asked for
         perada.finetune(tiny.net(), tiny.data(), **sections(rounds=5, trainer=trainer, **options))
     assert len([one for one in trainer.callbacks if isinstance(one, perada.FederatedLoop)]) == 1
-    with pytest.raises(ValueError, match=r"'precision' cannot be combined with trainer="):
+    with pytest.raises(ValueError, match=r"'precision'.*trainer="):
         perada.finetune(
             tiny.net(), tiny.data(), **sections(trainer=pl.Trainer(logger=False), precision="bf16-mixed", **options)
         )
@@ -208,7 +208,7 @@ def test_a_trainer_evaluates_as_often_as_it_was_made_to_and_the_config_records_i
 def test_a_trainer_made_for_another_number_of_rounds_is_rejected(tiny, tmp_path):
     options = {key: value for key, value in tiny.options.items() if key not in ("accelerator", "enable_progress_bar")}
     trainer = pl.Trainer(max_epochs=5, accelerator="cpu", default_root_dir=tmp_path, logger=False)
-    with pytest.raises(ValueError, match="the trainer has max_epochs=5 and rounds=2; make both equal, or leave"):
+    with pytest.raises(ValueError, match="max_epochs=5 and rounds=2"):
         perada.finetune(tiny.net(), tiny.data(), **sections(rounds=2, trainer=trainer, **options))
     assert trainer.max_epochs == 5
 
@@ -225,7 +225,7 @@ def test_a_datamodule_has_its_own_batch_size(call, tiny, one_thread):
     assert run.metrics["rounds"][0]["step"] == 10
     with pytest.raises(
         ValueError,
-        match=r"batch_size=4 contradicts the data module, .* with batch_size=2; pass batch_size to FederatedDataModule",
+        match=r"batch_size=4 .*batch_size=2; .*FederatedDataModule",
     ):
         call(data=perada.FederatedDataModule(tiny.data(), batch_size=2), batch_size=4)
 
@@ -244,7 +244,7 @@ def one_thread():
 def test_a_datamodule_has_its_own_image_size(tiny, own, given):
     setting = "with image_size=32" if own else "without image_size"
     data = perada.FederatedDataModule(tiny.data(), batch_size=2, image_size=own)
-    with pytest.raises(ValueError, match=rf"^image_size={given} contradicts .* was created {setting}; pass image_size"):
+    with pytest.raises(ValueError, match=rf"^image_size={given} .*{setting}"):
         perada.finetune("test_resnet", data, pretrained=False, image_size=given)
 
 
@@ -275,7 +275,7 @@ def test_a_network_may_know_more_classes_than_the_labels_show(call, tiny):
     data = tiny.data()
     for part in [*data.train, *data.test]:
         part.tensors[1].clamp_(max=1)
-    with pytest.warns(UserWarning, match=r"imply 2 classes, .* 3 outputs, so 3 classes are assumed: set num_classes=3"):
+    with pytest.warns(UserWarning, match=r"2 classes, .*3 outputs, .*num_classes=3"):
         assert call(data=data, rounds=1, logger=False).info["num_classes"] == 3
     assert call(data=data, rounds=1, logger=False, num_classes=3).info["num_classes"] == 3
 
@@ -283,7 +283,7 @@ def test_a_network_may_know_more_classes_than_the_labels_show(call, tiny):
 def test_public_images_that_do_not_fit_are_rejected_before_training(call, tiny):
     data = tiny.data()
     data.public = torch.utils.data.TensorDataset(torch.randn(4, 3, 8, 8))
-    with pytest.raises(ValueError, match=r"public images of shape \(3, 8, 8\)"):
+    with pytest.raises(ValueError, match=r"public .*\(3, 8, 8\)"):
         call(data=data, logger=False)
 
 
@@ -309,13 +309,13 @@ def emptied(tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backbone": "resnet19"}, "'resnet19' is not a timm model; did you mean resnet18"),
+        ({"backbone": "resnet19"}, "'resnet19'"),
         ({"adapter": "residuals"}, "adapter 'residuals' is unknown; choose one of"),
         ({"adapter": "lora", "adapter_options": {"rank": 2}}, "adapter 'lora' has no option 'rank'"),
         ({"algorithm": "perda"}, "algorithm='perda' is unknown; did you mean 'perada'"),
         (
             {"algorithm": "fedavg", "algorithm_options": {"prox_strength": 1.0}},
-            "algorithm='fedavg' does not accept the options.*prox_strength",
+            r"algorithm='fedavg'.*prox_strength",
         ),
         (
             {"algorithm_options": {"prox_strength": -1.0}},
@@ -326,7 +326,7 @@ def emptied(tiny):
             "prox_strength=2.0.*combined with an algorithm",
         ),
         ({"clients_per_round": 6}, "clients_per_round must be an integer >= 1 and <= 5 or None, got 6"),
-        ({"clients_per_round": 0}, "clients_per_round must be an integer >= 1 .*, got 0"),
+        ({"clients_per_round": 0}, r"clients_per_round .*got 0"),
         ({"data": emptied}, "client 3 has no training samples"),
         ({"num_classes": 4}, "num_classes"),
         ({"num_classes": 2}, "label"),
@@ -334,7 +334,7 @@ def emptied(tiny):
         ({"data": lambda tiny: shaped(tiny, 1, 9, 8)}, "client 2"),
         ({"data": lambda tiny: shaped(tiny, 2, 8, 8)}, "client 2"),
         ({"data": lambda tiny: tiny.data(public=False)}, "no public set"),
-        ({"rounds": -1}, "rounds must be an integer >= 0, got -1"),
+        ({"rounds": -1}, r"rounds .*got -1"),
         ({"rounds": 1.5}, "rounds must be .*got 1.5"),
         (
             {"check_val_every_n_epoch": 0},
@@ -345,7 +345,7 @@ def emptied(tiny):
         ({"local_steps": 0}, "steps must be .*got 0"),
         ({"lr_personal": -0.1}, "lr_personal must be a finite number >= 0, got -0.1"),
         ({"lr_local": -0.1}, "lr_local must be a finite number >= 0, got -0.1"),
-        ({"distillation": {"lr": -0.1}}, "distillation: lr must be a finite number > 0, got -0.1"),
+        ({"distillation": {"lr": -0.1}}, r"distillation: lr .*got -0.1"),
         ({"distill_steps": -1}, "steps must be an integer >= 0, got -1"),
         ({"distill_temperature": 0.0}, "temperature must be a finite number >= 0.001 .*, got 0.0"),
         (
@@ -354,12 +354,12 @@ def emptied(tiny):
         ),
         (
             {"algorithm_options": {"prox_strength": 10**30}},
-            "prox_strength must be a finite number >= 0 and <= 9223372036854775807, got 10+",
+            r"prox_strength .*got 10+",
         ),
         ({"lr_local": 1e300}, "lr_local must be a finite number >= 0 and <= 3.4e.38, got 1e.300"),
         ({"distill_steps": 10**400}, "steps must be an integer >= 0 and <= 1000000000000, got 10+…"),
-        ({"distill_optimizer": "adagrad"}, "optimizer must be one of .*, got 'adagrad'"),
-        ({"optimizer": "adagrad"}, "optimizer must be one of .*, got 'adagrad'"),
+        ({"distill_optimizer": "adagrad"}, r"optimizer .*got 'adagrad'"),
+        ({"optimizer": "adagrad"}, r"optimizer .*got 'adagrad'"),
         ({"weighting": "size"}, "weighting must be one of .*, got 'size'"),
         ({"engine": "vmap"}, "engine must be one of .*, got 'vmap'"),
         ({"privacy": {"epsilon": 1}}, "privacy has no option 'epsilon'"),
@@ -379,7 +379,7 @@ def test_wrong_inputs_are_named_on_one_line_at_set_up(call, tiny, options, messa
 
 
 def test_a_label_beyond_the_outputs_of_the_network_names_its_client(call, tiny):
-    with pytest.raises(ValueError, match="client 1 has the training label 7"):
+    with pytest.raises(ValueError, match=r"client 1 .*label 7"):
         call(data=labelled(tiny, 1, 7), rounds=1, logger=False)
 
 
@@ -387,15 +387,15 @@ def test_images_of_the_wrong_size_for_the_backbone_are_rejected_at_set_up(call, 
     data = tiny.data()
     for part in (*data.train, *data.test, data.public):
         part.tensors = (part.tensors[0].expand(-1, 3, -1, -1), *part.tensors[1:])
-    with pytest.raises(ValueError, match=r"images of shape \(3, 8, 8\).* do not fit backbone 'test_vit'.*image_size"):
+    with pytest.raises(ValueError, match=r"\(3, 8, 8\).*'test_vit'.*image_size"):
         call("test_vit", data, pretrained=False, rounds=1, logger=False, adapter="head")
-    with pytest.raises(ValueError, match=r"images of shape \(3, 8, 8\).* do not fit backbone 'Sequential'"):
+    with pytest.raises(ValueError, match=r"\(3, 8, 8\).*'Sequential'"):
         call(tiny.net(), data, rounds=1, logger=False)
 
 
 def test_a_network_that_does_not_return_logits_is_rejected(call, tiny):
     net = nn.Sequential(tiny.net(), nn.Unflatten(1, (1, 3)))
-    with pytest.raises(ValueError, match=r"the output has shape \(1, 1, 3\) instead of \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"\(1, 1, 3\) .*\(1, 3\)"):
         call(net, rounds=1, logger=False, adapter="head")
 
 
@@ -431,13 +431,13 @@ def test_sections_are_given_as_objects_or_as_fields(call, tiny):
     runs = [call(rounds=1, logger=False, **none | options) for options in (as_fields, as_objects, flat)]
     for run in runs[1:]:
         assert all(torch.equal(value, runs[0].state("global")[key]) for key, value in run.state("global").items())
-    with pytest.raises(ValueError, match="distillation has no option 'step'"):
+    with pytest.raises(ValueError, match=r"distillation .*'step'"):
         call(**(none | {"distillation": {"step": 3}}))
 
 
 @pytest.mark.parametrize("training", [perada.Training(), {"lr_local": 0.1}])
 def test_an_option_that_is_given_beside_its_section_is_rejected(tiny, training):
-    with pytest.raises(ValueError, match=r"lr_local=0\.2 cannot be combined with training=.*; set it there"):
+    with pytest.raises(ValueError, match=r"lr_local=0\.2 .*training="):
         perada.finetune(tiny.net(), tiny.data(), lr_local=0.2, training=training)
 
 

@@ -55,7 +55,7 @@ def test_a_checkpoint_runs_no_code(tiny, tmp_path, place):
     content = torch.load(checkpoint(tmp_path), weights_only=True)
     (content if place == "top" else content["perada"])["more"] = Evil(tmp_path / "owned")
     torch.save(content, checkpoint(tmp_path))
-    with pytest.raises(ValueError, match=r"contains more than tensors and plain data, and is not loaded") as error:
+    with pytest.raises(ValueError, match="more than tensors") as error:
         fit(tiny, tmp_path, ckpt_path=str(checkpoint(tmp_path)))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "owned").exists()
@@ -74,7 +74,7 @@ def test_the_program_runs_no_code_of_a_checkpoint(tmp_path, monkeypatch):
     calls = [[word, *common] for word in ("test", "predict")]
     calls += [["fit", *common, "--trainer.max_epochs=2"], ["export", "lightning_logs/version_0", "--output", "out"]]
     for words in calls:
-        with pytest.raises(ValueError, match="contains more than tensors and plain data"):
+        with pytest.raises(ValueError, match="more than tensors"):
             main(words)
         assert not (tmp_path / "owned").exists()
     main(["test", *common, "--weights_only=false"])  # whoever trusts it says so
@@ -107,7 +107,7 @@ def test_a_checkpoint_names_no_file_outside_of_its_run(tiny, tmp_path, name):
     named = name.format(name=real.name, absolute=outside / real.name, session=session)
     changed(checkpoint(tmp_path), lambda saved: saved["files"].update({client: named}))
     for rounds in (2, 3):
-        with pytest.raises(ValueError, match=rf"the states of client {client}, is damaged or a different file"):
+        with pytest.raises(ValueError, match=f"client {client},"):
             fit(tiny, tmp_path, client_store="disk", rounds=rounds, ckpt_path=str(checkpoint(tmp_path)))
     linked = [path for path in tmp_path.rglob("version_[12]/clients/*") if path.is_file()]
     assert linked == []
@@ -118,7 +118,7 @@ def test_a_checkpoint_names_no_folder_but_of_clients(tiny, tmp_path):
     run, outside = tmp_path / "lightning_logs" / "version_0", tmp_path / "outside"
     (run / "clients").rename(outside)
     changed(checkpoint(tmp_path), lambda saved: saved.update(folder=str(outside)))
-    with pytest.raises(ValueError, match=r"lists files in '.*outside', which is not the folder of a run"):
+    with pytest.raises(ValueError, match=r"'.*outside'"):
         fit(tiny, tmp_path, client_store="disk", rounds=3, ckpt_path=str(checkpoint(tmp_path)))
 
 
@@ -130,12 +130,12 @@ def test_links_and_other_contents_are_not_taken_for_a_clients_file(tiny, tmp_pat
     whole = real.read_bytes()
     real.rename(secret)
     real.symlink_to(secret)
-    with pytest.raises(ValueError, match="is damaged or a different file"):
+    with pytest.raises(ValueError, match="damaged"):
         fit(tiny, tmp_path, client_store="disk", rounds=3, ckpt_path=str(checkpoint(tmp_path)))
     real.unlink()
     real.write_bytes(b"x" * len(whole))
     for store in ("disk", "host"):
-        with pytest.raises(ValueError, match="is damaged or a different file"):
+        with pytest.raises(ValueError, match="damaged"):
             fit(tiny, tmp_path, client_store=store, rounds=3, ckpt_path=str(checkpoint(tmp_path)))
     assert [path for path in tmp_path.rglob("version_[1-9]/clients/*") if path.is_file()] == []
 
@@ -168,7 +168,7 @@ def test_code_beside_weights_is_neither_run_nor_offered_to_be(tiny, tmp_path, mo
         lambda: perada.finetune(f"hf:{folder}", tiny.data(), **sections(**options)),
         lambda: perada.finetune(f"hf:{folder}", tiny.data(), **sections(pretrained=False, **options)),
     ):
-        with pytest.raises(ValueError, match="comes with custom code, which perada does not run") as error:
+        with pytest.raises(ValueError, match="custom code") as error:
             call()
         assert "\n" not in str(error.value)
     assert not (folder / "owned").exists()
@@ -237,15 +237,15 @@ def test_a_run_that_says_it_has_a_billion_global_models_is_rejected_at_once(tiny
     folder = undigested(fit(tiny, tmp_path, rounds=0, logger=False).save(tmp_path / "run"))
     content = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(content | {"global_models": 10**15}))
-    with pytest.raises(ValueError, match=r"run\.json' is broken .*global_models must be .*, got 1000000000000000"):
+    with pytest.raises(ValueError, match=r"run\.json'.*global_models .*1000000000000000"):
         perada.Run.load(folder, backbone=tiny.net())
     (folder / "run.json").write_text(json.dumps(content | {"global_models": 10**7}))
-    with pytest.raises(ValueError, match=r"run\.json' is broken: .* lists no file with global state 1;"):
+    with pytest.raises(ValueError, match=r"run\.json'.*global state 1"):
         perada.Run.load(folder, backbone=tiny.net())
     exported = undigested(fit(tiny, tmp_path, rounds=0, logger=False).export(tmp_path / "exported"))
     content = json.loads((exported / "run.json").read_text())
     (exported / "run.json").write_text(json.dumps(content | {"global_models": 10**7}))
-    with pytest.raises(FileNotFoundError, match="global_0' is not an adapter folder"):
+    with pytest.raises(FileNotFoundError, match="global_0'"):
         perada.Run.load(exported, backbone=tiny.net())
 
 
@@ -372,6 +372,6 @@ def test_what_takes_its_place_wrongly_is_the_checkpoints_fault(tiny, tmp_path, p
     else:
         content["perada"]["federation"]["clients"] = 3
     torch.save(content, checkpoint(tmp_path))
-    with pytest.raises(ValueError, match=r"ckpt_path='.*': its content is not what perada writes \(\w+: ") as error:
+    with pytest.raises(ValueError, match=r"ckpt_path='.*': its content") as error:
         fit(tiny, tmp_path, ckpt_path=str(checkpoint(tmp_path)))
     assert "\n" not in str(error.value)

@@ -2,6 +2,7 @@
 """Wrong calls of the Python API are rejected at once; unusual but right ones work, and their runs can be saved."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch.utils.data import TensorDataset
 import perada
 from perada import FederatedData, FederatedDataModule, Run, personalize
 from perada.algorithms import Ditto, FedBE, FedEnsemble, FFALoRA, HetLoRA, make_algorithm
+from perada.core.checks import OptionTypeError
+from perada.core.text import value_text
 from perada.data import (
     CIFAR10,
     CIFAR10C,
@@ -34,6 +37,7 @@ from perada.data import (
 )
 from perada.server import Distillation, ModifiedLocalGD, TrimmedMean, make_rule
 from perada.tasks import Classification, MultiLabel, Regression, Segmentation
+from tests.rejections import UNCHECKED, raises_naming, rejects
 
 IMAGES = torch.arange(12 * 3 * 4 * 4).view(12, 3, 4, 4).remainder(251).byte()
 LABELS = torch.arange(12) % 2
@@ -60,59 +64,68 @@ def run():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("option", "value", "facts"),
     [
-        ({"data": CLIENT}, r"^data must be a FederatedData or a FederatedDataModule, got a TensorDataset"),
-        ({"backbone": Network}, r"got the class Network \(create it: Network\(...\)\)"),
-        ({"algorithm": Ditto}, r"^algorithm must be a name .*, got the class Ditto \(create it"),
-        (
-            {"server_rule": TrimmedMean},
-            r"^server_rule=the class TrimmedMean \(create it: TrimmedMean\(...\)\) is unknown",
-        ),
-        ({"distillation": Distillation}, r"^distillation must be of type Distillation .*, got the class Distillation"),
-        ({"evaluation": "accuracy"}, r"^evaluation must be of type Evaluation or a dictionary .*, got 'accuracy'"),
-        ({"adapter": None}, r"^adapter must be one of residual, .* or a PeftConfig, got None"),
-        ({"lr_local": torch.tensor(0.1)}, r"^lr_local .*, got a tensor of the number 0.1 \(pass its .item\(\)\)"),
-        ({"lr_local": np.float64("nan")}, r"^lr_local must be a finite number >= 0, got nan$"),
-        ({"rounds": np.array([3])}, r"^rounds must be an integer >= 0, got an array of shape \(1,\)"),
-        ({"train_backbone": "yes"}, r"^train_backbone must be one of False, True, 'merged', got 'yes'"),
-        ({"epochs": 3}, r"^epochs=3 is neither an option of perada.finetune nor .*; rounds and local_epochs are"),
-        ({"acelerator": "cpu"}, r"^acelerator='cpu' is neither an option .*; did you mean accelerator\?"),
-        ({"max_epochs": 3}, r"^max_epochs=3 contradicts rounds=1; set rounds"),
-        ({"privacy": {}}, r"^privacy: neither noise_multiplier nor target_epsilon is set: set exactly one"),
-        ({"distillation": {"share_steps": "x"}}, r"^distillation: share_steps must be one of True, False, got 'x'"),
+        ("algorithm", Ditto, ["Ditto(...)"]),
+        ("server_rule", TrimmedMean, ["TrimmedMean(...)"]),
+        ("lr_local", torch.tensor(0.1), [".item()"]),
+        ("lr_local", np.float64("nan"), []),
+        ("rounds", np.array([3]), []),
+        ("train_backbone", "yes", ["merged"]),
+        ("epochs", 3, ["rounds", "local_epochs"]),
+        ("acelerator", "cpu", ["did you mean accelerator?"]),
+        ("max_epochs", 3, ["rounds=1"]),
     ],
 )
-def test_wrong_options_of_finetune(options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        finetune(**options)
+def test_wrong_options_of_finetune(option, value, facts):
+    with rejects(option, value, *facts):
+        finetune(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("data", CLIENT),
+        ("backbone", Network),
+        ("distillation", Distillation),
+        ("evaluation", "accuracy"),
+        ("adapter", None),
+    ],
+)
+def test_arguments_of_finetune_of_a_wrong_type(argument, value):
+    with raises_naming(TypeError, argument, value_text(value)):
+        finetune(**{argument: value})
+
+
+def test_wrong_sections_of_finetune():
+    with raises_naming(ValueError, "privacy", "noise_multiplier", "target_epsilon"):
+        finetune(privacy={})
+    with rejects("distillation: share_steps", "x"):
+        finetune(distillation={"share_steps": "x"})
 
 
 def test_networks_without_finite_weights_are_rejected_before_training():
     broken = Network()
     broken[4].weight.data[0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"^backbone 'Network' has NaN or infinity in '4.weight'; load intact weights"):
+    with pytest.raises(ValueError, match=r"^backbone 'Network' .*NaN or infinity.*'4\.weight'"):
         finetune(backbone=broken)
     with torch.device("meta"):
         empty = Network()
-    with pytest.raises(ValueError, match=r"^backbone 'Network' has no values in '0.weight', .* load its weights first"):
+    with pytest.raises(ValueError, match=r"^backbone 'Network' .*no values.*'0\.weight'"):
         finetune(backbone=empty)
 
 
 @pytest.mark.parametrize(
-    ("images", "message"),
+    ("images", "facts"),
     [
-        (IMAGES.movedim(1, -1), r"shape \(4, 4, 3\) .* takes 3 channels instead of 4; .* image.permute\(2, 0, 1\)"),
-        (IMAGES[:, :1], r"takes 3 channels instead of 1; convert grey images with image.convert\('RGB'\)"),
-        (
-            IMAGES.flatten(1) / 255,
-            r"images of shape \(48,\) .*do not fit .*; pass images of shape \(channels, height",
-        ),
-        (IMAGES[:, :2] / 255, r"takes 3 channels instead of 2; convert them to 3 channels, or pass a network for 2"),
+        (IMAGES.movedim(1, -1), ["(4, 4, 3)", "3 channels", 4, "image.permute(2, 0, 1)"]),
+        (IMAGES[:, :1], ["3 channels", 1, "image.convert('RGB')"]),
+        (IMAGES.flatten(1) / 255, ["(48,)", "(channels, height, width)"]),
+        (IMAGES[:, :2] / 255, ["3 channels", 2, "a network for 2"]),
     ],
 )
-def test_images_of_other_channels_name_the_remedy(images, message):
-    with pytest.raises(ValueError, match=message) as error:
+def test_images_of_other_channels_name_the_remedy(images, facts):
+    with raises_naming(ValueError, *facts) as error:
         finetune(FederatedData([TensorDataset(images, LABELS)] * 2))
     assert "Given groups" not in str(error.value)
 
@@ -131,80 +144,74 @@ def test_floating_point_images_of_another_type_are_converted(dtype):
     assert torch.equal(runs[0].predict(images, 0).probabilities, runs[1].predict(images.float(), 0).probabilities)
 
 
-def test_wrong_objects():
-    with pytest.raises(TypeError, match=r"^trainer must be of type Trainer or None, got 'gpu'"):
-        perada.finetune(Network(), FederatedData([CLIENT]), trainer="gpu")
-    for options, message in (
-        ({"training": {"lr_local": 0.1}}, r"^training must be of type Training or None, got {'lr_local': 0.1}; for"),
-        ({"privacy": perada.ClientPrivacy(noise_multiplier=1)}, r"^privacy must be of type Privacy or None"),
-        ({"server_rule": "median"}, r"^server_rule must be of type ServerRule or None, got 'median'"),
-        ({"algorithm": []}, r"^algorithm=\[\] is not an algorithm; pass an Algorithm object"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            perada.FederatedLoop(**options)
-    for wrapper in (HetLoRA, FedEnsemble, FFALoRA):
-        with pytest.raises(ValueError, match=r"^base=\[\] is not an algorithm"):
-            wrapper(base=[])
-    for option in ("channels_last", "cache_features"):
-        with pytest.raises(ValueError, match=rf"^{option} must be one of None, True, False, got 'no'"):
-            perada.Training(**{option: "no"})
+@pytest.mark.parametrize(
+    ("call", "option", "value"),
+    [
+        (perada.FederatedLoop, "training", {"lr_local": 0.1}),
+        (perada.FederatedLoop, "privacy", perada.ClientPrivacy(noise_multiplier=1)),
+        (perada.FederatedLoop, "server_rule", "median"),
+        (perada.FederatedLoop, "algorithm", []),
+        (HetLoRA, "base", []),
+        (FedEnsemble, "base", []),
+        (FFALoRA, "base", []),
+        (perada.Training, "channels_last", "no"),
+        (perada.Training, "cache_features", "no"),
+        (FederatedDataModule, "dataset", Digits),
+        (FederatedDataModule, "data", [CLIENT]),
+        (partial(FederatedDataModule, FederatedData([CLIENT])), "device_cache_mb", "2 GB"),
+        (ImageFolder, "root", None),
+        (ImageFolder, "root", ""),
+        (partial(Images, "x"), "layout", None),
+        (ImageTable, "table", None),
+        (partial(ImageTable, "t.csv"), "label", None),
+        (partial(ImageTable, "t.csv"), "label", [1]),
+        (partial(ImageTable, "t.csv"), "separator", ""),
+        (HuggingFace, "name", None),
+        (partial(HuggingFace, "a/b"), "label", ["x"]),
+        (partial(HuggingFace, "a/b"), "splits", []),
+        (partial(HuggingFace, "a/b"), "splits", "train"),
+        (partial(HuggingFace, "a/b"), "numbers", []),
+        (partial(ImageFolder, "x"), "domains", "no"),
+        (partial(ImageFolder, "x"), "seed", 0.5),
+        (partial(ImageFolder, "x"), "gray", "no"),
+        (partial(ImageMasks, "x"), "masks", ["y"]),
+        (CIFAR10, "download", "no"),
+        (CIFAR10, "train", "no"),
+        (CIFAR10, "root", ["data"]),
+        (partial(CIFAR10C, "fog"), "root", 3),
+        (STL10, "unlabelled", "no"),
+        (Shakespeare, "root", 3),
+        (CheXpert, "frontal_only", "no"),
+        (OfficeHome, "seed", "a"),
+        (OpenImage, "seed", "a"),
+        (Photographs, "gray", "no"),
+        (Photographs, "seed", -1),
+        (Segmentation, "include_background", "no"),
+        (partial(perada.finetune, Network(), FederatedData([CLIENT])), "trainer", "gpu"),
+    ],
+)
+def test_wrong_options_of_objects(call, option, value):
+    with rejects(option, value):
+        call(**{option: value})
 
 
-def test_wrong_options_of_data_modules():
-    for options, message in (
-        ({}, r"^dataset and partition must be set: pass a dataset"),
-        ({"dataset": Digits()}, r"^partition must be set"),
-        ({"dataset": Digits}, r"^dataset must be of type ImageSet or None, got the class Digits \(create it"),
-        ({"data": [CLIENT]}, r"^data must be of type FederatedData or None, got \[a TensorDataset\]"),
-        (
-            {"data": FederatedData([CLIENT]), "device_cache_mb": "2 GB"},
-            r"^device_cache_mb must be a finite number >= 0",
-        ),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            FederatedDataModule(**options)
+def test_options_that_are_missing_or_unknown():
+    with raises_naming(ValueError, "dataset and partition"):
+        FederatedDataModule()
+    with raises_naming(ValueError, "partition must be set"):
+        FederatedDataModule(dataset=Digits())
+    with raises_naming(TypeError, "Images", "'sizes'", "did you mean size?"):
+        Images("x", sizes=3)
+
+
+def test_what_is_wrong_only_for_the_data_is_rejected_when_they_are_read(tmp_path):
     share = FederatedDataModule(dataset=Digits(), partition=IID(2), train_limit=60, public_fraction=1e-6)
-    with pytest.raises(ValueError, match=r"^public_fraction must be a share of at least one of 60 training images"):
+    with rejects("public_fraction", 1e-6, "60 training images"):
         share.setup()
-
-
-def test_wrong_options_of_image_sets(tmp_path):
-    for make, message in (
-        (lambda: ImageFolder(None), r"^root must be a path, got None"),
-        (lambda: ImageFolder(""), r"^root must be a path, got ''"),
-        (lambda: Images("x", sizes=3), r"^Images has no option 'sizes'; did you mean size\?"),
-        (lambda: Images("x", layout=None), r"^layout must be a non-empty string, got None"),
-        (lambda: ImageTable(None), r"^table must be a path, got None"),
-        (lambda: ImageTable("t.csv", label=None), r"^label must be the name of a column or a list of names, got None"),
-        (lambda: ImageTable("t.csv", label=[1]), r"^label must be the name of a column or a list of names, got \[1\]"),
-        (lambda: ImageTable("t.csv", separator=""), r"^separator must be a non-empty string or None, got ''"),
-        (lambda: HuggingFace(None), r"^name must be a non-empty string, got None"),
-        (lambda: HuggingFace("a/b", label=["x"]), r"^label must be a non-empty string or None, got \['x'\]"),
-        (lambda: HuggingFace("a/b", splits=[]), r"^splits must be a list of names .*, at least one, or None, got \[\]"),
-        (lambda: HuggingFace("a/b", splits="train"), r"^splits must be a list of names .*, got 'train'"),
-        (lambda: HuggingFace("a/b", numbers=[]), r"^numbers must be the name of a column or a list of names, got \[\]"),
-        (lambda: ImageFolder("x", domains="no"), r"^domains must be one of True, False, got 'no'"),
-        (lambda: ImageFolder("x", seed=0.5), r"^seed must be an integer >= 0, got 0.5"),
-        (lambda: ImageFolder("x", gray="no"), r"^gray must be one of True, False, got 'no'"),
-        (lambda: ImageMasks("x", masks=["y"]), r"^masks must be a non-empty string or None, got \['y'\]"),
-        (lambda: CIFAR10(download="no"), r"^download must be one of True, False, got 'no'"),
-        (lambda: CIFAR10(train="no"), r"^train must be one of True, False, got 'no'"),
-        (lambda: CIFAR10(["data"]), r"^root must be a path, got \['data'\]"),
-        (lambda: CIFAR10C("fog", root=3), r"^root must be a path, got 3"),
-        (lambda: STL10(unlabelled="no"), r"^unlabelled must be one of True, False, got 'no'"),
-        (lambda: Shakespeare(3), r"^root must be a path, got 3"),
-        (lambda: CheXpert(frontal_only="no"), r"^frontal_only must be one of True, False, got 'no'"),
-        (lambda: OfficeHome(seed="a"), r"^seed must be an integer >= 0, got 'a'"),
-        (lambda: OpenImage(seed="a"), r"^seed must be an integer >= 0, got 'a'"),
-        (lambda: Photographs(gray="no"), r"^gray must be one of True, False, got 'no'"),
-        (lambda: Photographs(seed=-1), r"^seed must be an integer >= 0, got -1"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            make()
-    (tmp_path / "partition.json").write_text("[]")
-    module = FederatedDataModule(dataset=Digits(), partition=perada.data.FromFile(tmp_path / "partition.json"))
-    with pytest.raises((ValueError, AttributeError), match=r"is not a partition of a dataset \(it has no entries\)"):
-        module.setup()
+    path = tmp_path / "partition.json"
+    path.write_text("[]")
+    with raises_naming(ValueError, path, "no entries"):
+        FederatedDataModule(dataset=Digits(), partition=perada.data.FromFile(path)).setup()
 
 
 def test_options_of_tasks_may_be_arrays():
@@ -213,8 +220,6 @@ def test_options_of_tasks_may_be_arrays():
         assert MultiLabel(positive_weights=weights) == MultiLabel(positive_weights=(1.0, 2.0))
     assert Regression(mean=np.array([1.0, 2.0]), std=torch.tensor([1.0, 2.0])).std == (1.0, 2.0)
     assert repr(Regression("huber", delta=np.float64(2))) == "Regression(loss_function='huber', delta=2.0)"
-    with pytest.raises(ValueError, match="include_background must be one of True, False, got 'no'"):
-        Segmentation(include_background="no")
 
 
 def test_numbers_of_numpy_are_stored_as_numbers_of_python(tmp_path):
@@ -267,96 +272,79 @@ def test_private_runs_with_numbers_of_numpy_can_be_saved(tmp_path):
     assert Run.load(tmp_path / "saved", backbone=Network()).info["privacy"]["sample"]["options"]["max_norm"] == 1.0
 
 
-def test_wrong_calls_of_runs_change_nothing(run, tmp_path):
+@pytest.mark.parametrize("method", ["save", "export"])
+def test_wrong_calls_of_runs_change_nothing(run, tmp_path, method):
+    write = getattr(run, method)
     file = tmp_path / "file"
     file.write_text("content")
-    for write in (run.save, run.export):
-        for folder, message in (
-            (None, r"^folder must be a path, got None"),
-            (3, r"^folder must be a path, got 3"),
-            ("", r"^folder must be a path, got ''"),
-            ("a\0b", r"^folder must be a path, got 'a\\x00b'"),
-            (file, "is a file; choose a folder"),
-            (file / "below", "cannot be created, since .* is a file; choose a folder"),
-        ):
-            with pytest.raises((ValueError, TypeError, OSError), match=message):
-                write(folder)
-        for options, message in (
-            ({"scores": "no"}, r"^scores must be one of True, False, None, got 'no'"),
-            ({"license": None}, r"^license must be a non-empty string, got None"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                write(tmp_path / "new", **options)
+    for folder in (None, 3, "", "a\0b"):
+        with rejects("folder", folder):
+            write(folder)
+    for folder in (file, file / "below"):
+        with raises_naming(NotADirectoryError, f"folder={folder}", "choose a folder"):
+            write(folder)
+    for option, value in {"scores": "no", "license": None}.items():
+        with rejects(option, value):
+            write(tmp_path / "new", **{option: value})
     assert file.read_text() == "content"
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_wrong_calls_of_load(run, tmp_path):
+    with rejects("folder", None):
+        Run.load(None)
     run.save(tmp_path / "run")
-    for options, message in (
-        ({"folder": None}, r"^folder must be a path, got None"),
-        (
-            {"folder": tmp_path / "run", "algorithm": "perada"},
-            r"^algorithm must be of type Algorithm or None, got 'perada'",
-        ),
-        (
-            {"folder": tmp_path / "run", "backbone": "resnet18"},
-            r"^backbone must be of type Module or None, got 'resnet18'",
-        ),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            Run.load(**options)
+    for option, value in {"algorithm": "perada", "backbone": "resnet18"}.items():
+        with rejects(option, value):
+            Run.load(tmp_path / "run", **{option: value})
     named = finetune(backbone="test_resnet", adapter="head")
     named.save(tmp_path / "named")
-    with pytest.raises(
-        ValueError, match=r"a run with the backbone 'test_resnet', which is built by name; leave backbone"
-    ):
+    with pytest.raises(ValueError, match="'test_resnet'"):
         Run.load(tmp_path / "named", backbone=Network())
     (tmp_path / "run" / "run.json").write_text("null")
-    with pytest.raises(ValueError, match=r"run.json' is broken \(ValueError: it has no entries\)"):
+    with pytest.raises(ValueError, match=r"run\.json' is broken"):
         Run.load(tmp_path / "run")
 
 
 def test_wrong_calls_of_predict(run, tmp_path):
-    for options, message in (
-        ({"images": None}, r"^an image must be a tensor, an array or a PIL image, got None"),
-        ({"images": CLIENT}, r"got a TensorDataset; pass the images without labels, such as \[image for image, _ in"),
-        ({"images": [CLIENT[0]]}, r"; pass the images without labels"),
-        ({"images": {"image": IMAGES[0]}}, r"; pass the images without labels"),
-        ({"images": torch.full((1, 3, 4, 4), torch.nan)}, r"a sample has NaN or infinity; leave it out, or correct it"),
-        ({"images": IMAGES, "device": None}, "^device='None' is not the name of a device; use cpu, or a GPU"),
-        ({"images": IMAGES, "broken": []}, r"^broken must be of type dict or None, got \[\]"),
-        ({"images": IMAGES, "client": torch.tensor(0)}, r"^client must be .*, got a tensor of the number 0"),
+    for images, error, facts in (
+        (None, TypeError, ["an image", None]),
+        (CLIENT, TypeError, ["a TensorDataset", "without labels"]),
+        ([CLIENT[0]], TypeError, ["without labels"]),
+        ({"image": IMAGES[0]}, TypeError, ["without labels"]),
+        (torch.full((1, 3, 4, 4), torch.nan), ValueError, ["a sample", "NaN"]),
     ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            run.predict(**{"client": 0} | options)
+        with raises_naming(error, *facts):
+            run.predict(images, 0)
+    with raises_naming(ValueError, "device='None'", "cpu"):
+        run.predict(IMAGES, 0, device=None)
+    for option, value in {"broken": [], "client": torch.tensor(0)}.items():
+        with rejects(option, value):
+            run.predict(IMAGES, **{"client": 0, option: value})
     predictions = run.predict(IMAGES, "x")
-    with pytest.raises(TypeError, match=r"^path must be a path, got None"):
+    with rejects("path", None, error=OptionTypeError):
         predictions.to_csv(None)
-    with pytest.raises(IsADirectoryError, match=re.escape(f"path={tmp_path} is a folder; choose a file")):
+    with pytest.raises(IsADirectoryError, match=re.escape(f"{tmp_path} is a folder")):
         predictions.to_csv(tmp_path)
     assert predictions.to_csv(tmp_path / "new" / "p.csv").is_file()
 
 
 def test_wrong_calls_of_personalize(run):
     data = FederatedData([CLIENT], client_names=["new"])
-    for arguments, message in (
-        (("run", data), r"^run must be a Run, got 'run'; load a saved one with Run.load\(folder\)"),
-        ((run, [CLIENT], "new"), r"^data must be of type FederatedData, got \[a TensorDataset\]; for example"),
-        ((run, FederatedDataModule(data)), r"^data must be of type FederatedData"),
-        ((run, data, 7), r"^name must be of type str or None, got 7"),
+    module = FederatedDataModule(data)
+    for option, value, fact in (
+        ("run", "run", "Run.load(folder)"),
+        ("data", [CLIENT], "FederatedData"),
+        ("data", module, "FederatedData"),
+        ("name", 7, "name"),
+        ("algorithm", "ditto", "PerAda()"),
+        ("progress", "yes", "progress"),
     ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            personalize(*arguments)
-    for options, message in (
-        ({"algorithm": "ditto"}, r"^algorithm must be of type Algorithm or None, got 'ditto'; for example PerAda\(\)"),
-        ({"progress": "yes"}, r"^progress must be one of True, False, got 'yes'"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            personalize(run, data, **options)
-    with pytest.raises(TypeError, match=r"^the client, sample 1: the label is 'c'; use one of a, b"):
+        with rejects(option, value, fact):
+            personalize(**{"run": run, "data": data, option: value})
+    with pytest.raises(TypeError, match=r"^the client, sample 1: .*'c'; .*a, b"):
         personalize(run, FederatedData([[(IMAGES[0], "a"), (IMAGES[1], "c")]]), "new")
-    with pytest.raises(TypeError, match=r"^the client, sample 0: the item is a tensor of shape \(3, 4, 4\)"):
+    with pytest.raises(TypeError, match=r"^the client, sample 0: .*\(3, 4, 4\)"):
         personalize(run, FederatedData([[IMAGES[0]]]), "new")
 
 
@@ -400,9 +388,7 @@ def test_paths_of_weights(tmp_path):
     ],
 )
 def test_an_option_that_another_one_makes_ineffective_is_rejected(run, make, option, other):
-    with pytest.raises(
-        ValueError, match=rf"^{re.escape(option)} has no effect with {re.escape(other)}; leave it out, or "
-    ):
+    with rejects(option.rpartition("=")[0], UNCHECKED, option, other):
         make(run)
 
 
@@ -421,5 +407,5 @@ def test_effective_options_are_accepted():
 
 @pytest.mark.parametrize("option", ["classes", "client_names"])
 def test_an_empty_list_of_names_is_not_no_names(option):
-    with pytest.raises(TypeError, match=rf"^FederatedData: {option} must be a list of names .*, at least one, or None"):
+    with rejects(f"FederatedData: {option}", [], error=OptionTypeError):
         FederatedData([CLIENT], **{option: []})

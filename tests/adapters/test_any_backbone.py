@@ -43,7 +43,7 @@ def test_residual_has_one_adapter_a_block(name, count):
 
 @pytest.mark.parametrize(("name", "count"), [("regnetx_002", 13), ("densenet121", 58)])
 def test_their_blocks_are_counted(name, count):
-    with pytest.raises(ValueError, match=rf"last_blocks={count + 1}, but \w+ only has {count} blocks; set a smaller"):
+    with pytest.raises(ValueError, match=rf"last_blocks={count + 1}.* {count} blocks"):
         adapted(name, "bias_norm", last_blocks=count + 1)
 
 
@@ -95,9 +95,7 @@ class Attends(nn.Module):
 def test_the_layers_in_torch_attention_are_left_alone():
     assert wrapped(insert_adapter(build_backbone(Attends(), 3), "lora").model) == ["mlp"]
     for targets in (["attn"], ["out_proj"]):
-        with pytest.raises(
-            ValueError, match=r"cannot be inserted into 'attn' of backbone 'Attends', an nn.MultiheadAtt"
-        ):
+        with pytest.raises(ValueError, match=r"'attn' of backbone 'Attends'.*MultiheadAtt"):
             insert_adapter(build_backbone(Attends(), 3), peft.LoraConfig(target_modules=targets))
 
 
@@ -111,15 +109,15 @@ def test_ln_tuning_takes_every_norm():
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
-        (peft.AdaLoraConfig(total_step=10), "AdaLoraConfig is not supported: it reallocates ranks between layers"),
-        (peft.FourierFTConfig(), "FourierFTConfig adapts linear layers, but backbone 'regnetx_002' has none"),
+        (peft.AdaLoraConfig(total_step=10), "AdaLoraConfig"),
+        (peft.FourierFTConfig(), r"FourierFTConfig.*'regnetx_002'"),
         (
             peft.FourierFTConfig(target_modules=["s1.b1.conv1.conv"]),
-            "adapter 'FourierFTConfig' does not fit backbone 'regnetx_002'",
+            r"'FourierFTConfig'.*'regnetx_002'",
         ),
         (
             peft.VeraConfig(target_modules=["s1.b1.conv1.conv"]),
-            "adapter 'VeraConfig' does not fit backbone 'regnetx_002'",
+            r"'VeraConfig'.*'regnetx_002'",
         ),
     ],
 )
@@ -152,13 +150,13 @@ def residual_network():
 @pytest.mark.every(2)
 def test_adapters_that_need_contiguous_tensors_get_them(adapter):
     assert finetune(residual_network(), adapter).state("global")
-    with pytest.raises(ValueError, match=r"the adapter \(\w+\) fails .* without it: view .* channels_last: false"):
+    with pytest.raises(ValueError, match=r"adapter \(\w+\) .*channels_last: false"):
         finetune(residual_network(), adapter, channels_last=True)
 
 
 def test_images_that_do_not_fit_are_not_the_adapters_fault():
     network = nn.Sequential(nn.Flatten(), nn.Linear(7, 7), nn.Linear(7, 3))
-    with pytest.raises(ValueError, match=r"images of shape \(3, 32, 32\) and type float32 do not fit backbone"):
+    with pytest.raises(ValueError, match=r"\(3, 32, 32\).*float32"):
         finetune(network, "lora")
 
 
@@ -178,5 +176,5 @@ def test_the_head_of_mobilenet_has_a_twin():
 
 
 def test_a_name_of_another_method_is_not_registered():
-    with pytest.raises(ValueError, match="name='LORA' is already used by LoraConfig; choose a different name"):
+    with pytest.raises(ValueError, match=r"'LORA'.*LoraConfig"):
         register("LORA", peft.VeraConfig, peft.VeraModel)

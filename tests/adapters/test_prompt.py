@@ -246,20 +246,20 @@ def test_prompts_on_prompts():
     with again.peft_model.disable_adapter():
         torch.testing.assert_close(again.model(IMAGES), first(IMAGES), rtol=0, atol=0)
     shallow = unwrapped(prompted("shallow").model)
-    with pytest.raises(ValueError, match=r"holds prompts that go through its blocks, from another run \('blocks\.0'"):
+    with pytest.raises(ValueError, match=r"prompts.*another run"):
         insert_adapter(build_backbone(shallow, CLASSES), "prompt")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": 0}, "tokens must be an integer >= 1, got 0"),
-        ({"tokens": True}, "tokens must be an integer >= 1, got True"),
-        ({"dropout": 1.0}, r"dropout must be a number >= 0 and < 1, got 1\.0"),
-        ({"last_blocks": 0}, "last_blocks must be an integer >= 1 or None, got 0"),
+        ({"tokens": 0}, r"tokens .*got 0"),
+        ({"tokens": True}, r"tokens .*got True"),
+        ({"dropout": 1.0}, r"dropout .*got 1\.0"),
+        ({"last_blocks": 0}, r"last_blocks .*got 0"),
         (
             {"target_modules": "("},
-            r"target_modules must be a regular expression of the blocks' full names, got '\(' \(.*\)",
+            r"target_modules .*got '\(' \(.*\)",
         ),
     ],
 )
@@ -274,11 +274,11 @@ def test_bad_options_are_named(options, message):
         (
             "test_resnet",
             {},
-            "fits VisionTransformers of timm .* not ResNet; choose a different adapter, such as 'lora'",
+            r"VisionTransformers.*ResNet.*'lora'",
         ),
-        ("test_vit_relpos", {}, "not VisionTransformerRelPos; choose a different adapter"),
-        ("test_vit", {"target_modules": "norm"}, r"='norm' matches no block; use .* 'blocks\.0' to 'blocks\.5'"),
-        ("test_vit", {"last_blocks": 7}, "last_blocks=7, but VisionTransformer only has 6 blocks; set a smaller"),
+        ("test_vit_relpos", {}, "VisionTransformerRelPos"),
+        ("test_vit", {"target_modules": "norm"}, r"'norm'.*'blocks\.0'.*'blocks\.5'"),
+        ("test_vit", {"last_blocks": 7}, r"last_blocks=7, .*VisionTransformer .*6 blocks"),
         ("test_vit", {"last_blocks": 1, "target_modules": "x"}, "both specify which layers to adapt"),
     ],
 )
@@ -380,7 +380,7 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path, algorithm, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [FedSim, pytest.param(FedAlt, marks=pytest.mark.slow)])
 def test_private_prompts_on_a_backbone_that_is_shared(make):
-    with pytest.raises(ValueError, match=r"\(split='adapter'\) shares the backbone, which is frozen; set train_backb"):
+    with pytest.raises(ValueError, match=r"split='adapter'.*train_backbone"):
         run(make("adapter"), "deep")
     folded, looped = (run(make("adapter"), "deep", engine, train_backbone=True) for engine in ("folded", "loop"))
     for m in CLIENTS:

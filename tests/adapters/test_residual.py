@@ -97,9 +97,9 @@ def test_targets_of_the_users_choice():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dropout": 1.0}, r"dropout must be a number >= 0 and < 1, got 1\.0"),
-        ({"norm": "layer"}, r"norm must be one of 'batch', 'group', 'none', got 'layer'"),
-        ({"init_std": -1.0}, r"init_std must be a number >= 0, got -1\.0"),
+        ({"dropout": 1.0}, r"dropout .*got 1\.0"),
+        ({"norm": "layer"}, r"norm .*got 'layer'"),
+        ({"init_std": -1.0}, r"init_std .*got -1\.0"),
     ],
 )
 def test_bad_values_are_named(options, message):

@@ -18,20 +18,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
     ("backbone", "adapter", "options", "message"),
     [
         ("net", "adaptor", {}, r"adapter 'adaptor' is unknown; choose one of residual, "),
-        ("resnet", "residual", {"drop": 0.1}, r"'residual' has no option 'drop' \(its options: dropout, exclude_"),
+        ("resnet", "residual", {"drop": 0.1}, r"'residual'.*'drop'"),
         (
             "resnet",
             "full",
             {"r": 4},
-            r"adapter 'full' has no option 'r' \(its options: last_blocks\); remove it from adapter_options",
+            r"'full'.*'r'.*last_blocks.*adapter_options",
         ),
-        ("vit", "residual", {}, r"'residual' does not fit backbone 'test_vit': .* not VisionTransformer"),
-        ("resnet", "bottleneck", {}, r"'bottleneck' does not fit backbone 'ResNet': .* name the modules in target_"),
+        ("vit", "residual", {}, r"'residual'.*'test_vit'.*VisionTransformer"),
+        ("resnet", "bottleneck", {}, r"'bottleneck'.*'ResNet'"),
         (
             "net",
             peft.VeraConfig(),
             {},
-            "VeraConfig adapts linear layers, but backbone 'OwnNet' has none except",
+            r"VeraConfig.*'OwnNet'",
         ),
         (
             "resnet",
@@ -39,8 +39,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
             {"target_modules": ["nothing"]},
             r"'lora' finds nothing to adapt in backbone 'ResNet': target_modules=\{'nothing'\} matches none",
         ),
-        ("resnet", "residual", {"target_modules": ["act1"]}, r"cannot follow 'act1', a ReLU"),
-        ("vit", "bottleneck", {"target_modules": ["norm1"]}, r"cannot follow 'blocks\.0\.norm1', a LayerNorm"),
+        ("resnet", "residual", {"target_modules": ["act1"]}, r"'act1'.*ReLU"),
+        ("vit", "bottleneck", {"target_modules": ["norm1"]}, r"'blocks\.0\.norm1'.*LayerNorm"),
         (
             "resnet",
             "lora",
@@ -51,37 +51,37 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
             "net",
             peft.LoraConfig(),
             {"r": 3},
-            r"adapter_options 'r' must be left out with a PeftConfig",
+            r"adapter_options.*'r'.*PeftConfig",
         ),
-        ("vit", peft.PromptTuningConfig(num_virtual_tokens=2), {}, r"PromptTuningConfig cannot train a classification"),
-        ("vit", "lora", {"r": "abc"}, "adapter_options: r must be of type int for adapter 'lora', got 'abc'"),
-        ("vit", "lora", {"r": True}, "adapter_options: r must be of type int for adapter 'lora', got True"),
+        ("vit", peft.PromptTuningConfig(num_virtual_tokens=2), {}, "PromptTuningConfig"),
+        ("vit", "lora", {"r": "abc"}, r"adapter_options: r .*got 'abc'"),
+        ("vit", "lora", {"r": True}, r"adapter_options: r .*got True"),
         (
             "vit",
             "lora",
             {"lora_alpha": "16"},
-            "adapter_options: lora_alpha must be of type int for adapter 'lora', got '16'",
+            r"adapter_options: lora_alpha .*got '16'",
         ),
-        ("vit", "lora", {"target_modules": 3}, r"target_modules must be of type Union\[list\[str\], str.*, got 3"),
+        ("vit", "lora", {"target_modules": 3}, r"target_modules .*got 3"),
         (
             "resnet",
             "residual",
             {"train_norms": "yes"},
-            "train_norms must be of type bool for adapter 'residual', got 'yes'",
+            r"train_norms .*got 'yes'",
         ),
-        ("resnet", "head", {"last_blocks": 1}, r"adapter 'head' has no option 'last_blocks' \(its options: none\)"),
-        ("resnet", "full", {"last_blocks": 5}, "last_blocks=5, but ResNet only has 4 blocks; set a smaller"),
-        ("vit", "lora", {"last_blocks": 0}, "last_blocks must be an integer >= 1 or None, got 0"),
-        ("vit", "bottleneck", {"last_blocks": 1.0}, r"last_blocks must be an integer >= 1 or None, got 1\.0"),
-        ("resnet", "lora", {"last_blocks": True}, "last_blocks must be an integer >= 1 or None, got True"),
-        ("net", "full", {"last_blocks": 1}, "last_blocks=1, but OwnNet belongs to no family whose blocks are known"),
+        ("resnet", "head", {"last_blocks": 1}, r"'head'.*'last_blocks'"),
+        ("resnet", "full", {"last_blocks": 5}, r"last_blocks=5, .*ResNet .*4 blocks"),
+        ("vit", "lora", {"last_blocks": 0}, r"last_blocks .*got 0"),
+        ("vit", "bottleneck", {"last_blocks": 1.0}, r"last_blocks .*got 1\.0"),
+        ("resnet", "lora", {"last_blocks": True}, r"last_blocks .*got True"),
+        ("net", "full", {"last_blocks": 1}, r"last_blocks=1.*OwnNet"),
         (
             "vit",
             "lora",
             {"last_blocks": 1, "target_modules": ["qkv"]},
             "both specify which layers to adapt; set only one",
         ),
-        ("net", SelectiveConfig(modules=["gone"]), {}, r"modules='gone' is not in OwnNet"),
+        ("net", SelectiveConfig(modules=["gone"]), {}, r"modules='gone'.*OwnNet"),
     ],
 )
 def test_rejections(make_backbone, backbone, adapter, options, message):
@@ -98,7 +98,7 @@ def test_adapter_of_the_wrong_type(make_backbone):
 def test_a_second_adapter_is_rejected(make_backbone):
     built = make_backbone("net")
     adapted = insert_adapter(built, "head")
-    with pytest.raises(ValueError, match=r"'OwnNet' already holds an adapter"):
+    with pytest.raises(ValueError, match="'OwnNet'"):
         insert_adapter(built, "head")
     for rejected in (
         lambda: adapted.peft_model.add_adapter("other", SelectiveConfig(modules=["fc"])),
@@ -160,7 +160,7 @@ def test_a_file_that_lacks_tensors_is_rejected(tmp_path, make_backbone):
     adapted = insert_adapter(make_backbone("net"), "head")
     adapted.peft_model.save_pretrained(tmp_path, save_embedding_layers=False)
     partial = {"base_model.model.fc.bias": torch.zeros(5)}
-    with pytest.raises(ValueError, match=r"the saved adapter lacks 1 of 2 tensors, 'base_model\.model\.fc\.weight'"):
+    with pytest.raises(ValueError, match=r"1 of 2 tensors.*'base_model\.model\.fc\.weight'"):
         peft.set_peft_model_state_dict(adapted.peft_model, partial)
 
 
@@ -180,11 +180,11 @@ def test_torchvision_resnets_are_known():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduction": 0}, r"reduction must be an integer >= 1, got 0"),
-        ({"bottleneck_dim": 0}, r"bottleneck_dim must be an integer >= 1 or None, got 0"),
-        ({"activation": "relu6"}, r"activation must be one of .*, got 'relu6'"),
-        ({"dropout": -0.1}, r"dropout must be a number >= 0 and < 1, got -0\.1"),
-        ({"placement": "both"}, r"placement must be one of .*, got 'both'"),
+        ({"reduction": 0}, r"reduction .*got 0"),
+        ({"bottleneck_dim": 0}, r"bottleneck_dim .*got 0"),
+        ({"activation": "relu6"}, r"activation .*got 'relu6'"),
+        ({"dropout": -0.1}, r"dropout .*got -0\.1"),
+        ({"placement": "both"}, r"placement .*got 'both'"),
     ],
 )
 def test_bad_bottlenecks_are_named(options, message):
@@ -194,7 +194,7 @@ def test_bad_bottlenecks_are_named(options, message):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"select": ["norms"]}, r"select must have no other items than .*, got \['norms'\]"), ({}, r"both empty")],
+    [({"select": ["norms"]}, r"select .*got \['norms'\]"), ({}, r"both empty")],
 )
 def test_bad_selections_are_named(options, message):
     with pytest.raises(ValueError, match=message):
@@ -204,5 +204,5 @@ def test_bad_selections_are_named(options, message):
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups")
 def test_grouped_convolutions_and_lora():
     built = build_backbone(timm.create_model("tf_efficientnet_lite0", num_classes=5), 5)
-    with pytest.raises(ValueError, match=r"adapter 'lora' does not fit backbone 'EfficientNet': .*group"):
+    with pytest.raises(ValueError, match=r"'lora'.*'EfficientNet': .*group"):
         insert_adapter(built, "lora", target_modules=["conv_dw"])

@@ -33,7 +33,7 @@ def test_everything_is_trained_but_peft_s_copies(backbone, adapter):
 
 def test_an_adapter_that_adds_nothing_is_rejected():
     for adapter in ("full", "head", "bias_norm"):
-        with pytest.raises(ValueError, match=f"adapter '{adapter}' does not support train_backbone=True: "):
+        with pytest.raises(ValueError, match=rf"'{adapter}'.*train_backbone=True"):
             insert_adapter(build_backbone("test_resnet", 4, pretrained=False), adapter, train_backbone=True)
 
 
@@ -75,5 +75,5 @@ def test_what_is_saved_predicts_what_was_trained(algorithm, tmp_path):
     plain = PeftModel.from_pretrained(network, str(tmp_path / "client_1")).eval()
     torch.testing.assert_close(plain(x), run.personal(1)(x))
     (tmp_path / "client_1" / "backbone.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"backbone.safetensors' is missing .*; copy the complete folder"):
+    with pytest.raises(FileNotFoundError, match=r"backbone\.safetensors' is missing"):
         perada.Run.load(tmp_path)

@@ -57,14 +57,14 @@ def test_an_algorithm_is_returned_as_it_is():
         ("xyz", {}, "algorithm='xyz' is unknown; choose one of perada, "),
         ("FlexLoRA", {}, "'FlexLoRA' is unknown; the method 'flexlora' is algorithm='fedavg' with server_rule='svd'$"),
         ("flexlora", {}, "'flexlora' is unknown; the method 'flexlora' is algorithm='fedavg' with server_rule='svd'$"),
-        ("perada_no_kd", {}, "the method 'perada_no_kd' is algorithm='perada' with distill=False$"),
+        ("perada_no_kd", {}, r"'perada_no_kd'.*algorithm='perada'.*distill=False"),
         ("fed_ensemble_perada", {}, "is algorithm='fed_ensemble' with base='perada'$"),
-        ("lora_fair", {}, "algorithm='lora_fair' is a server rule, not an algorithm.*server_rule='lora_fair'"),
+        ("lora_fair", {}, r"algorithm='lora_fair'.*server_rule='lora_fair'"),
         ("fedrod", {"gama": 1}, "unexpected keyword argument 'gama'; its options are gamma$"),
-        ("standalone", {"prox_strength": 1.0}, "algorithm='standalone' does not accept the options .*prox_strength"),
-        ("ditto", {"prox_strength": -1.0}, "prox_strength must be a finite number >= 0, got -1.0"),
-        ("ditto", {"prox_strength": NAN}, "prox_strength must be .*, got nan"),
-        ("fedavg_ft", {"finetune_epochs": 0}, "finetune_epochs must be a finite number > 0, got 0"),
+        ("standalone", {"prox_strength": 1.0}, r"algorithm='standalone'.*prox_strength"),
+        ("ditto", {"prox_strength": -1.0}, r"prox_strength .*got -1.0"),
+        ("ditto", {"prox_strength": NAN}, r"prox_strength .*got nan"),
+        ("fedavg_ft", {"finetune_epochs": 0}, r"finetune_epochs .*got 0"),
     ],
 )
 def test_wrong_names_and_options_are_rejected(name, options, message):
@@ -79,9 +79,9 @@ def test_an_error_of_a_constructor_is_not_taken_for_a_wrong_option(monkeypatch):
             len(prox_strength)
 
     monkeypatch.setitem(ALGORITHMS, "broken", Broken)
-    with pytest.raises(TypeError, match="object of type 'float' has no len"):
+    with pytest.raises(TypeError, match="has no len"):
         make_algorithm("broken", prox_strength=0.5)
-    with pytest.raises(ValueError, match=r"unexpected keyword argument 'mu'; its options are prox_strength$"):
+    with pytest.raises(ValueError, match=r"'mu'.*prox_strength$"):
         make_algorithm("broken", mu=0.5)
 
 
@@ -121,12 +121,12 @@ def test_wrong_values_are_named(kind, option, values):
 
 @pytest.mark.parametrize("base", [Standalone(), FedAvgFT(), FedRep(), FedEnsemble(modes=2, keeps="best")])
 def test_modes_of_what_has_no_global_model_are_rejected(base):
-    with pytest.raises(ValueError, match=f"base={type(base).__name__} cannot be repeated in modes"):
+    with pytest.raises(ValueError, match=rf"base={type(base).__name__}.*modes"):
         FedEnsemble(base=base)
 
 
 def test_the_best_mode_is_not_kept_beside_a_model_of_the_clients_own():
-    with pytest.raises(ValueError, match="base=Ditto does not support keeps='best'"):
+    with pytest.raises(ValueError, match=r"base=Ditto.*keeps='best'"):
         FedEnsemble(base=Ditto(), keeps="best")
 
 
@@ -156,7 +156,7 @@ def test_the_best_mode_is_not_kept_beside_a_model_of_the_clients_own():
         ("fedalt_input", "net-full", {"adapter": "head"}, "FedAlt has nothing to keep: .*input layer"),
         ("fedsim_input", "net-full", {"adapter": "head"}, "FedSim has nothing to keep: .*input layer"),
         ("fedsim_adapter", "net-full", {}, "FedSim has nothing to keep: .*adapter"),
-        (FedEnsemble(strata=5), "net-full", {}, "strata=5 exceeds the number of clients, 4"),
+        (FedEnsemble(strata=5), "net-full", {}, r"strata=5.*4"),
     ],
 )
 def test_splits_that_leave_nothing_are_rejected_at_set_up(algorithm, problem, options, message):
@@ -275,5 +275,5 @@ def test_a_wrapper_passes_on_all_that_its_base_has():
 
 
 def test_a_wrapper_of_what_is_no_algorithm_is_rejected():
-    with pytest.raises(ValueError, match="base='fedavg' is not an algorithm"):
+    with pytest.raises(ValueError, match="base='fedavg'"):
         AlgorithmWrapper("fedavg")

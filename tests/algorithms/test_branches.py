@@ -60,28 +60,24 @@ def test_a_client_that_never_took_part_has_what_it_began_with():
 
 
 def test_one_client_has_no_rest_of_the_world():
-    with pytest.raises(ValueError, match="requires the branches of other clients, but there is only one client; add"):
+    with pytest.raises(ValueError, match="only one client"):
         row(1, perada.FederatedData(task().train[:1], num_classes=CLASSES))
 
 
 def test_a_rest_of_the_world_has_whole_branches():
-    with pytest.raises(
-        ValueError, match="base=RestOfWorld requires the mean of complete branches; choose a different base"
-    ):
+    with pytest.raises(ValueError, match="base=RestOfWorld"):
         HetLoRA(RestOfWorld())
 
 
 @pytest.mark.parametrize("rule", ["median", "fedavgm", "norm_clipping"])
 def test_what_is_no_mean_has_no_own_part_to_take_out(rule):
-    with pytest.raises(
-        ValueError, match=r"RestOfWorld does not support server_rule=\w+: it subtracts .* leave server_rule out"
-    ):
+    with pytest.raises(ValueError, match=r"RestOfWorld.*server_rule=\w+"):
         row(1, server_rule=rule)
 
 
 @pytest.mark.parametrize("algorithm", [FedDPA(), FedDPAF()])
 def test_a_gate_would_weight_a_second_time(algorithm):
-    with pytest.raises(ValueError, match=f"algorithm {type(algorithm).__name__} weights the branches .* gate=False"):
+    with pytest.raises(ValueError, match=rf"algorithm {type(algorithm).__name__} weights the branches .* gate=False"):
         finetune(algorithm, adapter=GATE)
 
 

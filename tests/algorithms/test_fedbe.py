@@ -156,7 +156,7 @@ def test_by_moments_the_server_needs_sums_alone():
     one = finetune(FedBE(samples=3, moments=True), secure_sums={"fraction_bits": 40}, **options).state("global")
     other = finetune(FedBE(samples=3, moments=True), **options).state("global")
     assert distance(one, other) < 1e-6
-    with pytest.raises(ValueError, match="is not a function of the mean of the clients' updates"):
+    with pytest.raises(ValueError, match="function of the mean"):
         finetune(FedBE(samples=3), secure_sums={"fraction_bits": 40}, **options)
-    with pytest.raises(ValueError, match="sampler='dirichlet' does not support moments=True"):
+    with pytest.raises(ValueError, match=r"sampler='dirichlet'.*moments=True"):
         FedBE("dirichlet", moments=True)

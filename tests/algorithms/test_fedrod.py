@@ -9,6 +9,7 @@ import perada
 from perada.algorithms import FedROD, TensorNames
 from perada.core.rounds import PrivateSampling
 from tests.options import sections
+from tests.rejections import rejects
 
 from .problems import CLASSES, CLIENTS, QUIET, assert_same, finetune, network, task
 
@@ -59,16 +60,16 @@ def test_class_counts(items):
 
 
 def test_rejections():
-    with pytest.raises(ValueError, match="gamma"):
+    with rejects("gamma", -1):
         FedROD(gamma=-1)
-    with pytest.raises(ValueError, match=r"the trained tensors of the head are 'fc.bias'; choose an adapter"):
+    with pytest.raises(ValueError, match=r"head.*'fc\.bias'"):
         FedROD().check(TensorNames(("fc.bias",), ("fc.bias",), frozenset({"fc.bias"})), 3)
-    with pytest.raises(ValueError, match="the trained tensors of the head are none"):
+    with pytest.raises(ValueError, match=r"head.* none"):
         FedROD().check(TensorNames(("a.weight",), ("a.weight",)), 3)
     labels = torch.eye(CLASSES).double()
     labels[:, 0] = 1  # of which an image has several
     several = [TensorDataset(one[:][0], labels[one[:][1]]) for one in task().train]
-    with pytest.raises(ValueError, match="FedROD requires each client's number of images per class"):
+    with pytest.raises(ValueError, match=r"FedROD.*per class"):
         perada.finetune(
             network("net"),
             perada.FederatedData(several),

@@ -188,7 +188,7 @@ def test_the_servers_rule_may_be_flexloras(base, prox, part):
 def test_ranks_that_no_client_of_a_round_has_are_lost_by_name_and_not_by_svd():
     """As the paper's zero-padding says; a column of B and a row of A that are zero have no gradient."""
     ranks = {str(m): 2 if m in batches_of(3)[0] else R for m in CLIENTS}
-    with pytest.warns(UserWarning, match="round 1: none of its clients has a LoRA rank above 2: the server's factors"):
+    with pytest.warns(UserWarning, match=r"round 1.*rank above 2"):
         found = run(HetLoRA(ranks=ranks), rounds=1)
     assert_equal(found.state("global"), large(small(found.state("global"), 2)))
     found = run(HetLoRA(ranks=ranks), rounds=1, server_rule="svd").state("global")
@@ -324,7 +324,7 @@ def test_an_adapter_of_another_rank_is_not_read(tmp_path):
     content = json.loads(path.read_text())
     content["info"]["lora_ranks"] = [1, *RANKS[1:]]
     path.write_text(json.dumps(perada.system.digests.sealed({k: v for k, v in content.items() if k != "sha256"})))
-    with pytest.raises(ValueError, match="client_0' belongs to a different backbone or adapter"):
+    with pytest.raises(ValueError, match="client_0'"):
         perada.Run.load(tmp_path, backbone=Net())
 
 
@@ -387,22 +387,22 @@ def test_tuples_will_do():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: HetLoRA("fedavg"), "base='fedavg' is not an algorithm; pass an Algorithm object"),
-        (lambda: HetLoRA(FedBE()), "base=FedBE has several global models; choose a different base"),
+        (lambda: HetLoRA("fedavg"), "base='fedavg'"),
+        (lambda: HetLoRA(FedBE()), "base=FedBE"),
         (lambda: HetLoRA(HetLoRA()), "base=HetLoRA assigns LoRA ranks to clients.*use only one HetLoRA"),
-        (lambda: FFALoRA(HetLoRA()), r"base=HetLoRA assigns LoRA ranks to clients.*use HetLoRA\(base=FFALoRA"),
+        (lambda: FFALoRA(HetLoRA()), r"base=HetLoRA.*LoRA.*HetLoRA.*base=FFALoRA"),
         (
             lambda: FedEnsemble(HetLoRA()),
-            "base=HetLoRA assigns LoRA ranks to clients.*choose only one of HetLoRA and FedEnsemble",
+            r"base=HetLoRA.*LoRA.*HetLoRA.*FedEnsemble",
         ),
-        (lambda: HetLoRA(ranks=[]), r"ranks must be a list .*, got \[\]"),
-        (lambda: HetLoRA(ranks=4), r"ranks must be a list such as \[2, 4, 8\] or .*, got 4"),
-        (lambda: HetLoRA(ranks="4"), "ranks must be a list .*, got '4'"),
-        (lambda: HetLoRA(ranks=[1, 2], sizes=5), "sizes must be a list of numbers of images .*, got 5"),
-        (lambda: HetLoRA(ranks=[1], sizes=[]), r"sizes must be a list of numbers of images .*, got \[\]"),
-        (lambda: HetLoRA(ranks=[1, 2, 3], sizes=[5]), r"sizes must be increasing .*, got \[5\]; ranks are \[1, 2, 3\]"),
-        (lambda: HetLoRA(ranks=[2, 0]), "ranks must be an integer >= 1, got 0"),
-        (lambda: HetLoRA(ranks=[2, 3], sizes=[4, 4]), r"sizes must be increasing .*, got \[4, 4\]; ranks are \[2, 3\]"),
+        (lambda: HetLoRA(ranks=[]), r"ranks .*got \[\]"),
+        (lambda: HetLoRA(ranks=4), r"ranks .*got 4"),
+        (lambda: HetLoRA(ranks="4"), r"ranks .*got '4'"),
+        (lambda: HetLoRA(ranks=[1, 2], sizes=5), r"sizes .*got 5"),
+        (lambda: HetLoRA(ranks=[1], sizes=[]), r"sizes .*got \[\]"),
+        (lambda: HetLoRA(ranks=[1, 2, 3], sizes=[5]), r"sizes .*got \[5\]"),
+        (lambda: HetLoRA(ranks=[2, 0]), r"ranks .*got 0"),
+        (lambda: HetLoRA(ranks=[2, 3], sizes=[4, 4]), r"sizes .*got \[4, 4\]"),
         (
             lambda: HetLoRA(ranks={"a": 1}, sizes=[4]),
             "sizes must be increasing numbers of images, one fewer than",
@@ -418,7 +418,7 @@ def test_tuples_will_do():
             ),
             "requires the number of images of client '0', which is not declared or is private; set ranks by name",
         ),
-        (lambda: run(HetLoRA(), adapter="head"), "HetLoRA requires LoRA factors .* choose adapter='lora'"),
+        (lambda: run(HetLoRA(), adapter="head"), r"HetLoRA.*LoRA.*adapter='lora'"),
     ],
 )
 @QUIETLY

@@ -330,14 +330,12 @@ def test_noise_of_clients_reaches_the_product_once():
 
 @pytest.mark.parametrize("base", [FFALoRA(), FedSALoRA(), RoLoRA()])
 def test_what_says_itself_what_becomes_of_a_is_no_base(base):
-    with pytest.raises(
-        ValueError, match=f"base={type(base).__name__} already determines how A is trained; choose a different base"
-    ):
+    with pytest.raises(ValueError, match=f"base={type(base).__name__}"):
         FFALoRA(base)
 
 
 def test_a_base_is_an_algorithm():
-    with pytest.raises(ValueError, match="base='fedavg' is not an algorithm; pass an Algorithm object"):
+    with pytest.raises(ValueError, match="base='fedavg'"):
         FFALoRA("fedavg")
 
 

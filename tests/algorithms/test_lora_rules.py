@@ -126,7 +126,7 @@ def test_images_are_private_and_clients_are_not():
     assert all(0 < record["updates/lora_error"] < 1 for record in run.metrics["rounds"])
     for rule in (SVD(), LoRAFair(), NormClipping(aggregate=SVD())):
         message = f"the server rule {rule.kind}: it is not a function of the clients' mean"
-        with pytest.raises(ValueError, match=f"client_privacy does not support {message}"):
+        with pytest.raises(ValueError, match=rf"client_privacy.*{message}"):
             finetune("fedavg", "net-adapter", server_rule=rule, client_privacy=ClientPrivacy(**NOISE))
 
 

@@ -336,9 +336,9 @@ def test_what_cannot_be_merged_is_rejected(method):
             run(method, rounds=1, **options)
     groups = nn.Sequential(OrderedDict(network().named_children()))
     groups.conv = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 1, groups=2)).double()
-    with pytest.raises(ValueError, match=r"cannot merge 'conv.1.lora_B.default.weight' into the weight under it"):
+    with pytest.raises(ValueError, match=r"'conv\.1\.lora_B\.default\.weight'"):
         run(method, groups, adapter=LoraConfig(r=2, target_modules=["conv.1", "layer"]), rounds=1)
-    with pytest.raises(ValueError, match=f"base={name} already determines how A is trained"):
+    with pytest.raises(ValueError, match=f"base={name}"):
         FFALoRA(make_algorithm(method))
 
 

@@ -12,6 +12,7 @@ from perada.algorithms import FedEnsemble, HetLoRA, Moon
 from perada.core.states import get_state, stack
 from perada.engine import Engine
 from tests.options import sections
+from tests.rejections import rejects
 
 from .problems import QUIET, assert_same, finetune, task
 
@@ -39,7 +40,7 @@ def test_chunks_of_clients_change_nothing():
 @pytest.mark.parametrize(("algorithm", "name"), [(Moon(), "Moon"), (HetLoRA(Moon()), "HetLoRA of Moon")])
 def test_private_training_rejects_it_by_name(algorithm, name):
     privacy = perada.Privacy(noise_multiplier=1, delta=1e-3, secure_rng=False)
-    with pytest.raises(ValueError, match=f"privacy does not support {name}: .* choose a different algorithm"):
+    with pytest.raises(ValueError, match=rf"privacy.*{name}"):
         finetune(algorithm, "net-adapter", rounds=1, privacy=privacy)
 
 
@@ -90,9 +91,9 @@ def test_with_features_cached_before_the_head(engine):
 
 
 def test_rejections():
-    with pytest.raises(ValueError, match="tau must be a finite number > 0, got 0"):
+    with rejects("tau", 0):
         Moon(tau=0)
     with pytest.raises(ValueError, match="Moon"):
         FedEnsemble(base=Moon())
-    with pytest.raises(ValueError, match="no head is trained; choose an adapter"):
+    with pytest.raises(ValueError, match="no head"):
         Moon().check(perada.algorithms.TensorNames(("a.weight",), ("a.weight",)), 3)

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.algorithms import FedEnsemble, Scaffold, make_algorithm
 from tests.options import sections
+from tests.rejections import rejects
 
 from .problems import CLIENTS, LR_LOCAL, QUIET, SIZES, assert_same, distance, finetune, reference
 
@@ -93,7 +94,7 @@ def test_what_travels_is_counted():
 
 
 def test_rejections():
-    with pytest.raises(ValueError, match="server_lr"):
+    with rejects("server_lr", 0):
         Scaffold(server_lr=0)
     with pytest.raises(ValueError, match="Scaffold"):
         FedEnsemble(base=make_algorithm("scaffold"))

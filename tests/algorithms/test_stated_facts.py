@@ -43,12 +43,12 @@ class Pulled(Algorithm):
 
 
 def test_a_rule_that_combines_factors_is_rejected_if_clients_send_none():
-    with pytest.raises(OptionError, match="clients of Shifted send sums of factors, not factors"):
+    with pytest.raises(OptionError, match=r"Shifted.*factors"):
         finetune(Shifted(), "net-adapter", rounds=1, server_rule="svd")
 
 
 def test_a_rule_is_rejected_with_the_reason_that_the_algorithm_states():
-    with pytest.raises(OptionError, match="Shifted does not support server_rule=Median: it counts on the mean; leave"):
+    with pytest.raises(OptionError, match=r"Shifted.*server_rule=Median"):
         finetune(Shifted(), rounds=1, server_rule="median")
 
 
@@ -64,9 +64,7 @@ def test_the_gradient_of_the_stated_objective_is_measured():
 
 def test_what_client_level_privacy_does_not_cover_is_rejected_also_of_a_wrapped_algorithm():
     for algorithm in (Shifted(), FFALoRA(Shifted()), HetLoRA(FFALoRA(Shifted())).base):
-        with pytest.raises(
-            ValueError, match="Shifted: its clients send squares, too; choose FedAvg, or protect single"
-        ):
+        with pytest.raises(ValueError, match=r"Shifted.*squares"):
             check_client_level(algorithm, Mean(), "uniform", distills=False)
     check_client_level(FedAvg(), Mean(), "uniform", distills=False)
 

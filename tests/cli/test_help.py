@@ -71,7 +71,7 @@ def test_all_has_those_of_lightning_and_a_word_finds_some(capsys):
 def test_what_is_explained_here_is_an_option_and_a_word_in_no_name_is_rejected(capsys):
     known = {action.dest for action in PeradaCLI(["--config", "quickstart"], run=False).parser._actions}
     assert {*TRAINER_TEXTS, *MOST_USED} <= known
-    with pytest.raises(ValueError, match="--help xyzzy: no option has this in its name"):
+    with pytest.raises(ValueError, match="--help xyzzy"):
         main(["fit", "--help", "xyzzy"])
 
 

@@ -62,13 +62,13 @@ def test_folders_of_fit_and_of_export_predict_alike_without_the_data(fashion_roo
         assert capsys.readouterr().out.endswith(f"Predictions of 40 images: {output}\n")
     (here / "table.csv").write_text("label,file\n" + "".join(f"x,images/{n}.png\n" for n in range(40)))
     main(["predict", "--images=table.csv", version, "--client=1", "--path=file"])
-    with pytest.raises(FileNotFoundError, match=r"'out/client_1' is one adapter of a run; pass its parent folder"):
+    with pytest.raises(FileNotFoundError, match="'out/client_1'"):
         main(["predict", "out/client_1", "--images=table.csv", "--path=file"])
-    with pytest.raises(ValueError, match=r"'out' already has its adapters as PEFT folders; use --format=onnx"):
+    with pytest.raises(ValueError, match=r"'out'.*--format=onnx"):
         main(["export", "out", "--output=again"])
-    with pytest.raises(NotADirectoryError, match=r"--output=a\.csv is a file; choose a folder"):
+    with pytest.raises(NotADirectoryError, match=r"--output=a\.csv is a file"):
         main(["export", version, "--output=a.csv"])
-    with pytest.raises(NotADirectoryError, match=r"--output=a\.csv/b cannot be created, since 'a\.csv' is a file"):
+    with pytest.raises(NotADirectoryError, match=r"--output=a\.csv/b.*'a\.csv'"):
         main(["export", version, "--output=a.csv/b"])
     rows = rows_of(here / "predictions.csv")
     assert [row["path"] for row in rows] == [f"images/{number}.png" for number in range(40)]
@@ -119,7 +119,7 @@ def test_files_that_cannot_be_read_are_left_out_and_named_at_the_end(tmp_path, m
     monkeypatch.setattr("sys.argv", ["perada", "predict", "saved", "--images=images", "--batch_size=2"])
     with pytest.raises(
         SystemExit,
-        match=r"3 of 7 images have no prediction and are missing from 'predictions.csv': .*0.png.*4.png.*5.png",
+        match=r"3 of 7 images.*'predictions\.csv'.*0\.png.*4\.png.*5\.png",
     ) as end:
         entry_point()
     assert isinstance(end.value.code, str)  # which Python prints, with the status 1
@@ -129,7 +129,7 @@ def test_files_that_cannot_be_read_are_left_out_and_named_at_the_end(tmp_path, m
     assert [row["path"] for row in rows_of(tmp_path / "predictions.csv")] == [row["path"] for row in kept]
     for number in (1, 2, 3, 6):
         (images / f"{number}.png").write_bytes(b"")
-    with pytest.raises(ValueError, match="none of the 7 images can be read"):
+    with pytest.raises(ValueError, match="7 images"):
         main(["predict", "saved", "--images=images"])
 
 
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_says_what_no_run_says_is_rejected_in_one_line(tmp_pat
     saved = torch.load(checkpoint, weights_only=True)
     saved["perada"]["info"] |= changed
     torch.save(saved, checkpoint)
-    with pytest.raises(ValueError, match=r"(its|the checkpoint's) content is not what perada writes") as error:
+    with pytest.raises(ValueError, match="content is not what perada writes") as error:
         perada.Run.load(folder)
     assert "\n" not in str(error.value)
 
@@ -235,7 +235,7 @@ def test_a_checkpoint_that_says_what_no_run_says_is_rejected_in_one_line(tmp_pat
 def test_random_weights_whose_seed_is_kept_secret_are_said_to_be_the_reason(tmp_path):
     privacy = perada.Privacy(noise_multiplier=1.0, secure_rng=False)
     _, folder = made_in_python(tmp_path, rounds=1, privacy=privacy, seed=5)
-    with pytest.raises(ValueError, match="to a private run in test mode, whose frozen weights depend on its seed"):
+    with pytest.raises(ValueError, match=r"test mode.*seed"):
         open_run(folder)
 
 
@@ -245,17 +245,17 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
     Image.fromarray(np.zeros((32, 32, 3), dtype=np.uint8)).save(tmp_path / "a.png")
     image = ["--images", str(tmp_path / "a.png")]
     config, checkpoint = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
-    with pytest.raises(FileNotFoundError, match=r"is not a finished run: it has neither adapters with a run.json nor"):
+    with pytest.raises(FileNotFoundError, match="not a finished run"):
         main(["predict", str(tmp_path), *image])
-    with pytest.raises(FileNotFoundError, match=r"--output=.*: the folder .* does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"--output=.* folder"):
         main(["predict", str(folder), *image, "--output", str(tmp_path / "none" / "a.csv")])
-    with pytest.raises(ValueError, match=r"client='9' is unknown|client must be an integer.*, got 9"):
+    with pytest.raises(ValueError, match=r"client='9'|client .*9"):
         main(["predict", str(folder), *image, "--client", "9", "--output", str(tmp_path / "a.csv")])
-    with pytest.raises(IsADirectoryError, match=r"--output=.* is a folder; choose a file, such as .*predictions\.csv"):
+    with pytest.raises(IsADirectoryError, match=r"--output=.*predictions\.csv"):
         main(["predict", str(folder), *image, "--output", str(tmp_path)])
-    with pytest.raises(ValueError, match=r"device='tpux' is not available \(.*\); use cpu, or a GPU"):
+    with pytest.raises(ValueError, match="device='tpux'"):
         main(["predict", str(folder), *image, "--device=tpux", "--output", str(tmp_path / "a.csv")])
-    with pytest.raises(ValueError, match=r"--config is not an option of `perada predict RUN"):
+    with pytest.raises(ValueError, match=r"--config.*`perada predict RUN"):
         main(["predict", str(folder), *image, "--config=quickstart"])
     saved = torch.load(checkpoint, weights_only=True)
 
@@ -263,30 +263,26 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
         torch.save(saved | {"perada": saved["perada"] | {"info": saved["perada"]["info"] | info}}, checkpoint)
         return ["predict", str(folder), *image]
 
-    with pytest.raises(ValueError, match=r"was written with different trained tensors; pass the run's network"):
+    with pytest.raises(ValueError, match="different trained tensors"):
         main(written(adapter="bias_norm"))
-    with pytest.raises(ValueError, match="adapter 'hat' is unknown"):
+    with pytest.raises(ValueError, match="'hat'"):
         main(written(adapter="hat"))
-    with pytest.raises(
-        ValueError, match="with a custom PEFT configuration, which it does not contain; save the result"
-    ):
+    with pytest.raises(ValueError, match="PEFT configuration"):
         main(written(adapter=None))
-    with pytest.raises(
-        ValueError, match="with a custom network, which it does not contain; pass one of the same class"
-    ):
+    with pytest.raises(ValueError, match="custom network"):
         main(written(backbone=None))
-    with pytest.raises(ValueError, match="its content is not what perada writes"):
+    with pytest.raises(ValueError, match="content is not what perada writes"):
         main(written(training=None))
     main(written())
     config.write_text(config.read_text().replace("perada.algorithms.perada.PerAda", "nobody.knows.PerAda"))
-    with pytest.raises(ValueError, match=r"the algorithm in .*config.yaml' cannot be re-created \(.*nobody"):
+    with pytest.raises(ValueError, match=r"config\.yaml'.*nobody"):
         main(["predict", str(folder), *image, "--trust"])
     config.write_text("model: {}\n")
-    with pytest.raises(ValueError, match=r"config.yaml' cannot be re-created \(KeyError: 'federated'\); correct it"):
+    with pytest.raises(ValueError, match=r"config\.yaml'.*'federated'"):
         main(["predict", str(folder), *image])
     config.unlink()
     torch.save(saved | {"perada": {name: one for name, one in saved["perada"].items() if name != "info"}}, checkpoint)
-    with pytest.raises(ValueError, match="the checkpoint's content is not what perada writes") as error:
+    with pytest.raises(ValueError, match="content is not what perada writes") as error:
         main(["predict", str(folder), *image])
     assert "\n" not in str(error.value)
 
@@ -324,10 +320,10 @@ def test_models_without_finite_outputs_end_every_command_with_an_error(fashion_r
     images_in(here / "images", 3)
     run = "lightning_logs/version_0"
     for arguments in (["predict", run, "--images=images"], ["export", run, "--output=out", "--format=safetensors"]):
-        with pytest.raises(ValueError, match="the global model are NaN or infinite"):
+        with pytest.raises(ValueError, match=r"global model.*NaN"):
             main(arguments)
     assert not (here / "predictions.csv").exists()
-    with pytest.raises(ValueError, match=f"the adapters were written, but .*{whose}"):
+    with pytest.raises(ValueError, match=rf"were written.*{whose}"):
         main(["export", run, "--output=adapters"])
     assert (here / "adapters" / "global" / "adapter_model.safetensors").is_file()
     compared = ["compare", "recipe.yaml", "--algorithms=fedavg", "--output=compared.json", *DIVERGES]

@@ -102,9 +102,7 @@ def test_answers_are_asked_for(monkeypatch):
     written = read("recipe.yaml")
     assert (written["federated"]["algorithm"], written["trainer"]["max_epochs"]) == ("ditto", 7)
     assert "public_fraction" not in written["data"]
-    with pytest.raises(
-        FileExistsError, match=r"'recipe.yaml' already exists; choose a different --output or add --force"
-    ):
+    with pytest.raises(FileExistsError, match=r"'recipe\.yaml'.*--force"):
         main(["init", "--yes"])
 
 
@@ -373,10 +371,10 @@ def test_a_folder_above_the_clients_is_rejected_with_the_one_below(top):
     if top == "hospitals":
         with pytest.raises(ValueError, match=below):
             main(["init", "--yes", "--images", "archive"])
-        with pytest.raises(FileNotFoundError, match=f"70 images .* {below}"):
+        with pytest.raises(FileNotFoundError, match=rf"70 images .*{below}"):
             main(["data", "inspect", "archive"])
         write_images("archive/public/photographs")
-        with pytest.raises(FileNotFoundError, match=f"70 of 80 images .* {below}"):
+        with pytest.raises(FileNotFoundError, match=rf"70 of 80 images .*{below}"):
             main(["data", "inspect", "archive"])
     main(["init", "--yes", "--images", f"archive/{top}", "--output", "below.yaml"])
     assert read("below.yaml")["data"]["partition"]["class_path"] == "ByDomain"
@@ -384,7 +382,7 @@ def test_a_folder_above_the_clients_is_rejected_with_the_one_below(top):
 
 def test_a_folder_two_levels_above_the_clients_is_rejected_with_that_of_the_clients():
     write_images(*[f"archive/2024/hospitals/{name}" for name in HOSPITALS])
-    with pytest.raises(ValueError, match=r"60 of 60 images are in '2024/hospitals'.*--images archive/2024/hospitals,"):
+    with pytest.raises(ValueError, match=r"60 of 60 images .*'2024/hospitals'.*--images archive/2024/hospitals,"):
         main(["init", "--yes", "--images", "archive"])
 
 
@@ -523,17 +521,17 @@ def test_no_recipe_is_written_that_training_rejects(write, images, message, reme
 def test_warnings_of_training_are_shown():
     for name, values in (("a", (0, 1)), ("b", (1, 0)), ("c", (0, 1))):
         write_pairs(f"scans/{name}", values)
-    with pytest.warns(UserWarning, match=r"client 1 \('b'\), but .* as if background and foreground were swapped"):
+    with pytest.warns(UserWarning, match=r"client 1 \('b'\).*swapped"):
         main([*INIT, "scans"])
     assert Path("recipe.yaml").exists()
 
 
 def test_values_of_masks_are_for_masks():
     write_images("all/0/a", "all/0/b")
-    with pytest.raises(ValueError, match=r"--mask_values=\[0, 1\] is for masks, but classes are learnt"):
+    with pytest.raises(ValueError, match=r"--mask_values=\[0, 1\]"):
         main([*INIT, "all", "--mask_values=[0, 1]"])
     write_labels("a", "b")
-    with pytest.raises(ValueError, match=r"mask_values.* has no effect with mask=None"):
+    with pytest.raises(ValueError, match=r"mask_values.*mask=None"):
         main([*INIT, "labels.csv", "--mask_values=[0, 1]"])
 
 
@@ -541,9 +539,9 @@ def test_values_of_masks_are_for_masks():
 def test_a_folder_above_the_clients_masks_is_rejected_with_the_one_below(top):
     for name in ("north", "south"):
         write_pairs(f"all/{top}/{name}")
-    with pytest.raises(ValueError, match=f"seems too high: .* north, south, .* use --images all/{top}$"):
+    with pytest.raises(ValueError, match=rf"north, south, .*--images all/{top}$"):
         main([*INIT, "all"])
-    with pytest.warns(UserWarning, match=f"of one client, 'project': .*set root to all/{top}$"):
+    with pytest.warns(UserWarning, match=rf"'project'.*root.* all/{top}$"):
         ImageMasks("all").read_manifest()
     main([*INIT, f"all/{top}"])
     assert read("recipe.yaml")["data"]["partition"]["class_path"] == "ByDomain"
@@ -572,7 +570,7 @@ def test_masks_beside_their_images_are_no_images(folders):
 def test_masks_beside_their_images_are_left_out_or_declared():
     for folder in ("all/north", "all/south"):
         write_pairs(folder, suffix="_mask.png", images=".", masks=".")
-    with pytest.warns(UserWarning, match="16 of 32 images .* do not match"):
+    with pytest.warns(UserWarning, match="16 of 32 images"):
         assert len(Images("all", layout="{class}/?.png").read_manifest().paths) == 16
     assert len(Images("all", layout="{class}/*", classes=["north", "south"]).read_manifest().paths) == 32
 

@@ -98,9 +98,7 @@ def test_a_client_that_joined_is_not_lost_to_the_next_one(saved, pictures, tmp_p
         main(["clients", "add", str(run), "--data", str(pictures), "--client", name, *words])
 
     joins(saved, "first", tmp_path / "new")
-    with pytest.raises(
-        ValueError, match=r"contains a run that first joined, and a run without them would replace it: to add"
-    ):
+    with pytest.raises(ValueError, match="first joined"):
         joins(saved, "second", tmp_path / "new")
     assert perada.Run.load(tmp_path / "new").info["clients"][-1] == "first"
 
@@ -131,7 +129,7 @@ def test_a_table_joins_and_the_run_is_written_elsewhere(saved, pictures, tmp_pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--client=2"], "client='2' is empty or already the name or number of a client of the run"),
+        (["--client=2"], "client='2'"),
         (["--client=late", "--images.layout={class}"], "do not match the layout"),
         ([], "the client has no name; pass one"),
         (["--images=pictures"], "--images and --data are the same option; use only one"),
@@ -143,13 +141,13 @@ def test_what_cannot_be_done_is_one_line(saved, pictures, words, message):
 
 
 def test_a_run_that_is_not_there_is_said(pictures, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"'.*none' does not exist; pass a run"):
+    with pytest.raises(FileNotFoundError, match="none'"):
         main(["clients", "add", str(tmp_path / "none"), "--data", str(pictures), "--client=late"])
 
 
 def test_a_class_that_the_run_has_not_is_named(saved, pictures):
     (pictures / "5").rename(pictures / "cat")
-    with pytest.raises(ValueError, match=r"the data: class='cat' is unknown; choose one of 0, 1, 2"):
+    with pytest.raises(ValueError, match=r"class='cat'.*0, 1, 2"):
         main(["clients", "add", str(saved), "--data", str(pictures), "--client=late"])
 
 
@@ -163,7 +161,7 @@ def test_a_run_folder_and_a_recipe(pictures, tmp_path, monkeypatch, capsys):
     dataset = {"class_path": "Images", "init_args": {"root": str(pictures), "layout": "{class}/*"}}
     one = {"class_path": "IID", "init_args": {"num_clients": 1}}
     recipe.write_text(json.dumps({"data": {"dataset": dataset, "partition": one}}))
-    with pytest.raises(ValueError, match="is a run folder of `perada fit`, which is never changed; set --output"):
+    with pytest.raises(ValueError, match="set --output"):
         main(["clients", "add", str(run), "--data", str(recipe), "--client=late"])
     main(["clients", "add", str(run), "--data", str(recipe), "--client=late", "--output=new", "--rounds=1"])
     told = json.loads((tmp_path / "new" / "run.json").read_text())

@@ -60,11 +60,11 @@ def test_numbers_of_a_table_are_those_of_the_run(ages, tmp_path, header, capsys)
 def test_tables_without_the_numbers_are_rejected(ages, tmp_path):
     table = write_ages(tmp_path / "late", 6, 1, "file,years,weight")
     command = ["clients", "add", str(ages), "--client=late", "--images.path=file", "--data"]
-    with pytest.raises(ValueError, match=r"predicts age; name the columns .* of 'file', 'years', 'weight'"):
+    with pytest.raises(ValueError, match=r"age.*'file', 'years', 'weight'"):
         main([*command, table])
-    with pytest.raises(ValueError, match=r"names 2 columns \(years, weight\), but the run predicts age"):
+    with pytest.raises(ValueError, match=r"2 columns \(years, weight\).*age"):
         main([*command, table, "--images.numbers=[years,weight]"])
-    with pytest.raises(ValueError, match=r"predicts age; pass a table with a column for each number"):
+    with pytest.raises(ValueError, match=r"age.*column"):
         main(["clients", "add", str(ages), "--client=late", "--data", str(tmp_path / "late")])
 
 
@@ -117,9 +117,9 @@ def test_sources_without_masks_are_rejected(segmented, tmp_path):
     table = (folder / "table.csv").read_text().replace("path,mask", "path,outline")
     (folder / "table.csv").write_text(table)
     command = ["clients", "add", str(segmented), "--client=late", "--data"]
-    with pytest.raises(ValueError, match=r"predicts masks; name their column .* one of 'path', 'outline'"):
+    with pytest.raises(ValueError, match=r"masks.*'path', 'outline'"):
         main([*command, str(folder / "table.csv")])
-    with pytest.raises(ValueError, match=r"predicts masks, but this folder has no folders images and masks"):
+    with pytest.raises(ValueError, match="images and masks"):
         main([*command, str(folder / "images")])
 
 
@@ -150,7 +150,7 @@ def test_black_and_white_masks_are_those_of_a_run_with_two_classes(binary, tmp_p
 
 def test_black_and_white_masks_are_rejected_for_a_run_with_three_classes(segmented, tmp_path):
     folder = write_pairs(tmp_path / "late", 6, 1, values=(0, 255, 255))
-    with pytest.raises(ValueError, match=r"have the class 0, .* such as 255, list the values in mask_values"):
+    with pytest.raises(ValueError, match=r"class 0, .*mask_values"):
         main(
             [
                 "clients",

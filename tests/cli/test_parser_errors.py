@@ -110,7 +110,7 @@ def test_the_option_is_a_fact_of_the_error(tmp_path, words, option):
 )
 def test_an_option_of_a_section_that_the_loop_takes_is_found_in_its_section(tmp_path, word, proposal):
     assert one_line(rejected(tmp_path, word)) == f"unrecognized arguments: {word}; did you mean {proposal}?"
-    with pytest.raises(ArgumentError, match=rf"unrecognized arguments: .*; did you mean {proposal}\?"):
+    with pytest.raises(ArgumentError, match=rf"unrecognized.*{proposal}\?"):
         main(["fit", word])
 
 

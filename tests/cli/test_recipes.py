@@ -305,12 +305,12 @@ def test_recipes_are_found_by_name():
     ],
 )
 def test_a_wrong_part_of_a_combination_proposes_the_nearest(name, meant):
-    with pytest.raises(FileNotFoundError, match=f"is neither a file nor a recipe; did you mean {meant}"):
+    with pytest.raises(FileNotFoundError, match=f"did you mean {meant}"):
         find_recipe(name)
 
 
 def test_recipes_in_a_list_are_rejected_with_the_way_to_combine_them():
-    with pytest.raises(FileNotFoundError, match=r"repeat the option: --config cifar10 --config method/ditto$"):
+    with pytest.raises(FileNotFoundError, match=r"--config cifar10 --config method/ditto$"):
         find_recipe("cifar10, method/ditto")
 
 
@@ -391,7 +391,7 @@ def test_ls_of_a_combination_describes_each_of_its_recipes(prefix, names, capsys
 )
 def test_ls_of_nothing_proposes_the_nearest(wrong, meant):
     remedy = f"did you mean {meant}" if meant else "`perada ls` lists the recipes"
-    with pytest.raises(ValueError, match=f"no recipe name begins with '{wrong}'; {remedy}"):
+    with pytest.raises(ValueError, match=f"'{wrong}'; {remedy}"):
         main(["ls", wrong])
 
 

@@ -18,6 +18,7 @@ from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.samples import MapStore, RoundBatches, TensorStore
 from perada.deploy.site.client import with_client_index
 from perada.tasks import MultiLabel
+from tests.rejections import rejects
 
 # The second client has no images of class 1.
 LABELS = ([0] * 17 + [1] * 2 + [2], [2] * 3 + [0] * 9)
@@ -195,12 +196,12 @@ def test_a_run_resumes_bit_by_bit_and_only_with_the_same_sampling(tmp_path):
     resumed = fit(ckpt_path=str(checkpoint), logger=True, default_root_dir=str(tmp_path / "second"))
     uninterrupted = fit()
     assert torch.equal(resumed.global_model()[1].weight, uninterrupted.global_model()[1].weight)
-    with pytest.raises(ValueError, match="belongs to a run with sampling='balanced', but this run has 'uniform'"):
+    with pytest.raises(ValueError, match=r"sampling='balanced'.*'uniform'"):
         fit(ckpt_path=str(checkpoint), sampling="uniform", default_root_dir=str(tmp_path / "third"))
 
 
 def test_balanced_sampling_is_rejected_with_the_privacy_of_images_only():
-    with pytest.raises(OptionError, match="sampling='balanced' draws an image by the classes of the client's other"):
+    with pytest.raises(OptionError, match="sampling='balanced'"):
         fit(privacy={"noise_multiplier": 1.0})
     run = fit(client_privacy={"noise_multiplier": 1.0, "delta": 0.1}, clients_per_round=1)
     assert run.info["training"]["sampling"] == "balanced"
@@ -215,12 +216,12 @@ class Undeclared(OneByOne):
 
 
 def test_data_without_one_known_class_for_each_image_are_rejected(monkeypatch):
-    with pytest.raises(OptionError, match=r"sampling must be .*, got 'weighted'"):
+    with rejects("sampling", "weighted"):
         FederatedDataModule(federated(), sampling="weighted")
     several = FederatedData([TensorDataset(torch.rand(4, 1, 4, 4), torch.eye(4)[:, :3].float())])
-    with pytest.raises(OptionError, match="needs the class of each training image, but the data have several labels"):
+    with pytest.raises(OptionError, match="several labels"):
         FederatedDataModule(several, sampling="balanced", task=MultiLabel()).setup()
     monkeypatch.setattr("perada.data.checked.SCAN_LIMIT", 5)
     unread = FederatedData([Undeclared(client_data(LABELS[0]))], num_classes=3)
-    with pytest.raises(OptionError, match="the labels are not all known before training; set sampling='uniform', or"):
+    with pytest.raises(OptionError, match="sampling='uniform'"):
         FederatedDataModule(unread, sampling="balanced").setup()

@@ -167,9 +167,7 @@ def test_pictures_that_are_opened_only_are_read_too(root):
     data = [
         Lazy(sorted((root / client / "train").rglob("*.png"))[client == "north" :]) for client in ("north", "south")
     ]
-    with pytest.raises(
-        ValueError, match=r"^2 images .*client 0: the training set: sample 3 cannot.*client 1: .*sample 2 "
-    ):
+    with pytest.raises(ValueError, match=r"^2 images .*client 0: .*sample 3 .*client 1: .*sample 2\b"):
         FederatedDataModule(FederatedData(data), image_size=16).setup()
 
 
@@ -191,16 +189,14 @@ class Rows(Dataset):
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_other_datasets_are_read_item_by_item(workers):
     data = FederatedData([Rows(6, (1, 4)), Rows(5)], public=Rows(4, (3,)))
-    with pytest.raises(
-        ValueError, match=r"^3 images .*client 0: the training set: sample 1.*sample 4.*public set: sam"
-    ):
+    with pytest.raises(ValueError, match=r"^3 images .*client 0: .*sample 1.*sample 4.*public set"):
         FederatedDataModule(data, num_workers=workers).setup()
     with pytest.warns(UserWarning, match="3 images"):
         (made := FederatedDataModule(data, num_workers=workers, on_broken="skip")).setup()
     assert made.train_sizes == (4, 5) and made.public_size == 3
     with (
         pytest.warns(UserWarning, match="2 images"),
-        pytest.raises(ValueError, match="client 0 has no training samples"),
+        pytest.raises(ValueError, match=r"client 0 .*no training samples"),
     ):
         FederatedDataModule(FederatedData([Rows(2, (0, 1)), Rows(5)]), on_broken="skip").setup()
 

@@ -90,7 +90,7 @@ def test_a_client_without_labels_is_named():
     class Unlabelled(Digits):
         labels = None
 
-    with pytest.raises(ValueError, match="client 1: its images have no labels; use labelled images"):
+    with pytest.raises(ValueError, match=r"client 1: .*labelled"):
         module(FederatedData([Digits(), Unlabelled()], [Digits()] * 2)).setup()
 
 
@@ -266,7 +266,7 @@ def test_a_recorded_partition_is_read_back(tmp_path):
     again = FederatedDataModule(dataset=Digits(), partition=FromFile(str(path)), **options)
     for part in ("train", "test", "public"):
         assert again.partition_dict()[part] == first.partition_dict()[part]
-    with pytest.raises(ValueError, match="not among the clients' data"):
+    with pytest.raises(ValueError, match="not among"):
         FederatedDataModule(dataset=Digits(), partition=FromFile(str(path)), **options | {"seed": 3}).setup()
 
 

@@ -25,6 +25,7 @@ from perada.data import (
     UnlabelledFolder,
 )
 from perada.data.batches.datasets import tensor_source
+from tests.rejections import rejects
 
 RANDOM = np.random.default_rng(0)
 
@@ -86,9 +87,7 @@ def test_fashion_mnist(tmp_path, zipped, inside):
 
 
 def test_fashion_mnist_that_is_not_there(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=f"MNIST was not found in {tmp_path}.*, or set download: true"
-    ) as caught:
+    with pytest.raises(FileNotFoundError, match=rf"MNIST.*{tmp_path}.*download: true") as caught:
         len(FashionMNIST(str(tmp_path)))
     assert "\n" not in str(caught.value)
 
@@ -98,7 +97,7 @@ def test_broken_idx_files_are_named(tmp_path, damage):
     write_fashion(tmp_path / "d", zipped=False)
     file = tmp_path / "d" / "train-images-idx3-ubyte"
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte cannot be read .*, expected an idx file of bytes"):
+    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.*bytes"):
         len(FashionMNIST(str(tmp_path / "d")))
 
 
@@ -106,7 +105,7 @@ def test_broken_gz_files_are_named(tmp_path):
     write_fashion(tmp_path / "d", zipped=True)
     file = tmp_path / "d" / "train-labels-idx1-ubyte.gz"
     file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte\.gz cannot be read"):
+    with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte\.gz"):
         len(FashionMNIST(str(tmp_path / "d")))
 
 
@@ -169,9 +168,7 @@ def test_a_cifar_file_that_is_not_the_published_one_is_not_opened(tmp_path, monk
     publish(monkeypatch, CIFAR10, tmp_path, names, "names")
     assert len(CIFAR10(str(tmp_path), train=train)) == (10 if train else 2)
     (tmp_path / wrong).write_bytes(content)
-    with pytest.raises(
-        ValueError, match=rf"{wrong} is missing or differs from the published file .*: fetch it"
-    ) as caught:
+    with pytest.raises(ValueError, match=rf"{wrong}.*published") as caught:
         len(CIFAR10(str(tmp_path), train=train))
     assert "\n" not in str(caught.value)
     assert capsys.readouterr().out == ""
@@ -180,22 +177,18 @@ def test_a_cifar_file_that_is_not_the_published_one_is_not_opened(tmp_path, monk
 @pytest.mark.parametrize("damage", [b"", b"x" * 3072])
 def test_a_binary_cifar_file_that_is_cut_short_is_named(tmp_path, damage):
     (tmp_path / "test_batch.bin").write_bytes(damage)
-    with pytest.raises(
-        ValueError, match=r"test_batch\.bin cannot be read .*, expected an array \(-1, 3073\) of"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"test_batch\.bin.*\(-1, 3073\)") as caught:
         len(CIFAR10(str(tmp_path), train=False))
     assert "\n" not in str(caught.value)
-    with pytest.raises(FileNotFoundError, match=r"data_batch_1\.bin does not exist, .*: fetch it again from https"):
+    with pytest.raises(FileNotFoundError, match=r"data_batch_1\.bin.*https"):
         len(CIFAR10(str(tmp_path)))
 
 
 def test_cifar_that_is_not_there_or_not_all_of_it(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"CIFAR100 was not found in .*cifar-100-python .*, or set download: true"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"CIFAR100.*cifar-100-python.*download: true"):
         len(CIFAR100(str(tmp_path)))
     (tmp_path / "test_batch").write_bytes(b"")
-    with pytest.raises(ValueError, match="data_batch_1 is missing"):
+    with pytest.raises(ValueError, match="data_batch_1"):
         len(CIFAR10(str(tmp_path)))
 
 
@@ -244,9 +237,9 @@ def test_photographs_options():
     assert ((colour.images * weights).sum(1, keepdim=True) - gray.images).abs().max() < 3  # both were rounded twice
     assert torch.equal(Photographs(count=4, size=8).images, colour.images)
     assert not torch.equal(Photographs(count=4, size=8, seed=1).images, colour.images)
-    with pytest.raises(ValueError, match="largest must be an integer >= 1 and <= 427, got 500"):
+    with rejects("largest", 500):
         Photographs(largest=500)
-    with pytest.raises(ValueError, match="smallest must be an integer >= 1 and <= 50, got 60; largest is 50"):
+    with rejects("smallest", 60):
         Photographs(smallest=60, largest=50)
 
 
@@ -285,16 +278,16 @@ def test_image_folder_with_domains_and_about_a_fifth_for_testing(tmp_path):
 
 
 def test_folders_that_are_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is not a folder"):
+    with pytest.raises(FileNotFoundError, match="not a folder"):
         len(ImageFolder(str(tmp_path / "none")))
-    with pytest.raises(FileNotFoundError, match="has no images"):
+    with pytest.raises(FileNotFoundError, match="no images"):
         len(ImageFolder(str(tmp_path)))
-    with pytest.raises(FileNotFoundError, match="has no images"):
+    with pytest.raises(FileNotFoundError, match="no images"):
         len(UnlabelledFolder(str(tmp_path)))
     write_images(tmp_path, ["a.png"])
-    with pytest.raises(FileNotFoundError, match=r"such as a\.png, do not match the layout '\{class\}/\*\*'"):
+    with pytest.raises(FileNotFoundError, match=r"a\.png.*'\{class\}/\*\*'"):
         len(ImageFolder(str(tmp_path)))
-    with pytest.raises(ValueError, match=r"size must be .*, got 0"):
+    with rejects("size", 0):
         UnlabelledFolder(str(tmp_path), size=0)
 
 
@@ -317,7 +310,7 @@ def test_unlabelled_folder(tmp_path):
 )
 def test_an_unlabelled_folder_leaves_masks_out(tmp_path, images, masks):
     write_images(tmp_path, images + masks)
-    with pytest.warns(UserWarning, match=rf"{len(masks)} of {len(images + masks)} images .* are masks .* are skipped"):
+    with pytest.warns(UserWarning, match=rf"{len(masks)} of {len(images + masks)} images .*masks"):
         found = UnlabelledFolder(str(tmp_path), size=4)
         values = [int(found[i][0, 0, 0]) for i in range(len(found))]
     assert values == [0, 1]
@@ -352,7 +345,7 @@ def test_names_say_what_was_asked_for():
 def test_a_subset_of_items_that_are_not_there_is_rejected(indices, wrong):
     base = TensorDataset(torch.zeros(4, 1, 2, 2), torch.arange(4))
     assert tensor_source(Subset(Subset(base, [3, 1, -2]), [2, 0]), labelled=True).rows.tolist() == [2, 3]
-    with pytest.raises(IndexError, match=f"a Subset has item {wrong} of a dataset of 4; correct its indices"):
+    with pytest.raises(IndexError, match=rf"item {wrong} .* 4;"):
         tensor_source(Subset(base, indices), labelled=True)
 
 
@@ -392,5 +385,5 @@ def test_a_table_names_no_file_outside_of_its_folder(tmp_path):
     mapping.mkdir()
     for path in ("../secret.png", "/secret.png"):
         (mapping / "train.csv").write_text(f"client_id,sample_path,label_name,label_id\n1,{path},cat,0\n")
-        with pytest.raises(ValueError, match=r"train\.csv, row 2: invalid sample_path '.*secret\.png': fetch"):
+        with pytest.raises(ValueError, match=r"train\.csv, row 2.*secret\.png'"):
             _ = OpenImage(str(tmp_path)).labels

@@ -35,19 +35,19 @@ def test_decimal_commas_are_read_as_by_pandas(folder):
 @pytest.mark.parametrize("cell", ["1.234,5", "1,234,5", "12.5", "1 234,5", "x", "1,5 a"])
 def test_other_numbers_are_rejected_with_their_row(folder, cell):
     write_table([*AGES[:5], cell])
-    with pytest.raises(ValueError, match=r"row 7: age is .* not a number with a decimal comma") as raised:
+    with pytest.raises(ValueError, match=r"row 7: age.*decimal comma") as raised:
         ImageTable("table.csv", numbers="age", decimal=",").read_manifest()
     assert repr(cell) in str(raised.value)
 
 
 def test_without_the_option_the_error_names_it(folder):
     write_table(AGES)
-    with pytest.raises(ValueError, match=r"'20,5', .* set decimal: ','"):
+    with pytest.raises(ValueError, match=r"'20,5'.*decimal: ','"):
         ImageTable("table.csv", numbers="age").read_manifest()
     write_table(AGES, column="label")
     with pytest.raises(ValueError, match="decimal: ','"):
         _ = ImageTable("table.csv").manifest
-    with pytest.raises(ValueError, match="decimal must be one of"):
+    with pytest.raises(ValueError, match="decimal"):
         ImageTable("table.csv", numbers="age", decimal=";")
 
 
@@ -60,13 +60,13 @@ def test_the_commands_take_the_option(folder, capsys, words):
     assert '"decimal": ","' in (folder / "recipe.yaml").read_text()
     main(["data", "inspect", "table.csv", "--numbers=age", *words])
     assert "The images can be used" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="must be one of"):
+    with pytest.raises(ValueError, match="one of"):
         main(["init", "--images=table.csv", "--yes", "--output=other.yaml", "--decimal=;"])
 
 
 def test_init_names_labels_with_decimal_commas(folder):
     write_table(AGES, column="label")
-    with pytest.raises(ValueError, match="'20,5'; add --decimal ,"):
+    with pytest.raises(ValueError, match=r"'20,5'.*--decimal ,"):
         main(["init", "--images=table.csv", "--yes"])
     main(["init", "--images=table.csv", "--yes", "--decimal=,"])
     assert "Regression" in (folder / "recipe.yaml").read_text()

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from perada.cli.messages import one_line
 from perada.data import ImageFolder
 from perada.data.batches.transforms import UnreadableImageError, decode, read_image, to_image
+from tests.rejections import rejects
 
 SIDE = 6
 RAMP = np.arange(SIDE * SIDE).reshape(SIDE, SIDE)
@@ -61,9 +62,9 @@ def test_deep_images_are_scaled(tmp_path, values, name, full_scale, white):
 )
 def test_values_that_do_not_fit_the_scale_are_named(tmp_path, values, says):
     images = ImageFolder(folder(tmp_path, Image.fromarray(values), "deep.tif"), size=2, full_scale=4095)
-    with pytest.raises(ValueError, match=rf"train/a/deep\.tif is not a readable image \(its values are {says}"):
+    with pytest.raises(ValueError, match=rf"train/a/deep\.tif.*{says}"):
         images[0]
-    with pytest.raises(ValueError, match=r"full_scale must be a finite number > 0 or None, got 0"):
+    with rejects("full_scale", 0):
         ImageFolder(str(tmp_path), full_scale=0)
 
 
@@ -178,7 +179,7 @@ def test_a_truncated_file_is_one_line_with_its_path(tmp_path, workers):
     path = tmp_path / "train" / "a" / "x.png"
     path.write_bytes(path.read_bytes()[:-1000])
     loader = DataLoader(ImageFolder(root, size=8), num_workers=workers)
-    with pytest.raises(ValueError, match="is not a readable image") as error:
+    with pytest.raises(ValueError, match="readable") as error:
         list(loader)
     line = one_line(error.value)
     assert str(error.value) == line

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from perada.data import ImageMasks, Images, ImageTable
+from tests.rejections import rejects
 
 
 def write_images(folder, paths, mode="RGB"):
@@ -46,16 +47,16 @@ def test_patients_are_numbered_by_each_hospital(tmp_path, kind):
         warnings.simplefilter("error")
         images = two_hospitals(tmp_path, kind, shared_groups=False)
         assert len(images) == len(images.with_split(False)) == 4
-    with pytest.raises(ValueError, match="both training and test images of the groups 1, 2, 3: put all"):
+    with pytest.raises(ValueError, match="groups 1, 2, 3"):
         len(two_hospitals(tmp_path, kind, shared_groups=True))
     extra = two_hospitals(tmp_path, kind, extra=["b/test/x/3_9.jpg"], shared_groups=False)
-    with pytest.raises(ValueError, match=r"both training and test images of the group .*3"):
+    with pytest.raises(ValueError, match=r"group .*3"):
         len(extra)
-    with pytest.raises(ValueError, match="shared_groups"):
+    with rejects("shared_groups", "yes"):
         two_hospitals(tmp_path, kind, shared_groups="yes")
 
 
 @pytest.mark.parametrize("kind", ["folders", "table"])
 def test_a_name_that_is_divided_between_hospitals_is_mentioned(tmp_path, kind):
-    with pytest.warns(UserWarning, match="groups called 1, 2, 3, which count as different groups: set shared_groups"):
+    with pytest.warns(UserWarning, match=r"1, 2, 3, .*shared_groups"):
         assert len(two_hospitals(tmp_path, kind)) == 4

@@ -182,11 +182,11 @@ class Column(Wards):
 
 
 def test_groups_that_cannot_be_held_out_are_rejected():
-    with pytest.raises(ValueError, match=r"Column, .*: group_column='hospital' is not among the columns 'patient'"):
+    with pytest.raises(ValueError, match=r"Column.*group_column='hospital'.*'patient'"):
         FederatedDataModule(dataset=Column(), partition=IID(3)).setup()
     by_patient = FederatedDataModule(dataset=Wards(), partition=ByDomain("patient"), client_validation=0.3)
     message = r"clients 0, 1, .* have fewer than 2 images, or images of only one group, .*: .* set clie"
-    with pytest.warns(UserWarning, match="no client can be evaluated"), pytest.raises(ValueError, match=message):
+    with pytest.warns(UserWarning, match="no client"), pytest.raises(ValueError, match=message):
         by_patient.setup()
 
 
@@ -197,12 +197,12 @@ def test_a_client_with_two_images_has_one_of_each():
 
 def test_clients_that_cannot_share_are_named():
     data = FederatedData([Subset(numbered()[3], range(n)) for n in (4, 1, 3, 1)])
-    with pytest.raises(ValueError, match=r"clients 1, 3 have fewer than 2 images, .* set client_validation to 0"):
+    with pytest.raises(ValueError, match=r"clients 1, 3 .*2 images.*client_validation"):
         module(data, client_validation=0.1)
-    with pytest.raises(ValueError, match=r"client 0 has fewer than 2"):
+    with pytest.raises(ValueError, match=r"client 0 .*2"):
         module(FederatedData(numbered((1, 5))), client_validation=0.1)
     many = FederatedData([Subset(numbered()[3], [0])] * 13)
-    with pytest.raises(ValueError, match=r"clients 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 3 more have"):
+    with pytest.raises(ValueError, match="clients 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 3 more"):
         module(many, client_validation=0.1)
 
 
@@ -211,14 +211,14 @@ def test_clients_that_cannot_share_are_named():
     [
         (
             {"client_validation": 1.0},
-            "client_validation must be a finite number >= 0 and < 1, got 1.0; it is a share",
+            r"client_validation .*got 1.0",
         ),
-        ({"client_validation": -0.1}, "client_validation must be a finite number >= 0 and < 1, got -0.1"),
-        ({"client_validation": float("nan")}, "client_validation must be a finite number >= 0 and < 1, got nan"),
-        ({"evaluate_on": "validation"}, "evaluate_on='validation' needs client_validation, .* got 0; set it"),
+        ({"client_validation": -0.1}, r"client_validation .*got -0.1"),
+        ({"client_validation": float("nan")}, r"client_validation .*got nan"),
+        ({"evaluate_on": "validation"}, r"evaluate_on='validation'.*client_validation.*0"),
         (
             {"evaluate_on": "train", "client_validation": 0.1},
-            "evaluate_on must be one of 'test', 'validation', got 'train'",
+            r"evaluate_on .*got 'train'",
         ),
     ],
 )

@@ -66,7 +66,7 @@ WORDS = ("cat", "dog") * 4
 @pytest.mark.parametrize("name", ["NA", "None", "?"])
 def test_missing_labels_are_no_class_unless_declared(tmp_path, source, name):
     labels = (*WORDS, name, name)
-    with pytest.raises(ValueError, match=r"missing label: .*; if it is a class, declare classes: \["):
+    with pytest.raises(ValueError, match=r"missing label.*classes: \["):
         _ = source(tmp_path, labels).labels
     declared = source(tmp_path, labels, classes=[name, "cat", "dog"])
     counts = sum(torch.bincount(declared.with_split(train).labels, minlength=3) for train in (True, False))
@@ -100,13 +100,13 @@ def test_missing_labels_are_no_class_unless_declared(tmp_path, source, name):
     ],
 )
 def test_every_spelling_of_a_missing_label_is_found(name):
-    with pytest.raises(ValueError, match="marks a missing label"):
+    with pytest.raises(ValueError, match="missing label"):
         check_label_names("t.csv", [*WORDS, name])
 
 
 @pytest.mark.parametrize("name", ["none", "NONE", "nil", "Missing", "undefined"])
 def test_words_that_may_be_classes_are_warned_of(name):
-    with pytest.warns(UserWarning, match=f"has the class '{name}'"):
+    with pytest.warns(UserWarning, match=f"class '{name}'"):
         check_label_names("t.csv", [*WORDS, name])
 
 
@@ -115,7 +115,7 @@ def test_words_that_may_be_classes_are_warned_of(name):
 )
 def test_a_client_whose_classes_have_other_names_is_warned_of(recwarn, north, south):
     clients = ["north"] * 4 + ["south"] * 4
-    with pytest.warns(UserWarning, match=f"client 'north' has the classes {north[0]}.*{south[0]}"):
+    with pytest.warns(UserWarning, match=rf"client 'north'.*{north[0]}.*{south[0]}"):
         check_label_names("t.csv", [*north, *north, *south, *south], clients)
     recwarn.clear()
     check_label_names("t.csv", [*north, *north, *north[:1] * 2, *south], clients[:6] + ["north"] * 2)
@@ -125,7 +125,7 @@ def test_a_client_whose_classes_have_other_names_is_warned_of(recwarn, north, so
 
 
 def test_minus_one_beside_numbers_from_zero_is_warned_of():
-    with pytest.warns(UserWarning, match="has the class '-1'"):
+    with pytest.warns(UserWarning, match="class '-1'"):
         check_label_names("t.csv", ["0", "1", "-1"] * 3)
 
 
@@ -147,7 +147,7 @@ def test_clients_that_write_a_number_in_another_way_are_named(tmp_path):
 
 
 def test_a_site_is_told_of_the_number_that_the_recipe_has(tmp_path):
-    with pytest.raises(ValueError, match=r"images of '1\.0', which is the same number as the class '1'"):
+    with pytest.raises(ValueError, match=r"'1\.0'.*class '1'"):
         _ = from_table(tmp_path, ["0", "1.0"] * 4, classes=["0", "1"]).labels
 
 
@@ -159,7 +159,7 @@ def test_ages_with_decimal_commas_are_no_classes(tmp_path, source):
 
 
 def test_repeated_numbers_with_fractions_are_warned_of():
-    with pytest.warns(UserWarning, match=r"2 different numbers as classes of 8 images, such as '1,5'"):
+    with pytest.warns(UserWarning, match=r"2 different numbers.*8 images.*'1,5'"):
         check_label_names("t.csv", ["1,5", "2"] * 4)
 
 

@@ -59,14 +59,14 @@ def test_classes_in_columns_are_classes(kind, dtype, shape, classes):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("labels", [torch.eye(3, dtype=torch.int64).repeat(2, 1), torch.ones(6, 2, dtype=torch.uint8)])
 def test_vectors_of_whole_numbers_say_what_to_give(kind, labels):
-    with pytest.raises(TypeError, match=r"labels are integers of shape .*labels.argmax.*labels.float"):
+    with pytest.raises(TypeError, match=r"labels\.argmax.*labels\.float"):
         check(FederatedData([KINDS[kind](labels)]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_hot_vectors_are_warned_of_and_several_labels_are_not(kind):
     one_hot = torch.eye(3).repeat(2, 1)
-    with pytest.warns(UserWarning, match=r"each of the 12 training images has exactly one of 3 labels, .*argmax"):
+    with pytest.warns(UserWarning, match=r"12 training images.*3 labels.*argmax"):
         assert check(FederatedData([KINDS[kind](one_hot)] * 2)).task == MultiLabel()
     several, soft, single = one_hot.clone(), one_hot.clone(), torch.tensor([[0.0], [1.0]]).repeat(3, 1)
     several[0, :2] = 1
@@ -82,7 +82,7 @@ def test_one_hot_vectors_are_warned_of_and_several_labels_are_not(kind):
 @pytest.mark.parametrize("label", [0, 1, 7])
 def test_a_single_class_is_rejected_where_the_number_is_inferred(kind, label):
     data = [KINDS[kind](torch.full((6,), label))] * 2
-    with pytest.raises(ValueError, match=f"all training images have the label {label}, and nothing can be learned"):
+    with pytest.raises(ValueError, match=f"label {label}"):
         check(FederatedData(data, [KINDS[kind](torch.arange(6))] * 2))
     # A site may have one class of several.
     assert check(FederatedData(data, num_classes=8)).num_classes == 8
@@ -99,7 +99,7 @@ def test_a_single_class_is_rejected_where_the_number_is_inferred(kind, label):
             r"go up to 255, which implies 256 classes, but 252 .* \(those used are 0, 1, 2, 255\): number",
         ),
         ([1000, 1001, 1002, 1003, 1004, 1005], "1000 of them have no image"),
-        ([0, 10, 20, 30, 40, 50], r"set num_classes=51 if this is intended"),
+        ([0, 10, 20, 30, 40, 50], "num_classes=51"),
     ],
 )
 def test_sparse_labels_are_rejected_where_the_number_is_inferred(kind, labels, message):
@@ -160,7 +160,7 @@ def test_the_remedy_for_grey_among_colour_images_helps(first, together):
     parts = [grey, colour] if first == "grey" else [colour, grey]
     clients = [sum(parts, [])] if together else parts  # noqa: RUF017
     wrong = FederatedDataModule(FederatedData(clients), image_size=8, batch_size=4)
-    with pytest.raises(ValueError, match="convert grey images to three channels") as error:
+    with pytest.raises(ValueError, match="grey images") as error:
         wrong.setup()
     reason = str(error.value)
     assert "convert grey images to three channels (image.convert('RGB') of a PIL image" in reason

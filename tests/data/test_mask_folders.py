@@ -52,7 +52,7 @@ def test_common_names_are_recognised(tmp_path, images, masks):
     for path, mask in zip(manifest.paths, manifest.masks, strict=True):
         assert mask == path.replace(f"/{images}/", f"/{masks}/")
     for kind, options in ((Images, {}), (ImageFolder, {"domains": True})):
-        with pytest.raises(ValueError, match=r"read them with ImageMasks; if they are classes, declare classes: \["):
+        with pytest.raises(ValueError, match=r"ImageMasks.*classes: \["):
             _ = kind(str(tmp_path), **options).labels
         declared = kind(str(tmp_path), classes=sorted([images, masks]), **options)
         assert len(declared) + len(declared.with_split(False)) == 12
@@ -69,10 +69,10 @@ def test_the_layout_of_nnunet_is_read(tmp_path):
     }  # fmt: skip
     assert [mask.rpartition("/")[2] for mask in manifest.masks] == [name.replace("_0000", "") for name in names]
     (tmp_path / "labelsTs" / "case_9.png").unlink()
-    with pytest.warns(UserWarning, match=r"1 images .* without masks beside them, such as imagesTs/case_9_0000.png"):
+    with pytest.warns(UserWarning, match=r"1 images.*imagesTs/case_9_0000\.png"):
         assert len(ImageMasks(str(tmp_path)).read_manifest().paths) == 3
     write(tmp_path, "imagesTr/case_0_0001.png")
-    with pytest.raises(ValueError, match=r"the same mask: imagesTr/case_0_0000.png, imagesTr/case_0_0001.png; combine"):
+    with pytest.raises(ValueError, match=r"imagesTr/case_0_0000\.png, imagesTr/case_0_0001\.png"):
         ImageMasks(str(tmp_path)).read_manifest()
 
 
@@ -86,7 +86,7 @@ def test_masks_may_have_a_suffix(tmp_path, suffix):
 
 def test_two_folders_that_may_have_the_masks_are_named(tmp_path):
     write(tmp_path, "images/0.png", "gt/0.png", "labels/0.png")
-    with pytest.raises(ValueError, match="same images: gt, labels; set images and masks"):
+    with pytest.raises(ValueError, match="gt, labels"):
         ImageMasks(str(tmp_path)).read_manifest()
     assert ImageMasks(str(tmp_path), images="images", masks="gt").read_manifest().masks == [f"{tmp_path}/gt/0.png"]
     assert ImageMasks(str(tmp_path), masks="labels").read_manifest().masks == [f"{tmp_path}/labels/0.png"]

@@ -94,7 +94,7 @@ def test_numbers_of_a_palette_are_the_classes(tmp_path, image):
 @pytest.mark.parametrize(("value", "text"), [(0.5, "0.5"), (np.nan, "nan"), (2.0**24, "1.67772e"), (np.inf, "inf")])
 def test_floats_that_are_no_classes_are_rejected(tmp_path, image, value, text):
     path = stored(tmp_path, checkerboard(0, value, np.float32), "tif")
-    with pytest.raises(UnreadableImageError, match=rf"mask.tif has the value {text}.*: save the number of each pixel"):
+    with pytest.raises(UnreadableImageError, match=rf"mask\.tif.*{text}"):
         decode_mask(path, image, SIZE, None, path)
 
 
@@ -104,7 +104,7 @@ def test_jpeg_is_the_reason_and_png_the_remedy(tmp_path, image):
     path = stored(tmp_path, pixels, "jpg")
     assert len(np.unique(np.array(Image.open(path)))) > 3
     for values in (None, [0, 100, 200]):
-        with pytest.raises(UnreadableImageError, match=r"mask.jpg is a JPEG file.*, as PNG"):
+        with pytest.raises(UnreadableImageError, match=r"mask\.jpg.*JPEG"):
             decode_mask(path, image, SIZE, values, path)
     exact = stored(tmp_path, np.full((SIZE, SIZE), 128, np.uint8), "jpg")
     assert decode_mask(exact, image, SIZE, [0, 128], exact).unique().tolist() == [1]
@@ -113,14 +113,14 @@ def test_jpeg_is_the_reason_and_png_the_remedy(tmp_path, image):
 def test_a_stack_of_pictures_is_no_mask(tmp_path, image):
     pages = [Image.fromarray(checkerboard(0, number, np.uint8)) for number in (1, 2)]
     pages[0].save(tmp_path / "mask.tif", save_all=True, append_images=pages[1:])
-    with pytest.raises(UnreadableImageError, match="has 2 pictures"):
+    with pytest.raises(UnreadableImageError, match="2 pictures"):
         decode_mask(str(tmp_path / "mask.tif"), image, SIZE, None, "mask.tif")
 
 
 def test_more_classes_than_255_have_no_ignored_value(tmp_path, image):
     path = stored(tmp_path, checkerboard(0, 255, np.uint16))
     values = [*range(255), *range(1000, 1100)]
-    with pytest.raises(UnreadableImageError, match="has the values 255, which mask_values does not list"):
+    with pytest.raises(UnreadableImageError, match=r"255, .*mask_values"):
         decode_mask(path, image, SIZE, values, path)
     assert decode_mask(path, image, SIZE, [0, 5], path).unique().tolist() == [0, 255]
 

@@ -87,7 +87,7 @@ def test_values_stand_for_classes(tmp_path):
     images = ImageMasks(str(tmp_path), size=SIZE, mask_values=[0, 128, 255])
     for name, mask in loaded(images).items():
         assert torch.equal(mask, masks[name])
-    with pytest.raises(UnreadableImageError, match=r"masks/\w.png has the values 128, which mask_values does not list"):
+    with pytest.raises(UnreadableImageError, match=r"masks/\w\.png.* 128, .*mask_values"):
         _ = ImageMasks(str(tmp_path), size=SIZE, mask_values=[0, 255]).labels
 
 
@@ -102,9 +102,7 @@ def test_values_without_a_class_are_ignored(tmp_path):
 def test_foreground_that_is_ignored_is_noticed(tmp_path):
     write(tmp_path, values=(0, 255, 255))
     data = FederatedDataModule(dataset=ImageMasks(str(tmp_path), size=SIZE), partition=IID(1), num_classes=2)
-    with pytest.raises(
-        ValueError, match=r"that count have the class 0, .* such as 255, list the values in mask_values"
-    ):
+    with pytest.raises(ValueError, match=r"class 0, .*255, .*mask_values"):
         data.setup()
 
 
@@ -112,18 +110,16 @@ def test_the_file_of_a_mask_with_an_unknown_class_is_named(tmp_path):
     write(tmp_path, values=(0, 1, 9))
     images = ImageMasks(str(tmp_path), size=SIZE, classes=["none", "red", "green"])
     data = FederatedDataModule(dataset=images, partition=IID(1))
-    with pytest.raises(
-        ValueError, match=r"mask of training image 0 \('.*images/\w.png'\) has the class 9, outside 0..2"
-    ):
+    with pytest.raises(ValueError, match=r"training image 0 \('.*images/\w\.png'\).*class 9, .*0\.\.2"):
         data.setup()
 
 
 def test_pairs_that_do_not_match_are_rejected(tmp_path):
     write(tmp_path)
     (tmp_path / "masks" / "b.png").rename(tmp_path / "masks" / "z.png")
-    with pytest.raises(FileNotFoundError, match=r"1 of 5 images in .* have no mask: images/b.png; add .* masks/b.png"):
+    with pytest.raises(FileNotFoundError, match=r"1 of 5 images.*images/b\.png.*masks/b\.png"):
         _ = ImageMasks(str(tmp_path)).labels
-    with pytest.raises(FileNotFoundError, match="no images in folders called 'photos'"):
+    with pytest.raises(FileNotFoundError, match="'photos'"):
         _ = ImageMasks(str(tmp_path), images="photos").labels
 
 
@@ -131,11 +127,11 @@ def test_masks_of_another_size_or_with_colours_are_rejected(tmp_path):
     write(tmp_path)
     for path in (tmp_path / "masks").iterdir():
         Image.open(path).resize((16, 32)).save(path)
-    with pytest.raises(UnreadableImageError, match=r"has 16 x 32 pixels, but its image has 32 x 32"):
+    with pytest.raises(UnreadableImageError, match=r"16 x 32 .*32 x 32"):
         _ = ImageMasks(str(tmp_path)).labels
     for path in (tmp_path / "masks").iterdir():
         Image.open(path).convert("RGB").save(path)
-    with pytest.raises(UnreadableImageError, match=r"is not a mask: its pixels are uint8 \(32, 16, 3\)"):
+    with pytest.raises(UnreadableImageError, match=r"uint8 \(32, 16, 3\)"):
         _ = ImageMasks(str(tmp_path)).labels
 
 
@@ -146,7 +142,7 @@ def test_a_missing_file_is_named(tmp_path):
     assert len(images) + len(images.with_split(False)) == 5
     (tmp_path / "masks" / "a.png").unlink()
     (tmp_path / "masks" / "b.png").unlink()
-    with pytest.raises(MissingImageError, match=r"masks/[ab].png does not exist"):
+    with pytest.raises(MissingImageError, match=r"masks/[ab]\.png"):
         _ = [split.labels for split in (images, images.with_split(False))]
 
 
@@ -159,7 +155,7 @@ def test_invalid_values_are_rejected(values, tmp_path):
 def test_partitions_by_class_are_rejected(tmp_path):
     write(tmp_path)
     data = FederatedDataModule(dataset=ImageMasks(str(tmp_path), size=SIZE), partition=Dirichlet(2, 0.5))
-    with pytest.raises(ValueError, match="Dirichlet divides images by their class, but their labels are masks"):
+    with pytest.raises(ValueError, match=r"Dirichlet.*masks"):
         data.setup()
 
 
@@ -188,7 +184,7 @@ def test_a_row_without_mask_is_named(tmp_path):
     write(tmp_path)
     (tmp_path / "table.csv").write_text("path,outline\nimages/a.png,masks/a.png\nimages/b.png,masks/x.png\n")
     table = ImageTable(str(tmp_path / "table.csv"), mask="outline")
-    with pytest.raises(ValueError, match=r"table.csv, row 3: .*masks/x.png does not exist; correct the path"):
+    with pytest.raises(ValueError, match=r"table\.csv, row 3: .*masks/x\.png"):
         _ = table.labels
 
 
@@ -274,21 +270,21 @@ def test_masks_of_a_hugging_face_set_that_cannot_be_used_are_named(tmp_path):
     write_set(name, values=(0, 128, 255))
     with pytest.raises(
         UnreadableImageError,
-        match=r"pairs, train\[0\], column outline, has the values 128, which mask_values does not list",
+        match=r"pairs, train\[0\].*outline.* 128, .*mask_values",
     ):
         _ = HuggingFace(name, mask="outline", mask_values=[0, 255], size=SIZE).labels
-    with pytest.raises(ValueError, match=r"mask: .*pairs has no column 'outlines'; did you mean 'outline'\?"):
+    with pytest.raises(ValueError, match=r"mask: .*'outlines'; .*'outline'\?"):
         _ = HuggingFace(name, mask="outlines").labels
-    with pytest.raises(ValueError, match=r"image: .*pairs has several \(photo, outline\) of the columns of images"):
+    with pytest.raises(ValueError, match=r"image: .*\(photo, outline\)"):
         _ = HuggingFace(name).labels
-    with pytest.raises(OptionError, match=r"label='a' cannot be combined with mask='outline'"):
+    with pytest.raises(OptionError, match=r"label='a'.*mask='outline'"):
         HuggingFace(name, mask="outline", label="a")
     image = Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8))
     content = {"photo": [image] * 3, "outline": [None] * 3, "note": ["a"] * 3}
     features = {"photo": datasets.Image(), "outline": datasets.Image(), "note": datasets.Value("string")}
     dataset = datasets.Dataset.from_dict(content, features=datasets.Features(features))
     dataset.save_to_disk(tmp_path / "empty")
-    with pytest.raises(MissingImageError, match=r"empty, train\[\d\], has no mask: take the row out"):
+    with pytest.raises(MissingImageError, match=r"empty, train\[\d\]"):
         _ = HuggingFace(str(tmp_path / "empty"), mask="outline").labels
-    with pytest.raises(ValueError, match=r"mask: column 'note' of .*empty contains .*, not masks"):
+    with pytest.raises(ValueError, match=r"mask: .*'note'.*empty"):
         _ = HuggingFace(str(tmp_path / "empty"), mask="note").labels

@@ -48,17 +48,15 @@ def set_up(*masks_of_clients, kind=TensorDataset, task=None, **options):
 )
 def test_a_class_that_one_client_writes_as_255_is_rejected(kind, others, suspect):
     masks = masks_of(*others)
-    with pytest.raises(
-        ValueError, match=r"training masks of client 1 \('south'\) .* 255, .*'south'\): [01, ]*255; .*north"
-    ):
+    with pytest.raises(ValueError, match=r"client 1 \('south'\).* 255, .*'south'\): [01, ]*255; .*north"):
         set_up(masks, masks_of(*suspect), masks, kind=kind, client_names=["north", "south", "west"], num_classes=3)
 
 
 def test_the_remedy_for_pixels_without_a_class_helps():
-    with pytest.raises(ValueError, match="such as -1, and set ignore_index"):
+    with pytest.raises(ValueError, match=r"-1, .*ignore_index"):
         set_up(masks_of(0, 1), masks_of(0, 255), num_classes=2)
     task = Segmentation(ignore_index=-1)
-    with pytest.warns(UserWarning, match="unless -1 marks pixels without a class"):
+    with pytest.warns(UserWarning, match="-1 marks"):
         assert set_up(masks_of(0, 1), masks_of(0, -1), num_classes=2, task=task).num_classes == 2
 
 
@@ -72,7 +70,7 @@ def test_masks_that_are_read_one_by_one_are_all_read_before_a_client_is_rejected
 
 
 def test_pixels_without_a_class_at_several_clients_are_warned_of():
-    with pytest.warns(UserWarning, match="unless 255 marks pixels without a class"):
+    with pytest.warns(UserWarning, match="255 marks"):
         set_up(masks_of(0, 1, 255), masks_of(0, 255), num_classes=2)
 
 
@@ -136,7 +134,7 @@ def test_pixels_without_a_class_do_not_count_as_background_or_foreground():
     # What is left of the background is a sixth of the pixels, but still most of those that count.
     mostly_ignored.flatten(1)[:, 6:32] = 255
     assert set_up(masks, mostly_ignored, num_classes=2).num_clients == 2
-    with pytest.warns(UserWarning, match="0 covers 20 % .* client 1, but 89 % at client 0"):
+    with pytest.warns(UserWarning, match=r"0 covers 20 % .*client 1, .*89 % .*client 0"):
         mostly_ignored.flatten(1)[:, 1:6] = 255
         set_up(masks, mostly_ignored, num_classes=2)
 
@@ -150,7 +148,7 @@ def test_clients_that_lack_classes_are_accepted(values):
 
 
 def test_gaps_are_rejected_with_the_clients_side_by_side():
-    with pytest.raises(ValueError, match=r"classes 0, 1, 1000, .*client 1: 0, 1000; client 0: 0, 1"):
+    with pytest.raises(ValueError, match=r"0, 1, 1000, .*client 1: 0, 1000; client 0: 0, 1"):
         set_up(masks_of(0, 1), masks_of(0, 1000), masks_of(0, 1))
 
 
@@ -171,7 +169,7 @@ def test_files_are_compared_and_declared_values_confirm_them(tmp_path):
     with pytest.raises(ValueError, match=r"'southern'.*set mask_values=\[0, 1\]"):
         FederatedDataModule(dataset=ImageMasks(str(tmp_path), size=SIZE), partition=ByDomain("client")).setup()
     declared = ImageMasks(str(tmp_path), size=SIZE, mask_values=[0, 1])
-    with pytest.warns(UserWarning, match="unless 255 marks pixels without a class"):
+    with pytest.warns(UserWarning, match="255 marks"):
         FederatedDataModule(dataset=declared, partition=ByDomain("client")).setup()
 
 

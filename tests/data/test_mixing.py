@@ -174,7 +174,7 @@ def test_a_run_on_mixed_images_resumes_bit_by_bit(tmp_path):
 
 def test_mixing_is_rejected_with_the_privacy_of_images():
     data = FederatedDataModule(FederatedData([client(0), client(1)], num_classes=3), mixup=0.2)
-    with pytest.raises(OptionError, match="mixup and cutmix mix the images of a batch, so one image would change"):
+    with pytest.raises(OptionError, match="mixup and cutmix"):
         perada.finetune(
             network(), data, adapter="full", algorithm="fedavg", rounds=1, privacy={"noise_multiplier": 1.0}
         )
@@ -183,10 +183,10 @@ def test_mixing_is_rejected_with_the_privacy_of_images():
 def test_focal_losses_and_vectors_are_rejected():
     data = FederatedData([client(0), client(1)], num_classes=3)
     module = FederatedDataModule(data, task=Classification(focal_gamma=2.0), mixup=0.2)
-    with pytest.raises(ValueError, match=r"focal_gamma=2.0 cannot be combined with mixup or cutmix"):
+    with pytest.raises(ValueError, match=r"focal_gamma=2\.0.*mixup or cutmix"):
         module.setup()
-    with pytest.raises(OptionError, match="mixup must be"):
+    with pytest.raises(OptionError, match="mixup must"):
         Mixing(mixup=-0.1)
     vectors = FederatedData([TensorDataset(torch.rand(4, 7), torch.tensor([0, 1, 0, 1]))])
-    with pytest.raises(ValueError, match="mixup and cutmix need"):
+    with pytest.raises(ValueError, match="mixup and cutmix"):
         FederatedDataModule(vectors, mixup=0.2).setup()

@@ -27,6 +27,7 @@ from perada.data import (
     Images,
 )
 from tests.digests import without
+from tests.rejections import rejects
 
 from .miniatures import FINDINGS, HOSPITALS, write_chexpert, write_hospitals
 
@@ -132,16 +133,16 @@ def test_a_run_knows_names_and_finds_models_by_them(run, tmp_path):
     assert not torch.equal(made.personal(1)(x), made.personal(2)(x))
     assert torch.equal(loaded.personal("hospital_c")(x), made.personal(2)(x))
     assert torch.equal(made.personal("2")(x), made.personal(2)(x))
-    with pytest.raises(ValueError, match="client='hospital_e' is unknown; did you mean 'hospital_"):
+    with pytest.raises(ValueError, match=r"client='hospital_e'.*'hospital_"):
         made.state("personal", "hospital_e")
-    with pytest.raises(ValueError, match=r"client='nobody' is unknown; the clients are hospital_a, hospital_b, ho"):
+    with pytest.raises(ValueError, match=r"client='nobody'.*hospital_a, hospital_b, ho"):
         made.personal("nobody")
-    with pytest.raises(ValueError, match=r"client must be .*, got 4"):
+    with rejects("client", 4):
         made.personal("4")
     broken = without(json.loads((folder / "run.json").read_text()))
     broken["info"]["clients"] = [1, 2]
     (tmp_path / "run.json").write_text(json.dumps(broken))
-    with pytest.raises(ValueError, match=r"run\.json' is broken \(TypeError: '\[1, 2\]' is not a list of 4"):
+    with pytest.raises(ValueError, match=r"run\.json'.*'\[1, 2\]'.* 4"):
         perada.Run.load(tmp_path)
 
 

@@ -117,12 +117,10 @@ def test_a_public_set_with_private_images_is_rejected():
     FederatedDataModule(FederatedData(clients, public=tensors(GREY[4:]), num_classes=2)).checked.check_overlap(
         "privacy"
     )
-    with pytest.raises(ValueError, match=r"privacy: test image 1 of client 0 is also image 0 of the public set"):
+    with pytest.raises(ValueError, match=r"privacy: test image 1 of client 0 .*image 0 of the public set"):
         data = FederatedData(clients, [tensors(GREY[4:])] * 2, tensors(GREY[5:]), num_classes=2)
         FederatedDataModule(data).checked.check_overlap("privacy")
-    with pytest.raises(
-        ValueError, match=r"privacy: image 1 of client 1 is also image 0 of the public set: .* Remove such"
-    ) as error:
+    with pytest.raises(ValueError, match=r"privacy: image 1 of client 1 .*image 0 of the public set") as error:
         FederatedDataModule(FederatedData(clients, public=tensors(GREY[3:]), num_classes=2)).checked.check_overlap(
             "privacy"
         )
@@ -140,7 +138,5 @@ def test_images_that_clients_hold_out_are_theirs_too(where):
     held_out = next(image for image in pool if tuple(image.flatten().tolist()) not in trained)
     server = {where: tensors(held_out.unsqueeze(0))}
     module = FederatedDataModule(FederatedData(clients, num_classes=2, **server), **options)
-    with pytest.raises(
-        ValueError, match=rf"held-out image \d+ of client \d is also image 0 of the .*{where.split('_')[-1]} set"
-    ):
+    with pytest.raises(ValueError, match=rf"held-out image \d+ of client \d .*image 0 .*{where.split('_')[-1]} set"):
         module.checked.check_overlap("privacy")

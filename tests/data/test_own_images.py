@@ -13,6 +13,7 @@ from perada.data import ByDomain, FederatedDataModule, ImageFolder, Images, Imag
 from perada.data.partitions.shares import hashed_share
 from perada.data.sets.folders import layout_pattern, list_images
 from perada.results.inference import find_images
+from tests.rejections import rejects
 
 from .miniatures import HOSPITALS, write_hospitals, write_jpeg, write_table
 
@@ -62,11 +63,11 @@ def test_classes_that_are_named_have_the_order_of_their_names(hospitals, tmp_pat
 
 
 def test_a_class_that_is_not_among_the_named_ones_is_rejected_by_name(hospitals):
-    with pytest.raises(ValueError, match="has images of malignant, normal, but the classes are benign, other"):
+    with pytest.raises(ValueError, match=r"malignant, normal, .*benign, other"):
         len(Images(str(hospitals), classes=["benign", "other"]))
-    with pytest.raises(ValueError, match="the name 'a' twice"):
+    with pytest.raises(ValueError, match="'a' twice"):
         Images(str(hospitals), classes=["a", "a"])
-    with pytest.raises(ValueError, match=r"classes must be a list of names .* or None, got 'benign'"):
+    with rejects("Images: classes", "benign"):
         Images(str(hospitals), classes="benign")
 
 
@@ -114,9 +115,7 @@ def test_a_split_of_ones_own_is_kept(tmp_path):
     assert (names(train), train.labels.tolist(), train.columns) == (["2.jpg", "1.jpg"], [0, 1], {})
     assert names(train.with_split(False)) == ["3.jpg"]
     write(tmp_path, "valid/a/5.jpg", "valid/b/6.jpg")
-    with pytest.warns(
-        UserWarning, match="2 validation images of .* are used neither for training nor for testing; label them t"
-    ):
+    with pytest.warns(UserWarning, match="2 validation images"):
         assert names(Images(root, layout="{split}/{class}/*")) == ["2.jpg", "1.jpg"]
     (tmp_path / "test" / "a" / "3.jpg").unlink()
     assert names(Images(root, layout="{split}/{class}/*", train=False)) == ["5.jpg", "6.jpg"]
@@ -306,12 +305,12 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, paths, layout, error, s
 
 
 def test_other_rejections(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is not a folder: set root to the folder of the images"):
+    with pytest.raises(FileNotFoundError, match=r"not a folder.*root"):
         len(Images(str(tmp_path / "none")))
-    with pytest.raises(ValueError, match=r"test_share must be a finite number > 0 and < 1, got 1\.5"):
+    with rejects("test_share", 1.5):
         Images(str(tmp_path), test_share=1.5)
     root = write(tmp_path, "a/1.jpg", "a/2.jpg", "3.jpg")
-    with pytest.warns(UserWarning, match=r"1 of 3 images in .*, such as 3\.jpg, do not match the layout .*skipped"):
+    with pytest.warns(UserWarning, match=r"1 of 3 images.*3\.jpg"):
         assert len(Images(root, layout="{class}/*")) == 1
 
 
@@ -369,13 +368,11 @@ def test_several_labels_without_a_separator_are_noticed(tmp_path):
     for row, labels in zip(given, ["edema", "mass", "edema;mass", "mass; edema"] * 3, strict=True):
         row["diagnosis"] = labels
     path = table(tmp_path, given)
-    with pytest.warns(UserWarning, match=r"mine\.csv: each cell of diagnosis is one class.*set separator=';'"):
+    with pytest.warns(UserWarning, match=r"mine\.csv: .*diagnosis.*separator=';'"):
         assert len(ImageTable(path, path="file", label="diagnosis").classes) == 4
     assert len(ImageTable(path, path="file", label="diagnosis", separator=";").classes) == 2
     given[0]["diagnosis"] = ""
-    with pytest.raises(
-        ValueError, match=r"row 2: diagnosis is empty; .*or set separator=';', if an image may have none"
-    ):
+    with pytest.raises(ValueError, match=r"row 2: diagnosis .*separator=';'"):
         len(ImageTable(table(tmp_path, given), path="file", label="diagnosis"))
 
 
@@ -407,7 +404,7 @@ def test_lists_of_a_parquet_file_are_several_labels(tmp_path):
 def test_one_class_alone_is_rejected_for_training(tmp_path):
     write(tmp_path, *(f"a/x/{n}.jpg" for n in range(4)))
     made = FederatedDataModule(dataset=Images(str(tmp_path), size=8), partition=ByDomain("client"), batch_size=4)
-    with pytest.raises(ValueError, match=r"all images are of one class \(x\), so nothing can be learned: add images"):
+    with pytest.raises(ValueError, match=r"one class \(x\)"):
         made.setup()
 
 
@@ -422,7 +419,7 @@ def test_measured_numbers_are_no_classes(tmp_path):
         (tmp_path / "t.csv").write_text("path,label,x\n" + lines)
         made = ImageTable(str(tmp_path / "t.csv"), test_share=0.1)
         if rejected:
-            with pytest.raises(ValueError, match=r"label holds 6 different numbers in 6 rows, such as 0\.1, instead"):
+            with pytest.raises(ValueError, match=r"label .*6 different numbers.*0\.1"):
                 len(made)
         else:
             assert len(made.classes) == len(set(values.split()))
@@ -472,8 +469,8 @@ def test_parquet_says_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("change", "options", "error", "says"),
     [
-        ({}, {"label": "diagnoses"}, ValueError, r"mine\.csv has no column 'diagnoses'; did you mean 'diagnosis'\?"),
-        ({}, {"label": "q"}, ValueError, r"has no column 'q'; name one of 'file', 'diagnosis'"),
+        ({}, {"label": "diagnoses"}, ValueError, r"mine\.csv.*'diagnoses'.*'diagnosis'"),
+        ({}, {"label": "q"}, ValueError, r"'q'.*'file'.*'diagnosis'"),
         ({"file": "9.jpg"}, {}, ValueError, r"mine\.csv, rows 4, 11: files occur more than once"),
         (
             {"file": "no.jpg"},
@@ -487,10 +484,10 @@ def test_parquet_says_the_same(tmp_path):
             {},
             {"label": "label"},
             ValueError,
-            r"^label: .*mine\.csv has no column 'label'; name one of 'file', 'diagnosis'",
+            r"mine\.csv.*'label'.*'file'.*'diagnosis'",
         ),
-        ({"part": "later"}, {}, ValueError, r"2\.jpg: split must be one of train, training, .*, got 'later'"),
-        ({"odd": 2}, {"label": ["odd"]}, ValueError, r"row 4: odd is '2', neither 0 nor 1 nor unknown .*; correct it"),
+        ({"part": "later"}, {}, ValueError, r"2.*'later'"),
+        ({"odd": 2}, {"label": ["odd"]}, ValueError, r"row 4: odd .*'2'"),
         ({"site": ""}, {"client": "site"}, ValueError, r"row 4: site is empty; fill it in"),
     ],
 )
@@ -503,12 +500,10 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, change, options, error, sa
 
 
 def test_tables_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.csv does not exist, expected a table \(\.csv, \.tsv or"):
+    with pytest.raises(FileNotFoundError, match=r"none\.csv.*\.csv, \.tsv"):
         len(ImageTable(str(tmp_path / "none.csv")))
     (tmp_path / "short.csv").write_text("path,label\n1.jpg\n")
-    with pytest.raises(
-        ValueError, match=r"short\.csv cannot be read \(row 2 has 1 fields, but the header has 2\), expected a table"
-    ):
+    with pytest.raises(ValueError, match=r"short\.csv.*row 2 .*1 fields.* 2\)"):
         len(ImageTable(str(tmp_path / "short.csv")))
 
 
@@ -523,9 +518,7 @@ def test_two_columns_of_one_name_are_rejected(tmp_path, kind):
     else:
         mark = "," if kind == "csv" else "\t"
         table.write_text("\n".join([mark.join(["path", "label", "label"]), mark.join(["a.png", "x", "y"])]))
-    with pytest.raises(
-        ValueError, match=r"cannot be read \(several columns are called 'label'\), .*: correct the table"
-    ):
+    with pytest.raises(ValueError, match="'label'"):
         ImageTable(str(table)).with_split(True).labels  # noqa: B018  # it is read
 
 
@@ -538,7 +531,7 @@ def test_a_file_in_two_spellings_is_one_file(tmp_path):
     table = tmp_path / "table.csv"
     for spelling in spellings:
         table.write_text(f"path,label\na/0.png,x\na/1.png,y\n{spelling},y\n")
-        with pytest.raises(ValueError, match=rf"rows 2, 4: a/0\.png and {re.escape(spelling)} are the same file"):
+        with pytest.raises(ValueError, match=rf"rows 2, 4: a/0\.png and {re.escape(spelling)}"):
             len(ImageTable(str(table)))
     # Two files of the same content are two files; `perada data inspect` names them.
     (tmp_path / "copy.png").write_bytes((tmp_path / "a" / "0.png").read_bytes())
@@ -554,5 +547,5 @@ def test_a_disk_without_case_has_one_file(tmp_path, monkeypatch):
     monkeypatch.setattr("os.path.isfile", lambda path: True)
     monkeypatch.setattr("os.path.samefile", lambda path, other: path.lower() == other.lower())
     (tmp_path / "table.csv").write_text("path,label\nA.png,x\nb.png,y\na.png,y\n")
-    with pytest.raises(ValueError, match=r"rows 2, 4: A\.png and a\.png are the same file"):
+    with pytest.raises(ValueError, match=r"rows 2, 4: A\.png and a\.png"):
         ImageTable(str(tmp_path / "table.csv")).read_manifest()

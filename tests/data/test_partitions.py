@@ -9,6 +9,7 @@ import pytest
 from perada.data import IID, BalancedDirichlet, ByDomain, Dirichlet, DominantClass, FromFile, QuantitySkew, Shards
 from perada.data.partitions import Split, categories
 from perada.data.partitions.shares import apportion, raise_to_minimum, split_by_group, stratified_sample
+from tests.rejections import rejects
 
 K = 10
 
@@ -87,7 +88,7 @@ def test_balanced_dirichlet_fills_up_from_other_classes():
     train, _ = split(BalancedDirichlet(10, 0.01))
     assert (train.sum(0) == 100).all() and (train.sum(1) == 100).all()
     assert ((train > 0).sum(1) <= 2).sum() >= 7
-    with pytest.raises(ValueError, match="7 clients of 200 training samples each need 1400, got 1000: lower"):
+    with pytest.raises(ValueError, match=r"7 clients.*200.*1400.*1000"):
         split(BalancedDirichlet(7, 1.0, 200))
 
 
@@ -113,16 +114,12 @@ def test_the_rest_of_balanced_dirichlet_has_the_proportions_of_its_distribution(
 
 
 def test_a_minimum_of_each_class_that_balanced_dirichlet_cannot_give():
-    with pytest.raises(
-        ValueError, match="the smallest class has 100 samples, too few for min_per_class=6 on 20 clients"
-    ):
+    with pytest.raises(ValueError, match=r"100 samples.*min_per_class=6.*20 clients"):
         split(BalancedDirichlet(20, min_per_class=6))
-    words = (
-        "min_per_class=3 of 10 classes requires 30 training samples, but a client has 20: lower min_per_class, or raise"
-    )
+    words = r"min_per_class=3 .*10 classes.* 30 .* 20"
     with pytest.raises(ValueError, match=words):
         split(BalancedDirichlet(20, samples_per_client=20, min_per_class=3))
-    with pytest.raises(ValueError, match=r"min_per_class must be .*, got -1"):
+    with rejects("min_per_class", -1):
         BalancedDirichlet(min_per_class=-1)
 
 
@@ -143,14 +140,14 @@ def test_quantity_skew_keeps_the_minimum_and_the_test_shares():
     assert train.sum(1).min() == 5 and test.sum(1).min() >= 1
     wanted = np.maximum(train.sum(1) / 5, 1)
     assert (np.abs(test.sum(1) - wanted)[test.sum(1) < test.sum(1).max()] <= 1).all()
-    with pytest.raises(ValueError, match="20 clients with at least 51 training samples each need 1020"):
+    with pytest.raises(ValueError, match=r"20 clients.*51.*1020"):
         split(QuantitySkew(20, min_per_client=51))
 
 
 @pytest.mark.parametrize("partition", [BalancedDirichlet, QuantitySkew])
 @pytest.mark.parametrize("alpha", [0, -1, float("nan"), "much", None, True])
 def test_concentrations_that_cannot_be_used(partition, alpha):
-    with pytest.raises(ValueError, match=f"alpha must be a finite number > 0, got {alpha!r}"):
+    with rejects("alpha", alpha):
         partition(alpha=alpha)
 
 
@@ -245,12 +242,10 @@ def test_by_domain_of_thousands_of_clients_gives_each_its_own_rows():
         samples(4000, client=names),
         samples(1, client=np.array(["uploader 7", "nobody", *["uploader 3"] * 8])),
     )
-    with pytest.warns(
-        UserWarning, match="1 of 10 test samples have a client that no training sample has; they are left"
-    ):
+    with pytest.warns(UserWarning, match="1 of 10 test samples"):
         rows, test_rows = ByDomain("client").split(train, test, 0)
     strangers = samples(1, client=np.array(["nobody"] * 10))
-    with pytest.warns(UserWarning, match=r"10 of 10 test samples have a client .* no client can be evaluated"):
+    with pytest.warns(UserWarning, match="10 of 10 test samples"):
         ByDomain("client").split(train, strangers, 0)
     order = sorted(set(names.tolist()))
     for client in (0, 1, 2500, 4999):
@@ -277,7 +272,7 @@ def test_dirichlet_divides_by_a_column_in_place_of_the_labels():
     ]
     alone = Dirichlet(5, 0.3, column="ward").split(train, Split(test.labels[:0], test.index[:0]), 1)
     assert [own.tolist() for own in alone[0]] == [own.tolist() for own in by_name[0]]
-    with pytest.raises(ValueError, match="no column 'bed' to divide by"):
+    with pytest.raises(ValueError, match="'bed'"):
         split(Dirichlet(5, 0.3, column="bed"))
 
 
@@ -285,7 +280,7 @@ def test_rare_values_of_a_column_are_one_class():
     train = Split(np.zeros(14, int), np.arange(14), {"ward": np.repeat(["a", "b", "c", "d"], [6, 5, 2, 1])})
     rows, _ = Dirichlet(3, 1.0, merge_below=3, min_per_class=1, column="ward").split(train, train, 0)
     assert [len({"ab".find(ward) for ward in train.columns["ward"][own]}) for own in rows] == [3, 3, 3]
-    with pytest.raises(ValueError, match="the smallest class has 1 samples"):
+    with pytest.raises(ValueError, match=r"smallest class.* 1 samples"):
         Dirichlet(3, 1.0, min_per_class=1, column="ward").split(train, train, 0)
 
 
@@ -382,17 +377,17 @@ def test_from_file(tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: IID(0), "num_clients must be an integer >= 1, got 0"),
+        (lambda: IID(0), r"num_clients .*got 0"),
         (
             lambda: Dirichlet(5, 0),
-            "alpha must be a finite number > 0, got 0; 0.1 is very unequal, 100 even",
+            r"alpha .*got 0",
         ),
-        (lambda: Dirichlet(5, -1.0), r"alpha must be .*, got -1\.0"),
-        (lambda: Dirichlet(5, float("nan")), "alpha must be .*, got nan"),
-        (lambda: Dirichlet(5, 1, min_per_client=0), "min_per_client must be .*, got 0"),
-        (lambda: DominantClass(5, 1.5), r"fraction must be a finite number > 0 and <= 1, got 1\.5"),
-        (lambda: Shards(5, 0), "classes_per_client must be .*, got 0"),
-        (lambda: split(IID(1001)), "1001 clients .* got 1000: lower num_clients"),
+        (lambda: Dirichlet(5, -1.0), r"alpha .*got -1\.0"),
+        (lambda: Dirichlet(5, float("nan")), r"alpha .*got nan"),
+        (lambda: Dirichlet(5, 1, min_per_client=0), r"min_per_client .*got 0"),
+        (lambda: DominantClass(5, 1.5), r"fraction .*got 1\.5"),
+        (lambda: Shards(5, 0), r"classes_per_client .*got 0"),
+        (lambda: split(IID(1001)), r"1001 clients.*1000.*num_clients"),
         (lambda: split(Dirichlet(501, 1)), "501 clients with at least 2 .* need 1002"),
         (lambda: split(Dirichlet(60, 1, min_per_class=2)), "smallest class has 100 samples"),
         (lambda: split(Shards(20, 11)), "at most 10 classes per client"),
@@ -431,15 +426,13 @@ def test_files_that_do_not_fit(tmp_path, text, words):
 
 def test_a_file_that_is_not_there(tmp_path):
     part = Split(np.zeros(5, int), np.arange(5))
-    with pytest.raises(FileNotFoundError, match=r"partition\.json in the folder of an earlier run"):
+    with pytest.raises(FileNotFoundError, match=r"partition\.json"):
         FromFile(str(tmp_path / "none")).split(part, part, 0)
 
 
 def test_numbers_are_not_divided_by_class():
     numbers = Split(np.linspace(20.0, 80.0, 40, dtype=np.float32), np.arange(40))
-    with pytest.raises(
-        ValueError, match="Dirichlet divides images by their class, but their labels are numbers; choose IID"
-    ):
+    with pytest.raises(ValueError, match=r"Dirichlet.*numbers"):
         Dirichlet(4, alpha=0.5).split(numbers, numbers, 0)
     train_rows, _ = IID(4).split(numbers, numbers, 0)
     assert sorted(np.concatenate(train_rows)) == list(range(40))

@@ -333,7 +333,7 @@ def test_without_privacy_nothing_is_changed():
 
 
 def test_streams_are_named_for_each_phase():
-    words = r"private must name the streams of all 1 phases, got 2"
+    words = r"private .*got 2"
     with pytest.raises(ValueError, match=words):
         datamodule(TWO_PHASES).train_dataloader()
     plain = datamodule(private=None)

@@ -16,6 +16,7 @@ from perada.data.batches.transforms import Preparation
 from perada.engine import Engine
 from perada.server import Distillation, DistillationRound, Distiller
 from tests.options import sections
+from tests.rejections import rejects
 
 COUNT = 7
 PADDING = 1
@@ -176,7 +177,7 @@ def test_a_resumed_run_has_the_same_bits_and_keeps_its_augmentation(tiny, tmp_pa
         assert torch.equal(value, expected[key])
     (plain,) = fit(tiny, data_options={"augment_public": False}).states("global")
     assert any(not torch.equal(value, expected[key]) for key, value in plain.items())
-    with pytest.raises(ValueError, match="belongs to a run with augmentation="):
+    with pytest.raises(ValueError, match="augmentation="):
         fit(tiny, ckpt_path=str(saved), data_options={"augment_public": False}, **options)
 
 
@@ -206,13 +207,13 @@ def test_augmented_public_images_cost_private_training_nothing(tiny):
 
 
 def test_augmentation_of_public_images_needs_something_to_do():
-    with pytest.raises(ValueError, match="augment_public=True has no effect without flip or crop_padding: set at"):
+    with pytest.raises(ValueError, match=r"augment_public=True.*flip or crop_padding"):
         served(flip=False, crop_padding=0)
-    with pytest.raises(ValueError, match="augment_public"):
+    with rejects("augment_public", True):
         Preparation(augment_public=True)
 
 
 def test_augmentation_of_public_vectors_is_rejected():
     made = served(TensorDataset(torch.rand(5, 6)))
-    with pytest.raises(ValueError, match=r"images have shape \(6,\), but crop_padding, flip, mixup and cutmix need"):
+    with pytest.raises(ValueError, match=r"\(6,\).*crop_padding, flip, mixup and cutmix"):
         made.setup()

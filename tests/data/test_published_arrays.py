@@ -10,6 +10,7 @@ import torchvision
 
 from perada.data import CIFAR10_1, CIFAR10C, IID, MNIST, STL10, Digits, FederatedDataModule
 from perada.data.sets.arrays import CORRUPTIONS
+from tests.rejections import rejects
 
 RANDOM = np.random.default_rng(0)
 # What the authors list: four groups of the benchmark, then what they call extra (https://github.com/hendrycks/robustness).
@@ -43,17 +44,15 @@ def test_mnist_is_what_torchvision_reads(tmp_path, train):
 
 
 def test_mnist_that_is_not_there_or_damaged(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"MNIST was not found in .*MNIST/raw.*: set root .*, or set download: true"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"MNIST.*MNIST/raw.*download: true"):
         len(MNIST(str(tmp_path)))
     write_mnist(tmp_path / "raw")
     labels, images = (tmp_path / "raw" / f"train-{name}-ubyte" for name in ("labels-idx1", "images-idx3"))
     images.write_bytes(labels.read_bytes())
-    with pytest.raises(ValueError, match=r"images-idx3-ubyte cannot be read .* expected .* \(N, 28, 28\): .*https?://"):
+    with pytest.raises(ValueError, match=r"images-idx3-ubyte.*\(N, 28, 28\).*https?://"):
         len(MNIST(str(tmp_path / "raw")))
     images.unlink()
-    with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte does not exist.*from http"):
+    with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte.*http"):
         len(MNIST(str(tmp_path / "raw")))
 
 
@@ -111,18 +110,14 @@ def test_unlabelled_stl10_is_a_public_set_of_which_only_what_is_used_is_read(stl
 
 
 def test_stl10_that_is_not_there_or_damaged(stl10, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"STL10 was not found in .*stl10_binary.*, or set download: true"):
+    with pytest.raises(FileNotFoundError, match=r"STL10.*stl10_binary.*download: true"):
         len(STL10(str(tmp_path / "none")))
     folder = stl10[0] / "stl10_binary"
     (folder / "test_y.bin").write_bytes(b"\x01" * 7999)
-    with pytest.raises(
-        ValueError, match=r"test_y\.bin cannot be read \(.* 7999 .*\), expected an array \(8000,\) .*http"
-    ):
+    with pytest.raises(ValueError, match=r"test_y\.bin.* 7999 .*\(8000,\).*http"):
         len(STL10(str(stl10[0]), train=False))
     (folder / "unlabeled_X.bin").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"unlabeled_X\.bin does not exist, expected an array \(100000, 3, 96, 96\)"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"unlabeled_X\.bin.*\(100000, 3, 96, 96\)"):
         len(STL10(str(stl10[0]), unlabelled=True))
 
 
@@ -186,11 +181,11 @@ def test_all_corruptions_of_the_benchmark_are_one_set(cifar_10_c):
 
 def test_cifar_10_c_has_19_corruptions_15_of_them_of_the_benchmark():
     assert (*BENCHMARK.split(), *EXTRA.split()) == CORRUPTIONS
-    with pytest.raises(ValueError, match="corruption must be one of 'gaussian_noise', "):
+    with rejects("corruption", "mist"):
         CIFAR10C("mist")
-    with pytest.raises(ValueError, match="severity must be an integer >= 1 and <= 5 or None, got 6"):
+    with rejects("severity", 6):
         CIFAR10C("fog", 6)
-    with pytest.raises(ValueError, match="version must be one of 'v4', 'v6', got 'v7'"):
+    with rejects("version", "v7"):
         CIFAR10_1(version="v7")
 
 
@@ -227,15 +222,13 @@ def object_array(path):
 )
 def test_damaged_files_are_named_with_what_is_expected_and_where_it_is(cifar_10_c, damage, words):
     damage(cifar_10_c[0] / "CIFAR-10-C" / "labels.npy")
-    with pytest.raises((FileNotFoundError, ValueError), match=rf"labels\.npy {words}.*https://zenodo\.org") as caught:
+    with pytest.raises((FileNotFoundError, ValueError), match=rf"labels\.npy.*{words}.*zenodo\.org") as caught:
         len(CIFAR10C("fog", 1, str(cifar_10_c[0])))
     assert "\n" not in str(caught.value)
 
 
 def test_a_set_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"cifar10\.1_v6_data\.npy does not exist.*\(2000, 32, 32, 3\).*github"):
+    with pytest.raises(FileNotFoundError, match=r"cifar10\.1_v6_data\.npy.*\(2000, 32, 32, 3\).*github"):
         len(CIFAR10_1(str(tmp_path)))
-    with pytest.raises(
-        FileNotFoundError, match=r"snow\.npy does not exist, expected an array \(50000, 32, 32, 3\) of int"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"snow\.npy.*\(50000, 32, 32, 3\)"):
         len(CIFAR10C("snow", root=str(tmp_path)))

@@ -88,20 +88,18 @@ def test_workers_read_the_same_batches(office_home):
 
 
 def test_office_home_that_is_not_all_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"/Art is not a folder: set root to"):
+    with pytest.raises(FileNotFoundError, match=r"/Art .*root"):
         len(OfficeHome(str(tmp_path)))
     write_office_home(tmp_path, each=1, real_world="RealWorld")
     assert set(OfficeHome(str(tmp_path)).columns["domain"]) == set(DOMAINS)
     (tmp_path / "Clipart" / "Class_31" / "00001.jpg").unlink()
-    with pytest.raises(
-        ValueError, match=r"has 259 class folders with images, of 65 classes; Office-Home has 260, .* from https://"
-    ):
+    with pytest.raises(ValueError, match=r"259 .*65 classes; .*260, .*https://"):
         len(OfficeHome(str(tmp_path)))
     write_jpeg(tmp_path / "Art" / "Zebra" / "00001.jpg", 0)
-    with pytest.raises(ValueError, match="has 260 class folders with images, of 66 classes; Office-Home has 260"):
+    with pytest.raises(ValueError, match=r"260 .*66 classes; .*260"):
         len(OfficeHome(str(tmp_path)))
     (tmp_path / "RealWorld").rename(tmp_path / "World")
-    with pytest.raises(FileNotFoundError, match=r"Real World is not a folder"):
+    with pytest.raises(FileNotFoundError, match="Real World"):
         len(OfficeHome(str(tmp_path)))
 
 
@@ -149,7 +147,7 @@ def test_a_test_table_without_frontal_views_is_rejected(tmp_path):
     write_chexpert(tmp_path / "CheXpert-v1.0", patients=3, valid=1)
     table = tmp_path / "CheXpert-v1.0" / "valid.csv"
     table.write_text(table.read_text().replace("Frontal,", "Oblique,"))
-    with pytest.raises(ValueError, match=r"CheXpert-v1\.0 has no frontal views: set frontal_only to false"):
+    with pytest.raises(ValueError, match=r"CheXpert-v1\.0.*frontal_only"):
         len(CheXpert(str(tmp_path), frontal_only=True))
 
 
@@ -185,7 +183,7 @@ def damaged_table(folder, change):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda text: text.replace("Edema", "Oedema"), r"train\.csv has no column 'Edema' among 'Path', .* from https"),
+        (lambda text: text.replace("Edema", "Oedema"), r"train\.csv.*'Edema'.*'Path'"),
         (
             lambda text: re.sub(r"\n.*$", "", text.strip()) + "\nCheX",
             r"train\.csv cannot be read \(row \d+ has 1 fields, but the header has 19\), .*: fetch it again from https",
@@ -214,7 +212,7 @@ def test_damaged_tables_are_named(tmp_path, change, words):
 
 
 def test_files_that_are_missing_or_no_images_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"CheXpert-v1\.0-small/train\.csv does not exist, .*https"):
+    with pytest.raises(FileNotFoundError, match=r"CheXpert-v1\.0-small/train\.csv.*https"):
         len(CheXpert(str(tmp_path)))
     write_chexpert(tmp_path / "CheXpert-v1.0-small", patients=2, valid=1)
     images = CheXpert(str(tmp_path))
@@ -223,18 +221,18 @@ def test_files_that_are_missing_or_no_images_are_named(tmp_path):
         file.unlink()
     for file in second.iterdir():
         file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(FileNotFoundError, match=r"patient00001/.*jpg does not exist: fetch it again from https://stan"):
+    with pytest.raises(FileNotFoundError, match=r"patient00001/.*jpg.*https://stan"):
         images[0]
-    with pytest.raises(ValueError, match=r"patient00002/.*jpg is not a readable image \(.+\): fetch it again"):
+    with pytest.raises(ValueError, match=r"patient00002/.*jpg"):
         images[len(images) - 1]
     (tmp_path / "CheXpert-v1.0-small" / "train.csv").write_bytes(b"\xff\xd8")
-    with pytest.raises(ValueError, match=r"train\.csv cannot be read \(line 1 has the byte 0xff.*: fetch"):
+    with pytest.raises(ValueError, match=r"train\.csv.*0xff"):
         len(CheXpert(str(tmp_path)))
     for name in ("a", "b"):
         write_jpeg(tmp_path / "folder" / "train" / name / "0.jpg", (1, 2, 3))
         write_jpeg(tmp_path / "folder" / "test" / name / "0.jpg", (1, 2, 3))
     (tmp_path / "folder" / "train" / "a" / "0.jpg").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"a/0\.jpg is not a readable image .*: fix it or take it out of the folder"):
+    with pytest.raises(ValueError, match=r"a/0\.jpg"):
         ImageFolder(str(tmp_path / "folder"))[0]
 
 
@@ -264,23 +262,23 @@ def test_open_image_may_test_on_a_share_of_each_uploaders_images(open_image):
 
 
 def test_open_image_that_is_damaged_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"client_data_mapping/train\.csv does not exist, .*github.com"):
+    with pytest.raises(FileNotFoundError, match=r"client_data_mapping/train\.csv.*github\.com"):
         len(OpenImage(str(tmp_path)))
     write_open_image(tmp_path, uploaders=2)
     table = tmp_path / "client_data_mapping" / "test.csv"
     table.write_text(re.sub(r",\d\n", ",dog\n", table.read_text(), count=1))
-    with pytest.raises(ValueError, match=r"test\.csv, row 2: invalid label_id 'dog': fetch it again"):
+    with pytest.raises(ValueError, match=r"test\.csv, row 2: .*label_id 'dog'"):
         len(OpenImage(str(tmp_path)))
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: OfficeHome(test_share=0), "test_share must be a finite number > 0 and < 1, got 0"),
-        (lambda: CheXpert(test_share=1), "test_share must be a finite number >= 0 and < 1, got 1"),
-        (lambda: CheXpert(merge_below=-1), "merge_below must be .*, got -1"),
-        (lambda: OpenImage(test_share=-0.1), "test_share must be .*, got -0.1"),
-        (lambda: OpenImage(size=0), "size must be .*, got 0"),
+        (lambda: OfficeHome(test_share=0), r"test_share .*got 0"),
+        (lambda: CheXpert(test_share=1), r"test_share .*got 1"),
+        (lambda: CheXpert(merge_below=-1), r"merge_below .*got -1"),
+        (lambda: OpenImage(test_share=-0.1), r"test_share .*got -0.1"),
+        (lambda: OpenImage(size=0), r"size .*got 0"),
     ],
 )
 def test_options(make, words):

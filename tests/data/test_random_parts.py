@@ -93,12 +93,12 @@ def test_other_seeds_draw_other_images():
     [
         ({"start": 0.5, "stop": 0.5}, r"start=0.5 leaves no images before stop=0.5"),
         ({"start": 0.9, "stop": 0.2}, r"start=0.9 leaves no images before stop=0.2"),
-        ({"start": 1.0}, r"start must be .*, got 1.0"),
-        ({"stop": 1.5}, r"stop must be .*, got 1.5"),
-        ({"start": -0.1}, r"start must be .*, got -0.1"),
-        ({"seed": -1}, r"seed must be .*, got -1"),
-        ({"dataset": [1]}, r"RandomPart: dataset must be an image set such as Digits\(\), got \[1\]"),
-        ({"dataset": None}, r"RandomPart: dataset must be an image set such as Digits\(\), got None"),
+        ({"start": 1.0}, r"start .*got 1.0"),
+        ({"stop": 1.5}, r"stop .*got 1.5"),
+        ({"start": -0.1}, r"start .*got -0.1"),
+        ({"seed": -1}, r"seed .*got -1"),
+        ({"dataset": [1]}, r"RandomPart: dataset .*got \[1\]"),
+        ({"dataset": None}, r"RandomPart: dataset .*got None"),
     ],
 )
 def test_impossible_parts_are_rejected(options, message):
@@ -107,7 +107,7 @@ def test_impossible_parts_are_rejected(options, message):
 
 
 def test_a_part_without_images_is_named():
-    with pytest.raises(ValueError, match=r"of the 60 images of Patients, training split, none lies between start=0.5"):
+    with pytest.raises(ValueError, match=r"60 images of Patients, .*start=0\.5"):
         len(RandomPart(Patients(), start=0.5, stop=0.501))
 
 

@@ -150,9 +150,9 @@ def test_public_stream_is_permutations():
     ("options", "words"),
     [
         ({"epochs": 1, "steps": 2}, "leave one out"),
-        ({"epochs": 0}, "epochs must be a finite number > 0 or None, got 0"),
-        ({"epochs": float("nan")}, "epochs must be .*, got nan"),
-        ({"steps": 1.5}, "steps must be an integer.*, got 1.5"),
+        ({"epochs": 0}, r"epochs .*got 0"),
+        ({"epochs": float("nan")}, r"epochs .*got nan"),
+        ({"steps": 1.5}, r"steps .*got 1.5"),
     ],
 )
 def test_phases_have_one_length(options, words):

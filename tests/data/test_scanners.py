@@ -276,7 +276,7 @@ def test_columns_of_the_set_are_kept_and_patients_stay_together():
     assert images.group_column == "patient"
     assert images.columns["patient"].tolist() == [row // 5 for row in range(90)]
     assert set(images.columns["scanner"].tolist()) == set(STILL)
-    with pytest.raises(ValueError, match=r"test_share=0\.4 would divide the images of one patient"):
+    with pytest.raises(ValueError, match=r"test_share=0\.4"):
         _ = Scanners(Patients(), STILL, test_share=0.4).labels
 
 
@@ -296,25 +296,25 @@ class Oblong(Numbered):
     ("make", "message"),
     [
         (lambda: Scanners("Digits"), "dataset must be an image set such as Digits"),
-        (lambda: Scanners(Numbered(), 13), "kinds must be an integer >= 1 and <= 12, got 13"),
-        (lambda: Scanners(Numbered(), 0), "kinds must be .*, got 0"),
+        (lambda: Scanners(Numbered(), 13), r"kinds .*got 13"),
+        (lambda: Scanners(Numbered(), 0), r"kinds .*got 0"),
         (
             lambda: Scanners(Numbered(), ["plain", "upside"]),
-            "kinds must be one of 'plain', 'negative', .*, got 'upside'",
+            r"kinds .*got 'upside'",
         ),
         (
             lambda: Scanners(Numbered(), ["plain", "plain"]),
             "kinds must be a list of at least one name without rep",
         ),
         (lambda: Scanners(Numbered(), []), "kinds must be a list of at least one name without rep"),
-        (lambda: Scanners(Numbered(), alpha=0), "alpha must be .*, got 0"),
-        (lambda: Scanners(Numbered(), test_share=1), "test_share must be .*, got 1"),
-        (lambda: Scanners(Photographs(20), alpha=0.5).images, "alpha=0.5 divides by classes, but Photographs"),
+        (lambda: Scanners(Numbered(), alpha=0), r"alpha .*got 0"),
+        (lambda: Scanners(Numbered(), test_share=1), r"test_share .*got 1"),
+        (lambda: Scanners(Photographs(20), alpha=0.5).images, "alpha=0.5"),
         (lambda: Scanners(Ready()).images, "samples of type float32, but scanners take uint8 images"),
         (lambda: Scanners(Oblong(), size=None).images, "6×4 pixels, but scanners need square images: set size"),
         (lambda: Scanners(Numbered(), alpha=0.5, min_per_scanner=20).images, "12 clients with at least 20"),
         (lambda: ByDomain("scanner", 2, Dirichlet(2)), "are mutually exclusive: leave one out"),
-        (lambda: ByDomain("scanner", within=FromFile("x")), "must be a partition with num_clients"),
+        (lambda: ByDomain("scanner", within=FromFile("x")), "num_clients"),
     ],
 )
 def test_what_cannot_be_used_is_rejected(make, message):

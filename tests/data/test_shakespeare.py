@@ -123,7 +123,7 @@ def test_a_plain_text_is_read_by_role(tmp_path):
     data.setup()
     assert data.num_clients == 2
     path.write_text("No speech at all.")
-    with pytest.raises(ValueError, match=r"plays.txt' contains no sequence of 80 characters: use the files of LEAF's"):
+    with pytest.raises(ValueError, match=r"plays\.txt'.*80"):
         _ = Shakespeare(str(path)).images
 
 
@@ -133,7 +133,7 @@ def test_a_role_that_says_nothing_is_left_out(root):
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no train/\*.json, nor does its folder data: set root"):
+    with pytest.raises(FileNotFoundError, match=r"train/\*\.json.*root"):
         _ = Shakespeare(str(tmp_path)).images
 
 
@@ -312,14 +312,12 @@ def test_tokens_and_images_in_the_wrong_place_are_rejected_at_setup(x, backbone,
 
 @pytest.mark.parametrize("privacy", ["privacy", "client_privacy"])
 def test_texts_are_rejected_where_training_is_private(root, privacy):
-    with pytest.raises(
-        ValueError, match=f"^{privacy}: texts are not supported: networks are checked at set-up on perturbed images"
-    ):
+    with pytest.raises(ValueError, match=rf"^{privacy}: texts"):
         finetune(served(root), "fedavg", **{privacy: {"noise_multiplier": 1.0}})
 
 
 def test_texts_are_not_mirrored(root):
-    with pytest.raises(ValueError, match=r"images have shape \(80,\), but crop_padding, flip, mixup and cutmix need"):
+    with pytest.raises(ValueError, match=r"\(80,\).*crop_padding, flip, mixup and cutmix"):
         finetune(served(root, flip=True), "fedavg")
 
 

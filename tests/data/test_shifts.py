@@ -15,6 +15,7 @@ from perada.data import Corruptions, ImageSet, LabelShift
 from perada.data import shifts as shifted
 from perada.data.batches.samples import make_store
 from perada.data.shifts import EXTRA, MAIN, Condition, CorruptedStore, corrupt
+from tests.rejections import rejects
 
 DETERMINISTIC = {"defocus_blur", "zoom_blur", "brightness", "contrast"}
 DETERMINISTIC |= {"pixelate", "jpeg_compression", "gaussian_blur", "saturate"}
@@ -182,18 +183,18 @@ def test_held_out_images_are_not_shifted():
     ],
 )
 def test_what_cannot_be_used_is_rejected(shifts, options, said):
-    with pytest.raises(ValueError, match=f"shifts: .*{said}"):
+    with pytest.raises(ValueError, match=rf"shifts: .*{said}"):
         module(shifts, **options)
 
 
 @pytest.mark.parametrize("severity", [0, 6, 2.5, True])
 def test_a_severity_is_from_1_to_5(severity):
-    with pytest.raises(ValueError, match=f"shifts: severity must be an integer >= 1 and <= 5, got {severity}"):
+    with rejects("shifts: severity", severity):
         Corruptions("fog", [severity])
 
 
 def test_when_is_one_of_three():
-    with pytest.raises(ValueError, match="shifts_when must be one of 'end', 'evaluation', 'test', got 'often'"):
+    with rejects("shifts_when", "often"):
         module({}, shifts_when="often")
 
 
@@ -206,7 +207,5 @@ def test_a_missing_library_is_named(monkeypatch):
 
 def test_a_library_that_does_not_load_is_rejected_at_set_up(monkeypatch):
     monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(
-        ImportError, match=r"^shifts: corruptions need .*OpenCV, .*cannot be imported \(.*cv2.*\); .*\(on Debian "
-    ):
+    with pytest.raises(ImportError, match=r"^shifts: .*OpenCV.*cv2"):
         module({"fog": Corruptions("fog")})

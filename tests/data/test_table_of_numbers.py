@@ -113,18 +113,16 @@ def test_rows_of_hugging_face_without_a_number_are_named(tmp_path, cell, dtype, 
 
 
 def test_what_does_not_go_with_numbers_of_hugging_face_is_rejected(tmp_path):
-    with pytest.raises(OptionError, match="numbers='age' cannot be combined with mask='image'"):
+    with pytest.raises(OptionError, match=r"numbers='age'.*mask='image'"):
         HuggingFace("x", numbers="age", mask="image")
-    with pytest.raises(OptionError, match="label='dose' cannot be combined with numbers='age'"):
+    with pytest.raises(OptionError, match=r"label='dose'.*numbers='age'"):
         HuggingFace("x", numbers="age", label="dose")
     saved = save(tmp_path)
-    with pytest.raises(ValueError, match=r"numbers: .*saved has no column 'aeg'; did you mean 'age'"):
+    with pytest.raises(ValueError, match=r"numbers: .*'aeg'.*'age'"):
         _ = HuggingFace(saved, numbers="aeg", size=16).labels
-    with pytest.raises(OptionError, match=r"the classes 'old', 'young' cannot be combined with numbers"):
+    with pytest.raises(OptionError, match=r"'old', 'young'.*numbers"):
         _ = HuggingFace(saved, numbers="age", classes=["old", "young"]).labels
-    with pytest.raises(
-        ValueError, match=r"'age' of .* contains .*float32.*, or predict it \(numbers: age, and task: Reg"
-    ):
+    with pytest.raises(ValueError, match=r"'age'.*float32.*Reg"):
         _ = HuggingFace(saved, label="age", size=16).labels
 
 
@@ -174,10 +172,10 @@ def test_a_run_predicts_numbers_in_the_units_of_the_table(tmp_path):
         ("", "row 4: age is empty; fill it in, or take the row out"),
         (
             "old",
-            "row 4: age is 'old', which is not a number; correct it, with a point for decimals, or take the row out",
+            r"row 4: age .*'old'",
         ),
-        ("3,5", "row 4: age is '3,5', which is not a number"),
-        ("nan", "row 4: age is 'nan', which is not a number"),
+        ("3,5", r"row 4: age .*'3,5'"),
+        ("nan", r"row 4: age .*'nan'"),
     ],
 )
 def test_rows_without_a_number_are_named(tmp_path, cell, message):
@@ -188,25 +186,25 @@ def test_rows_without_a_number_are_named(tmp_path, cell, message):
 
 def test_what_does_not_go_with_numbers_is_rejected(tmp_path):
     table = write(tmp_path)
-    with pytest.raises(OptionError, match="numbers='age' cannot be combined with mask='dose'"):
+    with pytest.raises(OptionError, match=r"numbers='age'.*mask='dose'"):
         ImageTable(table, numbers="age", mask="dose")
-    with pytest.raises(OptionError, match=r"label=\['age', 'dose'\] cannot be combined with numbers='age'"):
+    with pytest.raises(OptionError, match=r"label=\['age', 'dose'\].*numbers='age'"):
         ImageTable(table, numbers="age", label=["age", "dose"])
-    with pytest.raises(OptionError, match=r"separator=';' cannot be combined with mask='dose'"):
+    with pytest.raises(OptionError, match=r"separator=';'.*mask='dose'"):
         ImageTable(table, mask="dose", separator=";")
-    with pytest.raises(OptionError, match=r"the classes 'old', 'young' cannot be combined with numbers"):
+    with pytest.raises(OptionError, match=r"'old', 'young'.*numbers"):
         _ = ImageTable(table, numbers="age", classes=["old", "young"]).labels
     for numbers in ("age", ["age", "dose"]):
         data = FederatedDataModule(
             dataset=ImageTable(table, numbers=numbers, size=16), partition=Dirichlet(2, alpha=0.5)
         )
-        with pytest.raises(ValueError, match="Dirichlet divides images by their class, but their labels are numbers"):
+        with pytest.raises(ValueError, match=r"Dirichlet.*numbers"):
             data.setup("fit")
 
 
 def test_a_column_of_measurements_as_classes_proposes_the_task(tmp_path):
     ages = [age + 0.25 for age in AGES]
-    with pytest.raises(ValueError, match=r"or predict them \(numbers: age, and task: Regression\)"):
+    with pytest.raises(ValueError, match=r"numbers: age.*Regression\)"):
         _ = ImageTable(write(tmp_path, ages), label="age", size=16).labels
 
 

@@ -103,7 +103,7 @@ def test_tables_in_another_encoding_say_what_to_do(content, encoding, message):
 
 @pytest.mark.parametrize("encoding", ["cp12525", "", "base64", 3])
 def test_an_encoding_that_there_is_not(encoding):
-    with pytest.raises(ValueError, match=f"encoding={encoding!r} is unknown; choose one that Python supports"):
+    with pytest.raises(ValueError, match=f"encoding={encoding!r}"):
         ImageTable("t.csv", encoding=encoding)
 
 
@@ -164,7 +164,7 @@ SYSTEM += ["RECYCLER", "__MACOSX", ".Trashes", ".ipynb_checkpoints", ".Spotlight
 def test_folders_of_the_system_are_neither_clients_nor_classes(name):
     write_images("data/north/cat", "data/north/dog", "data/south/cat", "data/south/dog")
     write_images(f"data/{name}/cat", f"data/north/{name}", f"data/north/cat/{name}", count=1)
-    with pytest.warns(UserWarning, match=r"skipped with their images: .*. Rename them to use them") as caught:
+    with pytest.warns(UserWarning, match="Rename") as caught:
         images = Images("data", size=8)
         data = Division(images, ByDomain("client")).share_out()
     assert name in str(caught[0].message)
@@ -214,22 +214,22 @@ def test_names_that_look_alike_are_warned_of(one, other):
     assert look_alike([one, "dog", other, one]) == [[one, other]]
     message = "look the same but are different"
     write_images(f"clients/{one}/x", f"clients/{other}/x", f"clients/{one}/y")
-    with pytest.warns(UserWarning, match=f"the clients .* {message} clients") as caught:
+    with pytest.warns(UserWarning, match=rf"the clients .* {message} clients") as caught:
         Division(Images("clients", size=8), ByDomain("client")).share_out()
     # Both are shown so that they can be told apart.
     assert ascii(one) in str(caught[0].message) and ascii(other) in str(caught[0].message)
     write_images(f"classes/{one}", f"classes/{other}", "classes/z")
-    with pytest.warns(UserWarning, match=f"the classes .* {message} classes"):
+    with pytest.warns(UserWarning, match=rf"the classes .* {message} classes"):
         Division(ImageFolder("classes", size=8), IID(1)).share_out()
     labels = [one, other, "dog"]
     items = [{"image": torch.zeros(3, 8, 8, dtype=torch.uint8), "label": label} for label in labels]
-    with pytest.warns(UserWarning, match=r"the labels .* look the same"):
+    with pytest.warns(UserWarning, match="labels"):
         check(FederatedData([items]))
     rows = "".join(f"classes/z/{number}.png,a,{group}\n" for number, group in enumerate([one, other, "p", "q"]))
     Path("t.csv").write_text(f"path,label,patient\n{rows}", encoding="utf-8")
-    with pytest.warns(UserWarning, match=r"the groups .* look the same"):
+    with pytest.warns(UserWarning, match="groups"):
         _ = ImageTable("t.csv", group="patient").manifest
-    with pytest.raises(ValueError, match=r"which looks like the class .* but is a different name"):
+    with pytest.raises(ValueError, match=r"class .*different name"):
         _ = ImageFolder("classes", classes=[one, "z", "dog"]).manifest
 
 
@@ -303,7 +303,7 @@ def test_layouts_of_any_depth_are_proposed(file, layout):
     if layout:
         for part in ("cat", "dog"):
             write_image("data/" + file.replace("cat", part), len(part) + ord(part[0]))
-        with pytest.raises(FileNotFoundError, match="set a layout that matches") as error:
+        with pytest.raises(FileNotFoundError, match="layout") as error:
             _ = Images("data", layout="{client}/x/{class}/y/*").manifest
         assert layout in str(error.value)
 
@@ -318,10 +318,10 @@ def test_init_reads_deep_folders_and_names_what_it_cannot_read():
     options = yaml.safe_load(write_recipe("data", "fedavg", "3", ""))["data"]["dataset"]["init_args"]
     assert options == {"root": "data", "layout": "{client}/**/{class}/*"}
     write_images("flat")
-    with pytest.raises(ValueError, match="images='flat' has 4 images but no folders"):
+    with pytest.raises(ValueError, match=r"'flat'.*4 images"):
         write_recipe("flat", "fedavg", "3", "")
     write_images("twice/train/val/cat")
-    with pytest.raises(ValueError, match=r"such as 'train/val/cat/0.png', whose folder layout cannot be inferred"):
+    with pytest.raises(ValueError, match=r"'train/val/cat/0\.png'"):
         write_recipe("twice", "fedavg", "3", "")
 
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+from perada.core.checks import OptionTypeError
 from perada.data import IID, ByDomain, FederatedData, FederatedDataModule, ImageSet
 from perada.data.partitions import Partition
+from tests.rejections import raises_naming, rejects
 
 IMAGES = torch.arange(12 * 3 * 4 * 4).view(12, 3, 4, 4).byte()
 LABELS = torch.arange(12) % 2
@@ -38,52 +40,51 @@ def fail():
 
 
 @pytest.mark.parametrize(
-    ("train", "message"),
+    ("train", "facts"),
     [
-        (None, r"^FederatedData.train must be a list with one dataset per client, got None"),
-        ("folder", r"^FederatedData.train must be a list .*, got 'folder'"),
-        ({"a": CLIENT}, r"pass train=\[\*datasets.values\(\)\] and client_names=\[\*datasets\]"),
-        ([None], r"^client 0: the training set is None, whose items cannot be indexed"),
-        ([5], r"^client 0: the training set is 5, whose items cannot be indexed"),
-        ([(IMAGES, LABELS)], r"^client 0, sample 0: the item is a tensor of shape \(12, 3, 4, 4\): return"),
-        ([CLIENT, [None]], r"^client 1, sample 0: the item is None: return \(image, label\)"),
-        ([CLIENT, [IMAGES[0]]], r"^client 1, sample 0: the item is a tensor of shape \(3, 4, 4\): return"),
-        ([[(None, 0), (None, 1)]], r"^client 0, sample 0: an image must be a tensor, .* got None"),
-        ([[(IMAGES[0], [1.0, 0.0]), (IMAGES[0], [1.0])]], r"^client 0, sample 1: the label is float32 of shape \(1,\)"),
-        ([WithLength(fail)], r"^client 0: the training set: the length of a WithLength .*RuntimeError: no index file"),
-        ([WithLength(lambda: 4.0)], "the length of a WithLength cannot be read"),
-        ([Subset(CLIENT, [12])], "^client 0: the training set: a Subset has item 12 of a dataset of 12"),
-        ([CLIENT, Subset(CLIENT, [0.5, 1.5])], r"^client 1: .* must be a list of integers, got \[0.5, 1.5\]"),
-        ([Subset(CLIENT, LABELS.bool().tolist())], "for a mask of booleans, pass mask.nonzero"),
-        ([Subset(CLIENT, LABELS.numpy().astype(bool))], "must be a list of integers, got an array of shape"),
-        ([Subset(CLIENT, ["a"])], r"must be a list of integers, got \['a'\]"),
-        ([Subset(CLIENT, None)], "must be a list of integers, got None"),
-        ([Subset(CLIENT, 5)], "must be a list of integers, got 5"),
-        ([Subset(CLIENT, [[0, 1], [2]])], "must be a list of integers"),
-        ([Subset(Subset(CLIENT, [0, 1]), [0.5])], "must be a list of integers"),
-        ([TensorDataset(torch.zeros(12, 3, 0, 0).byte(), LABELS)], r"images of shape \(3, 0, 0\) have no pixels"),
-        ([TensorDataset(torch.zeros(12, 0, 4, 4), LABELS)], r"images of shape \(0, 4, 4\) have no pixels"),
+        (None, ["FederatedData.train", None]),
+        ("folder", ["FederatedData.train", "'folder'"]),
+        ({"a": CLIENT}, ["train=[*datasets.values()]", "client_names=[*datasets]"]),
+        ([None], ["client 0", "training set", None]),
+        ([5], ["client 0", "training set", 5]),
+        ([(IMAGES, LABELS)], ["client 0", "sample 0", "item", "(12, 3, 4, 4)"]),
+        ([CLIENT, [None]], ["client 1", "sample 0", "item", None]),
+        ([CLIENT, [IMAGES[0]]], ["client 1", "sample 0", "item", "(3, 4, 4)"]),
+        ([[(None, 0), (None, 1)]], ["client 0", "sample 0", "image", None]),
+        ([[(IMAGES[0], [1.0, 0.0]), (IMAGES[0], [1.0])]], ["client 0", "sample 1", "label", "(1,)"]),
+        ([WithLength(fail)], ["client 0", "training set", "WithLength", "RuntimeError: no index file"]),
+        ([WithLength(lambda: 4.0)], ["length", "WithLength"]),
+        ([Subset(CLIENT, [12])], ["client 0", "training set", "item 12", "dataset of 12"]),
+        ([CLIENT, Subset(CLIENT, [0.5, 1.5])], ["client 1", "indices of a Subset", "[0.5, 1.5]"]),
+        ([Subset(CLIENT, LABELS.bool().tolist())], ["indices of a Subset", "mask.nonzero"]),
+        ([Subset(CLIENT, LABELS.numpy().astype(bool))], ["indices of a Subset", "array of shape (12,)"]),
+        ([Subset(CLIENT, ["a"])], ["indices of a Subset", "['a']"]),
+        ([Subset(CLIENT, None)], ["indices of a Subset", None]),
+        ([Subset(CLIENT, 5)], ["indices of a Subset", 5]),
+        ([Subset(CLIENT, [[0, 1], [2]])], ["indices of a Subset", "[[0, 1], [2]]"]),
+        ([Subset(Subset(CLIENT, [0, 1]), [0.5])], ["indices of a Subset", "[0.5]"]),
+        ([TensorDataset(torch.zeros(12, 3, 0, 0).byte(), LABELS)], ["(3, 0, 0)", "no pixels"]),
+        ([TensorDataset(torch.zeros(12, 0, 4, 4), LABELS)], ["(0, 4, 4)", "no pixels"]),
     ],
 )
-def test_mistakes_in_training_sets_are_named(train, message):
-    with pytest.raises((TypeError, ValueError, IndexError), match=message) as error:
+def test_mistakes_in_training_sets_are_named(train, facts):
+    with raises_naming((TypeError, ValueError, IndexError), *facts):
         set_up(train)
-    assert "\n" not in str(error.value)
 
 
 def test_mistakes_in_other_sets_name_the_set():
-    with pytest.raises(TypeError, match=r"pass test=\[\] for no evaluation"):
+    with raises_naming(TypeError, "FederatedData.test", "test=[]"):
         FederatedDataModule(FederatedData([CLIENT], None)).setup()
-    with pytest.raises(TypeError, match=r"^client 0: the test set, sample 0: the item is a tensor"):
+    with raises_naming(TypeError, "client 0", "test set", "sample 0"):
         set_up([CLIENT], [[IMAGES[0]]])
-    with pytest.raises(TypeError, match=r"^the server's validation set, sample 0: the item is"):
+    with raises_naming(TypeError, "server's validation set", "sample 0"):
         set_up([CLIENT], server_validation=TensorDataset(IMAGES))
 
 
 @pytest.mark.parametrize("option", ["classes", "client_names"])
 @pytest.mark.parametrize("names", [["a", None], ["a", ""], [0, 1], [["a"], ["b"]], "ab", b"ab", {"a", "b"}, {0: "a"}])
 def test_names_are_strings(option, names):
-    with pytest.raises(TypeError, match=rf"^FederatedData: {option} must be a list of names"):
+    with rejects(f"FederatedData: {option}", names, error=OptionTypeError):
         FederatedData([CLIENT, CLIENT], **{option: names})
 
 
@@ -108,23 +109,23 @@ def test_words_of_numpy_are_names_of_python():
 
 
 def test_numbers_without_the_task_are_sent_to_regression():
-    with pytest.raises(ValueError, match=r"label 1.5, outside 0..1: .* set task=Regression\(\) to predict numbers"):
+    with pytest.raises(ValueError, match=r"1\.5, .*0\.\.1: .*Regression\(\)"):
         set_up([TensorDataset(IMAGES, torch.full((12, 1), 1.5))])
 
 
 @pytest.mark.parametrize("num_classes", [None, 2])
 def test_masks_without_two_classes_are_named(num_classes):
     for masks, problem in (
-        (torch.full((12, 4, 4), 255), "all pixels of the training masks are ignored"),
-        (torch.zeros(12, 4, 4).long(), "all pixels of the training masks that count have the class 0"),
-        (LABELS.view(12, 1, 1).expand(12, 4, 4) * 255, "all pixels of the training masks that count have the class 0"),
+        (torch.full((12, 4, 4), 255), "ignored"),
+        (torch.zeros(12, 4, 4).long(), "class 0"),
+        (LABELS.view(12, 1, 1).expand(12, 4, 4) * 255, "class 0"),
     ):
-        with pytest.raises(ValueError, match=f"{problem}, .* list the values in mask_values"):
+        with raises_naming(ValueError, "all pixels of the training masks", problem, "mask_values"):
             set_up([TensorDataset(IMAGES, masks)], num_classes=num_classes)
 
 
 def test_masks_of_several_channels_are_named():
-    with pytest.raises(TypeError, match=r"labels are integers of shape \(12, 3, 4, 4\): a mask must be \(H, W\)"):
+    with pytest.raises(TypeError, match=r"\(12, 3, 4, 4\).*\(H, W\)"):
         set_up([TensorDataset(IMAGES, IMAGES.long())])
 
 
@@ -151,14 +152,14 @@ def test_columns_without_a_value_are_named(blank):
         module = FederatedDataModule(dataset=Own(column), partition=ByDomain("site"))
         if isinstance(column, list) and blank is not None:
             continue  # NumPy turns NaN among words into the word "nan"
-        with pytest.raises(ValueError, match=r"the column 'site' has no value .* for 6 images, such as image 0"):
+        with pytest.raises(ValueError, match=r"'site'.*6 images.*image 0"):
             module.setup()
 
 
 def test_attributes_of_an_image_set_are_checked():
-    with pytest.raises(ValueError, match="classes must be a list of names"):
+    with pytest.raises(ValueError, match="classes"):
         FederatedDataModule(dataset=Own(classes=["a", None]), partition=IID(2)).setup()
-    with pytest.raises(ValueError, match="identities has 1 entries for 12 images"):
+    with pytest.raises(ValueError, match=r"identities .*1 .*12 images"):
         FederatedDataModule(dataset=Own(identities=["a"]), partition=IID(2), client_validation=0.5).setup()
 
 
@@ -167,12 +168,12 @@ def test_rows_of_a_partition_may_not_be_nested():
         def split(self, train, test, seed):
             return [[[0], [1, 2]], [3]], []
 
-    with pytest.raises(ValueError, match=r"^Nested.split returned an array .* of object as the training rows"):
+    with pytest.raises(ValueError, match=r"^Nested\.split .*training rows"):
         FederatedDataModule(dataset=Own(), partition=Nested()).setup()
 
 
 def test_names_of_shifts_are_words():
-    with pytest.raises(ValueError, match=r"^shifts: the name 1 is not allowed"):
+    with pytest.raises(ValueError, match=r"^shifts: .* 1"):
         FederatedDataModule(FederatedData([CLIENT]), shifts={1: "gaussian_noise"})
-    with pytest.raises(ValueError, match=r"^shifts: noise=None is not a shift"):
+    with pytest.raises(ValueError, match=r"^shifts: noise=None"):
         FederatedDataModule(FederatedData([CLIENT]), shifts={"noise": None})

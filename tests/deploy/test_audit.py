@@ -189,17 +189,17 @@ def test_lines_that_were_written_anew_are_found_by_the_head_and_by_a_hash_that_w
     noted = verified(folder)[1]["sha256"]
     main(["deploy", "audit", str(folder), "--noted", noted])
     shutil.copy(other / LOG, folder / LOG)
-    with pytest.raises(ValueError, match=rf"line 4 is not the one recorded in {HEAD}"):
+    with pytest.raises(ValueError, match=rf"line 4 .*{HEAD}"):
         main(["deploy", "audit", str(folder)])
     shutil.copy(other / HEAD, folder / HEAD)  # whoever may write the disk
     main(["deploy", "audit", str(folder)])
     with pytest.raises(ValueError, match="no line has the noted SHA-256 '" + noted):
         main(["deploy", "audit", str(folder), "--noted", noted])
     (folder / HEAD).unlink()
-    with pytest.raises(ValueError, match=f"{HEAD}, which records the number of lines, is missing"):
+    with pytest.raises(ValueError, match=rf"{HEAD}.* missing"):
         main(["deploy", "audit", str(folder)])
     (folder / HEAD).write_text("{")
-    with pytest.raises(ValueError, match=f"{HEAD}, which records the number of lines in {LOG}, is damaged"):
+    with pytest.raises(ValueError, match=rf"{HEAD}.*{LOG}.* damaged"):
         main(["deploy", "audit", str(folder)])
 
 
@@ -242,7 +242,7 @@ def test_a_torn_line_stays_and_the_next_one_says_so(size, tmp_path, monkeypatch)
     assert [entry["number"] for entry in found.entries] == [1, 2, 3, 4] and not found.torn
     main(["deploy", "audit", str(folder)])
     (folder / LOG).write_bytes(now.replace(left + b"~\n", b""))
-    with pytest.raises(ValueError, match="line 3 does not match the lines before it"):
+    with pytest.raises(ValueError, match=r"line 3 .*before"):
         main(["deploy", "audit", str(folder)])
 
 
@@ -354,16 +354,16 @@ def test_a_log_that_was_put_back_or_taken_away_is_found(tiny, tmp_path):
     folder = trained_and_copied(tiny, tmp_path)
     for name in (LOG, HEAD):
         shutil.copy(tmp_path / "copy" / name, folder)
-    with pytest.raises(ValueError, match="the state was written after a line 2 that the log does not contain"):
+    with pytest.raises(ValueError, match=r"state .*line 2\b"):
         SiteStore(folder)
     for name in (LOG, HEAD):
         (folder / name).unlink()
-    with pytest.raises(ValueError, match=f"{LOG}: it is missing, and so is {HEAD}"):
+    with pytest.raises(ValueError, match=rf"{LOG}: .*missing.*{HEAD}"):
         main(["deploy", "audit", str(folder)])
 
 
 def test_a_folder_without_a_log_is_not_said_to_be_whole(tiny, tmp_path, capsys):
-    with pytest.raises(FileNotFoundError, match=f"has no {LOG}: the site has not answered any request yet"):
+    with pytest.raises(FileNotFoundError, match=f"no {LOG}"):
         main(["deploy", "audit", str(tmp_path)])
     assert capsys.readouterr().out == ""
     site = Parties(tiny, tmp_path, "ditto").worker(0)
@@ -373,7 +373,7 @@ def test_a_folder_without_a_log_is_not_said_to_be_whole(tiny, tmp_path, capsys):
 
 def test_a_log_is_not_begun_anew_beside_a_worker(tiny, tmp_path):
     site = Parties(tiny, tmp_path, "ditto").worker(0)
-    with pytest.raises(OSError, match="is in use by another worker"):
+    with pytest.raises(OSError, match="in use"):
         main(["deploy", "audit", str(site.store.folder), "--begin"])
 
 

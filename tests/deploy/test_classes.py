@@ -14,6 +14,7 @@ from perada.deploy.recipe import labels_digest
 from perada.deploy.site.file import read_site
 from perada.system.yaml_files import iterate_strings
 from perada.tasks import Classification
+from tests.rejections import rejects
 
 from .parties import Parties
 from .test_hostile_sites import Lying, says
@@ -61,7 +62,7 @@ def test_a_site_that_misses_a_class_has_the_others_by_their_names(tmp_path):
 
 def test_a_site_with_another_class_is_rejected_by_name(tmp_path):
     path, given = written(tmp_path, naming(), {"normal": 200, "melanoma": 40})
-    with pytest.raises(ValueError, match="has images of melanoma, but the classes are malignant, benign, normal"):
+    with pytest.raises(ValueError, match=r"melanoma, .*malignant, benign, normal"):
         site_recipe(path, given)
 
 
@@ -99,7 +100,7 @@ def test_a_recipe_that_leaves_options_to_a_file_is_rejected(option, tmp_path):
     recipe[section] = name if not rest else recipe[section] | {rest[0]: name}
     path, given = written(tmp_path, recipe, {"normal": 200})
     for read in (lambda: site_recipe(path, given), lambda: server_recipe(str(path))):
-        with pytest.raises(ValueError, match=f"names the file .* for {option}, which its digest does not cover"):
+        with pytest.raises(ValueError, match=rf"file .*{option}.*digest"):
             read()
 
 
@@ -117,7 +118,7 @@ def test_a_client_that_the_partition_does_not_have_is_rejected(tmp_path):
     data = {key: RECIPE["data"][key] for key in ("dataset", "partition", "train_limit", "test_limit")} | {"client": 2}
     content = {"name": "a", "recipes": [{"recipe": "recipe.yaml"}], "data": data}
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(ValueError, match="client must be an integer >= 0 and <= 1, got 2"):
+    with rejects("data: client", 2):
         site_recipe(path, read_site(tmp_path / "site.yaml"))
 
 
@@ -143,7 +144,7 @@ def test_a_site_of_a_private_recipe_has_the_public_set_to_compare(tmp_path, sect
             "public set is missing at this site",
             OSError,
         ),
-        ({"public_fraction": 0.1}, r"privacy: public_fraction=0\.1 would hand a share of the sites' own", ValueError),
+        ({"public_fraction": 0.1}, r"public_fraction=0\.1", ValueError),
         ({"validation_fraction": 0.1}, r"privacy: validation_fraction=0\.1 would hand a share", ValueError),
     ],
 )

@@ -164,17 +164,17 @@ def test_of_several_recipes_the_one_with_the_digest_of_the_run_is_exported(monke
     digests = {"first": "1" * 64, "second": "2" * 64, "third": "3" * 64}
     for name, digest in digests.items():
         assert exported_recipe(monkeypatch, digests, digest) == [name]
-    with pytest.raises(ValueError, match="no recipe of the site's file has the digest 4444"):
+    with pytest.raises(ValueError, match="4444"):
         exported_recipe(monkeypatch, digests, "4" * 64)
-    with pytest.raises(ValueError, match=r"'/srv/third\.yaml' is not the recipe of run ab"):
+    with pytest.raises(ValueError, match=r"'/srv/third\.yaml'.*run ab"):
         exported_recipe(monkeypatch, digests, "1" * 64, "/srv/third.yaml")
-    with pytest.raises(ValueError, match=r"'/srv/fourth\.yaml' is not a recipe of the site's file"):
+    with pytest.raises(ValueError, match=r"'/srv/fourth\.yaml'"):
         exported_recipe(monkeypatch, digests, "1" * 64, "/srv/fourth.yaml")
 
 
 def test_an_export_of_a_run_that_is_not_over_names_its_round(monkeypatch):
     digests = {"only": "1" * 64}
-    with pytest.warns(UserWarning, match="run ab is not over: the global model is that of round 2 of 3"):
+    with pytest.warns(UserWarning, match=r"run ab .*round 2 of 3"):
         exported_recipe(monkeypatch, digests, "1" * 64, scored=2)
     exported_recipe(monkeypatch, digests, "1" * 64, scored=3)
 

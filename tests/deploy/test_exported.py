@@ -91,9 +91,7 @@ def test_a_sites_run_and_the_servers_are_used_as_any_other(tmp_path, monkeypatch
     torch.testing.assert_close(probabilities, expected.detach(), rtol=1e-5, atol=1e-6)
     both = [run.predict(list(images)).probabilities for run in (own, server)]
     torch.testing.assert_close(both[0], both[1])
-    with pytest.raises(
-        ValueError, match="client='st-marys' keeps its adapter at its site, so the server does not have it"
-    ):
+    with pytest.raises(ValueError, match="client='st-marys'"):
         server.predict(list(images), "st-marys")
 
     # As a simulation's, but for what only a simulation knows.
@@ -154,5 +152,5 @@ def test_the_server_exports_no_run_of_another_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     write_progress(tmp_path, RunProgress("0" * 32, "1" * 64, 1), {"global": {}, "server": {}})
-    with pytest.raises(ValueError, match=r"'recipe.yaml' is not the recipe of run 0"):
+    with pytest.raises(ValueError, match=r"'recipe\.yaml'.*run 0"):
         main(["deploy", "export", ".", "--recipe", "recipe.yaml", "--output", "out"])

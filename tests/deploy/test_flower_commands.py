@@ -34,6 +34,7 @@ from perada.deploy.site.file import read_site
 from perada.deploy.sums.identity import read_identity, read_sites, write_identity
 from perada.deploy.transport import LocalTransport, Terms
 from perada.system import files
+from tests.rejections import rejects
 
 UNITS = ("perada-site.service", "perada-supernode.service")
 AUTHORITY = """\
@@ -128,7 +129,7 @@ def test_a_sites_identity_is_for_its_worker_alone(tmp_path):
 def test_a_site_gets_both_of_its_keys_or_none(tmp_path):
     pytest.importorskip("cryptography")
     (tmp_path / "st-marys.id.pub").write_text("another key")
-    with pytest.raises(FileExistsError, match=r"st-marys\.id\.pub' already exists; choose a different folder"):
+    with pytest.raises(FileExistsError, match=r"st-marys\.id\.pub'"):
         main(["deploy", "keys", "site", str(tmp_path), "--name=st-marys"])
     assert [path.name for path in tmp_path.iterdir()] == ["st-marys.id.pub"]
 
@@ -146,7 +147,7 @@ def test_an_identity_that_others_may_read_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_other_members", lambda group: {10002})
     for mode in (0o440, 0o404, 0o620):
         file.chmod(mode)
-        with pytest.raises(ValueError, match=rf"\.id' is readable by other users \(mode {mode:04o}\); chmod 0400"):
+        with pytest.raises(ValueError, match=rf"\.id'.*{mode:04o}.*chmod 0400"):
             read_identity(file)
 
 
@@ -193,25 +194,25 @@ def test_init_names_the_digest_of_recipe_and_weights(tmp_path, capsys):
 
 def test_nothing_is_written_over(app):
     before = {file: file.read_bytes() for file in app.rglob("*") if file.is_file()}
-    with pytest.raises(FileExistsError, match="already exists; choose a different folder"):
+    with pytest.raises(FileExistsError, match="already exists"):
         write_app(app, "other", "", "", "localhost")
     assert {file: file.read_bytes() for file in app.rglob("*") if file.is_file()} == before
 
 
 @pytest.mark.parametrize("name", ["", "Chest", "9", "a/b", "a_b", "a" * 42])
 def test_names_that_no_app_can_have(tmp_path, name):
-    with pytest.raises(ValueError, match="is not a valid app name; use"):
+    with pytest.raises(ValueError, match="app name"):
         write_app(tmp_path / "app", name, "", "", "localhost")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_sites": 0}, "min_sites must be an integer >= 1, got 0"),
-        ({"sample": -1}, "sample must be .*, got -1"),
-        ({"min_sites": 4, "sample": 3}, "sample must be an integer >= 4 or None, got 3; min_sites is 4"),
-        ({"deadline": 0.0}, "deadline must be a finite number > 0, got 0.0"),
-        ({"late": "never"}, "late must be one of 'wait', 'skip', got 'never'"),
+        ({"min_sites": 0}, r"min_sites .*got 0"),
+        ({"sample": -1}, r"sample .*got -1"),
+        ({"min_sites": 4, "sample": 3}, r"sample .*got 3"),
+        ({"deadline": 0.0}, r"deadline .*got 0.0"),
+        ({"late": "never"}, r"late .*got 'never'"),
         (
             {"state": "state"},
             "state must be an absolute path on the SuperLink's machine",
@@ -230,7 +231,7 @@ def test_options_come_back_from_flower_as_they_went():
 
 def test_links_that_cannot_be_reached(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    with pytest.raises(ValueError, match=r"link='there' is not defined in .*, which has none; use"):
+    with pytest.raises(ValueError, match="link='there'"):
         Link("there")
     authority = certificate(tmp_path)
     write_connection(tmp_path, "there", "link.example.org:8000", authority)
@@ -249,16 +250,16 @@ def test_links_that_cannot_be_reached(tmp_path, monkeypatch):
     ]:
         with pytest.raises(ValueError, match=message):
             Link(where, given)
-    with pytest.raises(ValueError, match=r"none\.crt' is not an authority's certificate; pass the"):
+    with pytest.raises(ValueError, match=r"none\.crt'"):
         Link("link.example.org:8000", tmp_path / "none.crt")
 
 
 def test_the_command_rejects_what_is_no_app(tmp_path, app):
     authority = certificate(tmp_path)
     words = ["--link", "localhost:8000", "--root-certificates", str(authority)]
-    with pytest.raises(FileNotFoundError, match="is not an app; pass the folder `app`"):
+    with pytest.raises(FileNotFoundError, match="`app`"):
         main(["deploy", "run", str(app), *words])
-    with pytest.raises(ValueError, match=r"min_sites must be .*, got 0"):
+    with rejects("min_sites", 0):
         main(["deploy", "run", str(app / "app"), *words, "--min-sites", "0"])
 
 
@@ -355,13 +356,13 @@ def test_a_certificate_that_expires_soon_is_said_and_one_that_has_is_rejected(tm
     days_before(61)
     Link("localhost:8000", file)
     days_before(59)
-    with pytest.warns(UserWarning, match=r"ca.crt' expires on 2126-10-31; .* write a new one"):
+    with pytest.warns(UserWarning, match=r"ca\.crt'.*2126-10-31"):
         Link("localhost:8000", file)
     days_before(-1)
-    with pytest.raises(ValueError, match=r"ca\.crt' expired on 2126-10-31"):
+    with pytest.raises(ValueError, match=r"ca\.crt'.*2126-10-31"):
         Link("localhost:8000", file)
     file.write_text("no certificate")
-    with pytest.raises(ValueError, match=r"is not an authority's certificate; pass the ca\.crt"):
+    with pytest.raises(ValueError, match=r"ca\.crt"):
         Link("localhost:8000", file)
 
 
@@ -370,11 +371,11 @@ def test_certificates_that_are_written_are_read(tmp_path, monkeypatch):
     pytest.importorskip("cryptography")
     write_server_keys(tmp_path, ["localhost"])
     Link("localhost:8000", tmp_path / "ca.crt")
-    with pytest.raises(ValueError, match=r"is not an authority's certificate; pass the ca\.crt"):
+    with pytest.raises(ValueError, match=r"ca\.crt"):
         Link("localhost:8000", tmp_path / "server.pem")
     monkeypatch.setattr(keys, "AUTHORITY_DAYS", 30)
     last = write_server_keys(tmp_path / "soon", ["localhost"], days=30)
-    with pytest.warns(UserWarning, match=rf"ca.crt' expires on {last}"):
+    with pytest.warns(UserWarning, match=rf"ca\.crt'.*{last}"):
         Link("localhost:8000", tmp_path / "soon" / "ca.crt")
 
 
@@ -446,7 +447,7 @@ def test_runs_are_listed_and_stopped_by_the_command_that_is_printed(tmp_path, mo
         printed = capfd.readouterr().out
         assert printed.splitlines()[0] == words
         assert tomllib.loads(printed.partition("\n")[2])["superlink"]["perada"]["address"] == "localhost:8000"
-    with pytest.raises(ValueError, match="--stop='first' is not the number of a run"):
+    with pytest.raises(ValueError, match="--stop='first'"):
         main([*shlex.split(link.command())[1:], "--stop", "first"])
 
 
@@ -454,6 +455,6 @@ def test_batch_norm_in_private_training_is_rejected_before_sites_get_the_recipe(
     main(["cp", "digits", str(tmp_path / "recipe.yaml")])
     with (tmp_path / "recipe.yaml").open("a") as file:
         file.write("privacy: {noise_multiplier: 1.0}\n")
-    with pytest.raises(ValueError, match="are trained BatchNorm layers"):
+    with pytest.raises(ValueError, match="BatchNorm"):
         main(["deploy", "init", str(tmp_path / "recipe.yaml"), str(tmp_path / "federation")])
     assert not (tmp_path / "federation").exists()

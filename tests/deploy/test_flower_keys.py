@@ -13,6 +13,7 @@ import pytest
 
 from perada.cli.main import main
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
+from tests.rejections import rejects
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_the_servers_own_processes_accept_it(tmp_path):
 def test_a_certificate_is_renewed_and_sites_keep_what_they_have(tmp_path):
     write_server_keys(tmp_path, ["link.example.org"])
     authority, before = (tmp_path / "ca.crt").read_bytes(), (tmp_path / "server.pem").read_bytes()
-    with pytest.raises(FileExistsError, match="already exists; choose"):
+    with pytest.raises(FileExistsError, match="already exists"):
         write_server_keys(tmp_path, ["new.example.org"])
     (tmp_path / "server.pem").unlink()
     (tmp_path / "server.key").unlink()
@@ -90,7 +91,7 @@ def test_openssh_reads_a_sites_keys(tmp_path):
     assert derived.startswith("ecdsa-sha2-nistp384 ")
     assert stat.S_IMODE(private.stat().st_mode) == 0o600
     before = private.read_bytes()
-    with pytest.raises(FileExistsError, match="already exists; choose"):
+    with pytest.raises(FileExistsError, match="already exists"):
         write_site_keys(tmp_path, "st-marys")
     assert private.read_bytes() == before
 
@@ -110,7 +111,7 @@ def test_without_cryptography_the_extra_is_named(words, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
     for module in [name for name in sys.modules if name.startswith("perada.deploy.sums.")]:
         monkeypatch.delitem(sys.modules, module)
-    with pytest.raises(ModuleNotFoundError, match=r"needs cryptography, which is .*; pip install 'perada\[flower\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"cryptography.*'perada\[flower\]'"):
         main(["deploy", "keys", *words])
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(SystemExit, match="0"):
@@ -119,18 +120,18 @@ def test_without_cryptography_the_extra_is_named(words, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["", "St-Marys", "../up", "a b", "-a", "a.", "x" * 65, "a\n"])
 def test_names_that_cannot_be_a_sites(name):
-    with pytest.raises(ValueError, match="is not a valid site name; use"):
+    with pytest.raises(ValueError, match="site name"):
         check_site_name(name)
 
 
 @pytest.mark.parametrize("host", ["link.example.org:8000", "https://link.example.org", "a b", "-a.org", "*", ""])
 def test_what_is_no_host(host):
-    with pytest.raises(ValueError, match="neither a host name nor an address; use"):
+    with pytest.raises(ValueError, match="neither a host name nor an address"):
         check_hosts([host])
-    with pytest.raises(ValueError, match="--host is missing; pass"):
+    with pytest.raises(ValueError, match="--host"):
         check_hosts([])
 
 
 def test_days_that_cannot_be(tmp_path):
-    with pytest.raises(ValueError, match=r"days must be .*, got 0"):
+    with rejects("days", 0):
         write_server_keys(tmp_path, ["localhost"], days=0)

@@ -268,24 +268,24 @@ def test_places_where_no_socket_can_be(path):
     with pytest.raises(FileNotFoundError, match="none"):
         Listener(path.parent / "none" / "site.sock")
     path.write_text("notes")
-    with pytest.raises(ValueError, match="is not a socket; remove it"):
+    with pytest.raises(ValueError, match="not a socket"):
         Listener(path)
     assert path.read_text() == "notes"
     path.unlink()
     path.parent.chmod(0o702)
-    with pytest.raises(ValueError, match="writable by other users; chmod 700"):
+    with pytest.raises(ValueError, match="chmod 700"):
         Listener(path)
     path.parent.chmod(0o700)
     target = path.with_name("elsewhere")
     path.symlink_to(target)
-    with pytest.raises(ValueError, match="is not a socket; remove it"):
+    with pytest.raises(ValueError, match="not a socket"):
         Listener(path)
     assert not target.exists()
 
 
 def test_a_second_worker_is_rejected_and_the_first_goes_on(path):
     with worker(path, echo):
-        with pytest.raises(ValueError, match="another worker is listening"):
+        with pytest.raises(ValueError, match="another worker"):
             Listener(path)
         assert ask_worker(path, b"abc", "r", 5) == b"r:cba"
 

@@ -135,7 +135,7 @@ def test_a_round_in_which_all_break_is_void(tiny, tmp_path):
 
 def test_more_sites_than_the_recipe_asks_are_rejected_at_once(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, loop={"clients_per_round": 2})
-    with pytest.raises(ValueError, match="min_sites=3 cannot be met: the recipe's clients_per_round asks only 2 sites"):
+    with pytest.raises(ValueError, match=r"min_sites=3.* 2 sites"):
         parties.coordinator(Troubled({}), min_sites=3)
     assert parties.coordinator(Troubled({}), min_sites=3, sample=3).terms.sample == 3
 

@@ -37,5 +37,5 @@ def test_other_labels_have_no_values():
 def test_a_site_that_writes_its_foreground_as_255_is_rejected():
     masks = torch.zeros(2, SIZE, SIZE, dtype=torch.uint8)
     masks[:, 0] = 255
-    with pytest.raises(ValueError, match="such as 255, list the values in mask_values"):
+    with pytest.raises(ValueError, match=r"255, .*mask_values"):
         site(masks, classes=["none", "lung"])

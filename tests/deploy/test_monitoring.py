@@ -163,9 +163,7 @@ def test_a_port_that_is_taken_is_named(tiny, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(
-            OSError, match=rf"metrics_port={port} at '127.0.0.1' is not available .*; choose a different one"
-        ):
+        with pytest.raises(OSError, match=rf"metrics_port={port}.*'127\.0\.0\.1'"):
             serving(None, None, port, "127.0.0.1").__enter__()
     for options in ({"metrics_port": -1}, {"metrics_port": 70000}, {"log_format": "xml"}):
         with pytest.raises(ValueError, match=next(iter(options))):
@@ -229,7 +227,7 @@ def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
     path = approved(tmp_path / "alpha", "alpha", 0)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     words = ["deploy", "run", str(tmp_path / "alpha" / "recipe.yaml"), "--folder", str(tmp_path / "run"), "--local"]
-    with pytest.raises(ImportError, match=r"needs prometheus_client, .*; pip install 'perada\[monitoring\]'"):
+    with pytest.raises(ImportError, match=r"prometheus_client, .*'perada\[monitoring\]'"):
         main([*words, str(path), "--metrics-port", "9100"])
 
 
@@ -277,7 +275,5 @@ def test_options_reach_the_app_and_an_app_of_another_version_is_named(tmp_path, 
     )
     assert run_app(folder / "app", link, Terms()) == 1
     assert "metrics_port" not in given[1][-1] and "min_sites" in given[1][-1]
-    with pytest.raises(
-        ValueError, match="has no option metrics_port; rewrite it with `perada deploy init RECIPE FOLDER`"
-    ):
+    with pytest.raises(ValueError, match=r"metrics_port.*`perada deploy init RECIPE FOLDER`"):
         run_app(folder / "app", link, Terms(), watch)

@@ -111,7 +111,7 @@ def test_former_runs_of_a_site_are_listed_and_exported(tmp_path, capsys, monkeyp
     (kept,) = read_state(former)[0].training.client_state.values()
     for value in exported:
         assert any(value.shape == own[0].shape and (value == own[0]).all() for own in kept.values())
-    with pytest.raises(ValueError, match="run='0' is not one of the site's runs; `perada deploy status`"):
+    with pytest.raises(ValueError, match=r"run='0'.*`perada deploy status`"):
         main(["deploy", "export", str(path), "--run", "0", "--output", "other"])
 
 
@@ -124,10 +124,10 @@ def test_an_export_while_the_next_run_begins_names_the_former_ones(tmp_path, mon
         RunState("ended-early"),
     ]
     monkeypatch.setattr("perada.cli.deploy.read_runs", lambda folder: (states, {}))
-    with pytest.raises(ValueError, match=r"a global state yet; .* or export an earlier run: --run done$"):
+    with pytest.raises(ValueError, match=r"global state.*--run done$"):
         main(["deploy", "export", str(path), "--output", "out"])
     del states[1]
-    with pytest.raises(ValueError, match=r"has not received a global state yet; export after its first evaluation"):
+    with pytest.raises(ValueError, match="global state"):
         main(["deploy", "export", str(path), "--output", "out"])
 
 

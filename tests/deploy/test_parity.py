@@ -163,7 +163,7 @@ def test_augmented_public_images_equal_those_of_a_simulation(mode, tiny, tmp_pat
 def test_a_server_rejects_to_distil_a_batch_norm_on_single_images(tiny, tmp_path):
     loop = {"distillation": Distillation(steps=3, batch_size=1, teacher_mode="train")}
     parties = Parties(tiny, tmp_path, "perada", sizes=(8, 5), net=normalized, loop=loop)
-    with pytest.raises(ValueError, match="distillation: batch_size is 1, but the adapter trains BatchNorm"):
+    with pytest.raises(ValueError, match=r"batch_size is 1, .*BatchNorm"):
         parties.coordinator(LocalTransport({}))
 
 

@@ -138,6 +138,6 @@ def test_a_site_rejects_a_delta_that_shows_one_of_the_sites_of_a_sum(place, tiny
     parties = Parties(tiny, tmp_path, loop={"client_privacy": level, "secure_sums": SecureSums(min_sites=3)})
     section = "client_privacy" if place == "recipe" else "limits"
     limits = {"delta": 0.34} if place == "limits" else {}
-    with pytest.raises(ValueError, match=rf"{section}: delta=0\.34 must be below 1 / 3, the number of sites of a"):
+    with pytest.raises(ValueError, match=rf"{section}: delta=0\.34 .*1 / 3,"):
         parties.worker(0, **limits)
     assert Parties(tiny, tmp_path / "other", loop=parties.options["loop"] | OF_CLIENTS).worker(0, delta=1e-3)

@@ -219,11 +219,9 @@ def test_scores_leave_once_although_the_state_is_put_back(tiny, tmp_path):
     assert code(site.answer(message, ""), message) == "ok"
     site.store.close()
     (site.store.folder / SITE_STATE).write_bytes(before[SITE_STATE])
-    with pytest.raises(
-        ValueError, match=r"is an older copy \(written once\), but according to line 2 of audit\.jsonl it was written 2"
-    ):
+    with pytest.raises(ValueError, match=r"older copy.*line 2 of audit\.jsonl.* 2"):
         SiteStore(site.store.folder)
-    with pytest.raises(ValueError, match="is an older copy"):
+    with pytest.raises(ValueError, match="older copy"):
         main(["deploy", "audit", str(site.store.folder)])
 
 
@@ -250,9 +248,7 @@ def test_a_log_that_is_deleted_before_anything_was_trained_is_missed(tiny, tmp_p
     site.store.close()
     for name in (LOG, HEAD):
         (site.store.folder / name).unlink()
-    with pytest.raises(
-        ValueError, match=f"{LOG}: it is an older copy: {LOCK} records a line 1 that it does not contain"
-    ):
+    with pytest.raises(ValueError, match=rf"{LOG}: .*older copy.*{LOCK}.*line 1"):
         SiteStore(site.store.folder)
 
 
@@ -283,19 +279,17 @@ def test_a_former_run_that_is_put_back_is_not_continued(tiny, tmp_path):
     former = f"runs/{RUN}.safetensors"
     now, before = copies[-1][1], next(files for _, files in copies if former in files)
     put_back(folder, now, before, [former])
-    with pytest.raises(
-        ValueError, match=rf"{RUN}\.safetensors' is an older copy: it is number 1 of the states written, but"
-    ):
+    with pytest.raises(ValueError, match=rf"{RUN}\.safetensors'.*older copy.* 1"):
         SiteStore(folder)
-    with pytest.raises(ValueError, match="is an older copy"):
+    with pytest.raises(ValueError, match="older copy"):
         main(["deploy", "audit", str(folder)])
     put_back(folder, now, {}, [former])  # gone: nothing else is lost, but the run must not begin again
     book = SiteStore(folder)
-    with pytest.raises(ValueError, match=f"is missing, so run {RUN} cannot be continued"):
+    with pytest.raises(ValueError, match=rf"missing.*{RUN}"):
         book.load(RUN)
     assert book.runs == sorted([RUN, OTHER_RUN])
     (folder / former).write_bytes(before[former])  # while the worker runs
-    with pytest.raises(ValueError, match="is an older copy"):
+    with pytest.raises(ValueError, match="older copy"):
         book.load(RUN)
     (folder / former).write_bytes(now[former])
     assert book.load(RUN).training.round == 1
@@ -456,7 +450,5 @@ def test_a_log_without_counts_is_not_one_that_a_worker_wrote(tmp_path):
     log = AuditLog(tmp_path)
     log._append_entry({"trained": 0})
     log.close()
-    with pytest.raises(
-        ValueError, match="line 1 does not record how much was trained and how often the state was written"
-    ):
+    with pytest.raises(ValueError, match=r"line 1 .*trained"):
         AuditLog(tmp_path)

@@ -58,7 +58,7 @@ def test_with_too_few_sites_a_round_ends_by_the_deadline_and_names_who_is_missin
     coordinator = parties.coordinator(transport, min_sites=2, deadline=2.0)
     with pytest.raises(
         TimeoutError,
-        match=r"1 of at least 2 sites .* in 2 s .* missing: site1 \(unreachable\), site2",
+        match=r"1 of at least 2 sites .* 2 s .*site1 \(unreachable\), site2",
     ):
         coordinator.run()
     assert coordinator.progress.done == 0
@@ -283,13 +283,13 @@ def test_a_reply_may_have_the_bytes_of_the_recipes_arrays_and_no_more(tiny, tmp_
 def test_a_folder_is_not_overwritten_and_not_shared(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1)
     coordinator, workers = parties.deployed()
-    with pytest.raises(ValueError, match="already contains a run; resume it"):
+    with pytest.raises(ValueError, match="already contains a run"):
         parties.coordinator(LocalTransport(workers))
-    with pytest.raises(OSError, match="in use by another server"):
+    with pytest.raises(OSError, match="in use"):
         parties.coordinator(LocalTransport(workers), resume=True)
     coordinator.close()
     parties.rounds = 2
-    with pytest.raises(ValueError, match="of a different recipe or different weights"):
+    with pytest.raises(ValueError, match="different recipe"):
         parties.coordinator(LocalTransport(workers), resume=True)
 
 
@@ -375,10 +375,10 @@ def test_privacy_of_whole_sites_counts_those_who_answered(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_sites": 0}, "min_sites must be .*, got 0"),
-        ({"min_sites": 3, "sample": 2}, "sample must be .*, got 2"),
-        ({"deadline": 0}, "deadline must be .*, got 0"),
-        ({"late": "never"}, "late must be one of .*, got 'never'"),
+        ({"min_sites": 0}, r"min_sites .*got 0"),
+        ({"min_sites": 3, "sample": 2}, r"sample .*got 2"),
+        ({"deadline": 0}, r"deadline .*got 0"),
+        ({"late": "never"}, r"late .*got 'never'"),
     ],
 )
 def test_terms_that_cannot_be_kept_are_rejected(options, message):

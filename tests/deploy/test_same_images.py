@@ -296,7 +296,7 @@ def test_weights_from_the_labels_of_all_sites_are_rejected(tmp_path):
     own = {"dataset": "Digits", "partition": PARTITION, "client": 1}
     with pytest.raises(
         ValueError,
-        match="a task with options that are computed from all labels cannot be used in a deployment: the labels of a",
+        match=r"task.*deployment",
     ):
         written(tmp_path / "site", RECIPE | {"data": data}, own)
 
@@ -310,15 +310,15 @@ def test_public_images_that_cannot_be_read_are_those_of_the_simulation(on_broken
     data = RECIPE["data"] | {"public": public, "on_broken": on_broken, "public_limit": 17}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"data": data}))
     if on_broken == "raise":
-        with pytest.raises(ValueError, match=r"1 image cannot be read .*on_broken: skip"):
+        with pytest.raises(ValueError, match=r"1 image .*on_broken: skip"):
             server_recipe(str(tmp_path / "recipe.yaml"))
         return
-    with pytest.warns(UserWarning, match="1 image cannot be read"):
+    with pytest.warns(UserWarning, match=r"1 image .*read"):
         recipe = server_recipe(str(tmp_path / "recipe.yaml"))
     images = UnlabelledFolder(str(tmp_path / "public"), size=32)
     simulated = FederatedDataModule(dataset=Digits(), partition=Dirichlet(2, 1.0), public=images, public_limit=17,
                                     on_broken="skip", image_size=32)  # fmt: skip
-    with pytest.warns(UserWarning, match="1 image cannot be read"):
+    with pytest.warns(UserWarning, match=r"1 image .*read"):
         simulated.setup()
     store, rows = simulated.checked.public, torch.arange(16)
     expected = store.take(torch.zeros_like(rows), rows)[0]

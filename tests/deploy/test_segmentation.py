@@ -168,8 +168,6 @@ def test_a_vector_holds_the_logits_of_the_grid(tiny, tmp_path):
 def test_a_vector_larger_than_a_message_is_rejected_with_what_lowers_it(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("perada.deploy.recipe.MAX_MESSAGE_BYTES", 10**4)
     made = parties(tiny, tmp_path, secure=True, distillation=Distillation(steps=3, batch_size=4))
-    expected = (
-        r"each site would send .* GB per round, .* of them logits of 8 public images.*raise the task's distill_str"
-    )
+    expected = r"GB.*8 public images.*distill_str"
     with pytest.raises(ValueError, match=expected):
         made.coordinator(LocalTransport({}))

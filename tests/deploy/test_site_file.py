@@ -63,20 +63,20 @@ def test_numbers_are_read_as_people_write_them(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"name": "../x"}, "name must be .*, got '../x'"),
-        ({"more": 1}, "entry must be one of .*, got 'more'"),
-        ({"may_send": ["images"]}, "may_send must be one of .*, got 'images'"),
-        ({"may_send": "sizes"}, "may_send must be a list of .*, got 'sizes'"),
-        ({"limits": {"max_epsilon": -1}}, "max_epsilon must be .*, got -1"),
+        ({"name": "../x"}, r"name .*got '../x'"),
+        ({"more": 1}, r"entry .*got 'more'"),
+        ({"may_send": ["images"]}, r"may_send .*got 'images'"),
+        ({"may_send": "sizes"}, r"may_send .*got 'sizes'"),
+        ({"limits": {"max_epsilon": -1}}, r"max_epsilon .*got -1"),
         ({"name": "CHANGE-ME"}, "name is still CHANGE-ME; set it to the name that the server registered"),
-        ({"limits": {"delta": 1}}, "delta must be .*, got 1"),
-        ({"limits": {"delta": "little"}}, "delta must be .*, got 'little'"),
+        ({"limits": {"delta": 1}}, r"delta .*got 1"),
+        ({"limits": {"delta": "little"}}, r"delta .*got 'little'"),
         ({"recipes": [{"recipe": "recipe.yaml", "digest": "ab" * 32}]}, "has a digest but no sha256"),
-        ({"limits": {"accountant": "gdp"}}, "accountant must be one of .*, got 'gdp'"),
-        ({"limits": {"epsilon": 1}}, "limits must be one of .*, got 'epsilon'"),
-        ({"data": None}, "data must be .*, got None"),
+        ({"limits": {"accountant": "gdp"}}, r"accountant .*got 'gdp'"),
+        ({"limits": {"epsilon": 1}}, r"limits .*got 'epsilon'"),
+        ({"data": None}, r"data .*got None"),
         ({"recipes": []}, "recipes must be a list of entries .*, got "),
-        ({"recipes": [{"recipe": "recipe.yaml", "digest": "12"}]}, "digest must be .*, got '12'"),
+        ({"recipes": [{"recipe": "recipe.yaml", "digest": "12"}]}, r"digest .*got '12'"),
         ({"recipes": [{"recipe": "none.yaml"}]}, "none.yaml' does not exist"),
     ],
 )
@@ -100,7 +100,7 @@ def test_reading_it_needs_no_torch(tmp_path):
 
 @pytest.mark.parametrize("command", ["site", "check"])
 def test_a_folder_in_place_of_the_file_is_rejected(tmp_path, command):
-    with pytest.raises(IsADirectoryError, match=r"' is a folder; pass the site's file in it, such as .*/site\.yaml"):
+    with pytest.raises(IsADirectoryError, match=r"folder.*/site\.yaml"):
         main(["deploy", command, str(tmp_path)])
 
 
@@ -113,7 +113,7 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     (digest,) = re.findall("digest: ([0-9a-f]{64})\n", said)
     assert "not approved" in said and "20 training images, 10 test images" in said
     run = ["deploy", "run", "a/recipe.yaml", "--local", *map(str, paths), "--folder", "srv", "--min-sites", "2"]
-    with pytest.raises(ValueError, match="is not approved: the site's file lacks"):
+    with pytest.raises(ValueError, match="not approved"):
         main(run)
     for n, path in enumerate(paths):
         write(path.parent, path.parent.name, digest, data=PART | {"client": n}, may_send=["sizes", "counts"])
@@ -145,6 +145,6 @@ def test_nothing_of_a_recipe_that_is_not_the_approved_one_is_imported(tmp_path, 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     runs = ["deploy", "run", str(tmp_path / "recipe.yaml"), "--local", str(path)]
     for words in (["deploy", "site", str(path)], ["deploy", "check", str(path)], runs):
-        with pytest.raises(ValueError, match=r"has the SHA-256 \w+, but the site approves .* nothing in it was"):
+        with pytest.raises(ValueError, match=r"SHA-256 \w+,"):
             main(words)
         assert "stranger" not in sys.modules

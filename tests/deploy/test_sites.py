@@ -296,7 +296,7 @@ def test_a_site_rejects_a_public_set_that_holds_its_images(tiny, tmp_path, secti
         copies = part[1].tensors[0][2:3]
         parties.whole.public = TensorDataset(torch.cat([255 - copies, copies]))
         Client(parties.recipe(0), Limits())  # which cannot know
-        with pytest.raises(ValueError, match=rf"privacy: {kind} 2 of client 0 is also image 1 of the public set"):
+        with pytest.raises(ValueError, match=rf"privacy: {kind} 2 of client 0 .*image 1 of the public set"):
             Client(parties.recipe(1), Limits())
     Client(Parties(tiny, tmp_path, "fedavg").recipe(1), Limits())  # which promises nothing
 
@@ -304,7 +304,7 @@ def test_a_site_rejects_a_public_set_that_holds_its_images(tiny, tmp_path, secti
 def test_a_delta_is_compared_with_the_number_of_sites(tiny, tmp_path):
     level = ClientPrivacy(noise_multiplier=1.0, delta=0.34)
     parties = Parties(tiny, tmp_path, "fedavg", loop={"client_privacy": level})
-    with pytest.raises(ValueError, match=r"client_privacy: delta=0\.34 must be below 1 / 3, the number of sites"):
+    with pytest.raises(ValueError, match=r"client_privacy: delta=0\.34 .*1 / 3,"):
         parties.coordinator(LocalTransport({}))
     two = parties.coordinator(LocalTransport({}), min_sites=2)
     labels = {"labels": "a" * 64}
@@ -379,7 +379,7 @@ def test_a_server_that_begins_anew_under_another_name_gets_no_second_budget(tiny
 
 
 def test_a_delta_that_shows_an_image_is_rejected(tiny, tmp_path):
-    with pytest.raises(ValueError, match=r"limits: delta=0.2 must be below 1 / 9, the number of training images"):
+    with pytest.raises(ValueError, match=r"limits: delta=0\.2 .*1 / 9,"):
         private(tiny, tmp_path).worker(0, delta=0.2)
 
 
@@ -576,9 +576,7 @@ def test_the_account_of_another_run_is_not_taken_for_that_of_a_run(site):
     site.answer(other_run(site), "")
     former = site.store.folder / "runs" / f"{first}.safetensors"
     former.write_bytes((site.store.folder / "state.safetensors").read_bytes())
-    with pytest.raises(
-        ValueError, match=rf"{first}\.safetensors' contains run {'cd' * 16} instead; restore it from a backup"
-    ):
+    with pytest.raises(ValueError, match=rf"{first}\.safetensors'.*{'cd' * 16}"):
         site.store.load(first)
 
 
@@ -588,16 +586,16 @@ def test_a_ledger_that_was_taken_away_is_missed(site):
     site.store.close()
     (site.store.folder / "state.safetensors").unlink()
     for _ in range(2):  # and the folder is free again
-        with pytest.raises(ValueError, match=r"has lost its state\.safetensors"):
+        with pytest.raises(ValueError, match=r"lost its state\.safetensors"):
             SiteStore(site.store.folder)
     (site.store.folder / "lock").unlink()
-    with pytest.raises(ValueError, match=r"has lost its state\.safetensors"):
+    with pytest.raises(ValueError, match=r"lost its state\.safetensors"):
         SiteStore(site.store.folder)
 
 
 def test_a_state_folder_that_others_can_write_to_is_rejected(tmp_path):
     tmp_path.chmod(0o702)
-    with pytest.raises(OSError, match="is writable by other users; chmod 700"):
+    with pytest.raises(OSError, match="chmod 700"):
         SiteStore(tmp_path)
 
 
@@ -614,12 +612,12 @@ def test_what_a_crash_left_of_a_file_is_not_written_into(site, tmp_path):
 
 
 def test_a_limit_rejects_recipes_without_privacy(tiny, tmp_path):
-    with pytest.raises(ValueError, match="max_epsilon=1 of the site cannot be met by a recipe without privacy"):
+    with pytest.raises(ValueError, match="max_epsilon=1"):
         Parties(tiny, tmp_path).worker(0, max_epsilon=1)
 
 
 def test_a_folder_has_one_worker(site):
-    with pytest.raises(OSError, match="is in use by another worker"):
+    with pytest.raises(OSError, match="in use"):
         SiteStore(site.store.folder)
 
 
@@ -669,6 +667,6 @@ def test_a_message_is_what_it_was(site):
     assert header == {"x": [1, "y"]}
     assert found.keys() == state.keys()
     assert all(torch.equal(found[key], state[key]) and found[key].dtype == state[key].dtype for key in state)
-    with pytest.raises(RejectionError, match="the tensor 'a' is"):
+    with pytest.raises(RejectionError, match="tensor 'a'"):
         unpack(pack({}, state), spec_of(state | {"a": torch.zeros(2, 3)}))
     assert LocalTransport({"one": site}).names() == ["one"]

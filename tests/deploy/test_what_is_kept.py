@@ -37,9 +37,7 @@ def test_a_fine_tuning_with_too_few_sites_can_be_repeated(tiny, tmp_path):
     )
     workers = parties.workers()
     coordinator = parties.coordinator(Troubled(workers, gone), min_sites=2, deadline=1.0)
-    with pytest.raises(
-        TimeoutError, match=r"fine-tuning: 1 of at least 2 sites .* missing: site1 \(not tuned\), site2"
-    ):
+    with pytest.raises(TimeoutError, match=r"1 of at least 2 sites .*site1 \(not tuned\), site2"):
         coordinator.run()
     coordinator.close()
     again = parties.coordinator(LocalTransport(workers), min_sites=2, resume=True)
@@ -82,5 +80,5 @@ def test_a_ledger_that_was_removed_is_missed(tiny, tmp_path):
     assert read_header(worker.answer(train(worker), ""))["code"] == "ok"
     worker.store.close()
     (folder / "state.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has lost its state.safetensors, .* restore it from a backup"):
+    with pytest.raises(ValueError, match=r"lost its state\.safetensors"):
         SiteStore(folder)

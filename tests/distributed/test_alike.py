@@ -46,5 +46,5 @@ def said(monkeypatch, **options):
 def test_another_option_is_named(monkeypatch, option, name):
     mine, other = said(monkeypatch), said(monkeypatch, **option)
     check_ranks_agree(Another(said(monkeypatch)), mine)
-    with pytest.raises(ValueError, match=f"process 1 differs from process 0 in its {name}"):
+    with pytest.raises(ValueError, match=rf"process 1 .*process 0 .*{name}"):
         check_ranks_agree(Another(other), mine)

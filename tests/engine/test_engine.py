@@ -22,6 +22,7 @@ from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 from perada.server import Distillation
 from tests.options import sections
+from tests.rejections import rejects
 
 CLIENTS, ROWS = 3, 5
 COUNTS = (5, 3, 4)
@@ -253,7 +254,7 @@ def test_a_method_without_twins_takes_the_loop_and_says_why():
     model = backbone("vit", None)[0].model
     with pytest.warns(
         UserWarning,
-        match=r"engine='auto' falls back to the per-client loop: .*blocks\.0\.attn\.qkv\.hada_w1_a .* and \d+ more",
+        match=r"engine='auto'.*blocks\.0\.attn\.qkv\.hada_w1_a .* and \d+ more",
     ):
         auto = finetune(model, 32, LOHA, "auto", rounds=1, lr_personal=0.1)
     loop = finetune(model, 32, LOHA, "loop", rounds=1, lr_personal=0.1)
@@ -264,7 +265,7 @@ def test_a_method_without_twins_takes_the_loop_and_says_why():
 
 
 def test_a_method_without_twins_cannot_be_folded():
-    with pytest.raises(ValueError, match=r"engine='folded' cannot run .*qkv\.hada_.*; use engine='loop' or 'auto'"):
+    with pytest.raises(ValueError, match=r"engine='folded'.*qkv\.hada_"):
         finetune(backbone("vit", None)[0].model, 32, LOHA, "folded")
 
 
@@ -273,12 +274,12 @@ def test_two_adapters_of_ia3_are_not_folded():
     adapted = insert_adapter(backbone("vit", None)[0], "ia3")
     assert Engine(adapted.model, "auto").kind == "folded"
     adapted.peft_model.add_adapter("second", adapted.config)
-    with pytest.raises(ValueError, match=r"cannot run .*ia3_l \(ParameterDict\)"):
+    with pytest.raises(ValueError, match=r"ia3_l \(ParameterDict\)"):
         Engine(adapted.model, "folded")
 
 
 def test_unknown_engines_are_rejected():
-    with pytest.raises(ValueError, match=r"engine must be one of .*, got 'vmap'"):
+    with rejects("engine", "vmap"):
         Engine(nn.Linear(1, 1), "vmap")
 
 

@@ -60,9 +60,7 @@ def finetune(between, **options):
 @pytest.mark.parametrize("between", MIXING)
 def test_a_network_that_mixes_images_takes_the_loop(between):
     wanted = finetune(between, algorithm="ditto", engine="loop")
-    with pytest.warns(
-        UserWarning, match="engine='auto' falls back to the per-client loop for backbone 'Net': it mixes the im"
-    ):
+    with pytest.warns(UserWarning, match=r"engine='auto'.*'Net': it mixes"):
         run = finetune(between, algorithm="ditto")
     for role in ("global", "personal"):
         for state, expected in zip(run.states(role), wanted.states(role), strict=True):
@@ -73,9 +71,7 @@ def test_a_network_that_mixes_images_takes_the_loop(between):
 
 @pytest.mark.parametrize("between", MIXING)
 def test_it_is_not_folded_either_where_that_is_asked_for(between):
-    with pytest.raises(
-        ValueError, match=r"engine='folded' cannot run backbone 'Net': it mixes .*; use engine='loop' or"
-    ):
+    with pytest.raises(ValueError, match=r"engine='folded'.*'Net': it mixes"):
         finetune(between, algorithm="fedavg", engine="folded")
 
 
@@ -85,7 +81,7 @@ def test_what_fails_in_a_folded_batch_takes_the_loop():
     images = perada.FederatedData([TensorDataset(torch.randn(8, 3, 64, 64), torch.arange(8) % 3) for _ in range(2)], [])
     options = {"adapter": "full", "pretrained": False, "rounds": 1, "local_steps": 1, "batch_size": 4, "logger": False}
     options |= {"algorithm": "fedavg", "enable_progress_bar": False, "accelerator": "cpu"}
-    with pytest.warns(UserWarning, match=r"for backbone 'test_vit': it fails on images of two clients \(\w+Error: "):
+    with pytest.warns(UserWarning, match=r"'test_vit': .*\(\w+Error:"):
         run = perada.finetune("test_vit", images, **sections(**options))
     wanted = perada.finetune("test_vit", images, **sections(**options | {"engine": "loop"}))
     for key, value in wanted.state("global").items():

@@ -57,9 +57,7 @@ def test_a_client_whose_update_the_algorithm_broke_is_left_out_and_named(tiny):
 @pytest.mark.every(2)
 @pytest.mark.parametrize("factor", [1e3, -1e6])
 def test_the_client_that_sends_a_long_change_is_named(tiny, factor):
-    with pytest.warns(
-        UserWarning, match=r"round 1: client 1 sent a change whose norm is [\d,]+ times the round's median"
-    ):
+    with pytest.warns(UserWarning, match=r"round 1: client 1 .*[\d,]+ times"):
         finetune(tiny, Hostile(factor), rounds=1, lr_local=1e-3)
 
 

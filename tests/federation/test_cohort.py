@@ -194,9 +194,7 @@ def test_a_chunk_that_has_finished_trains_no_more():
     parts = in_chunks(batches(), 2)
     for batch in parts:
         running.step(batch)
-    with pytest.raises(
-        ValueError, match=r"clients \(10, 11\) have finished their steps, or.*; pass batches in the order"
-    ):
+    with pytest.raises(ValueError, match=r"\(10, 11\)"):
         running.step(parts[0])
 
 

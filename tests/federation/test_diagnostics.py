@@ -302,7 +302,7 @@ def test_private_runs_do_not_measure_on_images_that_clients_train_on():
 
 def test_private_runs_do_not_choose_by_the_error_of_the_ensemble():
     stop = EarlyStopping("theory/ensemble_error", check_on_train_epoch_end=True)
-    with pytest.raises(ValueError, match="EarlyStopping selects by 'theory/ensemble_error', which may depend on"):
+    with pytest.raises(ValueError, match=r"EarlyStopping.*'theory/ensemble_error'"):
         private(callbacks=[stop])
 
 

@@ -77,7 +77,7 @@ def equal(left, right):
 @pytest.mark.parametrize("algorithm", ["perada", "fedavg"])
 def test_a_broken_client_is_named_and_left_out(algorithm, engine):
     start = finetune(task(), algorithm, rounds=0)
-    with pytest.warns(UserWarning, match="round 1: the loss of client 3 became NaN or infinite"):
+    with pytest.warns(UserWarning, match=r"round 1: .*client 3 .*NaN"):
         run = finetune(task(broken=[3]), algorithm, engine=engine)
     clean = finetune(task(), algorithm, engine=engine)
     without = finetune(task(sizes=SIZES[:3]), algorithm, engine=engine)
@@ -108,7 +108,7 @@ def test_nothing_changes_where_all_clients_break():
 
 
 def test_a_client_that_breaks_in_fine_tuning_keeps_the_global_state():
-    with pytest.warns(UserWarning, match="the loss of client 3 became NaN or infinite") as caught:
+    with pytest.warns(UserWarning, match=r"client 3 .*NaN") as caught:
         run = finetune(task(broken=[3]), "fedavg_ft", rounds=2)
     assert any("fine-tuning: " in str(warning.message) for warning in caught)
     assert equal(run.state("personal", 3), run.state("global"))
@@ -173,9 +173,7 @@ def test_a_saved_federation_remembers_who_fine_tuned_and_who_broke(tmp_path):
 
 def test_what_another_algorithm_fine_tuned_is_rejected():
     one, _ = federation("perada", task())
-    with pytest.raises(
-        ValueError, match="fine-tuned after the last round, but PerAda does no fine-tuning; resume with"
-    ):
+    with pytest.raises(ValueError, match=r"fine-tuned.*PerAda"):
         one.load_state_dict(one.state_dict() | {"tuned": {"../x": 1}})
 
 
@@ -233,7 +231,7 @@ def test_validation_without_labelled_images_is_rejected():
     loop = FederatedLoop(distillation=Distillation(2, 4, validate_every=1))
     trainer = make_trainer(loop, 1, **QUIET)
     module = perada.FederatedClassifier(network(), "full")
-    with pytest.raises(ValueError, match="validate_every=1 requires labelled images on the server"):
+    with pytest.raises(ValueError, match="validate_every=1"):
         trainer.fit(module, datamodule=perada.FederatedDataModule(task()))
 
 

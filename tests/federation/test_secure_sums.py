@@ -79,12 +79,12 @@ def test_the_servers_step_gets_to_see_the_mean_alone():
 )
 @pytest.mark.filterwarnings("ignore:.*(delta|secure_rng).*:UserWarning")
 def test_what_needs_more_than_sums_is_rejected(algorithm, options, message):
-    with pytest.raises(ValueError, match=f"secure_sums does not support {message}"):
+    with pytest.raises(ValueError, match=rf"secure_sums.*{message}"):
         run(algorithm, secure_sums=SecureSums(), **options)
 
 
 def test_diagnostics_of_single_updates_are_rejected():
-    with pytest.raises(ValueError, match="update_norms cannot be measured: with secure_sums nobody may see"):
+    with pytest.raises(ValueError, match=r"update_norms.*secure_sums"):
         run("fedavg", secure_sums=SecureSums(), diagnostics=["update_norms"])
 
 

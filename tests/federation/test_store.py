@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from perada.federation.settings import Storage
 from perada.federation.shared_store import joined, restricted
 from perada.federation.store import ClientStore, DiskStore, locate
+from tests.rejections import rejects
 
 
 def kept(clients, seed=1):
@@ -143,7 +144,7 @@ def test_clients_can_move_from_one_store_to_another(tmp_path, kind):
 
 def test_a_store_of_other_tensors_is_rejected():
     saved = ClientStore({"personal": {"w": torch.zeros(3)}}).state_dict()
-    with pytest.raises(ValueError, match="keep different tensors than those of this run"):
+    with pytest.raises(ValueError, match="different tensors"):
         ClientStore({"personal": {"w": torch.zeros(4)}}).load_state_dict(saved)
 
 
@@ -184,7 +185,7 @@ def test_outdated_files_are_deleted_once_two_newer_checkpoints_do_without_them(t
                 again.load_state_dict(saved)
                 assert_same(again.gather([0, 1]), kept(2, seed=round - age))
             else:
-                with pytest.raises(FileNotFoundError, match="the states of client 0, is missing; keep the folder"):
+                with pytest.raises(FileNotFoundError, match="client 0, is missing"):
                     again.load_state_dict(saved)
             (tmp_path / "other").rmdir()
 
@@ -268,7 +269,7 @@ def test_a_broken_file_is_named(tmp_path, damage):
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
     path.write_bytes(content[:-1] if damage == "cut" else content.replace(b"a.weight", b"b.weight"))
-    with pytest.raises(ValueError, match=r"client_3-.*is damaged or a different file; keep the folder"):
+    with pytest.raises(ValueError, match=r"client_3-.*damaged"):
         store.gather([3])
 
 
@@ -292,15 +293,15 @@ def test_a_changed_bit_and_another_clients_file_are_found_when_a_run_is_resumed(
         content = bytearray(whole[3])
         content[random.integers(len(content))] ^= 1 << random.integers(8)
         paths[3].write_bytes(content)
-        with pytest.raises(ValueError, match=r"client_3-.*is damaged or a different file"):
+        with pytest.raises(ValueError, match=r"client_3-.*damaged"):
             resumed()
     paths[3].write_bytes(whole[5])
-    with pytest.raises(ValueError, match=r"client_3-.*is damaged or a different file; keep the folder"):
+    with pytest.raises(ValueError, match=r"client_3-.*damaged"):
         resumed()
     former = paths[3].with_name("client_3-0123abcd-1.safetensors")
     former.write_bytes(whole[3])
     saved["files"] = saved["files"] | {3: former.name}
-    with pytest.raises(ValueError, match="is damaged or a different file"):
+    with pytest.raises(ValueError, match="damaged"):
         resumed()
 
 
@@ -314,7 +315,7 @@ def test_a_file_of_something_else_is_rejected_though_its_name_has_its_digest(tmp
     forged = path.with_name(f"client_3-0123abcd-1-{hashlib.sha256(content).hexdigest()[:32]}.safetensors")
     forged.write_bytes(content)
     saved["files"] = {3: forged.name}
-    with pytest.raises(ValueError, match=r"client_3-.*is damaged or a different file"):
+    with pytest.raises(ValueError, match=r"client_3-.*damaged"):
         store.files_of(saved)
 
 
@@ -346,5 +347,5 @@ def test_the_place_is_chosen_by_what_all_clients_may_take(monkeypatch, clients, 
 
 
 def test_an_unknown_place_is_rejected():
-    with pytest.raises(ValueError, match="client_store must be one of 'auto', 'device', 'host', 'disk', got 'cloud'"):
+    with rejects("client_store", "cloud"):
         Storage("cloud")

@@ -102,7 +102,7 @@ def test_features_have_the_statistics_of_their_images():
 
 def test_texts_need_a_frozen_layer():
     model = Tokens()
-    with pytest.raises(OptionError, match="all layers of this model are trained; choose another adapter"):
+    with pytest.raises(OptionError, match="all layers"):
         ImageStatistics.of(Engine(model, engine_name="loop"), torch.arange(9))
 
 

@@ -39,7 +39,7 @@ def there(*shape, dtype=torch.float32):
 
 
 def test_the_stand_in_notices():
-    with NoDouble(), pytest.raises(TypeError, match="float64 on a device that has none"):
+    with NoDouble(), pytest.raises(TypeError, match="float64"):
         there(2).double()
 
 

@@ -77,7 +77,7 @@ def fit(kind="classes", algorithm="fedavg", data=None, value=math.nan, rounds=2,
 @pytest.mark.parametrize("algorithm", ["fedavg", "ditto"])
 @pytest.mark.every_value
 def test_the_models_are_named_and_means_are_nan(kind, value, algorithm):
-    with pytest.warns(UserWarning, match=r"2 test images.*client 1 \('south'\), since round 1"):
+    with pytest.warns(UserWarning, match=r"2 test images.*client 1 \('south'\), .*round 1"):
         run = fit(kind, algorithm, value=value)
     last = run.metrics["rounds"][-1]
     scores = [name for name in last if name.startswith(("personal/", "global/"))]
@@ -147,7 +147,7 @@ def test_an_image_without_a_prediction_is_none_of_the_predictions(kind, tmp_path
     assert len(predictions.labels) == len(predictions.probabilities) == 4
     assert predictions.probabilities.isfinite().all()
     assert sorted(broken) == [0, 1]
-    with pytest.raises(ValueError, match="for all 2 images"):
+    with pytest.raises(ValueError, match="all 2 images"):
         run.predict(images[:2], broken={})
     loaded = perada.Run.load(run.save(tmp_path / "run"), backbone=FailsOnBrightImages(kind == "masks"))
     assert loaded.metrics["failed_outputs"] == run.metrics["failed_outputs"]
@@ -207,7 +207,7 @@ def distil(network, algorithm="feddf", **options):
     ],
 )
 def test_a_teacher_is_named_and_the_average_stays(value, options):
-    with pytest.warns(UserWarning, match=r"round 1: the distillation.* of client 1 \('south'\) on public"):
+    with pytest.warns(UserWarning, match=r"round 1: .*client 1 \('south'\) on public"):
         run = distil(FailsWithALargeLogit(value), **options)
     undistilled = distil(FailsWithALargeLogit(value), distill_steps=0)
     for name, average in undistilled.state("global").items():
@@ -215,13 +215,13 @@ def test_a_teacher_is_named_and_the_average_stays(value, options):
 
 
 def test_a_teacher_that_is_no_clients_model_is_counted():
-    with pytest.warns(UserWarning, match=r"of client 1 \('south'\) and \d teachers that are no client's"):
+    with pytest.warns(UserWarning, match=r"client 1 \('south'\) and \d teachers"):
         distil(FailsWithALargeLogit(), FedBE(samples=9))
 
 
 def test_a_private_run_does_not_name_the_teacher():
     privacy = {"noise_multiplier": 0.001, "delta": 1e-3}
-    with pytest.warns(UserWarning, match="the outputs of a teacher on public") as caught:
+    with pytest.warns(UserWarning, match="teacher on public") as caught:
         distil(FailsWithALargeLogit(), privacy=privacy)
     assert not any("south" in str(warning.message) for warning in caught)
 
@@ -241,7 +241,7 @@ def test_an_ensemble_has_no_score_if_a_member_has_none(average, value):
     data = FederatedDataModule(federation("classes"), batch_size=6, task=Classification())
     options = {"algorithm": algorithm, "rounds": 1, "local_steps": 1, "callbacks": [SpoilSecondMember()]}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    with pytest.warns(UserWarning, match=r"the global model on 2 test images of client 1 \('south'\), since round 1"):
+    with pytest.warns(UserWarning, match=r"global model.*2 test images of client 1 \('south'\), .*round 1"):
         run = perada.finetune(
             FailsWithALargeLogit(value, limit=50.0), data, **sections(adapter="full", **options | quiet)
         )

@@ -98,7 +98,7 @@ def test_a_sample_that_goes_wrong_in_round_2_costs_its_client_that_round(tiny, f
 
     data = perada.FederatedDataModule(federation(tiny, what), batch_size=4, num_workers=workers)
     later = Later(data.data.train[1], 2)
-    with pytest.warns(UserWarning, match=f"round 3: {message}.*the round continues without it"):
+    with pytest.warns(UserWarning, match=f"round 3: {message}"):
         run = fit(tiny, data, algorithm=Watched(), callbacks=[later], batch_size=None)
     assert seen == {0: {0, 1, 2}, 1: {0, 1, 2}, 2: {0, 2}}
     record = run.metrics["rounds"][2]
@@ -126,7 +126,7 @@ def test_a_truncated_file_is_named_with_its_path(tmp_path):
     broken = tmp_path / "1" / "class1" / "3.png"
     broken.write_bytes(broken.read_bytes()[:900])
     data = perada.FederatedData([ImageFolder(str(tmp_path / str(client))) for client in (0, 1)])
-    with pytest.raises(ValueError, match=r"training set: sample 4 \('.*1/class1/3.png'\), cannot be read \(OSError"):
+    with pytest.raises(ValueError, match=r"sample 4 \('.*1/class1/3\.png'\), .*OSError"):
         perada.FederatedDataModule(data).setup()
 
 
@@ -181,9 +181,7 @@ def test_too_many_failures_end_the_run(tiny):
     data = federation(tiny, RuntimeError("gone"))
     with (
         pytest.warns(UserWarning, match="client 1, sample 2"),
-        pytest.raises(
-            ValueError, match=r"max_failures=1: clients failed 2 times in 2 rounds \(see the warnings\); fix"
-        ),
+        pytest.raises(ValueError, match=r"max_failures=1: .*2 times in 2 rounds"),
     ):
         fit(tiny, data, max_failures=1, callbacks=[Later(data.train[1], 0)])
 
@@ -204,7 +202,7 @@ def test_a_private_run_ends_alike_whether_or_not_clients_fail(tiny, section):
             run = fit(tiny, data, rounds=2, algorithm="fedavg", local_epochs=2, callbacks=later, **level)
         rounds.append([sorted(row) for row in run.metrics["rounds"]])
     assert rounds[0] == rounds[1] == rounds[2]
-    with pytest.raises(ValueError, match=r"max_failures=0 is not supported with privacy or client_privacy"):
+    with pytest.raises(ValueError, match=r"max_failures=0 .*privacy or client_privacy"):
         fit(tiny, tiny.data(sizes=(9, 5, 7)), max_failures=0, **level)
 
 
@@ -214,9 +212,7 @@ def test_a_run_in_which_every_client_fails_does_not_end_well(tiny):
     data = tiny.data(sizes=(9, 5, 7), public=False)
     for part in data.train:
         part.tensors[0].fill_(3e38)
-    with pytest.raises(
-        ValueError, match=r"every client failed in all 2 rounds .*so nothing was learned; fix the data, or lower"
-    ):
+    with pytest.raises(ValueError, match="all 2 rounds"):
         fit(tiny, data, rounds=2)
     data.train[2] = tiny.data(sizes=(9, 5, 7)).train[2]
     assert fit(tiny, data, rounds=2).num_clients == 3
@@ -230,7 +226,7 @@ def test_images_of_tensors_that_are_nan_are_all_named_at_set_up_or_left_out(tiny
         fit(tiny, data)
     clean.train[2] = Subset(clean.train[2], range(6))
     clean.test[1] = Subset(clean.test[1], [0, 1, 2, 3, 5])
-    with pytest.warns(UserWarning, match="2 images cannot be read"):
+    with pytest.warns(UserWarning, match=r"2 images .*read"):
         run = fit(tiny, perada.FederatedDataModule(data, batch_size=4, on_broken="skip"), batch_size=None)
     wanted = fit(tiny, perada.FederatedDataModule(clean, batch_size=4), batch_size=None)
     assert run.metrics["clients"] == wanted.metrics["clients"]
@@ -258,9 +254,9 @@ def test_a_far_update_is_left_out_if_asked(tiny):
     """What is left is the mean of the others, computed by hand of what they sent alone."""
     data = tiny.data(sizes=(8, 8, 8, 8), public=False)
     options = {"rounds": 1, "local_steps": 2, "batch_size": "full", "momentum": 0.0}
-    with pytest.warns(UserWarning, match=r"client 3 sent a change whose norm is .* times .* set drop_outliers"):
+    with pytest.warns(UserWarning, match=r"client 3 .* times .*drop_outliers"):
         kept = fit(tiny, data, algorithm=Scaled(), **options).state("global")
-    with pytest.warns(UserWarning, match=r"client 3 sent a change .* It was dropped \(drop_outliers\)"):
+    with pytest.warns(UserWarning, match=r"client 3 .*dropped \(drop_outliers\)"):
         found = fit(tiny, data, algorithm=Scaled(), drop_outliers=True, **options).state("global")
     others = perada.FederatedData(data.train[:3], data.test[:3])
     expected = fit(tiny, others, algorithm="fedavg", **options).state("global")
@@ -271,11 +267,11 @@ def test_a_far_update_is_left_out_if_asked(tiny):
 
 def test_options_of_failures_are_checked(tiny):
     for options, message in (
-        ({"max_failures": -1}, "max_failures must be an integer >= 0 or None, got -1"),
-        ({"drop_outliers": "yes"}, "drop_outliers must be one of False, True, got 'yes'"),
+        ({"max_failures": -1}, r"max_failures .*got -1"),
+        ({"drop_outliers": "yes"}, r"drop_outliers .*got 'yes'"),
         (
             {"drop_outliers": True, "client_privacy": ClientPrivacy(1.0)},
-            "client_privacy does not support drop_outliers=True",
+            r"client_privacy.*drop_outliers=True",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -26,6 +26,7 @@ from perada.federation import Training
 from perada.lightning import FederatedLoop, PredictionFile, RoundProgressBar
 from perada.server import Distillation
 from tests.options import sections
+from tests.rejections import rejects
 
 
 class Killer(pl.Callback):
@@ -226,7 +227,7 @@ def strip_perada(path):
         (lambda tiny, new: setattr(new[1], "adapter", "head"), "trained tensors have '0.weight' of shape"),
         (
             lambda tiny, new: setattr(new[0].fit_loop, "max_epochs", 0),
-            "more than max_epochs=0; set max_epochs to at least 1",
+            "max_epochs=0",
         ),
         ({"sizes": (9, 5, 14, 7)}, "its number of clients is 5, here 4"),
         ({"sizes": (9, 5, 14, 20, 7)}, r"numbers of images is \[9, 5, 14, 7, 20\], here \[9, 5, 14, 20, 7\]"),
@@ -262,7 +263,7 @@ def test_another_partition_of_the_same_sizes_is_rejected(tiny, tmp_path):
     options = {"adapter": "head", "algorithm": "fedavg", "accelerator": "cpu", "default_root_dir": str(tmp_path)}
     options["enable_progress_bar"] = False
     perada.finetune(net, data(0), **sections(rounds=1, **options))
-    with pytest.raises(ValueError, match=r"its partition of the data is '[0-9a-f]{16}', here "):
+    with pytest.raises(ValueError, match=r"partition .*'[0-9a-f]{16}',"):
         perada.finetune(net, data(1), **sections(rounds=2, ckpt_path="last", **options))
 
 
@@ -394,7 +395,7 @@ def test_limit_val_batches_zero_evaluates_nothing(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"devices": 2, "strategy": "ddp"}, "strategy=DDPStrategy is not supported on 2 devices"),
+        ({"devices": 2, "strategy": "ddp"}, r"strategy=DDPStrategy.*2 devices"),
         ({"precision": "16-true"}, "precision='16-true'.*bf16-mixed"),
         ({"precision": "bf16-true"}, "precision='bf16-true'"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2.*batch_size"),
@@ -413,7 +414,7 @@ def test_a_plain_trainer_is_checked_at_set_up(tiny):
     _, module, data, loop = build(tiny, ".", logger=False)
     plain = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(callbacks=[loop], max_epochs=1, max_steps=3, **plain)
-    with pytest.raises(ValueError, match="max_steps=3"):
+    with rejects("max_steps", 3):
         trainer.fit(module, data)
     trainer = pl.Trainer(callbacks=[loop], max_epochs=1, gradient_clip_val=1.0, **plain)
     with pytest.raises(MisconfigurationException, match="clipping"):
@@ -519,7 +520,7 @@ def test_a_client_whose_loss_is_nan_is_named_and_left_out(tiny, tmp_path):
     data = tiny.data()
     data.train[1].tensors[0][:] = 3e38
     arguments = tiny.options | {"clients_per_round": None, "rounds": 1, "logger": False}
-    with pytest.warns(UserWarning, match="round 1: the loss of client 1 became NaN"):
+    with pytest.warns(UserWarning, match=r"round 1: .*client 1 .*NaN"):
         run = perada.finetune(tiny.net(), data, **sections(**arguments))
     start = perada.finetune(tiny.net(), tiny.data(), **sections(**(arguments | {"rounds": 0})))
     assert torch.equal(run.state("personal", 1)["7.weight"], start.state("personal", 1)["7.weight"])
@@ -531,20 +532,20 @@ def test_a_module_of_another_loop_is_rejected(tiny, tmp_path):
     trainer, module, data, _ = build(tiny, tmp_path, rounds=1)
     trainer.fit(module, data)
     other, _, _, _ = build(tiny, tmp_path, algorithm="ditto", rounds=1)
-    with pytest.raises(ValueError, match="create new objects"):
+    with pytest.raises(ValueError, match="new objects"):
         other.fit(module, data)
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`:UserWarning")
 def test_module_and_data_must_be_peradas(tiny):
     trainer, module, _, _ = build(tiny, ".", logger=False)
-    with pytest.raises(TypeError, match="requires a FederatedDataModule"):
+    with pytest.raises(TypeError, match="FederatedDataModule"):
         trainer.fit(module, torch.utils.data.DataLoader([0]))
 
 
 def test_distilling_needs_a_public_set(tiny, tmp_path):
     data = perada.FederatedDataModule(tiny.data(public=False))
-    with pytest.raises(ValueError, match=r"PerAda distils 3 steps .* no public set"):
+    with pytest.raises(ValueError, match=r"PerAda.*3 steps.*no public set"):
         fit(tiny, tmp_path, data=data)
     fit(tiny, tmp_path, data=data, algorithm="ditto", rounds=1)
 
@@ -580,7 +581,7 @@ def test_a_run_is_not_resumed_with_other_options_but_for_those_that_are_allowed(
     perada.finetune(tiny.net(), tiny.data(), **sections(**options | {"rounds": 1}))
     saved = str(run_folder(tmp_path) / "checkpoints" / "last.ckpt")
     options |= changed | {"ckpt_path": saved, "rounds": 2}
-    with pytest.raises(ValueError, match=re.escape(f"the checkpoint belongs to a run with {message}")) as error:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         perada.finetune(tiny.net(), tiny.data(), **sections(**options))
     (name,) = re.findall(r"resume_allow=\['(.*)'\]", str(error.value))
     resumed = perada.finetune(tiny.net(), tiny.data(), **sections(**options, resume_allow=[name]))

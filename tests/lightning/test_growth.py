@@ -78,5 +78,5 @@ def test_a_private_run_keeps_its_clients(tiny, tmp_path):
     private = {"privacy": {"noise_multiplier": 1.0, "delta": 1e-3}}
     run(tiny, tmp_path, tiny.data(sizes=(9, 5, 14), public=False), 1, **private)
     more = tiny.data(sizes=(9, 5, 14, 7), public=False)
-    with pytest.raises(ValueError, match=r"from a private run of 3 clients, but this run has 4"):
+    with pytest.raises(ValueError, match=r"3 clients, .*4"):
         run(tiny, tmp_path, more, 2, ckpt_path="last", resume_allow=["clients"], **private)

@@ -115,9 +115,7 @@ def test_a_model_that_became_worse_is_warned_of_with_both_scores(tiny):
     x, _ = data.test[0].tensors
     right = TensorDataset(x, run.global_model()(x).argmax(1))
     images = FederatedData([TensorDataset(x, (right.tensors[1] + 1) % 3)], [right], num_classes=3)
-    with pytest.warns(
-        UserWarning, match=r"client 'late': its personal model is worse .* 6 test images, .* % after 100"
-    ):
+    with pytest.warns(UserWarning, match=r"client 'late': .*6 test images, .* % after 100"):
         joined = perada.personalize(run, images, "late", rounds=8, accelerator="cpu")
     told = joined.info["joined"][-1]
     assert told["before"] == 1 and told["after"] < 1
@@ -212,7 +210,7 @@ def test_a_private_run_protects_the_newcomer_alike(tiny):
 def test_privacy_that_cannot_be_kept_is_rejected(tiny):
     privacy = Privacy(noise_multiplier=1.0, delta=1e-3, max_epsilon=20.0)
     run = finished(tiny, "ditto", privacy=privacy)
-    with pytest.raises(ValueError, match=r"would exceed max_epsilon=20.0 in their first round"):
+    with pytest.raises(ValueError, match=r"max_epsilon=20\.0"):
         perada.personalize(run, newcomer(4), "late", local_steps=500, accelerator="cpu")
 
 
@@ -223,7 +221,7 @@ def test_privacy_that_cannot_be_kept_is_rejected(tiny):
         ({"classes": ["a", "b", "cat"]}, r"the data: class='cat' is unknown; choose one of a, b, c"),
         ({"num_classes": 4}, r"the data have 4 classes without names, but the run has 3"),
         ({"name": "late"}, None),
-        ({"name": "2"}, r"name='2' is empty or already the name or number of a client of the run"),
+        ({"name": "2"}, "name='2'"),
         ({"name": None}, r"the client has no name; pass one"),
     ],
 )
@@ -281,13 +279,9 @@ def test_one_client_is_taken_from_several_by_name(tiny):
     several = FederatedData([tiny.data().train[0], one.train[0]], [], client_names=["far", "late"])
     chosen, alone = (perada.personalize(run, data, "late", rounds=1, accelerator="cpu") for data in (several, one))
     assert torch.equal(chosen.state("personal", 5)["0.weight"], alone.state("personal", 5)["0.weight"])
-    with pytest.raises(
-        ValueError, match=r"the data have 2 clients, but 'x' is not one of them; choose one of far, late"
-    ):
+    with pytest.raises(ValueError, match=r"2 clients, .*'x'.*far, late"):
         perada.personalize(run, several, "x")
-    with pytest.raises(
-        ValueError, match=r"2 clients, but no client was chosen; choose one of far, late, or pass the images"
-    ):
+    with pytest.raises(ValueError, match=r"2 clients, .*far, late"):
         perada.personalize(run, several)
 
 
@@ -360,14 +354,12 @@ def test_a_newcomers_folder_of_adapters_has_its_statistics(tiny, tmp_path):
 
 def test_an_ensemble_cannot_be_joined(tiny):
     run = finished(tiny, "fed_ensemble", algorithm_options={"modes": 2})
-    with pytest.raises(ValueError, match="whose global models are averaged"):
+    with pytest.raises(ValueError, match="averaged"):
         perada.personalize(run, newcomer(), "late")
 
 
 def test_a_network_of_another_class_is_not_made_from_a_record(tiny):
     run = finished(tiny)
     run.info["training"]["algorithm"] = {"class": "os.system", "options": {}}
-    with pytest.raises(
-        ValueError, match=r"algorithm 'os.system', which does not ship with perada; pass it as algorithm="
-    ):
+    with pytest.raises(ValueError, match=r"'os\.system'"):
         perada.personalize(run, newcomer(), "late")

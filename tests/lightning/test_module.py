@@ -27,26 +27,26 @@ from tests.options import fields_among, sections
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "rmsprop"}, "optimizer must be one of 'sgd', 'adam', 'adamw', got 'rmsprop'"),
-        ({"lr_schedule": "step"}, "lr_schedule must be one of .*, got 'step'"),
+        ({"optimizer": "rmsprop"}, r"optimizer .*got 'rmsprop'"),
+        ({"lr_schedule": "step"}, r"lr_schedule .*got 'step'"),
         ({"metric": "f1"}, "metric='f1' is unknown"),
-        ({"engine": "vmap"}, "engine must be one of .*, got 'vmap'"),
-        ({"lr_personal": -0.1}, "lr_personal must be a finite number >= 0, got -0.1"),
-        ({"lr_local": math.nan}, "lr_local must be a finite number >= 0, got nan"),
-        ({"momentum": -0.5}, "momentum must be a finite number >= 0 and < 1, got -0.5"),
-        ({"momentum": 1.0}, "momentum must be a finite number >= 0 and < 1, got 1.0"),
-        ({"lr_gamma": math.inf}, "lr_gamma must be a finite number >= 0, got inf"),
-        ({"weight_decay": -1.0}, "weight_decay must be a finite number >= 0, got -1.0"),
-        ({"clip_norm": 0.0}, "clip_norm must be a finite number > 0 or None, got 0.0"),
-        ({"clip_norm": math.nan}, "clip_norm must be a finite number > 0 or None, got nan"),
-        ({"lr_every": 0}, "lr_every must be an integer >= 1, got 0"),
+        ({"engine": "vmap"}, r"engine .*got 'vmap'"),
+        ({"lr_personal": -0.1}, r"lr_personal .*got -0.1"),
+        ({"lr_local": math.nan}, r"lr_local .*got nan"),
+        ({"momentum": -0.5}, r"momentum .*got -0.5"),
+        ({"momentum": 1.0}, r"momentum .*got 1.0"),
+        ({"lr_gamma": math.inf}, r"lr_gamma .*got inf"),
+        ({"weight_decay": -1.0}, r"weight_decay .*got -1.0"),
+        ({"clip_norm": 0.0}, r"clip_norm .*got 0.0"),
+        ({"clip_norm": math.nan}, r"clip_norm .*got nan"),
+        ({"lr_every": 0}, r"lr_every .*got 0"),
         (
             {"global_test_clients": -1},
-            "global_test_clients must be an integer >= 0 or None, got -1",
+            r"global_test_clients .*got -1",
         ),
         (
             {"clients_per_chunk": 0},
-            "clients_per_chunk must be an integer >= 1 or None, got 0",
+            r"clients_per_chunk .*got 0",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_head_and_adapter_are_drawn_from_the_seed_alone():
 
 def test_another_number_of_classes_than_the_data_is_rejected():
     module = FederatedClassifier("test_resnet", pretrained=False, num_classes=7)
-    with pytest.raises(ValueError, match="num_classes=7 does not match the data, whose labels have 10 classes"):
+    with pytest.raises(ValueError, match=r"num_classes=7 .*10 classes"):
         module.build(10, Classification(), 0)
 
 
@@ -105,9 +105,7 @@ def test_a_module_built_for_other_data_is_rejected():
     module = FederatedClassifier("test_resnet", pretrained=False)
     module.build(10, Classification(), 0)
     module.build(10, Classification(), 0)
-    with pytest.raises(
-        ValueError, match=r"built for 10 classes, task=Classification\(\) and seed=0, not for 3 classes, "
-    ):
+    with pytest.raises(ValueError, match=r"10 classes, task=Classification\(\) and seed=0, .*3 classes"):
         module.build(3, Classification(), 0)
 
 
@@ -128,7 +126,7 @@ def test_without_the_loop_the_missing_callback_is_named(tiny, what):
     module = FederatedClassifier(tiny.net(), "head")
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     trainer = pl.Trainer(max_epochs=1, num_sanity_val_steps=0, enable_model_summary=False, **options)
-    with pytest.raises(RuntimeError, match=r"add perada.lightning.FederatedLoop to the Trainer's callbacks"):
+    with pytest.raises(RuntimeError, match=r"perada\.lightning\.FederatedLoop"):
         getattr(trainer, what)(module, datamodule=FederatedDataModule(tiny.data()))
 
 

@@ -4,11 +4,10 @@
 import re
 import sys
 
-import pytest
-
 import perada
 from perada.lightning import RoundLines, RoundProgressBar, round_progress
 from tests.options import sections
+from tests.rejections import rejects
 
 SHOWN = {
     "personal/local_test": "own images",
@@ -59,10 +58,10 @@ def test_a_terminal_and_a_notebook_get_bars(monkeypatch):
 
 def test_a_rejected_run_leaves_no_folder(tiny, tmp_path):
     options = tiny.options | {"default_root_dir": tmp_path}
-    with pytest.raises(ValueError, match=r"clients_per_round must be .*, got 9"):
+    with rejects("clients_per_round", 9):
         perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **options | {"clients_per_round": 9}))
     assert [*tmp_path.iterdir()] == []
     perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **options))
-    with pytest.raises(ValueError, match=r"clients_per_round must be .*, got 9"):
+    with rejects("clients_per_round", 9):
         perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **options | {"clients_per_round": 9}))
     assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]

@@ -133,7 +133,7 @@ def test_one_changed_image_or_label_is_noticed(tmp_path, change, what):
     fit(tmp_path, data())
     changed = data()
     changed.train = [changed.train[0], change(1), changed.train[2]]
-    with pytest.raises(ValueError, match=f"{what} of client 1 differ from those") as error:
+    with pytest.raises(ValueError, match=f"{what} of client 1") as error:
         fit(tmp_path, changed, 2, ckpt_path="last")
     assert "resume_allow=['images']" in str(error.value)
     run = fit(tmp_path, changed, 2, ckpt_path="last", resume_allow=["images"])
@@ -142,7 +142,7 @@ def test_one_changed_image_or_label_is_noticed(tmp_path, change, what):
 
 def test_other_images_cannot_be_allowed_in_a_private_run(tmp_path):
     fit(tmp_path, data(), distill_steps=0, **PRIVATE)
-    with pytest.raises(ValueError, match=r"private run on different data.*ledgers cover the original images"):
+    with pytest.raises(ValueError, match="private run on different data"):
         fit(tmp_path, data((1, 0, 2)), 2, ckpt_path="last", distill_steps=0, resume_allow=["images"], **PRIVATE)
 
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_not_evaluated_on_other_clients(tmp_path):
     swapped = perada.FederatedDataModule(
         data((1, 0, 2), ["south", "north", "east"], test=(11, 10, 12)), batch_size=6, num_classes=3
     )
-    with pytest.raises(ValueError, match=r"its clients are north, south, east in this order.*data\.shifts"):
+    with pytest.raises(ValueError, match=r"north, south, east .*data\.shifts"):
         trainer.validate(module, swapped, ckpt_path=str(path), verbose=False)
 
 
@@ -169,7 +169,7 @@ def test_more_clients_are_compared_too(tmp_path):
     for folder in tmp_path.glob("lightning_logs/version_1"):
         folder.rename(tmp_path / "other")
     mixed = data((3, 0, 1, 2), ["west", "south", "north", "east"], test=(13, 11, 10, 12))
-    with pytest.raises(ValueError, match="the training images or labels of client north have changed"):
+    with pytest.raises(ValueError, match="images or labels of client north"):
         fit(tmp_path, mixed, 2, ckpt_path="last", resume_allow=["clients"])
 
 
@@ -191,7 +191,7 @@ def test_datasets_that_draw_at_random_resume(tmp_path, draw):
     fit(tmp_path, data(kind="items", draw=drawn), 2, ckpt_path="last")
     changed = data(kind="items", draw=drawn)
     changed.train = [changed.train[0], Items(list(zip(*other_label(1).tensors, strict=True)), drawn), changed.train[2]]
-    with pytest.raises(ValueError, match="the labels of the training images of client 1 differ from"):
+    with pytest.raises(ValueError, match=r"labels .*client 1"):
         fit(tmp_path, changed, 2, ckpt_path="last")
 
 

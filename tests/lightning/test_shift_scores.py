@@ -252,9 +252,7 @@ def test_a_checkpoint_is_tested_on_what_the_fit_was(tmp_path, monkeypatch, capsy
     report = capsys.readouterr().out
     assert "severity 4" in report
     assert "o, global model" in report
-    with pytest.raises(
-        ValueError, match=r"its partition .*; resume with the .*; other test images belong in data.shifts"
-    ):
+    with pytest.raises(ValueError, match=r"partition .*data\.shifts"):
         main(["test", "--config", "digits", *small, "--data.test_limit=19", "--ckpt_path", "last"])
 
 
@@ -355,7 +353,7 @@ def test_an_image_that_does_not_fit_the_network_is_rejected():
             images, labels = super()._load()
             return images.repeat(1, 1, 1, 2), labels
 
-    with pytest.raises(ValueError, match="images of the shift 'wide' of shape"):
+    with pytest.raises(ValueError, match="'wide'"):
         run(given={"wide": Wide()}, rounds=1)
 
 

@@ -131,7 +131,7 @@ BALANCED = {
 @pytest.mark.parametrize("case", BALANCED)
 def test_balanced_weights_are_rejected_with_differential_privacy(case, protection):
     task, targets = BALANCED[case]
-    with pytest.raises(OptionError, match="would compute its options from the clients' labels without noise"):
+    with pytest.raises(OptionError, match="clients' labels"):
         fit(data(task, targets), **{protection: {"noise_multiplier": 1.0}})
 
 
@@ -186,10 +186,10 @@ def test_weights_per_client_weight_the_parts_of_mixed_targets():
 
 def test_weights_per_client_are_rejected_with_the_privacy_of_images_only():
     served = data(Classification(class_weights="balanced_per_client"), skewed)
-    with pytest.raises(OptionError, match="would weight an image by the labels of the client's other images"):
+    with pytest.raises(OptionError, match="labels of the client's other images"):
         fit(served, privacy={"noise_multiplier": 1.0})
     fit(served, client_privacy={"noise_multiplier": 1.0, "delta": 0.1}, clients_per_round=1)
-    with pytest.raises(OptionError, match="positive_weights must be"):
+    with pytest.raises(OptionError, match="positive_weights"):
         MultiLabel(positive_weights="balanced_per_client")
 
 

@@ -52,7 +52,7 @@ def test_the_layers_that_a_method_adapts_follow_from_its_traits():
 
 
 def test_an_unsupported_method_is_rejected_with_its_reason():
-    with pytest.raises(ValueError, match="NormLora is not supported: it is a test; choose adapter='lora'"):
+    with pytest.raises(ValueError, match=r"NormLora.*adapter='lora'"):
         insert_adapter(network(), NormLora(r=2))
 
 
@@ -62,7 +62,7 @@ def test_a_method_that_lists_the_head_selects_what_is_trained():
         name for name, value in insert_adapter(network(), config).model.named_parameters() if value.requires_grad
     ]
     assert trained and all(name.startswith("5.") for name in trained)
-    with pytest.raises(OptionError, match="selects which weights of the backbone are trained"):
+    with pytest.raises(OptionError, match="weights of the backbone"):
         insert_adapter(network(), config, train_backbone=True)
 
 

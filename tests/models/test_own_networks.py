@@ -112,11 +112,11 @@ def test_an_auxiliary_head_is_not_the_head(second):
 
 def test_a_head_that_peft_cannot_find_is_named(tmp_path):
     run = finetune(Network("out"), "lora")
-    with pytest.warns(UserWarning, match="PEFT cannot load .* it takes 'mix.lora_dropout' .* for 'out'"):
+    with pytest.warns(UserWarning, match=r"PEFT.*'mix\.lora_dropout'.*'out'"):
         run.export(tmp_path / "exported")
     assert perada.Run.load(tmp_path / "exported", backbone=Network("out")).info == run.info
     beside = finetune(TwoHeads(), "lora", adapter_options={"target_modules": ["mix", "aux_head"]}, train_backbone=True)
-    with pytest.warns(UserWarning, match="it takes 'aux_head' .* for 'head'"):
+    with pytest.warns(UserWarning, match=r"'aux_head'.*'head'"):
         beside.export(tmp_path / "beside")
 
 
@@ -136,7 +136,7 @@ def test_a_number_without_a_fraction_is_an_integer(value, expected):
 
 @pytest.mark.parametrize("value", [6.5, "6", float("nan"), float("inf"), True])
 def test_another_one_is_rejected(value):
-    with pytest.raises(ValueError, match=r"adapter_options: lora_alpha must be of type int.* for adapter 'lora', got"):
+    with pytest.raises(ValueError, match=r"adapter_options: lora_alpha .*int.*'lora',"):
         insert_adapter(build_backbone(Network(), 3), "lora", lora_alpha=value)
 
 
@@ -161,7 +161,7 @@ def test_data_parallel_is_taken_off(make, adapter):
 def test_weights_of_a_half_format_become_float32(dtype, adapter):
     name = str(dtype).removeprefix("torch.")
     network = Network().to(dtype)
-    with pytest.warns(UserWarning, match=rf"backbone 'Network' has weights in {name}, which were converted to float32"):
+    with pytest.warns(UserWarning, match=rf"'Network'.*{name}, .*float32"):
         run = finetune(network, adapter)
     wanted = finetune(Network().to(dtype).float(), adapter).state("global")
     assert all(torch.equal(value, wanted[key]) for key, value in run.state("global").items())
@@ -239,12 +239,12 @@ def traced():
     [
         (
             WeightNormalised,
-            r"holds 'mix.weight', a tensor computed .* torch.nn.utils.parametrizations.weight_norm",
+            r"'mix.weight'.*torch.nn.utils.parametrizations.weight_norm",
         ),
         (Lazy, r"has no shape for 'out.weight' yet; call the network once"),
-        (NamedLikeALayerOfPEFT, r"has a module 'base_layer', which is a name of PEFT's own modules; rename it"),
-        (WithAModuleNamedLikeALayerOfPEFT, r"has a module 'block.original_module', which is a name of PEFT's own"),
-        (traced, r"is compiled by TorchScript, .* pass the original network"),
+        (NamedLikeALayerOfPEFT, r"'base_layer'.*PEFT"),
+        (WithAModuleNamedLikeALayerOfPEFT, r"'block.original_module'.*PEFT"),
+        (traced, "TorchScript"),
     ],
 )
 def test_a_network_that_cannot_be_copied_or_adapted_is_rejected(make, message):
@@ -280,7 +280,7 @@ class Complex(Network):
 
 
 def test_complex_parameters_are_rejected_where_they_are_trained():
-    with pytest.raises(ValueError, match="only real numbers can be trained, but filter is complex"):
+    with pytest.raises(ValueError, match=r"filter.*complex"):
         finetune(Complex(), "full", engine="loop")
     finetune(Complex(), "head", engine="loop")
 
@@ -306,7 +306,7 @@ class NamesAFormat(Hooked):
 @pytest.mark.filterwarnings("ignore:the adapter .* cannot be merged")
 def test_a_wrong_merge_is_rejected_however_little_was_trained(kind):
     run = finetune(kind(), lr_local=1e-6, lr_personal=1e-6)
-    with pytest.raises(NotImplementedError, match="the merged network computes different outputs"):
+    with pytest.raises(NotImplementedError, match="different outputs"):
         run.merged(0)
 
 
@@ -347,8 +347,8 @@ def small_vit(num_classes, name="vit_tiny_patch16_224", **options):
     ("make", "message"),
     [
         (lambda: small_vit(0), r"built with num_classes=0.*reset_classifier\(3\)"),
-        (lambda: small_vit(1000), "num_classes=3, but the head 'head' .* has 1000 outputs.*set num_classes=1000"),
-        (lambda: small_vit(7), "num_classes=3, but the head 'head' .* has 7 outputs.*set num_classes=7"),
+        (lambda: small_vit(1000), r"num_classes=3.*'head'.*has 1000.*num_classes=1000"),
+        (lambda: small_vit(7), r"num_classes=3.*'head'.*has 7.*num_classes=7"),
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 1000)), "'1' .* 1000 outputs.*set num_classes=1000"),
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), "'1' .* 2 outputs"),
     ],
@@ -360,7 +360,7 @@ def test_a_network_with_more_outputs_than_classes_is_rejected(make, message):
 
 def test_more_outputs_than_labels_may_be_asked_for():
     network = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Linear(16, 5))
-    with pytest.warns(UserWarning, match="imply 3 classes, but the network has 5 outputs"):
+    with pytest.warns(UserWarning, match=r"3 classes, .*5 outputs"):
         finetune(network)
     assert finetune(network, num_classes=5).state("global")["2.modules_to_save.default.bias"].shape == (5,)
 
@@ -370,14 +370,14 @@ def test_the_classifier_that_timm_names_is_the_head():
     model.auxiliary = nn.Linear(64, 3)
     assert build_backbone(model, 3).head == "head"
     two_heads = small_vit(3, "deit_tiny_distilled_patch16_224")
-    with pytest.raises(ValueError, match=r"has the classifiers \('head', 'head_dist'\)"):
+    with pytest.raises(ValueError, match=r"\('head', 'head_dist'\)"):
         build_backbone(two_heads, 3)
 
 
 def test_a_network_made_from_its_class_has_one_classifier_too():
     """Its configuration, which names the classifiers, is missing."""
     sizes = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2}
-    with pytest.raises(ValueError, match=r"has the classifiers \('head', 'head_dist'\)"):
+    with pytest.raises(ValueError, match=r"\('head', 'head_dist'\)"):
         build_backbone(VisionTransformerDistilled(num_classes=3, **sizes), 3)
     assert build_backbone(VisionTransformer(num_classes=3, **sizes), 3).head == "head"
 

@@ -46,8 +46,8 @@ def test_adapters_are_in_the_encoder_and_the_decoder_is_part_of_the_head(adapter
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("smp:unett-resnet18", "unknown architecture 'unett'; did you mean unet"),
-        ("smp:unet-resnet19", "unknown encoder 'resnet19'; did you mean resnet18"),
+        ("smp:unett-resnet18", "'unett'"),
+        ("smp:unet-resnet19", "'resnet19'"),
     ],
 )
 def test_unknown_names_are_rejected(name, message):
@@ -62,9 +62,7 @@ def test_missing_weights_are_named(monkeypatch):
         raise OSError("no connection")
 
     monkeypatch.setattr(smp, "create_model", fail)
-    with pytest.raises(
-        FileNotFoundError, match="no pretrained weights for 'smp:unet-resnet18': OSError: no connection"
-    ):
+    with pytest.raises(FileNotFoundError, match="'smp:unet-resnet18': OSError"):
         build_backbone("smp:unet-resnet18", 2, per_pixel=True)
 
 
@@ -75,7 +73,7 @@ def test_the_head_of_a_module_is_its_last_convolution_with_a_class_per_output():
     names = find_tensor_names(adapted.model, *built.head_modules)
     assert names.head_module == "out.modules_to_save.default"
     assert not any(name.startswith("out.") for name in names.adapter)
-    with pytest.raises(OptionError, match="num_classes=5, but the head 'out' of backbone 'UNet' has 4 outputs"):
+    with pytest.raises(OptionError, match=r"num_classes=5, .*'out'.*'UNet'.*4 outputs"):
         build_backbone(UNet(classes=4), 5, per_pixel=True)
 
 
@@ -102,12 +100,12 @@ class Pooled(UNet):
 
 @pytest.mark.parametrize(("network", "shape"), [(Half, r"\(1, 3, 16, 16\)"), (Pooled, r"\(1, 3\)")])
 def test_outputs_of_another_shape_are_rejected(network, shape):
-    with pytest.raises(ValueError, match=rf"output has shape {shape} instead of \(1, 3, 32, 32\)"):
+    with pytest.raises(ValueError, match=rf"{shape} .*\(1, 3, 32, 32\)"):
         perada.finetune(network(), hospitals(), pretrained=False, adapter="head", rounds=1)
 
 
 def test_a_network_without_convolution_has_no_head():
-    with pytest.raises(OptionError, match="has no convolution to serve as head"):
+    with pytest.raises(OptionError, match="no convolution"):
         build_backbone(nn.Sequential(nn.Linear(3, 3)), 3, per_pixel=True)
 
 

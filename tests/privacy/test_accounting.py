@@ -20,6 +20,7 @@ from scipy.stats import norm
 
 from perada.privacy import Ledger, Ledgers, history_epsilon
 from perada.privacy.accounting import import_opacus
+from tests.rejections import rejects
 
 DELTA = 1e-5
 
@@ -208,15 +209,15 @@ def test_state_survives_a_safe_checkpoint_and_is_not_shared():
 def test_a_foreign_state_is_rejected_and_changes_nothing():
     ledgers = Ledgers()
     ledgers.add(3, 1.1, 0.02, 40, sent=True)
-    with pytest.raises(ValueError, match="must have the key 'rows' only, got"):
+    with pytest.raises(ValueError, match="'rows' only"):
         ledgers.load_state_dict({"server": {"rows": []}, "release": {"history": []}})
-    with pytest.raises(ValueError, match=r"the ledgers must be server and release, got 'server'"):
+    with pytest.raises(ValueError, match=r"server and release, .*'server'"):
         ledgers.load_state_dict({"server": {"rows": []}})
     with pytest.raises(
-        ValueError, match=r"the ledgers must be server and release, got 'other', 'release', 'server'"
+        ValueError, match=r"server and release, .*'other', 'release', 'server'"
     ):  # what it says is spent
         ledgers.load_state_dict(ledgers.state_dict() | {"other": {"rows": [[3, 1.0, 1.0, 1]]}})
-    with pytest.raises(ValueError, match="sample_rate must be a finite number > 0 and <= 1, got 2"):
+    with rejects("sample_rate", 2):
         ledgers.server.load_state_dict({"rows": [[1, 1.0, 2, 3]]})
     assert ledgers.server.history(3) == {(1.1, 0.02): 40}
 
@@ -236,13 +237,13 @@ def test_a_release_composes_both_adapters():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ((-1.0, 0.1, 1), r"noise_multiplier must be a finite number >= 0, got -1.0"),
-        ((math.nan, 0.1, 1), r"noise_multiplier must be a finite number >= 0, got nan"),
-        ((math.inf, 0.1, 1), r"noise_multiplier must be a finite number >= 0, got inf"),
-        ((1.0, 0.0, 1), r"sample_rate must be a finite number > 0 and <= 1, got 0.0"),
-        ((1.0, 1.5, 1), r"sample_rate must be .*, got 1.5"),
-        ((1.0, 0.1, -1), r"steps must be an integer >= 0, got -1"),
-        ((1.0, 0.1, 1.5), r"steps must be an integer >= 0, got 1.5"),
+        ((-1.0, 0.1, 1), r"noise_multiplier .*got -1.0"),
+        ((math.nan, 0.1, 1), r"noise_multiplier .*got nan"),
+        ((math.inf, 0.1, 1), r"noise_multiplier .*got inf"),
+        ((1.0, 0.0, 1), r"sample_rate .*got 0.0"),
+        ((1.0, 1.5, 1), r"sample_rate .*got 1.5"),
+        ((1.0, 0.1, -1), r"steps .*got -1"),
+        ((1.0, 0.1, 1.5), r"steps .*got 1.5"),
     ],
 )
 def test_impossible_steps_are_rejected(row, message):
@@ -251,9 +252,9 @@ def test_impossible_steps_are_rejected(row, message):
 
 
 def test_impossible_questions_are_rejected():
-    with pytest.raises(ValueError, match="delta must be a finite number > 0 and < 1, got 1"):
+    with rejects("delta", 1):
         history_epsilon({(1.0, 0.1): 1}, 1)
-    with pytest.raises(ValueError, match="accountant must be one of 'rdp', 'prv', got 'moments'"):
+    with rejects("accountant", "moments"):
         history_epsilon({(1.0, 0.1): 1}, DELTA, "moments")
 
 

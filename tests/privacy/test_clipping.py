@@ -11,6 +11,7 @@ from scipy import stats
 from perada.privacy import noisy_mean
 from perada.privacy.clipping import at_least_float32, clipping_factors
 from perada.privacy.gradients import PerSampleGrads
+from tests.rejections import rejects
 
 SHAPES = {"head.weight": (4, 3), "head.bias": (4,), "scale": ()}
 CASES = [("flat", 0.7), ("per_layer", 0.7), ("automatic", 0.7)]
@@ -183,20 +184,20 @@ def test_a_clients_noise_depends_on_its_generator_alone():
 
 def test_other_mistakes_are_rejected():
     gradients, mask = make()
-    with pytest.raises(ValueError, match="method must be one of 'flat', 'per_layer', 'automatic', got 'ghost'"):
+    with rejects("method", "ghost"):
         factors(gradients, mask, 1.0, "ghost")
     for bad in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"max_norm must be a finite number > 0, got {bad}"):
+        with rejects("max_norm", bad):
             factors(gradients, mask, bad)
 
 
 def test_noise_rejects_other_mistakes():
     summed = {"w": torch.zeros(2, 3)}
-    with pytest.raises(ValueError, match="deviations, generators and sums must be that of the clients, 1"):
+    with pytest.raises(ValueError, match="clients, 1"):
         noisy_mean(summed, 1.0, [1.0], sources(2))
-    with pytest.raises(ValueError, match="deviations, generators and sums must be that of the clients, 3"):
+    with pytest.raises(ValueError, match="clients, 3"):
         noisy_mean(summed, 1.0, [1.0] * 3, sources(3))
-    with pytest.raises(ValueError, match="two clients share a generator"):
+    with pytest.raises(ValueError, match="two clients"):
         noisy_mean(summed, 1.0, [1.0] * 2, sources(1) * 2)
     for std, size in [(-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0)]:
         with pytest.raises(ValueError, match=r"must be a finite number >=? 0, got"):

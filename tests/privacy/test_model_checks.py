@@ -310,14 +310,14 @@ def test_the_rounding_of_half_precision_is_no_wrong_gradient():
     with autocast(torch.bfloat16):
         check_gradients(Privacy(1.0), engine, states, x, y, Classification())
     # Eight roundoffs of bfloat16 are 64 of float16, more than rounding explains.
-    with autocast(torch.float16), pytest.raises(ValueError, match="do not add up"):
+    with autocast(torch.float16), pytest.raises(ValueError, match="add up"):
         check_gradients(Privacy(1.0), engine, states, x, y, Classification())
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_a_use_that_the_hooks_miss_is_noticed_in_half_precision(dtype):
     engine, states, x, y = problem(InBoth())
-    with autocast(dtype), pytest.raises(ValueError, match=r"gradients of 'inner\.weight' do not add up"):
+    with autocast(dtype), pytest.raises(ValueError, match=r"'inner\.weight'"):
         check_gradients(Privacy(1.0), engine, states, x, y, Classification())
 
 
@@ -362,7 +362,7 @@ def test_clients_are_kept_apart_at_any_scale_of_the_outputs(scale, mixes):
     network.fc.bias.data.zero_()
     engine = Engine(network)
     states = expand(get_state(network), 2)
-    rejected = pytest.raises(ValueError, match="mixes the images") if mixes else contextlib.nullcontext()
+    rejected = pytest.raises(ValueError, match="mixes") if mixes else contextlib.nullcontext()
     with rejected:
         check_clients_apart(engine, states, torch.randn(2, 5, 1, 6, 6))
 
@@ -372,7 +372,7 @@ def test_dropout_from_the_global_stream_is_rejected(engine):
     def drops(self, x):
         return nn.functional.dropout(x, 0.5, self.training)
 
-    with pytest.raises(ValueError, match=r"draws from torch's global random generator .* drop_rate .* to 0") as error:
+    with pytest.raises(ValueError, match=r"random generator .*drop_rate") as error:
         train(layer(drops), engine=engine)
     assert "\n" not in str(error.value)
 
@@ -414,7 +414,7 @@ def test_products_with_fewer_digits_than_float32_are_rejected(monkeypatch, secti
 
     monkeypatch.setattr(torch, "bmm", rounded)
     level = {"privacy": None, section: {"noise_multiplier": 1.0, "delta": 1e-3}}
-    with pytest.raises(ValueError, match=rf"{section}: float32 matrix products .* torch.set_float32_matmul_precision"):
+    with pytest.raises(ValueError, match=rf"{section}: float32 .*torch\.set_float32_matmul_precision"):
         train(nn.Identity(), algorithm="fedavg", **level)
 
 
@@ -422,9 +422,7 @@ def test_clients_that_share_a_batch_are_kept_apart():
     """Whole clients are protected where a network mixes their images only if they are run one after another."""
     level = {"noise_multiplier": 1.0, "delta": 1e-3}
     options = {"adapter": "full", "algorithm": "fedavg", "rounds": 1, "batch_size": BATCH, "client_privacy": level}
-    with pytest.raises(
-        ValueError, match=r"client_privacy: the network mixes the images of all clients .*engine='loop'"
-    ):
+    with pytest.raises(ValueError, match=r"client_privacy: .*mixes .*engine='loop'"):
         perada.finetune(Network(layer(mixes_a_little)), federation(), **sections(**options | QUIET))
     for more in ({"engine": "loop"}, {"clients_per_chunk": 1}):
         perada.finetune(Network(layer(mixes_a_little)), federation(), **sections(**options | QUIET | more))

@@ -118,7 +118,7 @@ def test_weights_in_half_precision_are_rejected_at_set_up(engine, section, dtype
     if section == "privacy" and engine != "loop":
         level["engine"] = engine
     rounds = Rounds()
-    with pytest.raises(ValueError, match=r"'1\.weight' is b?float16, where rounding would swallow the noise") as error:
+    with pytest.raises(ValueError, match=r"'1\.weight' is b?float16") as error:
         train(8, dtype, mixed_network, callbacks=[rounds], **{section: level}, **options)
     assert "\n" not in str(error.value)
     assert not rounds.begun
@@ -155,7 +155,7 @@ def test_parts_for_use_alone_sum_in_double_precision_and_reject_half():
     summed = PerSampleGrads(torch.ones(5000, 3, dtype=torch.bfloat16)).weighted_sums(torch.full((1, 5000), 0.25))
     assert summed.dtype == torch.float64
     assert summed.tolist() == [[1250.0] * 3]
-    with pytest.raises(ValueError, match=r"'w' is bfloat16, where rounding would swallow the noise"):
+    with pytest.raises(ValueError, match="'w' is bfloat16"):
         noisy_mean({"w": summed.bfloat16()}, 1.0, [1.0], None)
 
 

@@ -70,7 +70,7 @@ def test_batch_norm_in_the_adapter():
 
 
 def test_batch_norm_of_ones_own_network():
-    rejected(r"'norm' and 0 more are trained BatchNorm layers", net=network("net"))
+    rejected(r"'norm' and 0 more .*BatchNorm", net=network("net"))
 
 
 class ByHand(nn.Module):
@@ -106,7 +106,7 @@ def test_frozen_batch_norm_is_no_hindrance():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weighting": "samples"}, "weighting='samples' reveals the clients' numbers of images.*'uniform'"),
+        ({"weighting": "samples"}, r"weighting='samples'.*'uniform'"),
         ({"clip_norm": 1.0}, "clip_norm=1.0 .* leave clip_norm out: privacy.max_norm"),
         ({"algorithm": FedEnsemble(modes=2, strata=2, assignment="loss")}, "FedEnsemble compares models .*permutation"),
         ({"algorithm": FedEnsemble(modes=2, strata=2, keeps="best")}, "FedEnsemble compares models .*keeps='ensemble'"),
@@ -244,9 +244,7 @@ def test_weights_that_were_trained_on_the_clients_images(level):
         "clients_per_round": 2,
         "pretrained": "perada:digits_test_resnet",
     }
-    rejected(
-        r"pretrained='perada:digits_test_resnet' was trained on the images of Digits", **chosen, data=data, **options
-    )
+    rejected(r"pretrained='perada:digits_test_resnet' .*Digits", **chosen, data=data, **options)
     digits = Digits().with_split(True)
     for client in (digits, ConcatDataset([digits, digits]), Wrapper(Subset(digits, range(9)))):
         given = perada.FederatedData([client] * 2, num_classes=10)
@@ -262,7 +260,7 @@ def test_a_client_joins_by_no_weights_that_were_trained_on_its_images():
         local_steps=1, batch_size=4, privacy=PRIVATE, accelerator="cpu", enable_progress_bar=False, logger=False,
     )  # fmt: skip
     own = perada.FederatedData([Subset(Digits().with_split(True), range(20))], num_classes=10)
-    with pytest.raises(ValueError, match="was trained on the images of Digits, which the clients of this run hold"):
+    with pytest.raises(ValueError, match="Digits"):
         perada.personalize(run, own, "new", rounds=1, accelerator="cpu")
 
 
@@ -277,7 +275,7 @@ def test_images_whose_gradients_are_not_finite_are_rejected_in_one_line():
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
 def test_ending_by_the_number_of_clients_that_failed(level):
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
-    rejected("max_failures=1 is not supported with privacy or client_privacy", max_failures=1, **chosen)
+    rejected(r"max_failures=1.*client_privacy", max_failures=1, **chosen)
 
 
 def test_personal_models_in_a_log_beside_the_ledger_of_the_server():
@@ -497,7 +495,7 @@ def test_opacus_does_not_know_what_the_fold_knows():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"noise_multiplier": "1"}, "privacy: noise_multiplier must be a finite number.*, got '1'"),
+        ({"noise_multiplier": "1"}, r"privacy: noise_multiplier .*got '1'"),
         ({"noise_multiplier": True}, "noise_multiplier must be .*, got True"),
         (
             {"noise_multiplier": 1.0, "delta": "1e-5"},
@@ -524,7 +522,7 @@ def test_wrong_types(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clipping": "adaptve"}, "client_privacy: clipping must be one of 'fixed', 'adaptive', got 'adaptve'"),
+        ({"clipping": "adaptve"}, r"client_privacy: clipping .*got 'adaptve'"),
         ({"quantile": 1.5}, "client_privacy: quantile must be a finite number >= 0 and <= 1, got 1.5"),
         ({"count_noise": 0.0}, "client_privacy: count_noise must be .*, got 0.0"),
         ({"clip_lr": -0.2}, "client_privacy: clip_lr must be .*, got -0.2"),

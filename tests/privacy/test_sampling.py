@@ -78,10 +78,10 @@ def test_a_longer_run_begins_like_a_shorter_one():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_images": 0}, "num_images must be .*, got 0; a client without images cannot take part"),
-        ({"sample_rate": 0.0}, "sample_rate must be a finite number > 0 and <= 1, got 0.0"),
-        ({"sample_rate": 1.01}, "sample_rate must be a finite number > 0 and <= 1, got 1.01"),
-        ({"steps": -1}, "steps must be an integer >= 0, got -1"),
+        ({"num_images": 0}, r"num_images .*got 0"),
+        ({"sample_rate": 0.0}, r"sample_rate .*got 0.0"),
+        ({"sample_rate": 1.01}, r"sample_rate .*got 1.01"),
+        ({"steps": -1}, r"steps .*got -1"),
     ],
 )
 def test_impossible_draws_are_rejected(arguments, message):
@@ -165,9 +165,9 @@ def test_shuffled_draws_depend_on_the_arguments_alone():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_images": 0}, "num_images must be .*, got 0; a client without images cannot take part"),
-        ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
-        ({"steps": -1}, "steps must be an integer >= 0, got -1"),
+        ({"num_images": 0}, r"num_images .*got 0"),
+        ({"batch_size": 0}, r"batch_size .*got 0"),
+        ({"steps": -1}, r"steps .*got -1"),
     ],
 )
 def test_impossible_passes_are_rejected(arguments, message):

@@ -119,7 +119,7 @@ def test_the_seed_of_the_test_mode_is_in_no_file(tmp_path, section):
         run(tmp_path / name, **options).export(tmp_path / name / "saved")
         assert {path.rpartition("/")[2] for path in holds_seed(tmp_path / name)} >= {"run.json", "config.yaml"}
     seeded = run(tmp_path / "seeded", **{section: level | {"secure_rng": False}})
-    with pytest.warns(UserWarning, match="Test mode, not private"):
+    with pytest.warns(UserWarning, match="Test mode"):
         seeded.export(tmp_path / "seeded" / "saved")
     assert (tmp_path / "seeded" / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt").is_file()
     assert holds_seed(tmp_path / "seeded") == []
@@ -187,10 +187,10 @@ def test_the_program_says_so_and_writes_no_seed(tmp_path, monkeypatch, capsys):
     assert holds_seed(tmp_path / "out") == []
     states = [perada.Run.load("out").state("personal", client) for client in range(4)]
     assert len({float(state["fc.weight"].sum()) for state in states}) == 2  # one was drawn
-    with pytest.raises(ValueError, match=r"belongs to a different run: its seed is '[0-9a-f]{32}', here '"):
+    with pytest.raises(ValueError, match=r"seed is '[0-9a-f]{32}'"):
         main(["fit", "--config", "recipe.yaml", "--ckpt_path=last", "--trainer.max_epochs=2"])
     main(["fit", "--config", "recipe.yaml", "--ckpt_path=last", "--trainer.max_epochs=2", seed])
-    with pytest.raises(ValueError, match=r"secure_rng=false is rejected by perada compare"):
+    with pytest.raises(ValueError, match="secure_rng=false"):
         main(["compare", "recipe.yaml"])
 
 

@@ -184,24 +184,24 @@ def test_an_algorithm_without_two_models_is_exported_plainly(tmp_path):
     run = fitted("lora", algorithm="fedavg", rounds=1)
     run.export(tmp_path / "run")
     assert not list(tmp_path.rglob("typical.safetensors"))
-    with pytest.raises(OptionError, match="prediction='both': the run has no statistics of the training images"):
+    with pytest.raises(OptionError, match="prediction='both'"):
         run.export(tmp_path / "other", prediction="both")
     assert not (tmp_path / "other" / "client_0").exists()
 
 
 def test_a_task_that_only_perada_knows_is_exported_plainly(lora, tmp_path, monkeypatch):
     monkeypatch.setitem(lora.info, "task", lora.info["task"] | {"class_path": "Counting"})
-    with pytest.warns(UserWarning, match="2 of 2 clients have the personal adapter only, because the predictions of"):
+    with pytest.warns(UserWarning, match="2 of 2 clients"):
         lora.export(tmp_path / "run")
     assert not list(tmp_path.rglob("typical.safetensors"))
-    with pytest.raises(OptionError, match="cannot be exported, because the predictions of the task Counting are not"):
+    with pytest.raises(OptionError, match="Counting"):
         lora.export(tmp_path / "other", prediction="both")
 
 
 def test_tensors_of_one_network_do_not_hold_both_models(lora, tmp_path):
-    with pytest.raises(OptionError, match="'both' is not supported with format='safetensors'"):
+    with pytest.raises(OptionError, match=r"'both'.*format='safetensors'"):
         export_model(lora, 0, "safetensors", tmp_path / "out", "both")
-    with pytest.raises(OptionError, match="prediction='both' has no effect with client=None"):
+    with pytest.raises(OptionError, match=r"prediction='both'.*client=None"):
         export_model(lora, None, "onnx", tmp_path / "out", "both")
     assert not (tmp_path / "out").exists()
     note = export_model(lora, 0, "safetensors", tmp_path / "out")
@@ -320,6 +320,6 @@ def test_a_wrong_personal_model_is_noticed_though_no_sample_is_typical(lora, tmp
     # The file that is kept is the last one, with the client's own threshold.
     assert written == [0.5, 0.0]
     monkeypatch.setattr(BothModelsNetwork, "forward", forward)
-    with pytest.raises(ValueError, match="its logits would differ from the run's by 1"):
+    with pytest.raises(ValueError, match=r"differ.* by 1"):
         export_model(lora, 0, "torch-export", tmp_path / "wrong")
     assert not (tmp_path / "wrong" / "model.pt2").exists()

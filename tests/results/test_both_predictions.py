@@ -51,7 +51,7 @@ def test_each_model_can_be_chosen(run, tiny):
     torch.testing.assert_close(run.predict(images, 1, prediction="global").probabilities, shared)
     torch.testing.assert_close(run.predict(images).probabilities, shared)
     assert run.predict(images, 1, prediction="personal").typical is None
-    with pytest.raises(ValueError, match="one model predicted all images"):
+    with pytest.raises(ValueError, match="one model"):
         assert run.predict(images).answered_by
 
 
@@ -98,7 +98,7 @@ def test_a_model_that_no_image_of_a_batch_needs_does_not_run(tiny, adapter):
 
 @pytest.mark.parametrize("prediction", ["personal", "both"])
 def test_a_model_of_no_client_is_rejected(run, prediction):
-    with pytest.raises(OptionError, match=f"prediction='{prediction}' has no effect with client=None"):
+    with pytest.raises(OptionError, match=rf"prediction='{prediction}'.*client=None"):
         run.predict(torch.zeros(1, 1, 8, 8), prediction=prediction)
 
 
@@ -121,10 +121,10 @@ def test_a_loaded_run_predicts_alike(run, tiny, tmp_path, kind):
 def test_an_exported_run_without_statistics_says_so(run, tiny, tmp_path):
     loaded = perada.Run.load(run.export(tmp_path / "run", prediction="personal"), backbone=tiny.net())
     images, _ = shifted(tiny).test[2].tensors
-    with pytest.warns(UserWarning, match="client 2 predicts with its personal model only"):
+    with pytest.warns(UserWarning, match=r"client 2 .*personal"):
         found = loaded.predict(images, 2)
     assert torch.equal(found.probabilities, run.predict(images, 2, prediction="personal").probabilities)
-    with pytest.raises(OptionError, match="no statistics of the training images of client 2"):
+    with pytest.raises(OptionError, match=r"statistics.*client 2"):
         loaded.predict(images, 2, prediction="both")
 
 

@@ -59,7 +59,7 @@ def test_nothing_of_the_client_is_left_and_the_others_stay(copied, tiny, capsys)
     assert run.state("personal", "west").keys() == run.state("global").keys()
     assert len(run.states("personal")) == 2
     for client in (1, "1"):
-        with pytest.raises(ValueError, match="was forgotten: the run no longer has its adapter"):
+        with pytest.raises(ValueError, match="was forgotten"):
             run.personal(client)
     with pytest.raises(ValueError, match="is unknown"):
         run.personal(SECRET)
@@ -111,8 +111,6 @@ def test_checkpoints_are_rejected_and_unknown_clients_are(copied):
         forget(copied, "north")
     (copied / "checkpoints").mkdir()
     (copied / "checkpoints" / "last.ckpt").touch()
-    with pytest.raises(
-        ValueError, match=r"last.ckpt' is a checkpoint, which contains every client's state, so nothing was"
-    ):
+    with pytest.raises(ValueError, match=r"last\.ckpt'"):
         forget(copied, SECRET)
     assert before.items() <= content(copied).items()

@@ -17,6 +17,7 @@ from perada.results import formats
 from perada.results.formats import export_model
 from tests.disks import no_room
 from tests.options import sections
+from tests.rejections import rejects
 
 
 def make_run(tmp_path, adapter, **options):
@@ -143,25 +144,25 @@ def test_the_tolerance_follows_the_scale_of_the_outputs(lora, tmp_path, monkeypa
     factor = 1e-5
     export_model(run, 1, "torch-export", tmp_path / "good")
     factor = 1e-3
-    with pytest.raises(ValueError, match="would differ from the run's"):
+    with pytest.raises(ValueError, match="would differ"):
         export_model(run, 1, "torch-export", tmp_path / "wrong")
 
 
 def test_what_cannot_be_exported_is_said(lora, tmp_path, monkeypatch):
     run, folder = lora
     out = ["--output", str(tmp_path / "out")]
-    with pytest.raises(ValueError, match=r"client must be .*, got 7"):
+    with rejects("client", 7):
         main(["export", str(folder), *out, "--format", "onnx", "--client", "7"])
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(
         ModuleNotFoundError,
-        match=r"^format=onnx needs onnx, which is not installed \(.*\); pip install 'perada\[onnx\]'",
+        match=r"^format=onnx .*'perada\[onnx\]'",
     ):
         export_model(run, None, "onnx", tmp_path / "out")
     checkpoint = folder / "checkpoints" / "last.ckpt"
     saved = torch.load(checkpoint, weights_only=True)
     del saved["perada"]["info"]["privacy"]
     torch.save(saved, tmp_path / "checkpoint")
-    with pytest.raises(ValueError, match="the checkpoint's content is not what perada writes"):
+    with pytest.raises(ValueError, match="content is not what perada writes"):
         main(["export", str(tmp_path / "checkpoint"), *out, "--format", "safetensors"])
     assert not (tmp_path / "out").exists()

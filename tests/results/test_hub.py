@@ -137,7 +137,7 @@ def test_the_command_does_the_same(hub, tmp_path, monkeypatch, capsys):
     ]
     main(["push", str(tmp_path / "saved"), "me/all", "--public"])
     assert hub.repos["me/all"].get("private") is not True
-    with pytest.raises(FileNotFoundError, match="is not a finished run"):
+    with pytest.raises(FileNotFoundError, match="finished"):
         main(["push", str(tmp_path), "me/none"])
     assert set(hub.repos) == {"me/south", "me/all"}
 
@@ -162,7 +162,7 @@ def test_a_public_repository_that_is_there_gets_no_private_adapter(hub):
     run = plain_run()
     run.push_to_hub("me/all", private=False, token="hf_x")
     hub.repos["me/all"]["files"].clear()
-    with pytest.raises(ValueError, match="'me/all' already exists and is public, so nothing was uploaded"):
+    with pytest.raises(ValueError, match=r"'me/all' .*public"):
         run.push_to_hub("me/all", token="hf_x")
     assert hub.repos["me/all"]["files"] == {}
     run.push_to_hub("me/all", private=False, token="hf_x")
@@ -230,7 +230,7 @@ def test_the_line_says_what_protects_the_adapter(hub, capsys, options, client, w
 @pytest.mark.slow
 def test_test_mode_is_warned_of(hub, capsys):
     run = made("head", privacy={"noise_multiplier": 1.0, "delta": 1e-3, "secure_rng": False})
-    with pytest.warns(UserWarning, match="Test mode, not private"):
+    with pytest.warns(UserWarning, match="Test mode"):
         run.push_to_hub("me/it", token="hf_x")
     assert "which protects nothing" in capsys.readouterr().err
 

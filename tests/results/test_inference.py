@@ -18,6 +18,7 @@ import perada
 from perada.results.inference import Predictions, find_images
 from tests.digests import undigested
 from tests.options import sections
+from tests.rejections import rejects
 
 SIZES = (9, 6, 12)
 
@@ -103,11 +104,11 @@ def test_clients_and_classes_by_name(run, tmp_path):
     found = named.predict(x, "0")
     assert torch.equal(found.probabilities, numbered.probabilities)
     assert found.names == [("ant", "bee", "cat")[label] for label in numbered.labels]
-    with pytest.raises(ValueError, match=r"client='nort' is unknown; did you mean 'north'\?"):
+    with pytest.raises(ValueError, match=r"client='nort'.*'north'\?"):
         named.predict(x, "nort")
-    with pytest.raises(ValueError, match="client='north' is unknown; the clients have no names: pass a number from 0"):
+    with pytest.raises(ValueError, match=r"client='north'.* 0"):
         run.predict(x, "north")
-    with pytest.raises(ValueError, match="client must be an integer >= 0 and <= 2, got 3"):
+    with rejects("client", 3):
         run.predict(x, "3")
     rows = list(csv.DictReader(found.to_csv(tmp_path / "out.csv").read_text().splitlines()))
     assert [row["image"] for row in rows] == ["0", "1", "2", "3"]
@@ -130,15 +131,15 @@ def test_several_labels(tiny):
 
 def test_what_cannot_be_predicted_is_said(tiny, run, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    with pytest.raises(ValueError, match=r"broken.png is not a readable image"):
+    with pytest.raises(ValueError, match=r"broken\.png"):
         run.predict([tmp_path / "broken.png"])
-    with pytest.raises(FileNotFoundError, match=r"missing.png does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"missing\.png"):
         run.predict("missing.png")
-    with pytest.raises(ValueError, match="there are no images"):
+    with pytest.raises(ValueError, match="no images"):
         run.predict([])
     with pytest.raises(TypeError, match="an image must be a tensor, an array or a PIL image, got 7"):
         run.predict(7)
-    with pytest.raises(ValueError, match="Standalone has no global model"):
+    with pytest.raises(ValueError, match="Standalone"):
         grey_run(tiny, "standalone").predict(torch.zeros(1, 8, 8, dtype=torch.uint8))
 
 
@@ -164,12 +165,12 @@ def test_images_are_listed(tmp_path):
         with pytest.raises(ValueError, match=message):
             find_images(table)
     table.write_bytes(b"path\n\xff\xfe\n")
-    with pytest.raises(ValueError, match=r"table.csv cannot be read \(line 2 has the byte 0xff"):
+    with pytest.raises(ValueError, match=r"table\.csv.*line 2 .*0xff"):
         find_images(table)
-    with pytest.raises(FileNotFoundError, match=r"does not exist; pass an image, a folder, or a table"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         find_images(tmp_path / "none")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="has no images: set root to a folder with"):
+    with pytest.raises(FileNotFoundError, match="no images: set root"):
         find_images(tmp_path / "empty")
 
 
@@ -177,10 +178,10 @@ def test_a_broken_record_in_the_file_is_named(saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "copy")
     text = (undigested(folder) / "run.json").read_text()
     (folder / "run.json").write_text(text.replace('"kind": "uint8"', '"kind": "video"'))
-    with pytest.raises(ValueError, match=r"run.json' is broken \(preprocessing: kind must be one of .*, got 'video'"):
+    with pytest.raises(ValueError, match=r"run\.json'.*preprocessing: kind .*'video'"):
         perada.Run.load(folder)
     content = json.loads(text)
     del content["info"]["preprocessing"]
     (folder / "run.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"run.json' is broken \(KeyError: .*info lacks 'preprocessing'"):
+    with pytest.raises(ValueError, match=r"run\.json'.*'preprocessing'"):
         perada.Run.load(folder)

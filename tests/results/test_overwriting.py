@@ -52,7 +52,7 @@ def check_rejected(write, file, content):
     file.write_text(content)
     root = file.parents[1] if file.parent.name == "client_0" else file.parent
     before = contents(root)
-    with pytest.raises(FileExistsError, match=rf"^'{re.escape(str(file))}' (was|is) not .*, so it is not replaced"):
+    with pytest.raises(FileExistsError, match=rf"^'{re.escape(str(file))}'"):
         write()
     assert contents(root) == before
 
@@ -115,7 +115,7 @@ def test_the_readme_and_model_of_other_projects_are_left(exported, tmp_path):
 def test_a_model_is_not_exported_over_the_readme_of_a_saved_run(exported, tmp_path):
     folder = exported.save(tmp_path / "run")
     before = contents(folder)
-    with pytest.raises(FileExistsError, match=r"README.md' is not the README of an exported model, so it is not"):
+    with pytest.raises(FileExistsError, match=r"README\.md'"):
         export_model(exported, None, "safetensors", folder)
     assert contents(folder) == before
 
@@ -130,7 +130,7 @@ def test_a_predicted_mask_does_not_replace_its_image(tmp_path):
         paths=("a.png", "b.png"),
         sources=(str(tmp_path / "b.png"),) * 2,
     )
-    with pytest.raises(FileExistsError, match=r"b.png' was not written by perada"):
+    with pytest.raises(FileExistsError, match=r"b\.png' was not written"):
         masks.save_masks(tmp_path)
     assert contents(tmp_path) == before
     masks.save_masks(tmp_path / "masks")

@@ -58,7 +58,7 @@ def test_shifts_have_columns_and_tables(tmp_path):
 def test_broken_shifts_are_named(tmp_path, text):
     (tmp_path / "metrics.csv").write_text("epoch,global/fog\n0,0.5\n")
     (tmp_path / "shifts.json").write_text(text)
-    with pytest.raises(ValueError, match=r"shifts.json' is broken \(.*\); restore an intact copy, .* or delete it"):
+    with pytest.raises(ValueError, match=r"shifts\.json' is broken"):
         run_report(tmp_path)
 
 

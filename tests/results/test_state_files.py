@@ -171,7 +171,7 @@ def test_a_client_is_read_and_checked_without_the_others(run, saved, tiny):
     loaded = perada.Run.load(saved, backbone=tiny.net())
     for client in (0, 1, 3):
         assert equal(loaded.state("personal", client), run.state("personal", client))
-    with pytest.raises(ValueError, match=r"personal.safetensors' was changed or damaged .* row 2 .* restore an intact"):
+    with pytest.raises(ValueError, match=r"personal\.safetensors' .*row 2"):
         loaded.personal("south")
 
 
@@ -251,7 +251,7 @@ def test_values_that_are_not_finite_are_named(saved, tiny, number):
     save_file(tensors, saved / PERSONAL)
     loaded = perada.Run.load(saved, backbone=tiny.net())
     loaded.personal(0)
-    with pytest.raises(ValueError, match=r"personal.safetensors' is broken: '7.bias' of row 1 .* is not finite"):
+    with pytest.raises(ValueError, match=r"personal\.safetensors' .*'7\.bias' of row 1"):
         loaded.personal(1)
 
 
@@ -259,17 +259,17 @@ def test_the_format_of_before_is_named(saved, tiny):
     run_json = json.loads((saved / "run.json").read_text())
     del run_json["sha256"], run_json["states"]
     (saved / "run.json").write_text(json.dumps(sealed(run_json | {"format": 1})))
-    with pytest.raises(ValueError, match=r"run.json' has format 1, but this release of perada reads format 2; read it"):
+    with pytest.raises(ValueError, match=r"run\.json' .*format 1, .*format 2"):
         perada.Run.load(saved, backbone=tiny.net())
 
 
 def test_a_folder_has_one_layout(run, saved, tmp_path):
     before = content(saved)
-    with pytest.raises(ValueError, match=r"run' contains a run that Run.save wrote, .*; choose a different folder"):
+    with pytest.raises(ValueError, match=r"run' .*Run\.save"):
         run.export(saved)
     assert content(saved) == before
     run.export(tmp_path / "exported")
-    with pytest.raises(ValueError, match=r"exported' contains a run that Run.export wrote"):
+    with pytest.raises(ValueError, match=r"exported' .*Run\.export"):
         run.save(tmp_path / "exported")
 
 
@@ -342,7 +342,7 @@ def test_nothing_is_left_of_a_client_that_is_removed(run, saved, tiny, capsys):
     assert [
         equal(loaded.state("personal", name), run.state("personal", name)) for name in ("east", "south", "west")
     ] == [True] * 3
-    with pytest.raises(ValueError, match="was forgotten"):
+    with pytest.raises(ValueError, match="forgotten"):
         loaded.personal(1)
     forget(saved, "west")
     loaded = perada.Run.load(saved, backbone=tiny.net())
@@ -392,5 +392,5 @@ def test_rows_without_digests_are_not_checked(tmp_path):
     damaged_row(tmp_path / PERSONAL, "w", 0)
     files = StateFiles(tmp_path, "personal", {PERSONAL: StateRows([0])})
     assert torch.equal(files(0)["w"], torch.tensor([2.0, 1.0]))
-    with pytest.raises(ValueError, match="was changed or damaged"):
+    with pytest.raises(ValueError, match="changed or damaged"):
         StateFiles(tmp_path, "personal", index)(0)

@@ -9,6 +9,7 @@ import torch
 
 from perada.core.ranks import Ranks
 from perada.server import Updates, client_weights, mean
+from tests.rejections import rejects
 
 
 def test_weights_are_equal_or_shares_of_the_samples():
@@ -17,7 +18,7 @@ def test_weights_are_equal_or_shares_of_the_samples():
 
 
 def test_unknown_weighting_is_rejected():
-    with pytest.raises(ValueError, match="weighting must be one of 'uniform', 'samples', got 'size'"):
+    with rejects("weighting", "size"):
         client_weights("size", [1])
 
 

@@ -11,6 +11,7 @@ import perada
 from perada.algorithms import FedAvg
 from perada.server import FLTrust, NormClipping
 from tests.options import sections
+from tests.rejections import rejects
 
 CLIENTS, CLASSES, SENT = 5, 3, {}
 
@@ -102,19 +103,15 @@ def test_the_first_labelled_images_are_looked_at():
 
 
 def test_it_is_rejected_where_it_cannot_work():
-    with pytest.raises(
-        ValueError, match="FLTrust uses predictions on labelled images of the server, but the data has none"
-    ):
+    with pytest.raises(ValueError, match=r"FLTrust.*labelled images"):
         finetune("fedavg", "fltrust", data(server=False))
-    with pytest.raises(ValueError, match="NormClipping uses predictions on public images, but the data has none"):
+    with pytest.raises(ValueError, match=r"NormClipping.*public images"):
         finetune("fedavg", NormClipping(aggregate=FLTrust(labels=False)), data(server=False))
-    with pytest.raises(
-        ValueError, match=r"the clients of FedRep.* do not send complete models; choose a different rule"
-    ):
+    with pytest.raises(ValueError, match=r"FedRep.*complete models"):
         finetune("fedrep", "fltrust")
-    with pytest.raises(ValueError, match=r"images must be .*, got 0"):
+    with rejects("images", 0):
         FLTrust(images=0)
-    with pytest.raises(ValueError, match=r"labels must be one of False, True, got .no."):
+    with rejects("labels", "no"):
         FLTrust("no")
     with pytest.raises(ValueError, match="client_privacy"):
         finetune("fedavg", "fltrust", client_privacy={"noise_multiplier": 1.0})

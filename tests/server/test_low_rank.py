@@ -20,6 +20,7 @@ from perada.server.low_rank import (
     truncate,
     weighted_sum,
 )
+from tests.rejections import rejects
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -292,11 +293,11 @@ def test_rules_compose():
 
 def test_without_pairs_there_is_nothing_to_do():
     updates = {key: value for key, value in uploads().items() if not key.endswith("A")}
-    with pytest.raises(ValueError, match="clients do not send both factors of any layer; choose server_rule='mean'"):
+    with pytest.raises(ValueError, match=r"both factors.*server_rule='mean'"):
         SVD()(given(updates))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_a_pull_is_positive(value):
-    with pytest.raises(ValueError, match=rf"strength must be a finite number > 0, got {value!r}"):
+    with rejects("strength", value):
         LoRAFair(value)

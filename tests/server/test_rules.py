@@ -27,6 +27,7 @@ from perada.server import (
     make_rule,
     mean,
 )
+from tests.rejections import rejects
 
 CLIENTS, ROUNDS = 6, 5
 PARAMETERS = frozenset({"w", "scalar"})
@@ -322,9 +323,7 @@ def test_rules_say_whether_weights_count():
 @pytest.mark.parametrize("rule", [TrimmedMean(), FedAdam(aggregate=TrimmedMean(0.1))])
 def test_too_few_clients_to_trim_are_rejected(rule):
     rule.check(10)
-    with pytest.raises(
-        ValueError, match=r"trim=0\.1 drops none of 9 clients per round; sample at least 10, or raise trim"
-    ):
+    with pytest.raises(ValueError, match=r"trim=0\.1 .*9 clients"):
         rule.check(9)
 
 
@@ -376,9 +375,9 @@ def test_rules_have_names():
 
 
 def test_unknown_names_are_rejected():
-    with pytest.raises(ValueError, match="server_rule='medain' is unknown; did you mean 'median'"):
+    with rejects("server_rule", "medain"):
         make_rule("medain")
-    with pytest.raises(ValueError, match="server_rule='bulyan' is unknown; choose one of mean, median, "):
+    with rejects("server_rule", "bulyan"):
         make_rule("bulyan")
 
 

@@ -14,10 +14,10 @@ from perada.server.sums import SecureSums
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"threshold": 0.66}, r"threshold must be .*, got 0\.66"),
-        ({"threshold": 1.0}, r"threshold must be .*, got 1\.0"),
-        ({"min_sites": 2}, "min_sites must be an integer >= 3, got 2; .*each site can infer the other's part"),
-        ({"fraction_bits": 41}, "fraction_bits must be an integer >= 8 and <= 40, got 41"),
+        ({"threshold": 0.66}, r"threshold .*got 0\.66"),
+        ({"threshold": 1.0}, r"threshold .*got 1\.0"),
+        ({"min_sites": 2}, r"min_sites .*got 2"),
+        ({"fraction_bits": 41}, r"fraction_bits .*got 41"),
     ],
 )
 def test_options_by_which_nothing_is_hidden_are_rejected(option, message):
@@ -41,7 +41,7 @@ def test_means_are_those_of_pythons_whole_numbers(bits, shares):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2.0**38, -(2.0**38)])
 def test_what_does_not_fit_is_rejected(value):
-    with pytest.raises(ValueError, match=r"cannot be summed over 3 sites .* below 9\.1626e\+10"):
+    with pytest.raises(ValueError, match=r"3 sites.* 9\.1626e\+10"):
         SecureSums().to_integers(torch.tensor([0.0, value]), 3)
     state = {"w": torch.tensor([[1.0, 2.0], [0.0, 2 * value]]), "none": torch.zeros(2, 0)}
     assert SecureSums().summable(Updates(state), [1.0, 1.0], [0, 1]) == [0]

@@ -16,6 +16,7 @@ from perada.engine import Engine
 from perada.server import Distillation, Distiller
 from perada.server.distill import PUBLIC_BATCH, TeacherBatches
 from tests.options import sections
+from tests.rejections import rejects
 
 ENGINES = pytest.mark.parametrize("kind", ["folded", "loop"])
 STEPS = torch.tensor([[0, 1, 4], [4, 0, 1], [2, 3, 0], [3, 3, 1]])
@@ -264,5 +265,5 @@ def test_half_precision_is_close_to_a_plain_loop(precision):
 
 
 def test_an_unknown_mode_is_rejected():
-    with pytest.raises(ValueError, match=r"distillation: teacher_mode must be one of .*, got 'batch'"):
+    with rejects("distillation: teacher_mode", "batch"):
         Distillation(teacher_mode="batch")

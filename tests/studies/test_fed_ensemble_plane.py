@@ -30,7 +30,7 @@ def test_points_of_the_plane_are_the_modes_and_keep_their_distances():
 
 def test_modes_on_one_line_are_rejected():
     one = torch.arange(4.0, dtype=torch.float64)
-    with pytest.raises(ValueError, match="the three modes are collinear and span no plane"):
+    with pytest.raises(ValueError, match="three modes"):
         plane_through(one, 2 * one, 3 * one)
 
 
@@ -74,9 +74,9 @@ def test_the_loss_of_a_vector_of_weights_is_that_of_the_network_with_them():
 
 
 def test_options_that_give_no_plane_are_rejected():
-    with pytest.raises(ValueError, match="modes must be an integer >= 3, the number that spans the plane, got 2"):
+    with pytest.raises(ValueError, match=r"modes .*3, .*2"):
         PlaneSettings(modes=2)
-    with pytest.raises(ValueError, match="grid and line must be integers >= 2, got 1 and 17"):
+    with pytest.raises(ValueError, match=r"grid and line .*2, got 1 and 17"):
         PlaneSettings(grid=1)
 
 

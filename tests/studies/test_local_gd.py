@@ -18,6 +18,7 @@ from perada.models.backbones import build_backbone
 from perada.server import ModifiedLocalGD
 from perada.studies import local_gd, local_gd_curves, local_gd_head
 from perada.studies import local_gd_linear as linear
+from tests.rejections import rejects
 
 NODES, SAMPLES = 4, 6
 
@@ -230,7 +231,7 @@ def test_the_machine_is_the_solution_of_its_quadratic_program(dimension):
 
 def test_classes_that_cannot_be_separated_are_rejected():
     problem = linear.classification(3, 4, 6, noise=3.0)
-    with pytest.raises(ValueError, match="24 samples of dimension 3 cannot be separated; use a higher dimension"):
+    with pytest.raises(ValueError, match="24 samples of dimension 3"):
         linear.max_margin(problem)
 
 
@@ -284,11 +285,9 @@ def test_rates_that_diverge_are_rejected():
     regression, classification = pair()
     limit = 2 / np.linalg.eigvalsh(regression.x.numpy() @ regression.x.numpy().transpose(0, 2, 1)).max()
     linear.regression_steps(regression, 1, 0.99 * limit)
-    with pytest.raises(
-        ValueError, match=r"lr=.* diverges in dimension 40: the curvature is .*; choose a positive number"
-    ):
+    with pytest.raises(ValueError, match=r"lr=.* dimension 40"):
         linear.regression_steps(regression, 1, 1.01 * limit)
-    with pytest.raises(ValueError, match=r"lr=1e\+200 diverges in dimension 40; choose a smaller lr"):
+    with pytest.raises(ValueError, match=r"lr=1e\+200 .*dimension 40"):
         linear.federate(linear.classification_steps(classification, 3, 1e200, 1.0), 40, 1)
 
 
@@ -405,10 +404,10 @@ def test_options_are_read_by_name(tmp_path, monkeypatch):
 
 def test_what_cannot_be_run_is_rejected_before_anything_is_computed(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match="is a file; choose a folder"):
+    with pytest.raises(NotADirectoryError, match="is a file"):
         local_gd.study_local_steps(output=tmp_path / "file", quick=True)
     missing = local_gd_head.HeadSettings(root=str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"FashionMNIST was not found in .*; or choose --head.dataset=digits"):
+    with pytest.raises(FileNotFoundError, match=r"FashionMNIST.*--head\.dataset=digits"):
         local_gd.study_local_steps(output=tmp_path / "out", head=missing)
     assert not (tmp_path / "out").exists()
     for make, name in (
@@ -418,9 +417,9 @@ def test_what_cannot_be_run_is_rejected_before_anything_is_computed(tmp_path):
         (local_gd_head.HeadSettings, "nodes"),
         (local_gd_curves.DirichletSettings, "samples"),
     ):
-        with pytest.raises(ValueError, match=f"{make.__name__}: {name} must be an integer >= 1, got 0"):
+        with pytest.raises(ValueError, match=rf"{make.__name__}: {name} .*0"):
             make(**{name: 0})
-    with pytest.raises(ValueError, match=r"dimensions must be .*, got 0"):
+    with rejects("RegressionSettings: dimensions", 0):
         local_gd_curves.RegressionSettings(dimensions=())
-    with pytest.raises(ValueError, match=r"DirichletSettings: alphas must be a finite number > 0, got 0\.0"):
+    with pytest.raises(ValueError, match=r"DirichletSettings: alphas .*0\.0"):
         local_gd_curves.DirichletSettings(alphas=(0.5, 0.0))

@@ -151,7 +151,7 @@ def misspell_client(folder):
         (replace_label_by_text, r"label/000000\.png is not a PNG file; write the predictions again"),
         (damage_label, r"--pictures=.*: predictions/label/000000\.png cannot be read \(.+\); write the predictions"),
         (truncate_picture, r"--pictures=.*\.png cannot be read \(.+\); write the predictions again"),
-        (misspell_client, r"client must be an integer >= 0 in predictions\.csv, got 'north'; write"),
+        (misspell_client, r"client .*got 'north'"),
     ],
 )
 def test_damaged_pictures_are_rejected_before_anything_is_printed(predicted, tmp_path, capsys, damage, message):
@@ -169,9 +169,7 @@ def test_pictures_that_cannot_be_shown_are_rejected(predicted, tmp_path, capsys)
     run, folder = predicted
     (record,) = read_records(run)
     capsys.readouterr()
-    with pytest.raises(
-        FileNotFoundError, match=r"there is no predictions.csv; write one with: perada predict --config"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"predictions\.csv.*perada predict --config"):
         main(["report", str(run), "--pictures", str(tmp_path), "--output", str(tmp_path / "page")])
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "page").exists()
@@ -179,16 +177,16 @@ def test_pictures_that_cannot_be_shown_are_rejected(predicted, tmp_path, capsys)
         main(["report", str(run), str(run), "--pictures", str(folder), "--output", str(tmp_path / "page")])
     with pytest.raises(ValueError, match=r"--pictures needs --output"):
         main(["report", str(run), "--pictures", str(folder)])
-    with pytest.raises(ValueError, match=r"has a client 1, but the run has 1"):
+    with pytest.raises(ValueError, match=r"client 1, .* 1"):
         find_examples(folder, 1)
     table = (folder / "predictions.csv").read_text()
     (tmp_path / "predictions.csv").write_text(table.replace("predictions/label", "../label"))
     shutil.copytree(folder / "predictions", tmp_path / "predictions")
-    with pytest.raises(ValueError, match=r"\.\./label/000000.png, which is outside of the folder"):
+    with pytest.raises(ValueError, match=r"\.\./label/000000\.png"):
         find_examples(tmp_path, 2)
     (tmp_path / "predictions.csv").write_text("image,client,label,personal\n0,0,1,1\n")
-    with pytest.raises(ValueError, match=r"predictions.csv has no masks"):
+    with pytest.raises(ValueError, match=r"predictions\.csv .*masks"):
         find_examples(tmp_path, 2)
     record.info["privacy"] = {"client": {}}
-    with pytest.raises(ValueError, match=r"the run is private .* --scores=true"):
+    with pytest.raises(ValueError, match=r"private .*--scores=true"):
         with_pictures([record], None, folder)

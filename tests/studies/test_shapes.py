@@ -49,9 +49,9 @@ def test_images_are_on_black_and_neither_empty_nor_full():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"count": 9}, "count must be an integer >= 10, got 9; the test split has a tenth as many"),
-        ({"num_classes": 0}, "^num_classes must be an integer >= 1, got 0"),
-        ({"size": 0}, "size must be an integer >= 1, got 0"),
+        ({"count": 9}, r"count .*got 9"),
+        ({"num_classes": 0}, r"^num_classes .*got 0"),
+        ({"size": 0}, r"size .*got 0"),
     ],
 )
 def test_nothing_to_draw_is_rejected(options, message):

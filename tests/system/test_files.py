@@ -260,7 +260,7 @@ def test_a_folder_passes_the_check_exactly_if_it_can_be_created(tmp_path, name):
     (tmp_path / "file").touch()
     folder = tmp_path / name
     if "file" in name:
-        with pytest.raises(NotADirectoryError, match=r"--output=.* is a file; choose a folder"):
+        with pytest.raises(NotADirectoryError, match=r"--output=.* is a file"):
             check_output_folder("--output", folder)
         with pytest.raises((NotADirectoryError, FileExistsError)):
             folder.mkdir(parents=True, exist_ok=True)
@@ -275,7 +275,7 @@ def test_a_folder_of_another_user_is_rejected(tmp_path, monkeypatch):
     """The system is asked about the folder in which the first new one would be created."""
     checked = []
     monkeypatch.setattr(os, "access", lambda path, mode: checked.append((path, mode)) or False)
-    with pytest.raises(PermissionError, match=r"--output=.*deep: you may not write to '.*'; choose another folder"):
+    with pytest.raises(PermissionError, match=r"--output=.*deep:"):
         check_output_folder("--output", tmp_path / "new" / "deep")
     assert checked == [(tmp_path, os.W_OK | os.X_OK)]
 
@@ -284,7 +284,7 @@ def test_a_file_may_be_replaced_but_not_a_folder(tmp_path):
     (tmp_path / "file").touch()
     check_output_file("--output", tmp_path / "file", "a.csv")
     check_output_file("--output", tmp_path / "new" / "file", "a.csv")
-    with pytest.raises(IsADirectoryError, match=r"is a folder; choose a file, such as .*/a\.csv"):
+    with pytest.raises(IsADirectoryError, match=r"folder.*/a\.csv"):
         check_output_file("--output", tmp_path, "a.csv")
-    with pytest.raises(NotADirectoryError, match=r"--output=.*/file is a file; choose a folder"):
+    with pytest.raises(NotADirectoryError, match=r"--output=.*/file is a file"):
         check_output_file("--output", tmp_path / "file" / "b.csv", "a.csv")

@@ -90,5 +90,5 @@ def test_the_file_of_a_site_is_judged_likewise(tmp_path, content):
 def test_a_missing_colon_and_a_second_document_are_named(tmp_path, text, line, remedy):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    with pytest.raises(YamlFileError, match=f"line {line}: .*{remedy}"):
+    with pytest.raises(YamlFileError, match=rf"line {line}: .*{remedy}"):
         read_yaml(path)

@@ -77,7 +77,7 @@ def test_a_custom_task_is_trained_distilled_saved_and_predicted(tmp_path):
 
 
 def test_an_ensemble_of_probabilities_is_rejected_at_set_up():
-    with pytest.raises(OptionError, match=r"predictions of Margin\(margin=0.5\) cannot be averaged.*average='logits'"):
+    with pytest.raises(OptionError, match=r"Margin\(margin=0\.5\).*average='logits'"):
         fit("fed_ensemble", algorithm_options={"average": "probabilities"})
 
 
@@ -121,9 +121,9 @@ def test_a_task_of_numbers_that_does_not_say_how_they_move_is_not_trained_on_mov
     sets = [TensorDataset(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.arange(4.0))]
     FederatedDataModule(FederatedData(sets), task=Spread()).setup()
     for options in ({"flip": True}, {"crop_padding": 1}):
-        with pytest.raises(OptionError, match=rf"{next(iter(options))} would move the content of training images"):
+        with pytest.raises(OptionError, match=f"{next(iter(options))} would move"):
             FederatedDataModule(FederatedData(sets), task=Spread(), **options)
-    with pytest.raises(OptionError, match="zoom_blur would move the content of test images"):
+    with pytest.raises(OptionError, match="zoom_blur would move"):
         FederatedDataModule(FederatedData(sets, sets), task=Spread(), shifts={"blur": "zoom_blur"})
 
 

@@ -36,6 +36,7 @@ from perada.studies.report.records import read_records
 from perada.tasks import Classification, Regression, Segmentation, task_of_labels
 from perada.tasks.base import make_task
 from perada.tasks.regression import Movement
+from tests.rejections import rejects
 
 OUTPUTS = torch.tensor([[0.5, -3.0], [2.0, 0.25], [-1.0, 0.0]])
 TARGETS = torch.tensor([[12.0, 4.0], [8.0, 5.0], [10.0, 3.5]])
@@ -141,7 +142,7 @@ def test_all_targets_give_mean_and_standard_deviation():
     assert fitted.mean == pytest.approx(np.mean(TARGETS.tolist(), 0))
     assert fitted.std == pytest.approx(np.std(TARGETS.tolist(), 0))
     assert make_task(fitted.record()) == fitted
-    with pytest.raises(OptionError, match="target 1 is the same for all training images"):
+    with pytest.raises(OptionError, match="target 1"):
         Regression(standardize="all").fitted_to(torch.tensor([[1.0, 2.0], [3.0, 2.0]]), 2)
 
 
@@ -287,7 +288,7 @@ def test_a_lower_error_is_better():
 
 @pytest.mark.parametrize("metric", ["accuracy", "auroc", "ece", "dice", "MulticlassF1Score"])
 def test_metrics_of_classes_are_rejected(metric):
-    with pytest.raises(OptionError, match=r"does not support data with numbers; choose from mae, mse"):
+    with pytest.raises(OptionError, match=r"numbers; .*mae, mse"):
         make_metrics(metric, Regression(), 1)
 
 
@@ -331,9 +332,9 @@ def test_perada_distils_saves_and_predicts(tmp_path):
 
 
 def test_numbers_need_the_task():
-    with pytest.raises(TypeError, match=r"labels are one float32 number.*to predict numbers, set task=Regression\(\)"):
+    with pytest.raises(TypeError, match=r"float32.*Regression\(\)"):
         task_of_labels(torch.tensor([1.5]))
-    with pytest.raises(TypeError, match=r"set task=Regression\(\)"):
+    with pytest.raises(TypeError, match=r"Regression\(\)"):
         FederatedDataModule(hospitals()).setup()
 
 
@@ -347,7 +348,7 @@ def test_numbers_that_are_missing_name_the_client(kind, value):
     images, numbers = hospital(0).tensors
     numbers[3] = value
     data = FederatedDataModule(FederatedData([hospital(1), kind(images, numbers)]), task=Regression())
-    with pytest.raises(ValueError, match=rf"client 1 has the training label {value}, outside finite numbers"):
+    with pytest.raises(ValueError, match=rf"client 1 .*label {value},"):
         data.setup()
 
 
@@ -355,15 +356,15 @@ def test_targets_move_to_their_places_in_the_run():
     task = Regression()
     targets = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     assert task.renumber(targets, [2, 0, 1], 3).tolist() == [[2.0, 3.0, 1.0], [5.0, 6.0, 4.0]]
-    with pytest.raises(ValueError, match=r"the data have 2 of the run's 3 targets; provide all of them"):
+    with pytest.raises(ValueError, match="2 of the run's 3 targets"):
         task.renumber(targets[:, :2], [0, 2], 3)
 
 
 def test_targets_of_another_form_are_rejected():
     masks = TensorDataset(hospital(0).tensors[0], torch.zeros(8, 8, 8, dtype=torch.uint8))
-    with pytest.raises(OptionError, match=r"needs numbers, but the labels are one class per pixel"):
+    with pytest.raises(OptionError, match=r"numbers, .*one class per pixel"):
         FederatedDataModule(FederatedData([masks]), task=Regression()).setup()
-    with pytest.raises(OptionError, match=r"mean must be a number, or a list of 1"):
+    with pytest.raises(OptionError, match=r"mean .*1"):
         FederatedDataModule(hospitals(), task=Regression(mean=(1.0, 2.0))).setup()
 
 
@@ -384,7 +385,7 @@ def test_what_needs_classes_is_rejected(options, message):
 
 
 def test_mixed_images_are_rejected():
-    with pytest.raises(ValueError, match=r"targets of Regression\(\) cannot be mixed"):
+    with pytest.raises(ValueError, match=r"Regression\(\) .*mixed"):
         FederatedDataModule(hospitals(), task=Regression(), mixup=0.2).setup()
 
 
@@ -404,7 +405,7 @@ def test_numbers_that_may_move_with_the_image_are_not_trained_on_moved_images(op
     FederatedDataModule(hospitals(), task=stated, **options).setup()
     assert make_task(json.loads(json.dumps(stated.record()))) == stated
     assert replace(task, invariant_to="flip").invariant_to == ("flip",)
-    with pytest.raises(OptionError, match="invariant_to"):
+    with rejects("invariant_to", "rotation"):
         Regression(invariant_to=["rotation"])
 
 

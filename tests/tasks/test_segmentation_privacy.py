@@ -81,6 +81,6 @@ def test_a_decoder_without_norm_is_trained_privately():
 
 def test_a_decoder_with_batch_norm_is_rejected_with_networks_that_can_be_trained():
     pytest.importorskip("segmentation_models_pytorch")
-    expected = r"trained BatchNorm layers: .* other images of its batch; .* 'smp:fpn-ENCODER'.* decoder_use_norm=False"
+    expected = r"BatchNorm.*'smp:fpn-ENCODER'.*decoder_use_norm=False"
     with pytest.raises(OptionError, match=expected):
         perada.finetune("smp:unet-resnet18", hospitals(2), algorithm="fedavg", privacy=PRIVACY, **OPTIONS)

@@ -180,30 +180,28 @@ def test_masks_that_are_read_one_by_one_train_the_same(network):
 
 
 def test_the_number_of_classes_is_needed_where_masks_are_read_one_by_one():
-    with pytest.raises(ValueError, match=r"masks of client 0 are read one by one.*set num_classes"):
+    with pytest.raises(ValueError, match=r"client 0 .*num_classes"):
         FederatedDataModule(FederatedData([Pairs(squares(3, 0))])).setup()
 
 
 def test_a_mask_with_an_unknown_class_is_named(network):
     images, masks = squares(3, 0).tensors
     masks[1, 0, 0] = 7
-    with pytest.raises(
-        ValueError, match=r"client 0: the mask of training image 1 has the class 7, outside 0..2.*num_classes \(now 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"client 0: .*training image 1 .*class 7, .*0\.\.2.*num_classes \(now 3\)"):
         FederatedDataModule(FederatedData([TensorDataset(images, masks)], num_classes=3)).setup()
     data = FederatedData([Pairs(TensorDataset(images, masks))], num_classes=3)
-    with pytest.raises(ValueError, match=r"client 0, sample 1: the mask has the class 7, outside 0..2"):
+    with pytest.raises(ValueError, match=r"client 0, sample 1: .*class 7, .*0\.\.2"):
         fit(network, FederatedDataModule(data, batch_size="full"))
 
 
 def test_masks_of_another_size_are_rejected():
     images, masks = squares(3, 0).tensors
-    with pytest.raises(ValueError, match=r"masks are \(32, 16\), but their images are \(32, 32\)"):
+    with pytest.raises(ValueError, match=r"\(32, 16\), .*\(32, 32\)"):
         FederatedDataModule(FederatedData([TensorDataset(images, masks[:, :, :16])])).setup()
 
 
 def test_mixed_images_are_rejected():
-    with pytest.raises(ValueError, match=r"targets of Segmentation.* cannot be mixed; leave mixup and cutmix out"):
+    with pytest.raises(ValueError, match=r"Segmentation.*mixup and cutmix"):
         FederatedDataModule(hospitals(), mixup=0.2).setup()
 
 
@@ -211,10 +209,10 @@ def test_mixed_images_are_rejected():
 def test_a_network_of_the_other_kind_is_rejected(task):
     if task is None:
         data = FederatedData([TensorDataset(squares(6, 0).tensors[0], torch.arange(6) % 2)])
-        with pytest.raises(OptionError, match="classifies pixels, but the labels are not masks"):
+        with pytest.raises(OptionError, match="not masks"):
             perada.finetune("smp:unet-resnet18", data, pretrained=False)
     else:
-        with pytest.raises(OptionError, match="classifies images, but the task is to classify pixels"):
+        with pytest.raises(OptionError, match="classifies images"):
             perada.finetune("test_resnet", hospitals(), pretrained=False, task=task)
 
 
@@ -242,7 +240,7 @@ def test_predicted_masks_are_files_of_the_size_of_their_images(network, tmp_path
                 assert np.array_equal(np.array(mask), predictions.labels[row].numpy())
     absolute = predictions.save_masks(tmp_path / "others")
     assert sorted(path.name for path in absolute.iterdir()) == ["000000_1.png", "000001_1.png", "000002_2.png"]
-    with pytest.raises(ValueError, match="masks are not written to a table; write them with save_masks"):
+    with pytest.raises(ValueError, match="save_masks"):
         predictions.to_csv(tmp_path / "table.csv")
 
 
@@ -394,9 +392,9 @@ def test_the_logits_that_sites_send_under_masks_are_announced(network, caplog):
 
 def test_what_compares_predictions_of_images_is_rejected(network):
     options = {"algorithm": "perada", "adapter": "head"}
-    with pytest.raises(ValueError, match=r"guard='predictions' counts the classes .* labels are one class per pixel"):
+    with pytest.raises(ValueError, match=r"guard='predictions'.*one class per pixel"):
         fit(network, **options, distillation={"steps": 1, "guard": "predictions"})
-    with pytest.raises(ValueError, match=r"personal_distance.*models predict pixels"):
+    with pytest.raises(ValueError, match=r"personal_distance.*pixels"):
         fit(network, **options, distillation={"steps": 1}, evaluation={"diagnostics": ["personal_distance"]})
 
 

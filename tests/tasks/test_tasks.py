@@ -119,13 +119,13 @@ def test_a_record_makes_the_same_task(task):
 
 def test_options_that_a_task_does_not_have_are_an_error_that_names_them():
     record = Classification().record() | {"init_args": {"sharpness": 2}}
-    with pytest.raises(ValueError, match=r"the task 'Classification' does not accept its recorded options.*sharpness"):
+    with pytest.raises(ValueError, match=r"'Classification'.*sharpness"):
         make_task(record)
 
 
 def test_a_task_of_ones_own_is_made_once_it_is_defined():
     record = {"class_path": "Doubled", "init_args": {"factor": 3.0}}
-    with pytest.raises(ValueError, match="the task 'Doubled' is not defined; import the module that defines it first"):
+    with pytest.raises(ValueError, match="'Doubled'"):
         make_task(record)
 
     @dataclass(frozen=True)

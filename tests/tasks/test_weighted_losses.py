@@ -101,16 +101,16 @@ def test_unknown_labels_take_no_part_in_the_loss(unknown):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Classification(label_smoothing=1.0), "label_smoothing must be .*, got 1.0"),
-        (lambda: Classification(label_smoothing=0.1, focal_gamma=2), "cannot be combined with focal_gamma=2"),
-        (lambda: Classification(focal_gamma=-1), "focal_gamma must be .*, got -1"),
-        (lambda: Classification(class_weights="inverse"), "class_weights must be .*'balanced'.*, got 'inverse'"),
-        (lambda: Classification(class_weights=[1.0, 0.0]), "class_weights must be .* > 0, got 0.0"),
-        (lambda: Classification(class_weights=[1.0]).check_classes(3), "class_weights must be a list of 3 numbers"),
-        (lambda: MultiLabel(positive_weights=[1.0] * 4).check_classes(3), "positive_weights must be a list of 3"),
+        (lambda: Classification(label_smoothing=1.0), r"label_smoothing .*got 1.0"),
+        (lambda: Classification(label_smoothing=0.1, focal_gamma=2), "focal_gamma=2"),
+        (lambda: Classification(focal_gamma=-1), r"focal_gamma .*got -1"),
+        (lambda: Classification(class_weights="inverse"), r"class_weights .*got 'inverse'"),
+        (lambda: Classification(class_weights=[1.0, 0.0]), r"class_weights .*got 0.0"),
+        (lambda: Classification(class_weights=[1.0]).check_classes(3), r"class_weights.*3 numbers"),
+        (lambda: MultiLabel(positive_weights=[1.0] * 4).check_classes(3), r"positive_weights.*3"),
         (
             lambda: Classification(class_weights="balanced").fitted_to(torch.tensor([0, 0, 2]), 3),
-            "class_weights must be a list of numbers, got 'balanced'.* class 1",
+            r"class_weights .*got 'balanced'.* class 1",
         ),
     ],
 )

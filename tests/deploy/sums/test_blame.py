@@ -170,9 +170,7 @@ def test_random_shares_where_all_are_needed_end_the_run_with_a_name(tiny, tmp_pa
     made = parties(tiny, tmp_path, "fedavg", rounds=3)
     transport = Lie(made.workers(), {("site0", "reveal"): random_shares})
     coordinator = made.coordinator(transport)
-    with pytest.raises(
-        TimeoutError, match=r"round 2: a secure sum needs 3 sites.*site site0: it revealed a different share"
-    ):
+    with pytest.raises(TimeoutError, match=r"round 2: .*3 sites.*site0"):
         coordinator.run()
     (record,) = coordinator.progress.records
     assert "site0 lied" in record.void and record.failed == {"site0": "lied"}

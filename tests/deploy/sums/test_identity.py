@@ -35,21 +35,21 @@ HIDDEN = ["\r", "\x0b", "\x0c", "\x1c", "\x1e", "\x85", "\u2028", "\u2029"]
 @pytest.mark.parametrize("end", HIDDEN, ids=ascii)
 def test_no_second_key_hides_in_a_line(end, listed):
     """A site that sends its line to who keeps the list could be two."""
-    with pytest.raises(ValueError, match="is not a line with a key and a unique name"):
+    with pytest.raises(ValueError, match="unique name"):
         read_sites(listed(f"{KEYS[0]} one{end}{KEYS[1]} two\n"))
     assert list(read_sites(listed(f"# sites{end}{KEYS[1]} two\n{KEYS[0]} one\n"))) == ["one"]
 
 
 @pytest.mark.parametrize("name", ["a\u200b", "a/b", "a" * 65, "#a", "a\x00"], ids=ascii)
 def test_names_are_those_that_a_site_may_have(name, listed):
-    with pytest.raises(ValueError, match="is not a line with a key and a unique name"):
+    with pytest.raises(ValueError, match="unique name"):
         read_sites(listed(f"{KEYS[0]} {name}\n"))
 
 
 def test_no_name_or_key_stands_there_twice(listed):
-    with pytest.raises(ValueError, match="is not a line with a key and a unique name"):
+    with pytest.raises(ValueError, match="unique name"):
         read_sites(listed(f"{KEYS[0]} one\n{KEYS[1]} one\n"))
-    with pytest.raises(ValueError, match="same key under two names"):
+    with pytest.raises(ValueError, match="two names"):
         read_sites(listed(f"{KEYS[0]} one\n{KEYS[0]} two\n"))
 
 
@@ -63,12 +63,12 @@ def test_a_list_of_an_authority_is_as_it_signed_it(listed, tmp_path):
         read_sites(file, authority)
     signature = sign_sites(file, identity)
     assert list(read_sites(file, authority)) == ["one", "two"]
-    with pytest.raises(ValueError, match="not signed by the authority"):
+    with pytest.raises(ValueError, match="authority"):
         read_sites(file, KEYS[0])
     for changed in (text + f"{KEYS[2]} three\n", text.replace("two", "too"), text[:-1]):
-        with pytest.raises(ValueError, match="not signed by the authority"):
+        with pytest.raises(ValueError, match="authority"):
             read_sites(listed(changed), authority)
     for what, content in (("advert", text.encode().hex()), ("sites", text)):  # a signature of another statement
         signature.write_text(sign(key, what, content))
-        with pytest.raises(ValueError, match="not signed by the authority"):
+        with pytest.raises(ValueError, match="authority"):
             read_sites(listed(text), authority)

@@ -212,5 +212,5 @@ def test_a_signature_that_is_none_stops_nobody(signature, tiny, tmp_path):
 
 def test_a_site_does_not_hide_behind_itself(tiny, tmp_path):
     made = parties(tiny, tmp_path)
-    with pytest.raises(ValueError, match="the key of this site, 'site0', under the name 'another'"):
+    with pytest.raises(ValueError, match=r"'site0'.*'another'"):
         Party("site0", made.identities[0], made.sites | {"another": made.identities[0].public_key()})

@@ -59,7 +59,7 @@ def test_vectors_and_their_sum_are_numpys():
 def test_a_number_that_does_not_fit_is_seen_wherever_it_stands(place, value):
     wrong = state(1)
     wrong["w"][place] = value
-    with pytest.raises(ValueError, match=r"cannot be summed over 3 sites with fraction_bits=24"):
+    with pytest.raises(ValueError, match=r"3 sites.*fraction_bits=24"):
         Contents(OPTIONS, state(0)).vector(wrong, 1.0, None, {}, 3)
 
 
@@ -69,7 +69,7 @@ def test_a_sum_out_of_all_range_is_rejected_wherever_it_is(place, value):
     contents = Contents(OPTIONS, {"w": torch.zeros(SIZE)})
     total = np.zeros(contents.size, np.int64)
     total[place], total[-1] = int(3 * value) << 24, 3 << 24
-    with pytest.raises(RejectionError, match=r"spoiled by at least one site: 'w' has values from"):
+    with pytest.raises(RejectionError, match="one site: 'w'"):
         contents.decode(total.view(np.uint64), 3)
 
 

@@ -184,7 +184,7 @@ def test_a_command_goes_on_where_it_stopped(recipe, read, tmp_path, capsys):
     (tmp_path / "tiny.yaml").write_text("# a comment\n" + TINY)
     main(command)
     (tmp_path / "tiny.yaml").write_text(TINY.replace("train_limit: 60", "train_limit: 50"))
-    with pytest.raises(ValueError, match=r"out/r.json' has results of an earlier version of 'tiny.yaml'"):
+    with pytest.raises(ValueError, match=r"out/r\.json' .*'tiny\.yaml'"):
         main(command)
 
 
@@ -382,7 +382,7 @@ def test_what_cannot_be_tuned_is_rejected_before_anything_runs(recipe, tmp_path,
 
 
 def test_paper_needs_algorithms(recipe):
-    with pytest.raises(ValueError, match="--paper determines what named algorithms train"):
+    with pytest.raises(ValueError, match="--paper"):
         main(["compare", recipe, "--paper"])
 
 
@@ -390,7 +390,7 @@ def test_paper_needs_algorithms(recipe):
 @pytest.mark.parametrize("content", ["{", "[1]", '[{"label": "fedavg", "seed": 0}]', "3"])
 def test_a_file_of_something_else_is_not_overwritten(recipe, tmp_path, content):
     (tmp_path / "r.json").write_text(content)
-    with pytest.raises(ValueError, match=r"r.json' has no results of this version"):
+    with pytest.raises(ValueError, match=r"r\.json'"):
         main(["compare", recipe, "--output", "r.json"])
     assert (tmp_path / "r.json").read_text() == content
 
@@ -828,9 +828,9 @@ def test_values_that_are_varied_are_rows_and_each_is_tuned(recipe, read, capsys)
         own = [record for record in read() if record["label"] == label]
         assert [(record["stage"], record["seed"]) for record in own] == [("tune", 1)] * 2 + [("run", 1), ("run", 2)]
         assert all(f"--data.public_fraction={share}" in record["args"] for record in own)
-    with pytest.raises(ValueError, match=r"--tune and --vary both set training\.lr_local; tune it or vary it"):
+    with pytest.raises(ValueError, match=r"--tune and --vary .*training\.lr_local"):
         main(["compare", recipe, *grid, "--vary", "training.lr_local=1,2"])
-    with pytest.raises(ValueError, match=r"--vary 'a.b' cannot be parsed; write NAME=V1"):
+    with pytest.raises(ValueError, match=r"--vary 'a\.b'.*NAME=V1"):
         main(["compare", recipe, "--vary", "a.b"])
 
 
@@ -874,9 +874,9 @@ def test_a_file_says_what_is_compared(recipe, read, tmp_path, capsys):
         *("--data.test_limit=20", "--federated.algorithm.prox_strength=2.0", "--data.test_limit=30"),
     ]
     assert comparison([recipe, "--seeds", "1"]) == [recipe, "--seeds", "1"]
-    with pytest.raises(ValueError, match=r"'table.yaml' already lists the recipes to compare; leave 'tiny.yaml' out"):
+    with pytest.raises(ValueError, match=r"'table\.yaml' .*'tiny\.yaml'"):
         comparison(["table.yaml", recipe])
-    with pytest.raises(ValueError, match=r"'table.yaml' is a comparison of recipes.*perada compare table.yaml"):
+    with pytest.raises(ValueError, match=r"'table\.yaml' .*perada compare table\.yaml"):
         main(["fit", "--config", "table.yaml"])
 
 
@@ -913,9 +913,9 @@ def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
     assert "algorithms differ in their number of settings" in capsys.readouterr().err.lower()
     main([*words, "--tune", "perada:training.lr_local=1,2", *OUT])
     assert begun(capsys.readouterr().out) == []
-    with pytest.raises(ValueError, match=r"is for 'perda', which is not an algorithm"):
+    with pytest.raises(ValueError, match="'perda'"):
         main([*words, "--tune", "perda:training.lr_local=1,2"])
-    with pytest.raises(ValueError, match=r"training\.lr_local is set twice"):
+    with pytest.raises(ValueError, match=r"training\.lr_local .*twice"):
         main([*words, "--tune", "training.lr_local=1,2"])
 
 
@@ -1193,7 +1193,7 @@ def test_what_contradicts_itself_is_rejected_before_anything_runs(recipe, words,
 @pytest.mark.parametrize("option", ["--model.pretrained", "--vary=model.pretrained", "--tune=model.pretrained"])
 def test_weights_that_are_missing_are_noticed_before_anything_runs(recipe, tmp_path, option):
     """Those of the recipe are there."""
-    with pytest.raises((FileNotFoundError, ValueError), match=r"nowhere\.safetensors.*there is no such file or folder"):
+    with pytest.raises((FileNotFoundError, ValueError), match=r"nowhere\.safetensors"):
         main(["compare", recipe, f"{option}=nowhere.safetensors", "--output", str(tmp_path / "results.json")])
     assert not (tmp_path / "results.json").exists()
 
@@ -1318,7 +1318,7 @@ def test_redividing_warns_of_test_images_that_stay(recipe, tmp_path, monkeypatch
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipes.recipe() | {"data": data | {"image_size": 16}}))
     monkeypatch.setattr(ComparisonRunner, "run", lambda runner: 0)
     words = ["compare", "mine.yaml", "--algorithms", "fedavg", "standalone"]
-    with pytest.warns(UserWarning, match=rf"--redivide leaves in 'mine\.yaml' .*test images of Images.*{kept}"):
+    with pytest.warns(UserWarning, match=rf"'mine\.yaml' .*Images.*{kept}"):
         main([*words, "--redivide"])
     # Neither without the option nor for a set that data.seed does divide.
     main(words)

@@ -191,12 +191,12 @@ def test_runs_from_a_range_are_those_of_perada_fit():
     ],
 )
 def test_what_is_no_range_is_rejected_before_anything_runs(words, says, tmp_path):
-    with pytest.raises(ValueError, match=f"(?s){says}"):
+    with pytest.raises(ValueError, match=rf"(?s){says}"):
         main(["compare", "tiny.yaml", "--algorithms", "ditto", *words, *OUT])
     assert not (tmp_path / "out").exists()
 
 
 def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs optuna, which is not .*; pip install 'perada\[tune\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"optuna, .*'perada\[tune\]'"):
         main([*COMMAND, *OUT])
