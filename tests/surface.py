@@ -104,17 +104,17 @@ def ours(kind: type) -> bool:
 def members_of(kind: type, promised: set[type]) -> Iterator[tuple[str, Parts]]:
     """What a class has beside its arguments, but for what is said of a class that it inherits from."""
     foreign = [base for base in kind.__mro__ if not ours(base) and base is not object]
-    given = {*getattr(kind, "__dataclass_fields__", ()), *inspect.signature(kind).parameters}
+    arguments = {*getattr(kind, "__dataclass_fields__", ()), *inspect.signature(kind).parameters}
     found = {name for base in kind.__mro__ if ours(base) for name in vars(base) if not name.startswith("_")}
     heirs = [base for base in kind.__mro__[1:] if base in promised]
-    for name in sorted(found - given):
+    for name in sorted(found - arguments):
         if any(name in dir(base) for base in foreign):  # hooks of Lightning, methods of a mapping
             continue
         own = member(inspect.getattr_static(kind, name))
         if all(name not in dir(base) or member(inspect.getattr_static(base, name)) != own for base in heirs):
             yield name, own
     told = {name for base in kind.__mro__ if ours(base) for name in (*attributes_of(base), *get_annotations(base))}
-    yield from ((name, {"": "attribute"}) for name in sorted(told - found - given) if not name.startswith("_"))
+    yield from ((name, {"": "attribute"}) for name in sorted(told - found - arguments) if not name.startswith("_"))
 
 
 def attributes_of(kind: type) -> list[str]:

@@ -16,13 +16,13 @@ from tests.surface import Parts
 
 def files(folder: Path) -> dict[str, Parts]:
     """Files of a fit, of a saved run and of an adapter, and the keys of those that are perada's own."""
-    made, random = [], torch.Generator().manual_seed(0)
+    created, random = [], torch.Generator().manual_seed(0)
     for size in (6, 5):
-        made.append(
+        created.append(
             TensorDataset(torch.randint(0, 256, (size, 3, 8, 8), generator=random).byte(), torch.arange(size) % 2)
         )
     public = TensorDataset(torch.randint(0, 256, (4, 3, 8, 8), generator=random).byte())
-    data = perada.FederatedData(made, made, public, classes=["cat", "dog"], client_names=["north", "south"])
+    data = perada.FederatedData(created, created, public, classes=["cat", "dog"], client_names=["north", "south"])
     run = perada.finetune(
         "test_resnet", data, pretrained=False, rounds=1, local_steps=1, distillation={"steps": 1}, batch_size=4,
         image_size=32, enable_progress_bar=False, accelerator="cpu", default_root_dir=str(folder),

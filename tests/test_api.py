@@ -143,8 +143,8 @@ def test_run_folder(call, tmp_path, tiny):
 
 
 def test_secure_sums_stand_in_config_yaml_as_in_a_recipe():
-    given = {"min_sites": 4, "threshold": 0.75, "fraction_bits": 20}
-    assert to_yaml_value(SecureSums(**given)) == given
+    arguments = {"min_sites": 4, "threshold": 0.75, "fraction_bits": 20}
+    assert to_yaml_value(SecureSums(**arguments)) == arguments
 
 
 @pytest.mark.slow
@@ -162,12 +162,12 @@ def test_without_a_logger_nothing_is_written(call, tmp_path, monkeypatch):
 
 
 def test_ckpt_path_last_goes_on_from_the_newest_run(call, tmp_path):
-    whole = call(rounds=3, default_root_dir=str(tmp_path / "whole"))
+    uninterrupted = call(rounds=3, default_root_dir=str(tmp_path / "whole"))
     call(rounds=1)
     call(rounds=2, ckpt_path="last")
     run = call(rounds=3, ckpt_path="last")
-    assert run.metrics == whole.metrics
-    assert all(torch.equal(value, whole.state("global")[key]) for key, value in run.state("global").items())
+    assert run.metrics == uninterrupted.metrics
+    assert all(torch.equal(value, uninterrupted.state("global")[key]) for key, value in run.state("global").items())
 
 
 def test_a_trainer_of_the_callers_own(call, tiny, tmp_path):
@@ -443,19 +443,19 @@ def test_an_option_that_is_given_beside_its_section_is_rejected(tiny, training):
 
 def test_every_default_is_that_of_the_class_that_is_built():
     own = {"batch_size", "num_classes", "algorithm", "server_rule"}  # None or a name stands for the class's default
-    given = {name: one.default for name, one in inspect.signature(perada.finetune).parameters.items()}
+    arguments = {name: one.default for name, one in inspect.signature(perada.finetune).parameters.items()}
     built = (perada.FederatedLoop, perada.FederatedClassifier, perada.FederatedDataModule)
     compared = [
-        (name, one.default, given[name])
+        (name, one.default, arguments[name])
         for kind in built
         for name, one in inspect.signature(kind).parameters.items()
-        if name in given and name not in own | {"data", "backbone"}
+        if name in arguments and name not in own | {"data", "backbone"}
     ]
     assert len(compared) >= 20  # the fields of sections are compared by their dataclasses' own defaults
     assert [row for row in compared if row[1] != row[2]] == []
     assert perada.FederatedLoop().distillation == Distillation()
-    assert isinstance(perada.FederatedLoop().algorithm, type(perada.make_algorithm(given["algorithm"])))
-    assert type(perada.FederatedLoop().server_rule).__name__.lower() == given["server_rule"]
+    assert isinstance(perada.FederatedLoop().algorithm, type(perada.make_algorithm(arguments["algorithm"])))
+    assert type(perada.FederatedLoop().server_rule).__name__.lower() == arguments["server_rule"]
     assert inspect.signature(perada.FederatedDataModule).parameters["batch_size"].default == 64
 
 

@@ -116,8 +116,8 @@ def test_the_end_of_a_round_does_not_wait_for_each_tensor():
 @pytest.mark.parametrize(("precision", "bound"), [("bf16-mixed", 0.1), ("16-mixed", 0.02)])
 def test_half_precision_stays_near_single_precision(precision, bound, tiny):
     def trained(**options):
-        given = {"algorithm": "perada", "rounds": 2, **tiny.options, **ON_GPU, "logger": False, **options}
-        return perada.finetune(tiny.net(), tiny.data(), **sections(enable_checkpointing=False, **given))
+        arguments = {"algorithm": "perada", "rounds": 2, **tiny.options, **ON_GPU, "logger": False, **options}
+        return perada.finetune(tiny.net(), tiny.data(), **sections(enable_checkpointing=False, **arguments))
 
     single, half = trained(), trained(precision=precision)
     before = dict(tiny.net().named_parameters())
@@ -127,10 +127,10 @@ def test_half_precision_stays_near_single_precision(precision, bound, tiny):
 
 
 def test_a_checkpoint_of_a_gpu_is_resumed_on_the_cpu(tmp_path):
-    whole = finetune("ditto", rounds=3, dropout=0.3)
+    uninterrupted = finetune("ditto", rounds=3, dropout=0.3)
     finetune("ditto", rounds=2, dropout=0.3, enable_checkpointing=True, default_root_dir=tmp_path, **ON_GPU)
     (last,) = tmp_path.rglob("last.ckpt")
-    assert_close(finetune("ditto", rounds=3, dropout=0.3, ckpt_path=str(last)), whole, 1e-9)
+    assert_close(finetune("ditto", rounds=3, dropout=0.3, ckpt_path=str(last)), uninterrupted, 1e-9)
 
 
 def test_what_a_run_gives_is_on_the_cpu():
@@ -145,9 +145,9 @@ def test_a_saved_run_predicts_the_same_on_both(tmp_path):
     random = torch.Generator().manual_seed(0)
     x, y = torch.rand(3, 8, 3, 32, 32, generator=random), torch.arange(8) % 3
     data = perada.FederatedData([torch.utils.data.TensorDataset(one, y) for one in x], num_classes=3)
-    given = {"algorithm": "ditto", "rounds": 1, "batch_size": 4, "pretrained": False, "logger": False, **ON_GPU}
+    arguments = {"algorithm": "ditto", "rounds": 1, "batch_size": 4, "pretrained": False, "logger": False, **ON_GPU}
     trained = perada.finetune(
-        "test_resnet", data, **sections(enable_checkpointing=False, enable_progress_bar=False, **given)
+        "test_resnet", data, **sections(enable_checkpointing=False, enable_progress_bar=False, **arguments)
     )
     run = perada.Run.load(trained.save(tmp_path / "run"))
     for client in (None, 1):

@@ -262,11 +262,11 @@ def test_methods_without_a_global_model_do_not_give_one(name, tmp_path):
 
 
 class Explodes(ServerRule):
-    def __call__(self, given):
-        scale = float("inf") if given.round == 1 else 1.0
+    def __call__(self, aggregation):
+        scale = float("inf") if aggregation.round == 1 else 1.0
         return {
             key: value.mean(0) * scale if value.is_floating_point() else value[0]
-            for key, value in given.updates.gathered_all().items()
+            for key, value in aggregation.updates.gathered_all().items()
         }
 
 

@@ -234,7 +234,7 @@ def test_numbers_of_numpy_are_stored_as_numbers_of_python(tmp_path):
         seed=np.int64(1),
         public_fraction=np.float64(0.1),
     )
-    made = finetune(
+    trained_run = finetune(
         data,
         "test_resnet",
         adapter="lora",
@@ -253,7 +253,7 @@ def test_numbers_of_numpy_are_stored_as_numbers_of_python(tmp_path):
         enable_checkpointing=True,
         default_root_dir=tmp_path / "root",
     )
-    made.save(tmp_path / "saved")
+    trained_run.save(tmp_path / "saved")
     loaded = Run.load(tmp_path / "saved")
     images = np.zeros((2, 8, 8), dtype=np.uint8)
     assert loaded.predict(list(images), client=np.int64(1), batch_size=np.int64(2)).labels.shape == (2,)

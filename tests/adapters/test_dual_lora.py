@@ -46,9 +46,9 @@ def test_output_is_that_of_the_formula(kind, gate):
     )
     dims = 1 if x.dim() == 4 else -1
     weights = apply(x, own["gate"]).softmax(dims).split(1, dims) if gate else (1.0, 1.0)
-    wanted = plain(x) + 6 / 3 * (weights[0] * apply(x, shared) + weights[1] * apply(x, private))
-    torch.testing.assert_close(model[0](x), wanted, rtol=1e-10, atol=1e-10)
-    assert not torch.allclose(wanted, plain(x))
+    expected = plain(x) + 6 / 3 * (weights[0] * apply(x, shared) + weights[1] * apply(x, private))
+    torch.testing.assert_close(model[0](x), expected, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(expected, plain(x))
     torch.testing.assert_close(unwrapped(model)(x), model(x), rtol=0, atol=0)
 
 

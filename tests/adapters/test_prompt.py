@@ -298,8 +298,8 @@ class PromptReference(Reference):
         self.trained = sorted(self.initial)
         self.served = perada.FederatedDataModule(task(), batch_size=BATCH)
         self.rounds = [
-            {m: batches for m, (batches,) in own.items()}
-            for own in self.rounds_in_phases(personal_references.ONE_PHASE)
+            {m: batches for m, (batches,) in client_batches.items()}
+            for client_batches in self.rounds_in_phases(personal_references.ONE_PHASE)
         ]
 
 
@@ -326,7 +326,10 @@ def is_prompt(key):
 
 def private_prompts(ref):
     return personal_references.partly_shared(
-        ref, is_prompt, personal_references.ONE_PHASE, lambda state, own: ref.train(state, own, LR_LOCAL)
+        ref,
+        is_prompt,
+        personal_references.ONE_PHASE,
+        lambda state, client_batches: ref.train(state, client_batches, LR_LOCAL),
     )
 
 
@@ -369,12 +372,12 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path, algorithm, kind):
         saved = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(folder, "saved")], "rounds": rounds}
         return run(algorithm, kind, momentum=0.5, **saved | more)
 
-    whole, _ = train(tmp_path / "whole", 4), train(tmp_path / "half", 2)
+    uninterrupted, _ = train(tmp_path / "whole", 4), train(tmp_path / "half", 2)
     resumed = train(tmp_path / "half", 4, ckpt_path=str(tmp_path / "half" / "saved.ckpt"))
-    for state, wanted in zip(resumed.states("global"), whole.states("global"), strict=True):
-        assert_equal(state, wanted)
+    for state, expected in zip(resumed.states("global"), uninterrupted.states("global"), strict=True):
+        assert_equal(state, expected)
     for m in CLIENTS:
-        assert_equal(resumed.state("personal", m), whole.state("personal", m))
+        assert_equal(resumed.state("personal", m), uninterrupted.state("personal", m))
 
 
 @pytest.mark.slow

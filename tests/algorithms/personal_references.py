@@ -38,8 +38,8 @@ from .references import fedadam, median
 def standalone(ref):
     personal = ref.copies()
     for batches in ref.rounds:
-        for m, own in batches.items():
-            personal[m] = ref.train(personal[m], own, LR_PERSONAL)
+        for m, client_batches in batches.items():
+            personal[m] = ref.train(personal[m], client_batches, LR_PERSONAL)
     return ref.initial, personal
 
 
@@ -47,9 +47,9 @@ def ditto(ref, until_round=0, rule=None, **distillation):
     w, personal = ref.initial, ref.copies()
     for round, batches in enumerate(ref.rounds):
         updates = []
-        for m, own in batches.items():
-            personal[m] = ref.train(personal[m], own, LR_PERSONAL, PROX, anchor=w)
-            updates.append(ref.train(w, own, LR_LOCAL))
+        for m, client_batches in batches.items():
+            personal[m] = ref.train(personal[m], client_batches, LR_PERSONAL, PROX, anchor=w)
+            updates.append(ref.train(w, client_batches, LR_LOCAL))
         w = rule(updates, w) if rule else ref.mean(updates)
         if round < until_round:
             w = ref.distil(w, updates, round, **distillation)[-1]
@@ -68,8 +68,8 @@ def mtl(ref):
     personal = ref.copies()
     centre = ref.initial
     for batches in ref.rounds:
-        for m, own in batches.items():
-            personal[m] = ref.train(personal[m], own, LR_PERSONAL, PROX, anchor=centre)
+        for m, client_batches in batches.items():
+            personal[m] = ref.train(personal[m], client_batches, LR_PERSONAL, PROX, anchor=centre)
         centre = ref.mean(personal)
     return centre, personal
 
@@ -78,9 +78,9 @@ def pfedme(ref, strength=2.0, inner_steps=3, beta=1.0, restart=False):
     w, personal = ref.initial, ref.copies()
     for batches in ref.rounds:
         updates = []
-        for m, own in batches.items():
+        for m, client_batches in batches.items():
             outer = theta = w
-            for x, y in own:
+            for x, y in client_batches:
                 theta = outer if restart else theta
                 for _ in range(inner_steps):
                     theta = ref.train(theta, [(x, y)], LR_PERSONAL, strength, anchor=outer)
@@ -109,9 +109,9 @@ def apfl(ref, alpha=0.3, lr_alpha=0.0):
 
     for batches in ref.rounds:
         updates = []
-        for m, own in batches.items():
+        for m, client_batches in batches.items():
             local = w
-            for x, y in own:
+            for x, y in client_batches:
                 slope, mixed = ref.gradient(mixture(m, local), x, y)
                 gradient, after = ref.gradient(local, x, y)
                 apart = ref.difference(own_states[m], local)
@@ -139,8 +139,8 @@ def partly_shared(ref, is_own, phases, local_training):
     w, own_parts = ref.initial, [chosen(ref.initial, is_own) for _ in CLIENTS]
     for batches in ref.rounds_in_phases(phases):
         updates = []
-        for m, own in batches.items():
-            state = local_training(w | own_parts[m], *own)
+        for m, client_batches in batches.items():
+            state = local_training(w | own_parts[m], *client_batches)
             own_parts[m] = chosen(state, is_own)
             updates.append(state)
         w = w | chosen(ref.mean(updates), lambda key: not is_own(key))
@@ -151,18 +151,24 @@ ONE_PHASE = [Phase(epochs=EPOCHS)]
 
 
 def fedbn(ref):
-    return partly_shared(ref, is_norm, ONE_PHASE, lambda state, own: ref.train(state, own, LR_LOCAL))
+    return partly_shared(
+        ref, is_norm, ONE_PHASE, lambda state, client_batches: ref.train(state, client_batches, LR_LOCAL)
+    )
 
 
 def lg_fedavg(ref):
-    return partly_shared(ref, lambda key: not is_head(key), ONE_PHASE, lambda s, own: ref.train(s, own, LR_LOCAL))
+    return partly_shared(
+        ref, lambda key: not is_head(key), ONE_PHASE, lambda s, client_batches: ref.train(s, client_batches, LR_LOCAL)
+    )
 
 
 def fedsa_lora(ref):
     def is_own(key):
         return is_up(key) or is_head(key)
 
-    return partly_shared(ref, is_own, ONE_PHASE, lambda state, own: ref.train(state, own, LR_LOCAL))
+    return partly_shared(
+        ref, is_own, ONE_PHASE, lambda state, client_batches: ref.train(state, client_batches, LR_LOCAL)
+    )
 
 
 def in_turn(ref, is_own, own_epochs=EPOCHS):
@@ -180,8 +186,8 @@ def fedrep(ref):
 
 
 def fedrep_without_head(ref):
-    def body(state, own):
-        return ref.train(state, own, LR_LOCAL, which=lambda key: not is_head(key))
+    def body(state, client_batches):
+        return ref.train(state, client_batches, LR_LOCAL, which=lambda key: not is_head(key))
 
     return partly_shared(ref, is_head, ONE_PHASE, body)
 
@@ -203,8 +209,8 @@ def fedalt_adapter(ref):
 
 
 def at_once(ref, is_own):
-    def local_training(state, own):
-        for x, y in own:
+    def local_training(state, client_batches):
+        for x, y in client_batches:
             gradient, state = ref.gradient(state, x, y)
             state = moved(state, only(gradient, is_own), LR_PERSONAL)
             state = moved(state, only(gradient, lambda key: not is_own(key)), LR_LOCAL)
@@ -223,11 +229,11 @@ def fedrod(ref, gamma=1.0):
     weight, bias = sorted(heads[0], reverse=True)
     for batches in ref.rounds:
         updates = []
-        for m, own in batches.items():
+        for m, client_batches in batches.items():
             labels = task().train[m][:][1].tolist()
             prior = torch.tensor([float(labels.count(k)) for k in range(CLASSES)], dtype=torch.float64) ** gamma
             local = w
-            for x, y in own:
+            for x, y in client_batches:
                 found = []
                 hook = ref.model.get_submodule(ref.head).register_forward_pre_hook(
                     lambda _, a, found=found: found.append(a[0])
@@ -281,13 +287,15 @@ def feddpa(ref, weight=0.5):
     w, own_parts = ref.initial, [chosen(ref.initial, lambda key: not is_shared(key)) for _ in CLIENTS]
     for batches in ref.rounds:
         updates = []
-        for m, own in batches.items():
-            for x, y in own:
+        for m, client_batches in batches.items():
+            for x, y in client_batches:
                 gradient, after = ref.gradient(mixed(w | own_parts[m], weight), x, y)
                 slope = {k: weight * v if k.endswith("private_B.weight") else v for k, v in gradient.items()}
                 statistics = {key: value for key, value in after.items() if key not in ref.trained}
                 own_parts[m] = moved(own_parts[m], slope, LR_PERSONAL) | chosen(statistics, lambda k: not is_shared(k))
-            updates.append(ref.train(emptied(w, is_private), own, LR_LOCAL, which=lambda key: not is_private(key)))
+            updates.append(
+                ref.train(emptied(w, is_private), client_batches, LR_LOCAL, which=lambda key: not is_private(key))
+            )
         w = w | chosen(ref.mean(updates), lambda key: not is_private(key))
     return w, [mixed(w | part, weight) for part in own_parts]
 
@@ -299,13 +307,18 @@ def feddpa_mostly_own(ref):
 def feddpa_f(ref, weight=0.5):
     w = ref.initial
     for batches in ref.rounds:
-        updates = [ref.train(w, own, LR_LOCAL, which=lambda key: not is_private(key)) for own in batches.values()]
+        updates = [
+            ref.train(w, client_batches, LR_LOCAL, which=lambda key: not is_private(key))
+            for client_batches in batches.values()
+        ]
         w = w | chosen(ref.mean(updates), lambda key: not is_private(key))
     copied = w | {key.replace("shared", "private"): value for key, value in w.items() if is_shared(key)}
     personal = []
     for m in CLIENTS:
-        own = ref.train(emptied(copied, is_shared), ref.last[m], LR_PERSONAL, which=lambda key: not is_shared(key))
-        personal.append(mixed(copied | chosen(own, lambda key: not is_shared(key)), weight))
+        client_batches = ref.train(
+            emptied(copied, is_shared), ref.last[m], LR_PERSONAL, which=lambda key: not is_shared(key)
+        )
+        personal.append(mixed(copied | chosen(client_batches, lambda key: not is_shared(key)), weight))
     return w, personal
 
 
@@ -318,10 +331,10 @@ def rest_of_world(ref):
     states = ref.copies()
     for batches in ref.rounds:
         factors = [chosen(state, is_factor) for state in states]
-        for m, own in batches.items():
+        for m, client_batches in batches.items():
             others = ref.mean([one for n, one in enumerate(factors) if n != m])
             row = {key.replace("private", "shared"): value for key, value in others.items()}
-            states[m] = ref.train(states[m] | row, own, LR_PERSONAL, which=lambda key: not is_shared(key))
+            states[m] = ref.train(states[m] | row, client_batches, LR_PERSONAL, which=lambda key: not is_shared(key))
     return ref.initial | ref.mean([chosen(state, is_factor) for state in states]), states
 
 

@@ -98,10 +98,10 @@ def finetune(algorithm, problem="net-full", engine="folded", rounds=ROUNDS, drop
         "distill_lr": LR_SERVER,
         "distill_optimizer": "sgd",
     }
-    given = PROBLEMS[problem] | common | QUIET | options
-    if "distillation" not in given:
+    arguments = PROBLEMS[problem] | common | QUIET | options
+    if "distillation" not in arguments:
         # The references distil as the paper says: nothing limits the student.
-        given["distillation"] = {"teacher_mode": "eval", "trust_region": None}
+        arguments["distillation"] = {"teacher_mode": "eval", "trust_region": None}
     return perada.finetune(
         network(problem.partition("-")[0], dropout),
         task(),
@@ -109,7 +109,7 @@ def finetune(algorithm, problem="net-full", engine="folded", rounds=ROUNDS, drop
             algorithm=algorithm,
             engine=engine,
             rounds=rounds,
-            **sections(**given),
+            **sections(**arguments),
         ),
     )
 
@@ -179,7 +179,8 @@ class Reference:
         self.trained = sorted(name for name, _ in self.model.named_parameters() if name in self.initial)
         self.served = perada.FederatedDataModule(task(), batch_size=BATCH)
         self.rounds = [
-            {m: batches for m, (batches,) in own.items()} for own in self.rounds_in_phases([Phase(epochs=EPOCHS)])
+            {m: batches for m, (batches,) in client_batches.items()}
+            for client_batches in self.rounds_in_phases([Phase(epochs=EPOCHS)])
         ]
         self.last = self.batches(self.served.plan_for(CLIENTS, ROUNDS, [Phase(epochs=1)]))
 

@@ -35,7 +35,7 @@ def everyone(w):
 def fedavg(ref, weighted=False, prox=0.0, rule=None):
     w = ref.initial
     for batches in ref.rounds:
-        updates = [ref.train(w, own, LR_LOCAL, prox, anchor=w) for own in batches.values()]
+        updates = [ref.train(w, client_batches, LR_LOCAL, prox, anchor=w) for client_batches in batches.values()]
         w = rule(updates, w) if rule else ref.mean(updates, [SIZES[m] for m in batches] if weighted else None)
     return everyone(w)
 
@@ -43,14 +43,22 @@ def fedavg(ref, weighted=False, prox=0.0, rule=None):
 def ffa_lora(ref):
     w = ref.initial
     for batches in ref.rounds:
-        w = ref.mean([ref.train(w, own, LR_LOCAL, which=lambda key: not is_down(key)) for own in batches.values()])
+        w = ref.mean(
+            [
+                ref.train(w, client_batches, LR_LOCAL, which=lambda key: not is_down(key))
+                for client_batches in batches.values()
+            ]
+        )
     return everyone(w)
 
 
 def rolora(ref):
     w = ref.initial
     for idle, batches in zip((is_down, is_up, is_down), ref.rounds, strict=True):
-        updates = [ref.train(w, own, LR_LOCAL, which=lambda key, idle=idle: not idle(key)) for own in batches.values()]
+        updates = [
+            ref.train(w, client_batches, LR_LOCAL, which=lambda key, idle=idle: not idle(key))
+            for client_batches in batches.values()
+        ]
         w = ref.mean(updates)
     return everyone(w)
 
@@ -67,7 +75,7 @@ def fedavg_ft(ref):
 def fedbabu(ref, tuned=lambda key: is_head(key)):
     w, is_body = ref.initial, lambda key: not is_head(key)
     for batches in ref.rounds:
-        updates = [ref.train(w, own, LR_LOCAL, which=is_body) for own in batches.values()]
+        updates = [ref.train(w, client_batches, LR_LOCAL, which=is_body) for client_batches in batches.values()]
         w = {key: value if is_body(key) else w[key] for key, value in ref.mean(updates).items()}
     return w, [ref.train(w, ref.last[m], LR_PERSONAL, which=tuned) for m in CLIENTS]
 
@@ -84,9 +92,9 @@ def feddyn(ref, alpha=0.3):
     w, server, clients = ref.initial, ref.zeros(), [ref.zeros() for _ in CLIENTS]
     for batches in ref.rounds:
         updates = []
-        for m, own in batches.items():
+        for m, client_batches in batches.items():
             slope = {key: -value for key, value in clients[m].items()}
-            update = ref.train(w, own, LR_LOCAL, alpha, anchor=w, slope=slope)
+            update = ref.train(w, client_batches, LR_LOCAL, alpha, anchor=w, slope=slope)
             drift = ref.difference(update, w)
             clients[m] = {key: value - alpha * drift[key] for key, value in clients[m].items()}
             server = {key: value - alpha / len(SIZES) * drift[key] for key, value in server.items()}
@@ -110,9 +118,9 @@ def moon(ref, mu=2.0, tau=0.5):
 
     for batches in ref.rounds:
         updates = []
-        for m, own in batches.items():
+        for m, client_batches in batches.items():
             local = w
-            for x, y in own:
+            for x, y in client_batches:
                 with torch.no_grad():
                     others = [represented(state, x, False)[1] for state in (w, previous[m])]
 
@@ -137,10 +145,10 @@ def scaffold(ref, server_lr=1.0):
     w, server, clients = ref.initial, ref.zeros(), [ref.zeros() for _ in CLIENTS]
     for batches in ref.rounds:
         updates, changes = [], []
-        for m, own in batches.items():
-            update = ref.train(w, own, LR_LOCAL, slope=ref.difference(server, clients[m]))
+        for m, client_batches in batches.items():
+            update = ref.train(w, client_batches, LR_LOCAL, slope=ref.difference(server, clients[m]))
             drift = ref.difference(w, update)
-            after = {k: c - server[k] + drift[k] / (len(own) * LR_LOCAL) for k, c in clients[m].items()}
+            after = {k: c - server[k] + drift[k] / (len(client_batches) * LR_LOCAL) for k, c in clients[m].items()}
             changes.append(ref.difference(after, clients[m]))
             clients[m] = after
             updates.append(update)
@@ -158,7 +166,7 @@ def scaffold_half_way(ref):
 def feddf(ref, batch_size=3):
     w = ref.initial
     for round, batches in enumerate(ref.rounds):
-        updates = [ref.train(w, own, LR_LOCAL) for own in batches.values()]
+        updates = [ref.train(w, client_batches, LR_LOCAL) for client_batches in batches.values()]
         w = ref.distil(ref.mean(updates), updates, round, batch_size)[-1]
     return everyone(w)
 
@@ -166,7 +174,7 @@ def feddf(ref, batch_size=3):
 def fedbe_without_samples(ref, average_from=0.5, batch_size=3):
     w = ref.initial
     for round, batches in enumerate(ref.rounds):
-        updates = [ref.train(w, own, LR_LOCAL) for own in batches.values()]
+        updates = [ref.train(w, client_batches, LR_LOCAL) for client_batches in batches.values()]
         mean = ref.mean(updates)
         path = ref.distil(mean, [*updates, mean], round, batch_size)
         w = ref.mean([state for step, state in enumerate(path) if step >= average_from * DISTILL_STEPS])
@@ -181,7 +189,7 @@ def fedbe_no_kd(ref):
     """The last round's clients and their mean predict together."""
     w = ref.initial
     for batches in ref.rounds:
-        updates = [ref.train(w, own, LR_LOCAL) for own in batches.values()]
+        updates = [ref.train(w, client_batches, LR_LOCAL) for client_batches in batches.values()]
         w = ref.mean(updates)
     return [*updates, w], None
 
@@ -242,13 +250,13 @@ def fed_ensemble(ref, base=None, prox=0.0, personal_prox=None, by_loss=False, ke
     for round, batches in enumerate(ref.rounds):
         given = mode_schedule(0, round, len(SIZES), MODES, STRATA).tolist()
         updates = [[] for _ in modes]
-        for m, own in batches.items():
+        for m, client_batches in batches.items():
             losses = [ref.loss(mode, m) for mode in modes]
             best[m] = losses.index(min(losses))
             k = best[m] if by_loss else given[m]
             if personal is not None:
-                personal[m] = ref.train(personal[m], own, LR_PERSONAL, personal_prox, anchor=modes[k])
-            updates[k].append(ref.train(modes[k], own, LR_LOCAL, prox, anchor=modes[k]))
+                personal[m] = ref.train(personal[m], client_batches, LR_PERSONAL, personal_prox, anchor=modes[k])
+            updates[k].append(ref.train(modes[k], client_batches, LR_LOCAL, prox, anchor=modes[k]))
         for k, had in enumerate(updates):
             if had:
                 mean = rules[k](had, modes[k])

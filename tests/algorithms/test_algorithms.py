@@ -166,8 +166,8 @@ def test_equals_its_definition(name, options, function, problem, engine):
     w, personal = answer(function, problem)
     run = finetune(name, problem, engine, **options)
     shared = run.states("global")
-    for k, (state, wanted) in enumerate(zip(shared, [w] if isinstance(w, dict) else w, strict=True)):
-        assert_same(state, wanted, f"global {k}")
+    for k, (state, expected) in enumerate(zip(shared, [w] if isinstance(w, dict) else w, strict=True)):
+        assert_same(state, expected, f"global {k}")
     for m in CLIENTS if personal is not None else ():
         assert_same(run.state("personal", m), personal[m], f"personal {m}")
     # The comparison would be empty if nothing moved: only Standalone's global state stays.
@@ -188,9 +188,9 @@ def test_fine_tuning_for_longer_is_asked_of_the_algorithm():
     batches = ref.batches(ref.served.plan_for(CLIENTS, ROUNDS, [Phase(epochs=2.5)]))
     run = finetune(FedAvgFT(finetune_epochs=2.5))
     for m in CLIENTS:
-        wanted = ref.train(w, batches[m], LR_PERSONAL)
-        assert_same(run.state("personal", m), wanted, f"personal {m}")
-        assert distance(wanted, w) > 0.1
+        expected = ref.train(w, batches[m], LR_PERSONAL)
+        assert_same(run.state("personal", m), expected, f"personal {m}")
+        assert distance(expected, w) > 0.1
 
 
 def test_the_pull_leaves_running_statistics_alone():
@@ -200,5 +200,5 @@ def test_the_pull_leaves_running_statistics_alone():
     (m, batches), *_ = ref.rounds[0].items()
     x = batches[0][0]
     features = functional_call(ref.model.conv, {k[5:]: v for k, v in ref.initial.items() if k[:5] == "conv."}, (x,))
-    wanted = 0.9 * ref.initial["norm.running_mean"] + 0.1 * features.tanh().mean((0, 2, 3))
-    torch.testing.assert_close(run.state("personal", m)["norm.running_mean"], wanted)
+    expected = 0.9 * ref.initial["norm.running_mean"] + 0.1 * features.tanh().mean((0, 2, 3))
+    torch.testing.assert_close(run.state("personal", m)["norm.running_mean"], expected)

@@ -45,9 +45,9 @@ def test_algorithms_are_made_by_name(name):
 
 
 def test_an_algorithm_is_returned_as_it_is():
-    made = Ditto(0.25)
-    assert make_algorithm(made) is made
-    assert made.prox_strength == 0.25
+    algorithm = Ditto(0.25)
+    assert make_algorithm(algorithm) is algorithm
+    assert algorithm.prox_strength == 0.25
 
 
 @pytest.mark.parametrize(

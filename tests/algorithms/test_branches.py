@@ -110,8 +110,8 @@ def test_global_branches_are_those_of_fedavg_without_the_private_one():
     for algorithm in ("feddpa", "feddpa_f"):
         found = finetune(algorithm, "net-branches").state("global")
         for key, value in found.items():
-            wanted = initial[key] if is_private(key) else w[key]
-            torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-11)
+            expected = initial[key] if is_private(key) else w[key]
+            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_the_global_gradient_is_that_of_the_global_branch():

@@ -46,11 +46,11 @@ class Own(Algorithm):
 class Rule(ServerRule):
     """A mean that remembers itself."""
 
-    def __call__(self, given):
-        given.state["last"] = {
-            name: value.mean(0) for name, value in given.updates.gathered_all().items() if value.dim() > 1
+    def __call__(self, aggregation):
+        aggregation.state["last"] = {
+            name: value.mean(0) for name, value in aggregation.updates.gathered_all().items() if value.dim() > 1
         }
-        return Mean()(given)
+        return Mean()(aggregation)
 
 
 class Rounds(pl.Callback):
@@ -247,37 +247,37 @@ def test_an_algorithm_that_does_not_fit_is_rejected_before_the_first_round(algor
         assert part in message
 
 
-def rule(result=lambda made, given: made, remember=lambda given: None):
-    def call(self, given):
-        remember(given)
-        return result(Mean()(given), given)
+def rule(result=lambda made, aggregation: made, remember=lambda aggregation: None):
+    def call(self, aggregation):
+        remember(aggregation)
+        return result(Mean()(aggregation), aggregation)
 
     return type("Wrong", (ServerRule,), {"__call__": call})()
 
 
 def no_state(value):
-    def remember(given):
-        given.state["n"] = value
+    def remember(aggregation):
+        aggregation.state["n"] = value
 
     return remember
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [
-        (rule(lambda made, given: None), "Wrong returned None; return tensors by name, {name: tensor}"),
-        (rule(lambda made, given: {"fc.bias": made["fc.bias"]}), "Wrong lacks 'conv.bias' and "),
+        (rule(lambda made, aggregation: None), "Wrong returned None; return tensors by name, {name: tensor}"),
+        (rule(lambda made, aggregation: {"fc.bias": made["fc.bias"]}), "Wrong lacks 'conv.bias' and "),
         (
-            rule(lambda made, given: made | {"oops": torch.zeros(3)}),
+            rule(lambda made, aggregation: made | {"oops": torch.zeros(3)}),
             "Wrong returned 'oops', which is not the name of a trained tensor",
         ),
         (
-            rule(lambda made, given: given.updates.gathered_all()),
+            rule(lambda made, aggregation: aggregation.updates.gathered_all()),
             "with shape (2, 4, 1, 3, 3) and float64 instead of (4, 1, 3, 3)",
         ),
-        (rule(lambda made, given: {k: v.float() for k, v in made.items()}), "and float32 instead of"),
+        (rule(lambda made, aggregation: {k: v.float() for k, v in made.items()}), "and float32 instead of"),
         (
-            rule(lambda made, given: made["absent"]),
+            rule(lambda made, aggregation: made["absent"]),
             "Wrong fails in the dry run at set-up (KeyError: 'absent')",
         ),
         (rule(remember=no_state(1)), "Wrong (aggregation.state) for role 'n' returned 1; return tensors by name"),
@@ -288,16 +288,16 @@ def no_state(value):
         (rule(remember=no_state({"a": [1, 2]})), "for role 'n' returned {'a': [1, 2]}; return tensors by name"),
     ],
 )
-def test_a_rule_that_does_not_fit_is_rejected_before_the_first_round(wrong, says):
-    assert says in rejected(server_rule=wrong, clients_per_round=2)
+def test_a_rule_that_does_not_fit_is_rejected_before_the_first_round(wrong, message):
+    assert message in rejected(server_rule=wrong, clients_per_round=2)
 
 
 def test_a_rules_state_may_be_replaced_whole():
     seen = []
 
-    def remember(given):
-        seen.append(dict(given.state))
-        given.state = {"count": {"n": torch.tensor(float(given.round + 1))}}
+    def remember(aggregation):
+        seen.append(dict(aggregation.state))
+        aggregation.state = {"count": {"n": torch.tensor(float(aggregation.round + 1))}}
 
     finetune("fedavg", "net-full", rounds=3, server_rule=rule(remember=remember))
     assert [{name: part["n"].item() for name, part in state.items()} for state in seen[-3:]] == [

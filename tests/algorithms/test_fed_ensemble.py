@@ -98,8 +98,8 @@ def test_modes_are_compared_on_every_training_image_once(engine):
     algorithm, ref = Listener(assignment="loss", **MODES), reference("net-full")
     finetune(algorithm, engine=engine, rounds=1)
     clients, modes, losses = algorithm.heard
-    wanted = torch.tensor([[ref.loss(mode, m) for mode in modes] for m in clients])
-    torch.testing.assert_close(losses, wanted)
+    expected = torch.tensor([[ref.loss(mode, m) for mode in modes] for m in clients])
+    torch.testing.assert_close(losses, expected)
     assert (losses.std(1) > 0.01).all()
 
 

@@ -76,12 +76,12 @@ def test_samples_are_a_function_of_the_generator(sampler):
 def test_without_distillation_the_prediction_is_the_mean_of_the_ensembles_probabilities():
     run = finetune(FedBE(distill=False, samples=0), rounds=1)
     ref = reference("net-full")
-    sent = [ref.train(ref.initial, own, LR_LOCAL) for own in ref.rounds[0].values()]
+    sent = [ref.train(ref.initial, client_batches, LR_LOCAL) for client_batches in ref.rounds[0].values()]
     members = [*sent, ref.mean(sent)]
     x = ref.served.public_images(torch.arange(5))
-    wanted = sum(torch.func.functional_call(ref.model.eval(), state, (x,)).softmax(1) for state in members) / 4
-    torch.testing.assert_close(run.global_model()(x).softmax(1), wanted)
-    torch.testing.assert_close(run.personal(CLIENTS[0])(x).softmax(1), wanted)
+    expected = sum(torch.func.functional_call(ref.model.eval(), state, (x,)).softmax(1) for state in members) / 4
+    torch.testing.assert_close(run.global_model()(x).softmax(1), expected)
+    torch.testing.assert_close(run.personal(CLIENTS[0])(x).softmax(1), expected)
 
 
 @pytest.mark.parametrize("sampler", ["gaussian", "dirichlet"])
@@ -126,8 +126,8 @@ def test_by_moments_models_are_drawn_with_the_clients_deviations(weighting, spre
     for name, value in spread.items():
         rows, shares = algorithm.sent[name], algorithm.weights.tolist()
         middle = sum(share * row for share, row in zip(shares, rows, strict=True))
-        wanted = sum(share * (row - middle) ** 2 for share, row in zip(shares, rows, strict=True)).sqrt()
-        torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+        expected = sum(share * (row - middle) ** 2 for share, row in zip(shares, rows, strict=True)).sqrt()
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(center[name], middle, rtol=1e-12, atol=1e-12)
 
 

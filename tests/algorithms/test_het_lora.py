@@ -232,21 +232,21 @@ def test_padding_is_as_if_it_were_not_there(base, options, monkeypatch):
     def trained(adapter):
         return run(HetLoRA(make_algorithm(base, **BASE_OPTIONS.get(base, {})), [2]), adapter=adapter, **options)
 
-    found, wanted = trained(LAYERS), trained(least)
-    assert_same(small(found.state("global"), 2), wanted.state("global"), "global")
+    found, expected = trained(LAYERS), trained(least)
+    assert_same(small(found.state("global"), 2), expected.state("global"), "global")
     for m in CLIENTS:
         state = found.state("personal", m)
-        assert_same(small(state, 2), wanted.state("personal", m), f"client {m}")
+        assert_same(small(state, 2), expected.state("personal", m), f"client {m}")
         assert_equal(state, large(small(state, 2)))
 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("base", [FedAvg(), PerAda(), FedRep()])
 def test_whole_ranks_change_nothing_under_a_rule_that_is_not_of_the_mean(base):
-    found, wanted = (run(one, server_rule="median") for one in (HetLoRA(base, [R]), base))
-    assert_equal(found.state("global"), wanted.state("global"))
+    found, expected = (run(one, server_rule="median") for one in (HetLoRA(base, [R]), base))
+    assert_equal(found.state("global"), expected.state("global"))
     for m in CLIENTS:
-        assert_equal(found.state("personal", m), wanted.state("personal", m))
+        assert_equal(found.state("personal", m), expected.state("personal", m))
 
 
 @pytest.mark.every(5)
@@ -336,13 +336,13 @@ def test_a_run_is_resumed(base, tmp_path):
         checkpoint = {"callbacks": [ModelCheckpoint(tmp_path, "saved")], "enable_checkpointing": True}
         return run(HetLoRA(base(), list(RANKS)), rounds=rounds, momentum=0.5, **checkpoint | options)
 
-    wanted = run(HetLoRA(base(), list(RANKS)), momentum=0.5)
+    expected = run(HetLoRA(base(), list(RANKS)), momentum=0.5)
     saved(1)
     again = saved(3, ckpt_path=str(tmp_path / "saved.ckpt"))
-    assert_equal(again.state("global"), wanted.state("global"))
+    assert_equal(again.state("global"), expected.state("global"))
     for m in CLIENTS:
-        assert_equal(again.state("personal", m), wanted.state("personal", m))
-    assert again.metrics == wanted.metrics
+        assert_equal(again.state("personal", m), expected.state("personal", m))
+    assert again.metrics == expected.metrics
 
 
 def test_ranks_are_dealt():

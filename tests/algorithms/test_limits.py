@@ -83,7 +83,7 @@ class FedAvgBesidePulledModels(FedAvg):
 @WAYS
 @pytest.mark.slow
 def test_perada_without_distillation_is_ditto(engine, problem):
-    wanted = train(FedAvgBesidePulledModels(), engine, problem)
+    expected = train(FedAvgBesidePulledModels(), engine, problem)
     for run in (
         train(Ditto(PROX), engine, problem),
         train(NO_KD, engine, problem),
@@ -91,7 +91,7 @@ def test_perada_without_distillation_is_ditto(engine, problem):
     ):
         assert_equal_global(run, fedavg(engine, problem))
         for m in CLIENTS:  # but for the order of sums in the gradient
-            assert_same(run.state("personal", m), wanted.state("personal", m), f"personal {m}")
+            assert_same(run.state("personal", m), expected.state("personal", m), f"personal {m}")
 
 
 @pytest.mark.slow

@@ -132,13 +132,13 @@ QUIETLY = pytest.mark.filterwarnings("ignore:.*(delta=|secure_rng|test mode|repe
 
 def same(base, options):
     found = run(FFALoRA(base()), **options)
-    wanted = run(base(), Features(Square(), start()[A]), **options | {"adapter": "full"})
-    for state, other in zip(found.states("global"), wanted.states("global"), strict=True):
+    expected = run(base(), Features(Square(), start()[A]), **options | {"adapter": "full"})
+    for state, other in zip(found.states("global"), expected.states("global"), strict=True):
         assert_same(plain(state), other, "global")
     for m in CLIENTS if len(found.states("global")) == 1 else ():
-        assert_same(plain(found.state("personal", m)), wanted.state("personal", m), f"personal {m}")
+        assert_same(plain(found.state("personal", m)), expected.state("personal", m), f"personal {m}")
         images = task().public[:][0]
-        torch.testing.assert_close(found.personal(m)(images), wanted.personal(m)(images), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found.personal(m)(images), expected.personal(m)(images), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
@@ -158,12 +158,13 @@ def test_noise_is_that_of_the_base_on_features_of_a(base, privacy):
     same(BASES[base], privacy)
 
 
-def residual(given):
+def residual(aggregation):
     """‖mean(BA) − mean(B)·mean(A)‖ / ‖mean(BA)‖, with what clients did not send as all of them had it."""
-    updates = given.updates.completed(given.previous)
-    means = updates.mean(given.weights)
+    updates = aggregation.updates.completed(aggregation.previous)
+    means = updates.mean(aggregation.weights)
     whole = sum(
-        weight * b @ a for weight, b, a in zip(given.weights, updates.gathered(B), updates.gathered(A), strict=True)
+        weight * b @ a
+        for weight, b, a in zip(aggregation.weights, updates.gathered(B), updates.gathered(A), strict=True)
     )
     return float((whole - means[B] @ means[A]).norm() / whole.norm())
 
@@ -172,9 +173,9 @@ def residual(given):
 def test_means_of_products_are_products_of_means(algorithm, monkeypatch):
     found = []
 
-    def averaged(_, given):
-        found.append(residual(given))
-        return given.updates.mean(given.weights)
+    def averaged(_, aggregation):
+        found.append(residual(aggregation))
+        return aggregation.updates.mean(aggregation.weights)
 
     monkeypatch.setattr(Mean, "__call__", averaged)
     # Keeps single updates, which the rule that is put in its place looks at.
@@ -264,8 +265,8 @@ def test_three_rounds_of_two_clients_by_hand(algorithm, engine):
         ),
     )
     for m in range(2):
-        wanted = {key: (kept[m] if key in own else shared)[key] for key in first}
-        assert_same(found.state("personal", m), wanted, f"client {m}")
+        expected = {key: (kept[m] if key in own else shared)[key] for key in first}
+        assert_same(found.state("personal", m), expected, f"client {m}")
 
 
 @pytest.mark.every(3)
@@ -286,11 +287,11 @@ def test_a_run_is_resumed_in_the_turn_of_either_factor(tmp_path, half):
         checkpoint = {"callbacks": [ModelCheckpoint(tmp_path, "saved")], "enable_checkpointing": True}
         return run("rolora", rounds=rounds, momentum=0.5, **checkpoint | options)
 
-    whole = run("rolora", rounds=4, momentum=0.5)
+    uninterrupted = run("rolora", rounds=4, momentum=0.5)
     saved(half)
     again = saved(4, ckpt_path=str(tmp_path / "saved.ckpt"))
-    assert_equal(again.state("global"), whole.state("global"))
-    assert again.metrics == whole.metrics
+    assert_equal(again.state("global"), uninterrupted.state("global"))
+    assert again.metrics == uninterrupted.metrics
 
 
 @pytest.mark.slow

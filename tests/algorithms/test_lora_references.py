@@ -194,8 +194,8 @@ class Plain:
             dense = (self.products(updates, shares, layer) / self.scale[layer]).chunk(len(pairs))
             for matrix, (up, down) in zip(dense, pairs, strict=True):
                 rows = torch.cat([down.T, math.sqrt(STRENGTH) * torch.eye(len(down)).double()])
-                wanted = torch.cat([matrix.T, math.sqrt(STRENGTH) * up.T])
-                ups.append(torch.linalg.lstsq(rows, wanted).solution.T)
+                expected = torch.cat([matrix.T, math.sqrt(STRENGTH) * up.T])
+                ups.append(torch.linalg.lstsq(rows, expected).solution.T)
             state[b(layer)] = torch.cat(ups).view_as(state[b(layer)])
         return state
 
@@ -298,9 +298,9 @@ def compare(method, federation, optimizer, engine, groups):
     w, own, records = loop(plain)
     diagnostics = {"diagnostics": ["lora_residual"]} if records else {}
     found = plain.run(algorithm, **options | diagnostics)
-    wanted = [("global", w)] * (w is not None)
-    wanted += [(f"client {m}", state) for m, state in enumerate(own or ())]
-    for name, state in wanted:
+    expected = [("global", w)] * (w is not None)
+    expected += [(f"client {m}", state) for m, state in enumerate(own or ())]
+    for name, state in expected:
         seen = found.state("global") if name == "global" else found.state("personal", int(name.split()[1]))
         assert seen.keys() == state.keys(), name
         for key, value in seen.items():

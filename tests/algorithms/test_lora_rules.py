@@ -38,8 +38,8 @@ def lora_fair(updates, weights, ref):
     up, down = mean[B].flatten(1), mean[A].flatten(1)
     # The ridge regression as least squares on more rows.
     rows = torch.cat([down.T, 0.1 * torch.eye(LORA.r).double()])
-    wanted = torch.cat([(whole / SCALE).T, 0.1 * up.T])
-    return mean | {B: torch.linalg.lstsq(rows, wanted).solution.T.reshape(mean[B].shape)}
+    expected = torch.cat([(whole / SCALE).T, 0.1 * up.T])
+    return mean | {B: torch.linalg.lstsq(rows, expected).solution.T.reshape(mean[B].shape)}
 
 
 def loop(rule, together, weighted):
@@ -66,11 +66,11 @@ def test_runs_equal_a_loop_with_dense_products(rule, plain, together, weighted, 
     weighting = "samples" if weighted else "uniform"
     options = {"weighting": weighting, "clients_per_round": together, "diagnostics": ["lora_residual"]}
     run = finetune("fedavg", "net-adapter", engine, server_rule=rule, **options)
-    wanted, errors = loop(plain or (lambda updates, weights, ref: ref.mean(updates, weights)), together, weighted)
+    expected, errors = loop(plain or (lambda updates, weights, ref: ref.mean(updates, weights)), together, weighted)
     state = run.state("global")
-    assert state.keys() == wanted.keys()
+    assert state.keys() == expected.keys()
     for key, value in state.items():
-        torch.testing.assert_close(value, wanted[key], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-9)
     for record, (by_name, left) in zip(run.metrics["rounds"], errors, strict=True):
         assert record["updates/lora_residual"] == pytest.approx(by_name, rel=1e-7)
         assert record.get("updates/lora_error", by_name) == pytest.approx(left, rel=1e-7)
@@ -107,11 +107,11 @@ def test_a_run_is_resumed_to_the_bit(tmp_path, rule):
         saves = {"callbacks": [ModelCheckpoint(tmp_path, "saved")], "enable_checkpointing": True, "server_rule": rule}
         return finetune("fedavg", "net-adapter", rounds=rounds, momentum=0.5, **saves | options)
 
-    whole = run(4)
+    uninterrupted = run(4)
     run(2)
     again = run(4, ckpt_path=str(tmp_path / "saved.ckpt"))
-    assert_equal(again.state("global"), whole.state("global"))
-    assert again.metrics == whole.metrics
+    assert_equal(again.state("global"), uninterrupted.state("global"))
+    assert again.metrics == uninterrupted.metrics
     with pytest.raises(ValueError, match="rule"):
         run(6, ckpt_path=str(tmp_path / "saved.ckpt"), server_rule="median")
 

@@ -112,7 +112,7 @@ def averaged(weights, values):
 def follow(method, state, per_round, by_samples, restarts):
     """The states after each round, and the plain networks that are the dense means."""
     for round, batches in enumerate(batches_of_rounds(per_round)):
-        updates = [trained(state, own) for own in batches.values()]
+        updates = [trained(state, client_batches) for client_batches in batches.values()]
         sizes = [SIZES[m] if by_samples else 1 for m in batches]
         weights = [size / sum(sizes) for size in sizes]
         dense = {key: averaged(weights, [whole(update)[key] for update in updates]) for key in whole(state)}
@@ -246,14 +246,14 @@ def test_plain_peft_loads_what_was_merged(method, tmp_path):
     """The backbone of the file beside the adapter, and the adapter on it; and the run is read again."""
     found, x = run(method), task().public[:][0]
     found.export(tmp_path)
-    for folder, wanted in {"global": found.global_model(), "client_1": found.personal(1)}.items():
+    for folder, expected in {"global": found.global_model(), "client_1": found.personal(1)}.items():
         plain = network()
         plain.load_state_dict(load_file(tmp_path / folder / "backbone.safetensors"))
         model = PeftModel.from_pretrained(plain, str(tmp_path / folder)).eval()
-        torch.testing.assert_close(model(x), wanted(x), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(model(x), expected(x), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(model(x), logits(found.state("global"), x), rtol=1e-9, atol=1e-9)
         without = PeftModel.from_pretrained(network(), str(tmp_path / folder)).eval()
-        assert float((without(x) - wanted(x)).detach().abs().max()) > 1e-4
+        assert float((without(x) - expected(x)).detach().abs().max()) > 1e-4
     torch.testing.assert_close(found.merged(None)(x), found.global_model()(x), rtol=1e-9, atol=1e-9)
     again = perada.Run.load(tmp_path, backbone=network())
     assert_equal(again.state("global"), found.state("global"))

@@ -44,11 +44,11 @@ def trained(tiny, **options):
 def test_the_momentum_of_both_examples_is_that_of_fedavgm(tiny):
     """With the paper's rate of 1, the server's momentum on the mean change is FedAvgM."""
     steady, rule = written("algorithms", "my_methods")["Steady"], written("extending", "mine")["Momentum"]
-    given = {"rounds": 4, "local_steps": 2}
-    expected = trained(tiny, algorithm="fedavg", server_rule=FedAvgM(lr=1.0, momentum=0.5), **given)
-    plain = trained(tiny, algorithm="fedavg", **given)
-    own = [trained(tiny, algorithm=steady(push=0.0, momentum=0.5), **given)]
-    own.append(trained(tiny, algorithm="fedavg", server_rule=rule(0.5), **given))
+    arguments = {"rounds": 4, "local_steps": 2}
+    expected = trained(tiny, algorithm="fedavg", server_rule=FedAvgM(lr=1.0, momentum=0.5), **arguments)
+    plain = trained(tiny, algorithm="fedavg", **arguments)
+    own = [trained(tiny, algorithm=steady(push=0.0, momentum=0.5), **arguments)]
+    own.append(trained(tiny, algorithm="fedavg", server_rule=rule(0.5), **arguments))
     for name, value in expected.items():
         assert not torch.allclose(plain[name], value, atol=1e-3)
         for found in own:
@@ -58,9 +58,9 @@ def test_the_momentum_of_both_examples_is_that_of_fedavgm(tiny):
 def test_the_example_that_remembers_on_the_clients(tiny):
     """All clients take one step a round: the push moves their mean by its strength · η · the last round's change."""
     steady = written("algorithms", "my_methods")["Steady"]
-    given = {"clients_per_round": None, "local_steps": 1}
-    start, first, second = (trained(tiny, algorithm="fedavg", rounds=rounds, **given) for rounds in range(3))
-    pushed = trained(tiny, algorithm=steady(push=2.0, momentum=0.0), rounds=2, **given)
+    arguments = {"clients_per_round": None, "local_steps": 1}
+    start, first, second = (trained(tiny, algorithm="fedavg", rounds=rounds, **arguments) for rounds in range(3))
+    pushed = trained(tiny, algorithm=steady(push=2.0, momentum=0.0), rounds=2, **arguments)
     for name, value in pushed.items():
         moved = 2.0 * tiny.options["lr_local"] * (first[name] - start[name])
         assert moved.abs().max() > 1e-5

@@ -89,6 +89,6 @@ def test_how_much_of_the_inner_gradient_is_left(outer_rate, kept):
         for _ in range(20):
             algorithm.client_step(step)
         shrinks, moved = (1 - 0.01 * 15) ** 3, outer_rate * 15
-        wanted = shrinks if restart else shrinks * moved / (1 - shrinks * (1 - moved))
-        assert step.left[-1] == pytest.approx(wanted, abs=1e-4)
+        expected = shrinks if restart else shrinks * moved / (1 - shrinks * (1 - moved))
+        assert step.left[-1] == pytest.approx(expected, abs=1e-4)
         assert step.left[-1] == pytest.approx(0.614 if restart else kept, abs=1e-3)

@@ -53,12 +53,12 @@ VARIANTS = [pytest.param(*row, marks=[pytest.mark.slow] * (number % 3 > 0)) for 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 @pytest.mark.every(30)
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path, algorithm, options):
-    whole = train(algorithm, tmp_path / "whole", 4, **options)
+    uninterrupted = train(algorithm, tmp_path / "whole", 4, **options)
     train(algorithm, tmp_path / "half", 2, **options)
     resumed = train(algorithm, tmp_path / "half", 4, ckpt_path=str(tmp_path / "half" / "saved.ckpt"), **options)
-    for state, wanted in zip(resumed.states("global"), whole.states("global"), strict=True):
-        assert_equal(state, wanted, "global")
+    for state, expected in zip(resumed.states("global"), uninterrupted.states("global"), strict=True):
+        assert_equal(state, expected, "global")
     images = task().public[:][0]
     for m in CLIENTS:
-        assert torch.equal(resumed.personal(m)(images), whole.personal(m)(images))
-    assert resumed.metrics == whole.metrics
+        assert torch.equal(resumed.personal(m)(images), uninterrupted.personal(m)(images))
+    assert resumed.metrics == uninterrupted.metrics

@@ -42,8 +42,8 @@ def test_it_goes_to_the_minimum_where_fedavg_does_not(clients_per_round):
     def slope(algorithm):
         options = {"rounds": 120, "local_steps": 4, "lr_local": 0.3, "batch_size": "full", "distill_steps": 0}
         net = nn.Sequential(nn.Flatten(), nn.Linear(2, 2)).double()
-        given = options | QUIET | {"clients_per_round": clients_per_round}
-        model = perada.finetune(net, data, **sections(algorithm=algorithm, adapter="full", **given)).global_model()
+        arguments = options | QUIET | {"clients_per_round": clients_per_round}
+        model = perada.finetune(net, data, **sections(algorithm=algorithm, adapter="full", **arguments)).global_model()
         losses = [F.cross_entropy(model(x), y) for x, y in many_images()]
         (gradient,) = torch.autograd.grad(sum(losses), [model[1].weight])
         return float(gradient.norm())
@@ -65,11 +65,11 @@ def test_under_momentum_the_control_variate_is_the_mean_gradient(engine):
     server, clients = ref.zeros(), [ref.zeros() for _ in CLIENTS]
     for batches in ref.rounds[:2]:
         updates, before = [], dict(enumerate(clients))
-        for m, own in batches.items():
+        for m, client_batches in batches.items():
             local, velocity, total = w, ref.zeros(), ref.zeros()
-            for x, y in own:
+            for x, y in client_batches:
                 gradient, _ = ref.gradient(local, x, y)
-                total = {key: total[key] + gradient[key] / len(own) for key in total}
+                total = {key: total[key] + gradient[key] / len(client_batches) for key in total}
                 push = {key: gradient[key] - clients[m][key] + server[key] for key in gradient}
                 velocity = {key: momentum * velocity[key] + push[key] for key in push}
                 local = local | {key: local[key] - LR_LOCAL * velocity[key] for key in velocity}

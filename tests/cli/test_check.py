@@ -47,7 +47,7 @@ def checked(capsys, *words, code=0):
 def test_every_option_that_is_rejected_is_named_at_once(capsys, tmp_path):
     words = ["--trainer.precision=64", "--xyz", "3", "--training.lr_personal=-1"]
     first, *said, _, last = checked(capsys, "tiny.yaml", "wrong.yaml", *words, code=1)
-    wanted = [
+    expected = [
         "training.optimizer: must be one of 'sgd', 'adam', 'adamw', got 'lion'",
         "Option 'alhpa' is not accepted",
         "Option 'stesp' is not accepted; did you mean distillation.steps?",
@@ -62,9 +62,9 @@ def test_every_option_that_is_rejected_is_named_at_once(capsys, tmp_path):
         "precision='64-true' is not supported: it casts all weights",
         "clients_per_round must be an integer >= 1 and <= 3 or None, got 9",
     ]
-    assert [[text for text in wanted if text in line] for line in said].count([]) == 0
-    assert [text for text in wanted if text not in "\n".join(said)] == []
-    assert first == f"Errors ({len(said)}):" and len(said) == len(wanted)
+    assert [[text for text in expected if text in line] for line in said].count([]) == 0
+    assert [text for text in expected if text not in "\n".join(said)] == []
+    assert first == f"Errors ({len(said)}):" and len(said) == len(expected)
     assert last == "The recipe is invalid."
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml", "wrong.yaml"]
 
@@ -106,7 +106,7 @@ def test_what_would_not_be_private_is_said(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["--data.dataset=Digts"], "data.dataset: there is no class 'Digts'; did you mean 'Digits'?"),
         (["--model.adapter=bottleneck"], "adapter 'bottleneck' does not fit backbone 'test_resnet'"),
@@ -116,9 +116,9 @@ def test_what_would_not_be_private_is_said(capsys):
         ),
     ],
 )
-def test_what_follows_from_an_option_that_was_left_out_is_not_said(capsys, words, says):
+def test_what_follows_from_an_option_that_was_left_out_is_not_said(capsys, words, message):
     said = checked(capsys, "tiny.yaml", *words, code=1)
-    assert said[0] == "Errors (1):" and says in said[1]
+    assert said[0] == "Errors (1):" and message in said[1]
 
 
 @pytest.mark.parametrize("in_recipe", [False, True], ids=["words", "recipe"])
@@ -185,10 +185,10 @@ def test_the_noise_and_the_epsilon_of_a_private_recipe_are_printed(capsys):
     accountant = RDPAccountant()
     accountant.history = [(2.0, 0.4, 4)]
     epsilon = f"{accountant.get_epsilon(0.01):.2f}"
-    wanted = (
+    expected = (
         f"privacy: noise multiplier σ = 2; after 4 rounds ε = at most {epsilon} (server ledger), {epsilon} (release"
     )
-    assert said[-1].startswith(wanted)
+    assert said[-1].startswith(expected)
     assert "δ = 0.01" in said[-1]
 
 

@@ -101,7 +101,7 @@ def test_fit_fills_the_run_folder_and_prints_the_clients(folder, capsys):
     assert config["distillation"]["steps"] == 0
     assert config["seed_everything"] == 3
     partition = json.loads((run / "partition.json").read_text())
-    sizes = [len(own) for own in partition["train"]]
+    sizes = [len(rows) for rows in partition["train"]]
     assert [row[1] for row in table[2:6]] == [str(size) for size in sizes]
     assert sum(sizes) == 72
     rounds = list(csv.DictReader((run / "metrics.csv").read_text().splitlines()))
@@ -123,9 +123,11 @@ def test_ckpt_path_last_goes_on_bit_for_bit(folder):
     main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1"])
     main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=3", "--ckpt_path", "last"])
     paths = version(folder / "whole", 0), version(folder, 1)
-    whole, resumed = (torch.load(path / "checkpoints" / "last.ckpt", weights_only=True)["perada"] for path in paths)
-    assert whole["metrics"] == resumed["metrics"]
-    kept, other = whole["federation"]["clients"]["rows"], resumed["federation"]["clients"]["rows"]
+    uninterrupted, resumed = (
+        torch.load(path / "checkpoints" / "last.ckpt", weights_only=True)["perada"] for path in paths
+    )
+    assert uninterrupted["metrics"] == resumed["metrics"]
+    kept, other = uninterrupted["federation"]["clients"]["rows"], resumed["federation"]["clients"]["rows"]
     assert kept
     assert kept.keys() == other.keys()
     assert all(torch.equal(row, other[client]) for client, row in kept.items())
@@ -194,8 +196,8 @@ def test_short_class_names_and_their_options(folder):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_algorithms_have_the_names_of_the_python_call(name):
-    cli_made, made = words_of(name), make_algorithm(name)
-    assert cli_made == (type(made).__name__, options_of(made))
+    cli_made, algorithm = words_of(name), make_algorithm(name)
+    assert cli_made == (type(algorithm).__name__, options_of(algorithm))
 
 
 def words_of(name):
@@ -397,13 +399,13 @@ def test_without_a_logger_nothing_is_written(folder, capsys):
 @pytest.mark.parametrize("rounds", ["0", "-2"])
 @pytest.mark.parametrize("command", ["fit", "check"])
 def test_no_rounds_are_rejected(folder, capsys, command, rounds):
-    says = f"max_epochs must be an integer >= 1, got {rounds}; it is the number of rounds, --trainer.max_epochs"
+    message = f"max_epochs must be an integer >= 1, got {rounds}; it is the number of rounds, --trainer.max_epochs"
     if command == "check":
         with pytest.raises(SystemExit):
             main(["check", "tiny.yaml", f"--trainer.max_epochs={rounds}"])
-        assert f"- {says}" in capsys.readouterr().out
+        assert f"- {message}" in capsys.readouterr().out
     else:
-        with pytest.raises(ValueError, match=re.escape(says)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs", rounds])
     assert [path.name for path in folder.iterdir()] == ["tiny.yaml"]
 
@@ -416,8 +418,8 @@ def test_cp_copies_and_does_not_overwrite(folder, capsys, monkeypatch):
     main(["cp", "method/ditto", "other/folder/"])
     assert (folder / "other" / "folder" / "ditto.yaml").is_file()
     (folder / "new" / "mine.yaml").write_text("edited")
-    says = perada_says(monkeypatch, capsys, "cp", "quickstart", "new/mine.yaml")
-    assert says == "perada: error: 'new/mine.yaml' already exists; choose a different destination or add --force"
+    output = perada_says(monkeypatch, capsys, "cp", "quickstart", "new/mine.yaml")
+    assert output == "perada: error: 'new/mine.yaml' already exists; choose a different destination or add --force"
     assert (folder / "new" / "mine.yaml").read_text() == "edited"
     main(["cp", "quickstart", "new/mine.yaml", "--force"])
     assert (folder / "new" / "mine.yaml").read_bytes() == QUICKSTART.read_bytes()
@@ -646,19 +648,19 @@ FIT = ("fit", "--config", "tiny.yaml")
 )
 @pytest.mark.every(3)
 def test_errors_are_one_line(folder, monkeypatch, capsys, words, message):
-    says = perada_says(monkeypatch, capsys, *words)
-    assert says.startswith("perada: error: ")
-    assert message in says
-    assert "\n" not in says
+    output = perada_says(monkeypatch, capsys, *words)
+    assert output.startswith("perada: error: ")
+    assert message in output
+    assert "\n" not in output
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_class_of_ones_own_that_lacks_a_method(folder, monkeypatch, capsys):
     Path("unfinished.py").write_text("from perada.data import ImageSet\nclass Unfinished(ImageSet): pass\n")
     monkeypatch.syspath_prepend(str(folder))
-    says = perada_says(monkeypatch, capsys, *FIT, "--data.dataset=unfinished.Unfinished")
+    output = perada_says(monkeypatch, capsys, *FIT, "--data.dataset=unfinished.Unfinished")
     end = "data.dataset: unfinished.Unfinished lacks methods (_load) that its base class requires; add them"
-    assert says == f"perada: error: {end}"
+    assert output == f"perada: error: {end}"
 
 
 @pytest.mark.parametrize(("number", "status", "said"), [("SIGTERM", 143, "terminated"), ("SIGINT", 130, "interrupted")])
@@ -682,9 +684,9 @@ def test_a_run_that_is_ended_says_how_to_resume(folder, monkeypatch, capsys, num
     assert f"perada: {said}; resume with --ckpt_path last after the last finished round" in capsys.readouterr().err
     main([*words, "--ckpt_path=last"])
     saved = [max((Path(root) / "lightning_logs").rglob("last.ckpt")) for root in ("whole", ".")]
-    whole, resumed = (torch.load(path, weights_only=True)["perada"]["federation"] for path in saved)
-    assert resumed["rounds_done"] == whole["rounds_done"] == 2
-    assert all(torch.equal(resumed["global"][key], value) for key, value in whole["global"].items())
+    uninterrupted, resumed = (torch.load(path, weights_only=True)["perada"]["federation"] for path in saved)
+    assert resumed["rounds_done"] == uninterrupted["rounds_done"] == 2
+    assert all(torch.equal(resumed["global"][key], value) for key, value in uninterrupted["global"].items())
 
 
 def test_debugging_shows_where_an_error_arose(folder, monkeypatch):
@@ -697,8 +699,8 @@ def test_debugging_shows_where_an_error_arose(folder, monkeypatch):
 
 def test_export_of_a_python_run_names_run_save(folder, tiny, monkeypatch, capsys):
     perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **tiny.options))
-    says = perada_says(monkeypatch, capsys, "export", "lightning_logs/version_0", "--output", "x")
-    assert "Run.save" in says
+    output = perada_says(monkeypatch, capsys, "export", "lightning_logs/version_0", "--output", "x")
+    assert "Run.save" in output
 
 
 @pytest.mark.slow
@@ -717,6 +719,6 @@ def test_a_run_folder_with_its_clients_in_files_can_be_moved_and_exported(folder
         main(["export", run, "--output", output])
     one, two = perada.Run.load("one"), perada.Run.load("two")
     for client in range(4):
-        wanted = one.state("personal", client)
-        assert all(torch.equal(value, wanted[key]) for key, value in two.state("personal", client).items())
+        expected = one.state("personal", client)
+        assert all(torch.equal(value, expected[key]) for key, value in two.state("personal", client).items())
     assert len({tuple(two.state("personal", client)["fc.bias"].tolist()) for client in range(4)}) > 1

@@ -38,8 +38,8 @@ def without_lightning(names):
 
 def test_the_file_has_every_command_and_option(described):
     assert list(facts()["commands"]) == LEAVES, REMEDY
-    wanted = without_lightning(described["recipe_options"])
-    assert without_lightning(facts()["recipe_options"]) == wanted, REMEDY
+    expected = without_lightning(described["recipe_options"])
+    assert without_lightning(facts()["recipe_options"]) == expected, REMEDY
 
 
 @pytest.mark.parametrize("command", LEAVES)
@@ -62,7 +62,7 @@ def test_a_changed_option_is_noticed(monkeypatch):
 
 @pytest.mark.every(16)
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ("fit --help", "usage: perada fit"),
         ("test -h", "usage: perada test"),
@@ -82,13 +82,13 @@ def test_a_changed_option_is_noticed(monkeypatch):
         ("completion bash", "complete -o default -C"),
     ],
 )
-def test_answers_that_need_no_parser_import_nothing_large(tmp_path, words, says):
+def test_answers_that_need_no_parser_import_nothing_large(tmp_path, words, message):
     (tmp_path / "wrong.yaml").write_text("trainer:\n  max_epoch: 3\n")
     (tmp_path / "tab.yaml").write_text("compare:\n\trecipes: [quickstart]\n")
     command = [sys.executable, "-c", SCRIPT, *words.split()]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     *said, modules = ended.stderr.splitlines()
-    assert says in ended.stdout + "".join(said)
+    assert message in ended.stdout + "".join(said)
     assert {*json.loads(modules)} & LARGE == set()
 
 

@@ -47,9 +47,9 @@ def test_help_is_short_and_has_every_option_of_ours(command, capsys):
     assert "torch.nn.modules" not in text
     own = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
     own |= {"training": Training, "evaluation": Evaluation}
-    wanted = {f"{section}.{name}" for section, kind in own.items() for name in inspect.signature(kind).parameters}
+    expected = {f"{section}.{name}" for section, kind in own.items() for name in inspect.signature(kind).parameters}
     linked = {"model.image_size", "federated.seed", "data.data", *(f"federated.{name}" for name in OPTION_CLASSES)}
-    assert wanted - linked <= set(options(text))
+    assert expected - linked <= set(options(text))
 
 
 def test_what_most_need_comes_first(capsys):

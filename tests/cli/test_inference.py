@@ -186,8 +186,10 @@ class Mine(Ditto):
 def test_a_fits_folder_is_the_run(tmp_path, made, given):
     """Without config.yaml, and to the last bit; what is not perada's own is given."""
     torch.manual_seed(1)
-    own = {"network": Small(), "mine": Mine(0.5)}
-    options = {name: own.get(value, value) if isinstance(value, str) else value for name, value in made.items()}
+    custom_network = {"network": Small(), "mine": Mine(0.5)}
+    options = {
+        name: custom_network.get(value, value) if isinstance(value, str) else value for name, value in made.items()
+    }
     run, folder = made_in_python(tmp_path, **options)
     (folder / "config.yaml").unlink()
     found = perada.Run.load(folder, **{name: options[name] for name in given})

@@ -65,10 +65,10 @@ def test_a_folder_joins_a_saved_run_whose_other_files_stay_to_the_last_bit(saved
     assert {name for name in before if before[name] != after[name]} == {"run.json"}
     assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"client_3"}
     run = perada.Run.load(folder)
-    told = run.info["joined"][-1]
-    assert told["images"] == 16
-    assert told["after"] > told["before"]
-    assert f"{100 * told['after']:.2f} % after" in out
+    record = run.info["joined"][-1]
+    assert record["images"] == 16
+    assert record["after"] > record["before"]
+    assert f"{100 * record['after']:.2f} % after" in out
     found = run.predict(sorted(pictures.rglob("*.png")), "late")
     assert np.mean([name == path.split("/")[-2] for name, path in zip(found.names, found.paths, strict=True)]) > 0.8
 
@@ -164,6 +164,6 @@ def test_a_run_folder_and_a_recipe(pictures, tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="set --output"):
         main(["clients", "add", str(run), "--data", str(recipe), "--client=late"])
     main(["clients", "add", str(run), "--data", str(recipe), "--client=late", "--output=new", "--rounds=1"])
-    told = json.loads((tmp_path / "new" / "run.json").read_text())
-    assert told["info"]["clients"][-1] == "late"
+    record = json.loads((tmp_path / "new" / "run.json").read_text())
+    assert record["info"]["clients"][-1] == "late"
     assert "Wrote client_" in capsys.readouterr().out

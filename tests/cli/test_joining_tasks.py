@@ -107,7 +107,7 @@ def test_masks_of_a_folder_or_a_table_are_those_of_the_run(segmented, tmp_path, 
         for mask, truth in zip(predicted == k, splits[1].labels == k, strict=True):
             if truth.any():
                 scores.append((k, float(2 * (mask & truth).sum() / (mask.sum() + truth.sum()))))
-    means = [np.mean([score for k, score in scores if k == wanted]) for wanted in {k for k, _ in scores}]
+    means = [np.mean([score for k, score in scores if k == expected]) for expected in {k for k, _ in scores}]
     assert joined["after"] == pytest.approx(np.mean(means), abs=1e-4)
     assert "after on its own test images" in capsys.readouterr().out
 

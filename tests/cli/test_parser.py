@@ -95,22 +95,22 @@ def test_a_section_that_is_null_has_the_defaults(section):
 
 @pytest.mark.parametrize("name", ["perada", "fedavg_ft", "fedsim"])
 def test_algorithms_have_their_names_in_recipes(name):
-    made, wanted = config(recipe={"federated": {"algorithm": name}}).loop.algorithm, make_algorithm(name)
-    assert type(made) is type(wanted)
-    assert vars(made) == vars(wanted)
+    algorithm, expected = config(recipe={"federated": {"algorithm": name}}).loop.algorithm, make_algorithm(name)
+    assert type(algorithm) is type(expected)
+    assert vars(algorithm) == vars(expected)
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ("perada_no_kd", "--config method/perada_no_kd: algorithm='perada' with distill=False"),
         ("flexlora", "--config method/flexlora: algorithm='fedavg' with server_rule='svd'"),
     ],
 )
-def test_a_method_is_a_recipe_and_not_an_algorithm(words, says):
-    wanted = f"federated.algorithm: there is no algorithm {words!r}; the method of that name is a recipe, {says}"
-    assert rejected(f"--federated.algorithm={words}") == wanted
-    assert wanted in rejected(recipe={"federated": {"algorithm": words}})
+def test_a_method_is_a_recipe_and_not_an_algorithm(words, message):
+    expected = f"federated.algorithm: there is no algorithm {words!r}; the method of that name is a recipe, {message}"
+    assert rejected(f"--federated.algorithm={words}") == expected
+    assert expected in rejected(recipe={"federated": {"algorithm": words}})
 
 
 def test_an_ensemble_names_its_base():
@@ -198,7 +198,7 @@ def test_nothing_is_proposed_for_what_is_like_nothing(words):
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ("--trainer.max_epochs three", "--trainer.max_epochs: must be an integer, got 'three'"),
         ("--trainer.max_epochs=2.5", "--trainer.max_epochs: must be an integer, got '2.5'"),
@@ -227,24 +227,24 @@ def test_nothing_is_proposed_for_what_is_like_nothing(words):
         ),
     ],
 )
-def test_a_value_of_a_wrong_type_is_named_with_the_option_as_typed(words, says):
-    assert rejected(*words.split()) == says
+def test_a_value_of_a_wrong_type_is_named_with_the_option_as_typed(words, message):
+    assert rejected(*words.split()) == message
 
 
 @pytest.mark.parametrize(
-    ("recipe", "says"),
+    ("recipe", "message"),
     [
         ({"trainer": {"max_epochs": "three"}}, "trainer.max_epochs: must be an integer, got 'three'"),
         ({"training": {"lr_local": "fast"}}, "training.lr_local: must be a number, got 'fast'"),
     ],
 )
-def test_so_it_is_in_a_recipe(recipe, says):
-    assert rejected(recipe=recipe) == says
+def test_so_it_is_in_a_recipe(recipe, message):
+    assert rejected(recipe=recipe) == message
 
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ("--trainer.accelerator=gpuu", "accelerator must be one of 'auto', 'cpu', "),
         ("--trainer.accelerator=tpu", "accelerator='tpu' is not available: torch finds no such device on this machine"),
@@ -258,5 +258,5 @@ def test_so_it_is_in_a_recipe(recipe, says):
         ("--evaluation.metric=F1Score", "metric='F1Score' is unknown: did you mean MulticlassF1Score"),
     ],
 )
-def test_devices_and_names_are_rejected_in_our_words(words, says):
-    assert rejected(*words.split()).startswith(says)
+def test_devices_and_names_are_rejected_in_our_words(words, message):
+    assert rejected(*words.split()).startswith(message)

@@ -39,7 +39,7 @@ LOGGERS = "choose one of CSVLogger, CometLogger, MLFlowLogger, "
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize(
-    ("words", "option", "says"),
+    ("words", "option", "message"),
     [
         ("--trainer.logger foo", "trainer.logger", f"there is no class 'foo'; {LOGGERS}"),
         ("--trainer.logger 3", "trainer.logger", f"there is no class '3'; {LOGGERS}"),
@@ -77,10 +77,10 @@ LOGGERS = "choose one of CSVLogger, CometLogger, MLFlowLogger, "
         ),
     ],
 )
-def test_a_plain_word_for_a_class_is_rejected_with_option_value_and_remedy(tmp_path, words, option, says):
+def test_a_plain_word_for_a_class_is_rejected_with_option_value_and_remedy(tmp_path, words, option, message):
     error = rejected(tmp_path, *words.split())
     assert error.option == option
-    assert says in one_line(error)
+    assert message in one_line(error)
     assert error.remedy and error.remedy in one_line(error)
     assert [fragment for fragment in FRAGMENTS if fragment in one_line(error)] == []
 

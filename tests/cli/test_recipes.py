@@ -174,13 +174,13 @@ def test_every_combination_runs_or_says_why_not(parser, written, capsys, name):
         privacy == "sample",
         privacy == "client",
     )
-    says = rejection(data, method, privacy)
-    if says is None:
+    message = rejection(data, method, privacy)
+    if message is None:
         cli.trainer.fit(cli.model, cli.datamodule)
         cli.after_fit()
         table_of_clients(capsys, {"office_home": DOMAINS, "images": HOSPITALS}.get(data, "0123"))
     else:
-        with pytest.raises(ValueError, match=says) as error:
+        with pytest.raises(ValueError, match=message) as error:
             cli.trainer.fit(cli.model, cli.datamodule)
         assert one_line(error.value) == str(error.value)
     assert list(Path().iterdir()) == []
@@ -286,10 +286,10 @@ def test_recipes_are_found_by_name():
     for name in [*names, *SPELT_OUT, *COMBINED]:
         parts = name.split("/")
         if parts[0] in GROUPS["data"]:
-            wanted = [ROOT / group / f"{part}.yaml" for group, part in zip(FOLDERS, parts, strict=False)]
+            expected = [ROOT / group / f"{part}.yaml" for group, part in zip(FOLDERS, parts, strict=False)]
         else:
-            wanted = [ROOT / f"{name}.yaml"]
-        assert find_recipe(name) == wanted
+            expected = [ROOT / f"{name}.yaml"]
+        assert find_recipe(name) == expected
     assert find_recipe("cifar10/ditto.yaml") == [ROOT / "data" / "cifar10.yaml", ROOT / "method" / "ditto.yaml"]
 
 

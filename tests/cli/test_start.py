@@ -201,8 +201,8 @@ def test_the_page_of_a_run_without_privacy_is_drawn_without_torch(tmp_path):
 
 def test_python_runs_the_program_as_a_module(tmp_path):
     command = [sys.executable, "-m", "perada"]
-    told = subprocess.run([*command, "ls"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "quickstart" in told.stdout.split()
+    printed = subprocess.run([*command, "ls"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "quickstart" in printed.stdout.split()
     rejected = subprocess.run([*command, "fti"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert rejected.returncode == 1 and rejected.stderr.startswith("perada: error: ")
 

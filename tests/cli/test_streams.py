@@ -38,8 +38,8 @@ def test_what_an_encoding_lacks_is_spelt_out(tmp_path, words, name):
     assert (ended.returncode, ended.stderr) == (0, b"")
     text = ended.stdout.decode(encoding)
     # The same text as elsewhere, but for these letters.
-    whole = run(tmp_path, words, environment={"PYTHONIOENCODING": "utf-8"}).stdout.decode("utf-8")
-    kept = whole.encode(encoding, "ignore").decode(encoding)
+    uninterrupted = run(tmp_path, words, environment={"PYTHONIOENCODING": "utf-8"}).stdout.decode("utf-8")
+    kept = uninterrupted.encode(encoding, "ignore").decode(encoding)
     assert len(text.splitlines()) == len(kept.splitlines())
     assert "sigma = 1" in text or words != "ls"
 

@@ -69,8 +69,8 @@ def test_skipped_they_are_as_if_they_had_never_been_there(root, holdout):
     for one, other in ((skipped.first_batch([client]), clean.first_batch([client])) for client in (0, 1)):
         assert not one.failed and torch.equal(one.x, other.x) and torch.equal(one.y, other.y)
     record = skipped.partition_dict()
-    assert [len(own) for own in record["train"]] == list(skipped.train_sizes)
-    assert [len(own) for own in record["test"]] == [2, 1]
+    assert [len(rows) for rows in record["train"]] == list(skipped.train_sizes)
+    assert [len(rows) for rows in record["test"]] == [2, 1]
 
 
 def test_files_are_read_once_until_one_changes(root, cache, monkeypatch):
@@ -192,8 +192,8 @@ def test_other_datasets_are_read_item_by_item(workers):
     with pytest.raises(ValueError, match=r"^3 images .*client 0: .*sample 1.*sample 4.*public set"):
         FederatedDataModule(data, num_workers=workers).setup()
     with pytest.warns(UserWarning, match="3 images"):
-        (made := FederatedDataModule(data, num_workers=workers, on_broken="skip")).setup()
-    assert made.train_sizes == (4, 5) and made.public_size == 3
+        (datamodule := FederatedDataModule(data, num_workers=workers, on_broken="skip")).setup()
+    assert datamodule.train_sizes == (4, 5) and datamodule.public_size == 3
     with (
         pytest.warns(UserWarning, match="2 images"),
         pytest.raises(ValueError, match=r"client 0 .*no training samples"),

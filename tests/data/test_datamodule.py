@@ -59,9 +59,9 @@ def pictures(noisy=False):
 
 
 def module(data, **options):
-    made = FederatedDataModule(data, batch_size=4, eval_batch_size=5, **options)
-    made.configure_rounds(seed=3, clients_per_round=None, phases=[Phase(epochs=2)], image=None)
-    return made
+    datamodule = FederatedDataModule(data, batch_size=4, eval_batch_size=5, **options)
+    datamodule.configure_rounds(seed=3, clients_per_round=None, phases=[Phase(epochs=2)], image=None)
+    return datamodule
 
 
 def equal(batches, others):
@@ -103,9 +103,9 @@ def test_any_number_of_workers_gives_the_same_batches():
 
 
 def test_datasets_that_draw_leave_the_global_streams_alone():
-    made = module(FederatedData(pictures(noisy=True)))
+    datamodule = module(FederatedData(pictures(noisy=True)))
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    first = list(made.train_dataloader())
+    first = list(datamodule.train_dataloader())
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
     assert (states[2] == np.random.get_state()[1]).all()
@@ -114,8 +114,8 @@ def test_datasets_that_draw_leave_the_global_streams_alone():
 
 def test_test_images_are_read_once_each_with_their_owner():
     data = tensors()
-    made = module(FederatedData(data, [data[0], data[1], Subset(data[2], [])]))
-    batches = list(made.test_dataloader())
+    datamodule = module(FederatedData(data, [data[0], data[1], Subset(data[2], [])]))
+    batches = list(datamodule.test_dataloader())
     assert all(isinstance(batch, EvalBatch) for batch in batches)
     assert [len(batch.y) for batch in batches] == [5, 5, 5]
     assert torch.equal(torch.cat([batch.x for batch in batches]), torch.cat([part.tensors[0] for part in data[:2]]))
@@ -126,21 +126,26 @@ def test_test_images_are_read_once_each_with_their_owner():
 
 def test_several_labels():
     train = [TensorDataset(torch.rand(5, 3, 4, 4), (torch.rand(5, 7) > 0.5).double()) for _ in range(2)]
-    made = module(FederatedData(train, train))
-    assert (made.num_classes, made.task) == (7, MultiLabel())
-    batch = next(iter(made.train_dataloader()))
+    datamodule = module(FederatedData(train, train))
+    assert (datamodule.num_classes, datamodule.task) == (7, MultiLabel())
+    batch = next(iter(datamodule.train_dataloader()))
     assert (batch.y.shape, batch.y.dtype, batch.x.shape) == ((2, 4, 7), torch.float32, (2, 4, 3, 4, 4))
-    assert next(iter(made.val_dataloader())).y.shape == (5, 7)
+    assert next(iter(datamodule.val_dataloader())).y.shape == (5, 7)
     as_items = module(FederatedData([list(part) for part in train]))
-    equal(made.train_dataloader(), as_items.train_dataloader())
+    equal(datamodule.train_dataloader(), as_items.train_dataloader())
 
 
 def test_facts_about_the_data():
-    made = module(FederatedData(tensors()))
-    assert (made.num_clients, made.num_classes, made.task, made.train_sizes) == (3, 3, Classification(), SIZES)
+    datamodule = module(FederatedData(tensors()))
+    assert (datamodule.num_clients, datamodule.num_classes, datamodule.task, datamodule.train_sizes) == (
+        3,
+        3,
+        Classification(),
+        SIZES,
+    )
     assert module(FederatedData(tensors(), num_classes=8)).num_classes == 8
     assert module(FederatedData(tensors()), num_classes=8).num_classes == 8
-    assert made.partition_dict() == {
+    assert datamodule.partition_dict() == {
         "num_clients": 3,
         "train_sizes": [6, 9, 4],
         "test_sizes": [0, 0, 0],
@@ -176,19 +181,19 @@ class SecretDigits(Digits):
 @pytest.mark.parametrize("public", [Poisoned(), SecretDigits(), Photographs(count=30, size=8), torch.rand(30, 3, 4, 4)])
 def test_public_images_come_without_labels(public):
     public = TensorDataset(public) if isinstance(public, torch.Tensor) else public
-    made = module(FederatedData(tensors(), public=public))
-    assert made.public_size == len(public)
-    indices = made.public_indices(round=2, steps=5, batch_size=4)
+    datamodule = module(FederatedData(tensors(), public=public))
+    assert datamodule.public_size == len(public)
+    indices = datamodule.public_indices(round=2, steps=5, batch_size=4)
     for rows in indices:
-        images = made.public_images(rows)
+        images = datamodule.public_images(rows)
         first = public.images[rows[0]] if isinstance(public, Digits) else public[int(rows[0])]
         first = first[0] if isinstance(first, tuple) else first
         assert len(images) == 4
         expected = first.float() / 127.5 - 1 if first.dtype == torch.uint8 else first
         torch.testing.assert_close(images[0], expected)
-    assert torch.equal(indices, made.public_indices(2, 5, 4))
-    assert not torch.equal(indices, made.public_indices(3, 5, 4))
-    assert made.public_indices(0, 2, "full").sort().values.tolist() == [list(range(len(public)))] * 2
+    assert torch.equal(indices, datamodule.public_indices(2, 5, 4))
+    assert not torch.equal(indices, datamodule.public_indices(3, 5, 4))
+    assert datamodule.public_indices(0, 2, "full").sort().values.tolist() == [list(range(len(public)))] * 2
 
 
 class RandomShade(Dataset):
@@ -203,15 +208,15 @@ class RandomShade(Dataset):
 
 def test_a_random_public_image_is_the_same_whenever_it_is_read():
     """Teachers and student see it in different batches and steps: they must see the same image."""
-    made = module(FederatedData(tensors(), public=RandomShade()))
-    alone = [made.public_images(torch.tensor([position])) for position in range(6)]
+    datamodule = module(FederatedData(tensors(), public=RandomShade()))
+    alone = [datamodule.public_images(torch.tensor([position])) for position in range(6)]
     assert len({float(image.flatten()[0]) for image in alone}) == 6
-    assert torch.equal(made.public_images(torch.tensor([4, 1, 4])), torch.cat([alone[4], alone[1], alone[4]]))
+    assert torch.equal(datamodule.public_images(torch.tensor([4, 1, 4])), torch.cat([alone[4], alone[1], alone[4]]))
 
 
 def test_server_validation():
-    made = module(FederatedData(tensors(), server_validation=tensors((7,), seed=1)[0]))
-    assert [(x.shape, x.dtype, len(y)) for x, y in made.validation_batches()] == [
+    datamodule = module(FederatedData(tensors(), server_validation=tensors((7,), seed=1)[0]))
+    assert [(x.shape, x.dtype, len(y)) for x, y in datamodule.validation_batches()] == [
         ((5, 1, 5, 5), torch.float32, 5),
         ((2, 1, 5, 5), torch.float32, 2),
     ]
@@ -227,35 +232,35 @@ def digits(**options):
 
 
 def test_clients_get_the_images_that_the_record_says():
-    made = digits(seed=4)
-    record = json.loads(json.dumps(made.partition_dict()))
-    assert record["num_clients"] == made.num_clients == 6
+    datamodule = digits(seed=4)
+    record = json.loads(json.dumps(datamodule.partition_dict()))
+    assert record["num_clients"] == datamodule.num_clients == 6
     assert record["partition"] == repr(Dirichlet(6, 0.5))
     assert sorted(flat(record["train"])) == list(range(1438))
     assert sorted(flat(record["test"])) == list(range(359))
     whole = Digits(train=False)
-    seen = torch.cat([batch.x for batch in made.val_dataloader()])
+    seen = torch.cat([batch.x for batch in datamodule.val_dataloader()])
     assert torch.equal(seen, whole.images[flat(record["test"])])
-    assert digits(seed=4).partition_dict() == made.partition_dict()
-    assert digits(seed=5).partition_dict() != made.partition_dict()
+    assert digits(seed=4).partition_dict() == datamodule.partition_dict()
+    assert digits(seed=5).partition_dict() != datamodule.partition_dict()
 
 
 def test_held_out_shares_and_limits():
-    made = digits(public_fraction=0.25, validation_fraction=0.1, train_limit=400, test_limit=50)
-    record = made.partition_dict()
+    datamodule = digits(public_fraction=0.25, validation_fraction=0.1, train_limit=400, test_limit=50)
+    record = datamodule.partition_dict()
     clients = flat(record["train"])
     assert (len(record["public"]), len(record["server_validation"]), len(clients)) == (100, 40, 260)
     assert len({*clients, *record["public"], *record["server_validation"]}) == 400
     assert len(flat(record["test"])) == 50
     rows = torch.arange(100)
     expected = Digits().images[record["public"]].float() / 127.5 - 1
-    torch.testing.assert_close(made.public_images(rows), expected)
-    assert sum(len(y) for _, y in made.validation_batches()) == 40
+    torch.testing.assert_close(datamodule.public_images(rows), expected)
+    assert sum(len(y) for _, y in datamodule.validation_batches()) == 40
 
 
 def test_public_limit():
-    made = digits(public=Photographs(count=30, size=8), public_limit=12)
-    assert made.public_size == 12
+    datamodule = digits(public=Photographs(count=30, size=8), public_limit=12)
+    assert datamodule.public_size == 12
 
 
 def test_a_recorded_partition_is_read_back(tmp_path):

@@ -53,16 +53,16 @@ def test_deep_images_are_scaled(tmp_path, values, name, full_scale, white):
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "message"),
     [
         (np.full((2, 2), 5000, np.uint16), r"from 5000 to 5000, but must be from 0 to 4095: set full_scale"),
         (np.full((2, 2), -5, np.int32), "from -5 to -5"),
         (np.full((2, 2), np.nan, np.float32), "from nan to nan"),
     ],
 )
-def test_values_that_do_not_fit_the_scale_are_named(tmp_path, values, says):
+def test_values_that_do_not_fit_the_scale_are_named(tmp_path, values, message):
     images = ImageFolder(folder(tmp_path, Image.fromarray(values), "deep.tif"), size=2, full_scale=4095)
-    with pytest.raises(ValueError, match=rf"train/a/deep\.tif.*{says}"):
+    with pytest.raises(ValueError, match=rf"train/a/deep\.tif.*{message}"):
         images[0]
     with rejects("full_scale", 0):
         ImageFolder(str(tmp_path), full_scale=0)

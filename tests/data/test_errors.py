@@ -256,11 +256,11 @@ def test_what_is_advised_for_other_channels_works():
     parts = [TensorDataset(torch.rand(4, 1, 8, 8), torch.arange(4) % 2) for _ in range(2)]
     options = {"rounds": 1, "local_steps": 1, "algorithm": "fedavg", "accelerator": "cpu", "logger": False}
     options |= {"enable_progress_bar": False, "adapter": "full"}
-    own = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 8), torch.nn.Flatten(), torch.nn.Linear(2, 2))
+    custom_network = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 8), torch.nn.Flatten(), torch.nn.Linear(2, 2))
     named = {"pretrained": False, "image_size": 8}
     with pytest.raises(ValueError, match=r"to 3\b"):
         perada.finetune("test_resnet", FederatedData(parts), **sections(**options, **named))
-    assert perada.finetune(own, FederatedData(parts), **sections(**options)).num_clients == 2
+    assert perada.finetune(custom_network, FederatedData(parts), **sections(**options)).num_clients == 2
     converted = [TensorDataset(x.expand(-1, 3, -1, -1), y) for x, y in (part.tensors for part in parts)]
     grey = [TensorDataset((255 * x).byte(), y) for x, y in (part.tensors for part in parts)]
     for data in (converted, grey):

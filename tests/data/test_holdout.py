@@ -49,25 +49,25 @@ def numbered(sizes=SIZES, start=0):
 
 
 def module(data=None, run_seed=5, **options):
-    made = FederatedDataModule(data, batch_size="full", **options)
-    made.configure_rounds(seed=run_seed, clients_per_round=None, phases=[Phase(epochs=1)], image=None)
-    return made
+    datamodule = FederatedDataModule(data, batch_size="full", **options)
+    datamodule.configure_rounds(seed=run_seed, clients_per_round=None, phases=[Phase(epochs=1)], image=None)
+    return datamodule
 
 
 def values(images):
     return sorted(((images[:, 0, 0, 0] + 1) * 127.5).round().long().tolist())
 
 
-def trained(made):
+def trained(datamodule):
     """For each client the values of the images it trains on in one epoch of full batches."""
-    (batch,) = [made.prepare(batch) for batch in made.train_dataloader()]
+    (batch,) = [datamodule.prepare(batch) for batch in datamodule.train_dataloader()]
     rows = zip(batch.clients, batch.x, batch.counts, strict=True)
     return [own for _, own in sorted((client, values(x[:n])) for client, x, n in rows)]
 
 
-def scored(made, clients):
+def scored(datamodule, clients):
     """For each client the values of the images it is evaluated on."""
-    batches = [made.prepare(batch) for batch in made.val_dataloader()]
+    batches = [datamodule.prepare(batch) for batch in datamodule.val_dataloader()]
     x, owner = torch.cat([b.x for b in batches]), torch.cat([b.owner for b in batches])
     return [values(x[owner == client]) for client in range(clients)]
 
@@ -75,20 +75,20 @@ def scored(made, clients):
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.95])
 @pytest.mark.parametrize("wrap", [lambda dataset: dataset, Pictures], ids=["tensors", "pictures"])
 def test_clients_train_on_one_part_and_are_scored_on_the_other(wrap, share):
-    data = FederatedData([wrap(own) for own in numbered()], [Unread() for _ in SIZES])
-    made = module(data, client_validation=share, evaluate_on="validation")
-    train, held = trained(made), scored(made, len(SIZES))
+    data = FederatedData([wrap(newcomers) for newcomers in numbered()], [Unread() for _ in SIZES])
+    datamodule = module(data, client_validation=share, evaluate_on="validation")
+    train, held_out = trained(datamodule), scored(datamodule, len(SIZES))
     start = 0
-    for size, kept, out in zip(SIZES, train, held, strict=True):
+    for size, kept, out in zip(SIZES, train, held_out, strict=True):
         assert sorted(kept + out) == list(range(start, start + size))
         assert len(out) == min(size - 1, max(1, round(share * size)))
         start += size
-    assert made.train_sizes == tuple(map(len, train))
-    record = made.partition_dict()
-    assert record["client_validation_sizes"] == [len(out) for out in held]
+    assert datamodule.train_sizes == tuple(map(len, train))
+    record = datamodule.partition_dict()
+    assert record["client_validation_sizes"] == [len(out) for out in held_out]
     assert (record["train_sizes"], record["test_sizes"]) == ([len(kept) for kept in train], [3] * 4)
     again = module(data, run_seed=6, client_validation=share, evaluate_on="validation")
-    assert scored(again, len(SIZES)) == held
+    assert scored(again, len(SIZES)) == held_out
 
 
 def test_which_images_are_held_out_depends_on_the_data_seed_and_the_client():
@@ -121,8 +121,8 @@ def divided(**options):
 
 
 def test_the_record_of_a_divided_set_says_where_every_image_went(tmp_path):
-    made = divided()
-    record = json.loads(json.dumps(made.partition_dict()))
+    datamodule = divided()
+    record = json.loads(json.dumps(datamodule.partition_dict()))
     whole = FederatedDataModule(dataset=Digits(), partition=Dirichlet(6, 0.5), train_limit=300, public_fraction=0.1)
     for kept, held, own in zip(
         record["train"], record["client_validation"], whole.partition_dict()["train"], strict=True
@@ -130,8 +130,8 @@ def test_the_record_of_a_divided_set_says_where_every_image_went(tmp_path):
         assert sorted(kept + held) == own
         assert len(held) == round(0.25 * len(own))
     assert record["test"] == whole.partition_dict()["test"]
-    assert made.train_sizes == tuple(map(len, record["train"]))
-    batches = list(made.val_dataloader())
+    assert datamodule.train_sizes == tuple(map(len, record["train"]))
+    batches = list(datamodule.val_dataloader())
     positions = [position for own in record["client_validation"] for position in own]
     assert torch.equal(torch.cat([batch.x for batch in batches]), Digits().images[positions])
     assert torch.equal(torch.cat([batch.y for batch in batches]), Digits().labels[positions])
@@ -160,10 +160,10 @@ class Wards(ImageSet):
 
 
 def test_no_patient_is_on_both_sides_of_anything_that_is_set_aside():
-    made = FederatedDataModule(
+    datamodule = FederatedDataModule(
         dataset=Wards(), partition=IID(3), client_validation=0.3, public_fraction=0.2, validation_fraction=0.1
     )
-    record = made.partition_dict()
+    record = datamodule.partition_dict()
     patient = Wards().columns["patient"]
     server = [set(patient[record[part]]) for part in ("public", "server_validation")]
     assert [len(part) for part in server] == [12, 6]
@@ -171,10 +171,12 @@ def test_no_patient_is_on_both_sides_of_anything_that_is_set_aside():
     assert len(clients) == 60 - 18
     assert not server[0] & server[1]
     assert not (server[0] | server[1]) & clients
-    for kept, held in zip(record["train"], record["client_validation"], strict=True):
-        assert not set(patient[kept]) & set(patient[held])
-        assert len(kept) + len(held) == 42
-        assert abs(len(held) - 0.3 * 42) <= 2  # a client has at most 3 images of a patient: half of that, and rounding
+    for kept, held_out in zip(record["train"], record["client_validation"], strict=True):
+        assert not set(patient[kept]) & set(patient[held_out])
+        assert len(kept) + len(held_out) == 42
+        assert (
+            abs(len(held_out) - 0.3 * 42) <= 2
+        )  # a client has at most 3 images of a patient: half of that, and rounding
 
 
 class Column(Wards):
@@ -191,8 +193,8 @@ def test_groups_that_cannot_be_held_out_are_rejected():
 
 
 def test_a_client_with_two_images_has_one_of_each():
-    made = module(FederatedData(numbered((2, 2)), num_classes=3), client_validation=0.9, evaluate_on="validation")
-    assert [len(own) for own in trained(made) + scored(made, 2)] == [1, 1, 1, 1]
+    datamodule = module(FederatedData(numbered((2, 2)), num_classes=3), client_validation=0.9, evaluate_on="validation")
+    assert [len(rows) for rows in trained(datamodule) + scored(datamodule, 2)] == [1, 1, 1, 1]
 
 
 def test_clients_that_cannot_share_are_named():

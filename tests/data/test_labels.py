@@ -166,5 +166,5 @@ def test_the_remedy_for_grey_among_colour_images_helps(first, together):
     assert "convert grey images to three channels (image.convert('RGB') of a PIL image" in reason
     assert "image_size" not in reason
     clients = [[(image.convert("RGB"), label) for image, label in client] for client in clients]
-    (made := FederatedDataModule(FederatedData(clients), image_size=8, batch_size=4)).setup()
-    assert not next(iter(made.train_dataloader())).failed
+    (datamodule := FederatedDataModule(FederatedData(clients), image_size=8, batch_size=4)).setup()
+    assert not next(iter(datamodule.train_dataloader())).failed

@@ -62,9 +62,9 @@ def test_published_sets_have_their_names(tmp_path):
 
 
 def test_folders_name_classes_and_clients(hospitals, tmp_path):
-    made = module(hospitals)
-    record = made.partition_dict()
-    assert (made.classes, made.client_names) == (CLASSES, list(HOSPITALS))
+    datamodule = module(hospitals)
+    record = datamodule.partition_dict()
+    assert (datamodule.classes, datamodule.client_names) == (CLASSES, list(HOSPITALS))
     assert record["clients"] == list(HOSPITALS)
     assert ImageFolder(str(hospitals), domains=True).classes == tuple(CLASSES)
     (tmp_path / "partition.json").write_text(json.dumps(record))
@@ -85,16 +85,16 @@ def data(**names):
 
 
 def test_names_in_python():
-    made = FederatedDataModule(data(classes=("a", "b", "c", "d"), client_names=["left", "right"]))
-    made.setup()
-    assert (made.num_classes, made.classes, made.client_names) == (4, list("abcd"), ["left", "right"])
+    datamodule = FederatedDataModule(data(classes=("a", "b", "c", "d"), client_names=["left", "right"]))
+    datamodule.setup()
+    assert (datamodule.num_classes, datamodule.classes, datamodule.client_names) == (4, list("abcd"), ["left", "right"])
     bare = FederatedDataModule(data())
     bare.setup()
     assert (bare.num_classes, bare.classes, bare.client_names) == (3, None, None)
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         (
             {"classes": ["a", "b"], "num_classes": 3},
@@ -108,20 +108,20 @@ def test_names_in_python():
         ({"client_names": ["a"]}, "1 names, 1 of them distinct, for 2 clients"),
     ],
 )
-def test_names_that_do_not_fit_are_rejected(given, says):
-    with pytest.raises(ValueError, match=says):
+def test_names_that_do_not_fit_are_rejected(given, message):
+    with pytest.raises(ValueError, match=message):
         FederatedDataModule(data(**given)).setup()
 
 
 @pytest.fixture(scope="module")
 def run(hospitals, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    made = perada.finetune(
+    trained_run = perada.finetune(
         "test_resnet", module(hospitals), pretrained=False, adapter="head", algorithm="ditto", rounds=1, local_steps=1,
         lr_personal=0.5, logger=False, enable_progress_bar=False,
     )  # fmt: skip
-    made.export(folder)
-    return made, folder
+    trained_run.export(folder)
+    return trained_run, folder
 
 
 def test_a_run_knows_names_and_finds_models_by_them(run, tmp_path):

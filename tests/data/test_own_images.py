@@ -72,11 +72,13 @@ def test_a_class_that_is_not_among_the_named_ones_is_rejected_by_name(hospitals)
 
 
 def test_each_hospital_is_a_client(hospitals):
-    made = FederatedDataModule(dataset=Images(str(hospitals), size=8), partition=ByDomain("client"), batch_size=4)
-    made.setup()
-    sizes = Counter(made.division.dataset.columns["client"])
-    assert (made.num_clients, made.train_sizes) == (4, tuple(sizes[name] for name in HOSPITALS))
-    assert torch.equal(made.checked.train.item(2, 0)[0], made.division.dataset[sum(made.train_sizes[:2])][0])
+    datamodule = FederatedDataModule(dataset=Images(str(hospitals), size=8), partition=ByDomain("client"), batch_size=4)
+    datamodule.setup()
+    sizes = Counter(datamodule.division.dataset.columns["client"])
+    assert (datamodule.num_clients, datamodule.train_sizes) == (4, tuple(sizes[name] for name in HOSPITALS))
+    assert torch.equal(
+        datamodule.checked.train.item(2, 0)[0], datamodule.division.dataset[sum(datamodule.train_sizes[:2])][0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,16 +242,18 @@ def test_a_new_image_moves_no_validation_image_and_groups_stay_whole(tmp_path):
     root = coloured(tmp_path, files)
 
     def parts():
-        made = FederatedDataModule(
+        datamodule = FederatedDataModule(
             dataset=Images(root, "{client}/{class}/{group}_*", size=4),
             partition=ByDomain("client"),
             client_validation=0.25,
         )
-        record, train = made.partition_dict(), names(made.division.dataset)
-        test = names(made.division.dataset.with_split(False))
-        held, kept = ([[train[row] for row in own] for own in record[part]] for part in ("client_validation", "train"))
-        assert all(held) and all(kept)
-        return [{*chain(*held)}, {*chain(*kept)}, {*test}]
+        record, train = datamodule.partition_dict(), names(datamodule.division.dataset)
+        test = names(datamodule.division.dataset.with_split(False))
+        held_out, kept = (
+            [[train[row] for row in own] for own in record[part]] for part in ("client_validation", "train")
+        )
+        assert all(held_out) and all(kept)
+        return [{*chain(*held_out)}, {*chain(*kept)}, {*test}]
 
     before = parts()
     coloured(tmp_path, {"h0/a/p0_9.jpg": 200, "h1/b/p99_0.jpg": 201})  # of a patient who is there, and of a new one
@@ -260,7 +264,7 @@ def test_a_new_image_moves_no_validation_image_and_groups_stay_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("paths", "layout", "error", "says"),
+    ("paths", "layout", "error", "message"),
     [
         (
             ["a/b/1.jpg"],
@@ -298,9 +302,9 @@ def test_a_new_image_moves_no_validation_image_and_groups_stay_whole(tmp_path):
         ),
     ],
 )
-def test_folders_that_cannot_be_used_are_named(tmp_path, paths, layout, error, says):
+def test_folders_that_cannot_be_used_are_named(tmp_path, paths, layout, error, message):
     root = write(tmp_path, *paths)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         len(Images(root, layout=layout))
 
 
@@ -340,14 +344,14 @@ def table(tmp_path, given, name="mine.csv"):
 
 
 def test_a_table_names_all(tmp_path):
-    made = ImageTable(table(tmp_path, rows()), path="file", label="diagnosis", client="site", split="part", size=4)
-    for images, expected in ((made, rows()[:9]), (made.with_split(False), rows()[9:])):
+    table_set = ImageTable(table(tmp_path, rows()), path="file", label="diagnosis", client="site", split="part", size=4)
+    for images, expected in ((table_set, rows()[:9]), (table_set.with_split(False), rows()[9:])):
         assert images.labels.tolist() == [{"x": 0, "y": 1}[row["diagnosis"]] for row in expected]
         assert images.columns["client"].tolist() == [row["site"] for row in expected]
         assert [round(float(images[i][0].float().mean())) for i in range(len(images))] == [
             int(row["file"].split(".")[0]) for row in expected
         ]
-    assert (made.classes, made.group_column) == (("x", "y"), None)
+    assert (table_set.classes, table_set.group_column) == (("x", "y"), None)
     (tmp_path / "lists").mkdir()
     elsewhere = table(tmp_path, rows(), "lists/mine.csv")
     grouped = ImageTable(elsewhere, folder=str(tmp_path), path="file", label="diagnosis", group="patient")
@@ -383,9 +387,9 @@ def test_spreadsheets_and_tabs_are_read(tmp_path):
     (tmp_path / "semicolons.csv").write_text(text.replace("\t", ";").replace("\n", "\r\n"))
     (tmp_path / "tabs.csv").write_text(text)
     for name in ("t.tsv", "semicolons.csv", "tabs.csv"):
-        made = ImageTable(str(tmp_path / name), test_share=0.5)
-        both = sorted(names(made) + names(made.with_split(False)))
-        assert (both, {*made.columns["client"]}) == ([f"{n}.jpg" for n in range(4)], {"one", "two"})
+        table_set = ImageTable(str(tmp_path / name), test_share=0.5)
+        both = sorted(names(table_set) + names(table_set.with_split(False)))
+        assert (both, {*table_set.columns["client"]}) == ([f"{n}.jpg" for n in range(4)], {"one", "two"})
 
 
 def test_lists_of_a_parquet_file_are_several_labels(tmp_path):
@@ -396,16 +400,16 @@ def test_lists_of_a_parquet_file_are_several_labels(tmp_path):
     found = [["b"], ["a", "b, c"], [], None]
     content = [{"path": f"{n}.jpg", "label": found[n], "split": ("train", "test")[n > 1]} for n in range(4)]
     parquet.write_table(arrow.Table.from_pylist(content), tmp_path / "t.parquet")
-    made = ImageTable(str(tmp_path / "t.parquet"))
-    assert (made.classes, made.labels.tolist()) == (("a", "b", "b, c"), [[0, 1, 0], [1, 0, 1]])
-    assert made.with_split(False).labels.tolist() == [[0, 0, 0], [0, 0, 0]]
+    table_set = ImageTable(str(tmp_path / "t.parquet"))
+    assert (table_set.classes, table_set.labels.tolist()) == (("a", "b", "b, c"), [[0, 1, 0], [1, 0, 1]])
+    assert table_set.with_split(False).labels.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
 def test_one_class_alone_is_rejected_for_training(tmp_path):
     write(tmp_path, *(f"a/x/{n}.jpg" for n in range(4)))
-    made = FederatedDataModule(dataset=Images(str(tmp_path), size=8), partition=ByDomain("client"), batch_size=4)
+    datamodule = FederatedDataModule(dataset=Images(str(tmp_path), size=8), partition=ByDomain("client"), batch_size=4)
     with pytest.raises(ValueError, match=r"one class \(x\)"):
-        made.setup()
+        datamodule.setup()
 
 
 def test_measured_numbers_are_no_classes(tmp_path):
@@ -417,12 +421,12 @@ def test_measured_numbers_are_no_classes(tmp_path):
     ):
         lines = "".join(f"{n}.jpg,{value},x\n" for n, value in enumerate(values.split()))
         (tmp_path / "t.csv").write_text("path,label,x\n" + lines)
-        made = ImageTable(str(tmp_path / "t.csv"), test_share=0.1)
+        table_set = ImageTable(str(tmp_path / "t.csv"), test_share=0.1)
         if rejected:
             with pytest.raises(ValueError, match=r"label .*6 different numbers.*0\.1"):
-                len(made)
+                len(table_set)
         else:
-            assert len(made.classes) == len(set(values.split()))
+            assert len(table_set.classes) == len(set(values.split()))
 
 
 def test_paths_with_backslashes_are_found(tmp_path):
@@ -461,13 +465,13 @@ def test_parquet_says_the_same(tmp_path):
 
     text = ImageTable(table(tmp_path, rows()), path="file", label="diagnosis", client="site", split="part")
     parquet.write_table(arrow.Table.from_pylist(rows()), tmp_path / "mine.parquet")
-    made = ImageTable(str(tmp_path / "mine.parquet"), path="file", label="diagnosis", client="site", split="part")
-    assert (made.manifest.paths, made.labels.tolist()) == (text.manifest.paths, text.labels.tolist())
-    assert made.columns["client"].tolist() == text.columns["client"].tolist()
+    table_set = ImageTable(str(tmp_path / "mine.parquet"), path="file", label="diagnosis", client="site", split="part")
+    assert (table_set.manifest.paths, table_set.labels.tolist()) == (text.manifest.paths, text.labels.tolist())
+    assert table_set.columns["client"].tolist() == text.columns["client"].tolist()
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "error", "says"),
+    ("change", "options", "error", "message"),
     [
         ({}, {"label": "diagnoses"}, ValueError, r"mine\.csv.*'diagnoses'.*'diagnosis'"),
         ({}, {"label": "q"}, ValueError, r"'q'.*'file'.*'diagnosis'"),
@@ -491,11 +495,11 @@ def test_parquet_says_the_same(tmp_path):
         ({"site": ""}, {"client": "site"}, ValueError, r"row 4: site is empty; fill it in"),
     ],
 )
-def test_rows_that_cannot_be_used_are_named(tmp_path, change, options, error, says):
+def test_rows_that_cannot_be_used_are_named(tmp_path, change, options, error, message):
     given = rows()
     given[2] |= change
     path = table(tmp_path, given)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         len(ImageTable(path, **{"path": "file", "label": "diagnosis", "split": "part"} | options))
 
 

@@ -25,7 +25,9 @@ def unbalanced():
 
 def table(rows, part):
     """Samples of each class (columns) of each client (rows), by plain counting."""
-    return np.array([[sum(part.labels[row] == k for row in own) for k in range(K)] for own in rows])
+    return np.array(
+        [[sum(part.labels[row] == k for row in personal_scores) for k in range(K)] for personal_scores in rows]
+    )
 
 
 def split(partition, train_per_class=100, test_per_class=20, seed=0):
@@ -60,9 +62,11 @@ def test_nothing_is_left_over(partition):
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize("alpha", [1e-320, 0.01, 1, 100, 1e9])
-@pytest.mark.parametrize(("clients", "wanted", "size"), [(7, None, 142), (7, 50, 50), (1, None, 1000), (1000, None, 1)])
-def test_clients_of_balanced_dirichlet_have_one_size(alpha, clients, wanted, size):
-    train, test = split(BalancedDirichlet(clients, alpha, wanted))
+@pytest.mark.parametrize(
+    ("clients", "expected", "size"), [(7, None, 142), (7, 50, 50), (1, None, 1000), (1000, None, 1)]
+)
+def test_clients_of_balanced_dirichlet_have_one_size(alpha, clients, expected, size):
+    train, test = split(BalancedDirichlet(clients, alpha, expected))
     assert (train.sum(1) == size).all()
     assert (train.sum(0) <= 100).all()
     # Of each class a client has the share of the test images that it has of the training images, but for rounding.
@@ -138,8 +142,8 @@ def test_quantity_skew_keeps_the_minimum_and_the_test_shares():
     train, test = split(QuantitySkew(20, 0.05, 5))
     assert train.sum() == 1000 and test.sum() == 200
     assert train.sum(1).min() == 5 and test.sum(1).min() >= 1
-    wanted = np.maximum(train.sum(1) / 5, 1)
-    assert (np.abs(test.sum(1) - wanted)[test.sum(1) < test.sum(1).max()] <= 1).all()
+    expected = np.maximum(train.sum(1) / 5, 1)
+    assert (np.abs(test.sum(1) - expected)[test.sum(1) < test.sum(1).max()] <= 1).all()
     with pytest.raises(ValueError, match=r"20 clients.*51.*1020"):
         split(QuantitySkew(20, min_per_client=51))
 

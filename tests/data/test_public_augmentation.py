@@ -49,13 +49,13 @@ def versions(image, padding=PADDING, flip=True):
     side = image.shape[-1]
     padded = torch.zeros(side + 2 * padding, side + 2 * padding, dtype=image.dtype)
     padded[padding : padding + side, padding : padding + side] = image
-    made = []
+    created = []
     for top, left in itertools.product(range(2 * padding + 1), repeat=2):
         window = padded[top : top + side, left : left + side]
-        made.append(window)
+        created.append(window)
         if flip:
-            made.append(window.flip(1))
-    return made
+            created.append(window.flip(1))
+    return created
 
 
 def as_stored(images):
@@ -66,13 +66,13 @@ def as_stored(images):
 @pytest.mark.parametrize("kind", [OneByOne, TensorDataset])
 def test_each_step_sees_a_version_of_each_image_and_all_versions_occur(kind):
     stored = drawn_images(COUNT)
-    made = served(kind(stored))
+    datamodule = served(kind(stored))
     seen = {position: set() for position in range(COUNT)}
     for round in range(6):
-        indices = made.public_indices(round, steps=20, batch_size="full")
+        indices = datamodule.public_indices(round, steps=20, batch_size="full")
         assert (indices % COUNT).sort(dim=1).values.tolist() == [list(range(COUNT))] * 20
         for rows in indices:
-            for index, image in zip(rows.tolist(), as_stored(made.public_images(rows)), strict=True):
+            for index, image in zip(rows.tolist(), as_stored(datamodule.public_images(rows)), strict=True):
                 position = index % COUNT
                 known = versions(stored[position, 0])
                 found = [number for number, version in enumerate(known) if torch.equal(version, image[0])]
@@ -83,29 +83,29 @@ def test_each_step_sees_a_version_of_each_image_and_all_versions_occur(kind):
 
 
 def test_versions_are_drawn_for_each_image_of_a_step_by_itself():
-    made = served(TensorDataset(drawn_images(1).repeat(40, 1, 1, 1)))
-    (rows,) = made.public_indices(0, steps=1, batch_size="full")
-    assert len(made.public_images(rows).unique(dim=0)) > 10  # of 18
+    datamodule = served(TensorDataset(drawn_images(1).repeat(40, 1, 1, 1)))
+    (rows,) = datamodule.public_indices(0, steps=1, batch_size="full")
+    assert len(datamodule.public_images(rows).unique(dim=0)) > 10  # of 18
 
 
 def test_an_index_names_one_image_however_it_is_read():
-    made = served()
-    indices = made.public_indices(2, steps=3, batch_size=5).flatten()
-    assert torch.equal(made.public_indices(2, 3, 5).flatten(), indices)
-    together = made.public_images(indices)
-    alone = torch.cat([made.public_images(index.reshape(1)) for index in indices])
+    datamodule = served()
+    indices = datamodule.public_indices(2, steps=3, batch_size=5).flatten()
+    assert torch.equal(datamodule.public_indices(2, 3, 5).flatten(), indices)
+    together = datamodule.public_images(indices)
+    alone = torch.cat([datamodule.public_images(index.reshape(1)) for index in indices])
     assert torch.equal(together, alone)
     again = served()
     assert torch.equal(again.public_images(indices.flip(0)), together.flip(0))
-    assert not set(indices.tolist()) & set(made.public_indices(3, 3, 5).flatten().tolist())
+    assert not set(indices.tolist()) & set(datamodule.public_indices(3, 3, 5).flatten().tolist())
 
 
 @pytest.mark.parametrize(("options", "padding"), [({"flip": False}, PADDING), ({"crop_padding": 0}, 0)])
 def test_public_images_are_changed_as_clients_images_are(options, padding):
     stored = drawn_images(COUNT)
-    made = served(OneByOne(stored), **options)
-    for rows in made.public_indices(0, 20, "full"):
-        for index, image in zip(rows.tolist(), as_stored(made.public_images(rows)), strict=True):
+    datamodule = served(OneByOne(stored), **options)
+    for rows in datamodule.public_indices(0, 20, "full"):
+        for index, image in zip(rows.tolist(), as_stored(datamodule.public_images(rows)), strict=True):
             known = versions(stored[index % COUNT, 0], padding, flip=options.get("flip", True))
             assert any(torch.equal(version, image[0]) for version in known)
 
@@ -113,11 +113,11 @@ def test_public_images_are_changed_as_clients_images_are(options, padding):
 @pytest.mark.parametrize("augment", [False, True])
 def test_positions_stand_for_the_stored_images(augment):
     """Diagnostics and checks look at the set itself."""
-    made = served(augment_public=augment)
-    images = made.public_images(torch.arange(COUNT))
+    datamodule = served(augment_public=augment)
+    images = datamodule.public_images(torch.arange(COUNT))
     assert torch.equal(as_stored(images), drawn_images(COUNT))
     if not augment:
-        assert int(made.public_indices(4, 5, 3).max()) < COUNT
+        assert int(datamodule.public_indices(4, 5, 3).max()) < COUNT
 
 
 @pytest.mark.parametrize("kind", ["folded", "loop"])
@@ -129,15 +129,15 @@ def test_teachers_and_student_see_the_same_images(kind, mode):
 
     torch.manual_seed(0)
     student, *teachers = [network() for _ in range(3)]
-    made = served()
+    datamodule = served()
     options = Distillation(3, batch_size=4, lr=0.1, optimizer="sgd", schedule="constant", teacher_mode=mode)
-    distiller = Distiller(Engine(network(), kind), options, parameter_keys(student), made, DistillationRound(1))
+    distiller = Distiller(Engine(network(), kind), options, parameter_keys(student), datamodule, DistillationRound(1))
     refined = distiller(get_state(student), stack([get_state(teacher) for teacher in teachers]))
 
     plain = copy.deepcopy(student).eval()
     steps = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for rows in made.public_indices(1, 3, 4):
-        x = made.public_images(rows)
+    for rows in datamodule.public_indices(1, 3, 4):
+        x = datamodule.public_images(rows)
         with torch.no_grad():
             target = sum(copy.deepcopy(teacher).train(mode == "train")(x) for teacher in teachers) / 2
         steps.zero_grad()
@@ -160,19 +160,19 @@ def federation():
 def fit(tiny, data=None, **changes):
     options = {"batch_size": 4, "crop_padding": 1, "flip": True, "augment_public": True, "num_classes": 3}
     data = FederatedDataModule(data or federation(), **options | changes.pop("data_options", {}))
-    given = tiny.options | DISTILS | {"rounds": 2} | changes
-    del given["batch_size"]  # the datamodule has its own
-    return perada.finetune(tiny.net(), data, **sections(**given))
+    arguments = tiny.options | DISTILS | {"rounds": 2} | changes
+    del arguments["batch_size"]  # the datamodule has its own
+    return perada.finetune(tiny.net(), data, **sections(**arguments))
 
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits_and_keeps_its_augmentation(tiny, tmp_path):
-    whole = fit(tiny)
+    uninterrupted = fit(tiny)
     options = {"logger": True, "default_root_dir": str(tmp_path)}
     fit(tiny, rounds=1, **options)
     (saved,) = tmp_path.rglob("last.ckpt")
     resumed = fit(tiny, ckpt_path=str(saved), **options)
-    (expected,) = whole.states("global")
+    (expected,) = uninterrupted.states("global")
     for key, value in resumed.states("global")[0].items():
         assert torch.equal(value, expected[key])
     (plain,) = fit(tiny, data_options={"augment_public": False}).states("global")
@@ -188,9 +188,9 @@ def test_features_are_not_kept_of_augmented_public_images(tiny):
     for cache_features in (True, False):
         options = {"adapter": "head", "pretrained": False, "cache_features": cache_features}
         data = FederatedDataModule(federation(), batch_size=4, flip=True, augment_public=True, image_size=32)
-        given = tiny.options | DISTILS | options | {"rounds": 2}
-        del given["batch_size"]
-        run = perada.finetune("test_resnet", data, **sections(**given))
+        arguments = tiny.options | DISTILS | options | {"rounds": 2}
+        del arguments["batch_size"]
+        run = perada.finetune("test_resnet", data, **sections(**arguments))
         found.append(run.states("global")[0])
     for key, value in found[0].items():
         torch.testing.assert_close(value, found[1][key], rtol=1e-4, atol=1e-5)
@@ -214,6 +214,6 @@ def test_augmentation_of_public_images_needs_something_to_do():
 
 
 def test_augmentation_of_public_vectors_is_rejected():
-    made = served(TensorDataset(torch.rand(5, 6)))
+    datamodule = served(TensorDataset(torch.rand(5, 6)))
     with pytest.raises(ValueError, match=r"\(6,\).*crop_padding, flip, mixup and cutmix"):
-        made.setup()
+        datamodule.setup()

@@ -61,9 +61,9 @@ def test_each_domain_of_office_home_is_a_client_and_no_image_is_read_for_its_lab
     read = OfficeHome.read
     monkeypatch.setattr(OfficeHome, "read", lambda self, path: reads.append(path) or read(self, path))
     dataset = OfficeHome(str(office_home), size=8, test_share=0.2)
-    made = FederatedDataModule(dataset=dataset, partition=ByDomain())
-    record = made.partition_dict()
-    assert made.train_sizes == (260,) * 4
+    datamodule = FederatedDataModule(dataset=dataset, partition=ByDomain())
+    record = datamodule.partition_dict()
+    assert datamodule.train_sizes == (260,) * 4
     assert len(set(reads)) == 1300  # each once, to see that all can be
     # The first image of every client, in training and in testing, and one of each part to see that it is uint8.
     assert len(reads[1300:]) == 8 + 2
@@ -75,12 +75,12 @@ def test_each_domain_of_office_home_is_a_client_and_no_image_is_read_for_its_lab
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_read_the_same_batches(office_home):
     def batches(workers):
-        made = FederatedDataModule(
+        datamodule = FederatedDataModule(
             dataset=OfficeHome(str(office_home), size=8), partition=ByDomain(), batch_size=8, num_workers=workers,
             train_limit=80, test_limit=20,
         )  # fmt: skip
-        made.configure_rounds(seed=0, clients_per_round=2, phases=[Phase(epochs=1)])
-        return [*made.train_dataloader(), *made.val_dataloader()]
+        datamodule.configure_rounds(seed=0, clients_per_round=2, phases=[Phase(epochs=1)])
+        return [*datamodule.train_dataloader(), *datamodule.val_dataloader()]
 
     for one, two in zip(batches(0), batches(2), strict=True):
         assert torch.equal(one.x, two.x)
@@ -160,18 +160,18 @@ def test_no_patient_of_chexpert_is_on_two_sides(chexpert):
     assert not patients[0] & patients[1]
     assert abs(len(test) - len(train_rows) / 4) <= 2.5  # half of a patient's images, and rounding
     assert set(CheXpert(str(root), test_share=0.25, seed=1, train=False).columns["patient"]) != patients[1]
-    made = FederatedDataModule(
+    datamodule = FederatedDataModule(
         dataset=CheXpert(str(root), size=8, test_share=0.2, merge_below=6), client_validation=0.3,
         partition=Dirichlet(3, 5.0, column="category"), validation_fraction=0.1,
     )  # fmt: skip
-    record, columns = made.partition_dict(), made.division.dataset.columns["patient"]
-    for kept, held in zip(record["train"], record["client_validation"], strict=True):
-        assert held
-        assert not set(columns[kept]) & set(columns[held])
+    record, columns = datamodule.partition_dict(), datamodule.division.dataset.columns["patient"]
+    for kept, held_out in zip(record["train"], record["client_validation"], strict=True):
+        assert held_out
+        assert not set(columns[kept]) & set(columns[held_out])
     clients = np.concatenate(record["train"] + record["client_validation"])
     assert record["server_validation"]
     assert not set(columns[record["server_validation"]]) & set(columns[clients])
-    assert (made.task, made.num_classes) == (MultiLabel(), 5)
+    assert (datamodule.task, datamodule.num_classes) == (MultiLabel(), 5)
 
 
 def damaged_table(folder, change):
@@ -243,8 +243,8 @@ def test_open_image_is_divided_by_uploader(open_image):
     for part, rows in ((dataset, train_rows), (dataset.with_split(False), test_rows)):
         drawn = [drawn_as(part[i][0], 20, 50) for i in range(len(part))]
         assert drawn == [(row["client_id"], row["label_id"]) for row in rows]
-    made = FederatedDataModule(dataset=dataset, partition=ByDomain("client"))
-    record = made.partition_dict()
+    datamodule = FederatedDataModule(dataset=dataset, partition=ByDomain("client"))
+    record = datamodule.partition_dict()
     of = [Counter(train_rows[row]["client_id"] for row in own) for own in record["train"]]
     assert sorted(of, key=min) == [{k: n} for k, n in sorted(Counter(row["client_id"] for row in train_rows).items())]
     of_test = [{test_rows[row]["client_id"] for row in own} for own in record["test"]]

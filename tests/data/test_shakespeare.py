@@ -147,13 +147,13 @@ def test_every_role_is_a_client_and_tokens_reach_the_model_as_they_are(root):
     data = served(root, batch_size=4)
     data.setup()
     assert data.train_sizes == (5, 7, 9)  # in the order of the names
-    assert [len(own) for own in data.partition_dict()["test"]] == [2, 0, 3]
+    assert [len(rows) for rows in data.partition_dict()["test"]] == [2, 0, 3]
     images = Shakespeare(str(root)).images
     for batch in data.cohort_loader(data.plan(0)):
         x = data.prepare(batch).x
         assert x.dtype == torch.int64
         known = {tuple(row) for row in images.tolist()}
-        real = [row for own, count in zip(x, batch.counts, strict=True) for row in own[:count].tolist()]
+        real = [row for rows, count in zip(x, batch.counts, strict=True) for row in rows[:count].tolist()]
         assert all(tuple(row) in known for row in real)
 
 
@@ -174,8 +174,8 @@ OPTIONS = {
 
 
 def finetune(data, algorithm, **options):
-    given = OPTIONS | options
-    return perada.finetune(given.pop("backbone"), data, **sections(algorithm=algorithm, **given))
+    arguments = OPTIONS | options
+    return perada.finetune(arguments.pop("backbone"), data, **sections(algorithm=algorithm, **arguments))
 
 
 def clients_of(root):
@@ -239,8 +239,8 @@ def test_two_rounds_of_an_ensemble_are_those_of_a_plain_loop(root):
     start = finetune(served(root), "fed_ensemble", rounds=0, **options)
     clients, first = clients_of(root), start.states("global")
     model = start.global_model().members[0]
-    for state, own in zip(run.states("global"), first, strict=True):
-        assert_close(state, average([descend(model, own, *client) for client in clients]), own)
+    for state, client_batches in zip(run.states("global"), first, strict=True):
+        assert_close(state, average([descend(model, client_batches, *client) for client in clients]), client_batches)
     assert not torch.equal(first[0]["embedding.weight"], first[1]["embedding.weight"])
     tests = Shakespeare(str(root)).with_split(False)
     logits = sum(functional_call(model, state, (tests.images,)) for state in run.states("global")) / 2

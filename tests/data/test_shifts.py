@@ -55,8 +55,8 @@ def test_contrast_and_noise_have_the_parameters_of_imagenet_c():
     x = image().double().div(255)
     mean = x.mean((1, 2), keepdim=True)
     for severity, factor in enumerate((0.4, 0.3, 0.2, 0.1, 0.05), 1):
-        wanted = ((x - mean) * factor + mean) * 255
-        assert (corrupt(image(), "contrast", severity, 0) - wanted).abs().max() <= 1  # cut to whole numbers
+        expected = ((x - mean) * factor + mean) * 255
+        assert (corrupt(image(), "contrast", severity, 0) - expected).abs().max() <= 1  # cut to whole numbers
     grey = torch.full((3, 128, 128), 128, dtype=torch.uint8)
     spread = corrupt(grey, "gaussian_noise", 1, 0).double().std() / 255
     assert float(spread) == pytest.approx(0.08, rel=0.02)
@@ -140,12 +140,12 @@ def module(shifts, dtype=torch.uint8, size=32, test=True, clients=3, classes=3, 
 def test_short_forms():
     data = module({"a": "main", "b": "fog", "c": ["snow", "frost"], "d": "label_shift", "e": Other(), "f": "extra"})
     passes = [(one.shift, one.kind, one.severity, one.others) for one in data.conditions]
-    wanted = [("a", kind, severity, False) for kind in MAIN for severity in range(1, 6)]
-    wanted += [("b", "fog", severity, False) for severity in range(1, 6)]
-    wanted += [("c", kind, severity, False) for kind in ("snow", "frost") for severity in range(1, 6)]
-    wanted += [("d", "", 0, True), ("e", "", 0, False)]
-    wanted += [("f", kind, severity, False) for kind in EXTRA for severity in range(1, 6)]
-    assert passes == wanted
+    expected = [("a", kind, severity, False) for kind in MAIN for severity in range(1, 6)]
+    expected += [("b", "fog", severity, False) for severity in range(1, 6)]
+    expected += [("c", kind, severity, False) for kind in ("snow", "frost") for severity in range(1, 6)]
+    expected += [("d", "", 0, True), ("e", "", 0, False)]
+    expected += [("f", kind, severity, False) for kind in EXTRA for severity in range(1, 6)]
+    assert passes == expected
     assert len(module({"all": Corruptions("all")}).conditions) == 19 * 5
     assert [one.severity for one in module({"a": Corruptions("fog", [5, 2])}).conditions] == [5, 2]
 

@@ -256,23 +256,23 @@ def test_names_that_a_reader_can_tell_apart_are_not(names):
 def test_names_that_differ_only_in_case_are_warned_of(one, other):
     """Of clients in folders, of classes in folders, of labels that are words, of groups in a table, and by name."""
     assert case_variants([one, "dog", other, one]) == [[one, other]]
-    says = "are different {} but differ only in capitals and spaces".format
+    message = "are different {} but differ only in capitals and spaces".format
     write_images(f"clients/{one}/x", f"clients/{other}/x", f"clients/{one}/y")
-    with pytest.warns(UserWarning, match=says("clients,")) as caught:
+    with pytest.warns(UserWarning, match=message("clients,")) as caught:
         Division(Images("clients", size=8), ByDomain("client")).share_out()
     assert ascii(one) in str(caught[0].message) and ascii(other) in str(caught[0].message)
     write_images(f"classes/{one}", f"classes/{other}", "classes/z")
-    with pytest.warns(UserWarning, match=says("classes,")):
+    with pytest.warns(UserWarning, match=message("classes,")):
         Division(ImageFolder("classes", size=8), IID(1)).share_out()
     items = [{"image": torch.zeros(3, 8, 8, dtype=torch.uint8), "label": label} for label in (one, other, "dog")]
-    with pytest.warns(UserWarning, match=says("labels,")):
+    with pytest.warns(UserWarning, match=message("labels,")):
         check(FederatedData([items]))
     rows = "".join(f"classes/z/{number}.png,a,{group}\n" for number, group in enumerate([one, other, "p", "q"]))
     Path("t.csv").write_text(f"path,label,patient\n{rows}", encoding="utf-8")
-    with pytest.warns(UserWarning, match=says("groups,")):
+    with pytest.warns(UserWarning, match=message("groups,")):
         _ = ImageTable("t.csv", group="patient").manifest
     ones = TensorDataset(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.arange(2))
-    with pytest.warns(UserWarning, match=says("clients,")):
+    with pytest.warns(UserWarning, match=message("clients,")):
         FederatedData([ones, ones], client_names=[one, other])
 
 

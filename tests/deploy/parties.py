@@ -52,17 +52,17 @@ class Parties:
     def loop(self):
         flat = {"local_epochs": 2, "lr_personal": 0.1, "lr_local": 0.1, "momentum": 0.9, "engine": self.engine}
         flat |= {"cache_features": False} | self.options.get("module", {}) | self.options.get("loop", {})
-        given = {"distillation": Distillation(steps=3, batch_size=4), "seed": 3} | self.options.get("loop", {})
-        given = {name: value for name, value in given.items() if name not in OF_SECTIONS}
-        given["training"] = Training(**fields_among(flat, Training))
-        given["evaluation"] = Evaluation(**fields_among(flat, Evaluation))
+        arguments = {"distillation": Distillation(steps=3, batch_size=4), "seed": 3} | self.options.get("loop", {})
+        arguments = {name: value for name, value in arguments.items() if name not in OF_SECTIONS}
+        arguments["training"] = Training(**fields_among(flat, Training))
+        arguments["evaluation"] = Evaluation(**fields_among(flat, Evaluation))
         algorithm = self.algorithm
-        return FederatedLoop(make_method(algorithm), **given)
+        return FederatedLoop(make_method(algorithm), **arguments)
 
     def module(self):
-        given = {"adapter": "full"} | self.options.get("module", {})
-        given = {name: value for name, value in given.items() if name not in OF_SECTIONS}
-        return FederatedClassifier(self.options.get("net", self.tiny.net)(), **given)
+        arguments = {"adapter": "full"} | self.options.get("module", {})
+        arguments = {name: value for name, value in arguments.items() if name not in OF_SECTIONS}
+        return FederatedClassifier(self.options.get("net", self.tiny.net)(), **arguments)
 
     def data(self, data):
         return FederatedDataModule(data, batch_size=4, **{"num_classes": 3} | self.options.get("data", {}))
@@ -80,8 +80,8 @@ class Parties:
     def recipe(self, place=None, **of_server):
         data = self.whole if place is None else single_client_data(self.whole, place)
         kind = ServerRecipe if of_server else Recipe
-        given = {"public": self.whole.public} | of_server
-        return kind(TEXT, self.module(), self.loop(), self.trainer(), self.data(data), **given)
+        arguments = {"public": self.whole.public} | of_server
+        return kind(TEXT, self.module(), self.loop(), self.trainer(), self.data(data), **arguments)
 
     def worker(self, place, may_send=("sizes", "counts", "scores", "losses"), **limits):
         client = Client(self.recipe(place), Limits(**limits))

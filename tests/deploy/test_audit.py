@@ -409,8 +409,8 @@ def test_what_leaves_under_masks_is_told_from_what_leaves_in_the_clear(tiny, tmp
 def test_noisy_sums_say_what_the_site_as_a_whole_has_spent(tiny, tmp_path):
     from .sums.test_noisy_sums import by_opacus, noisy
 
-    made = noisy(tiny, tmp_path, rounds=2, every=2, privacy={"noise_multiplier": 2.0})
-    _, workers = made.deployed()
+    deployment = noisy(tiny, tmp_path, rounds=2, every=2, privacy={"noise_multiplier": 2.0})
+    _, workers = deployment.deployed()
     entries = [entry for entry in verified(workers["site0"].store.folder) if "epsilon" in entry]
     assert [entry["request"]["kind"] for entry in entries] == ["train", "mask", "train", "mask"]
     client = only_client(workers["site0"])

@@ -49,10 +49,10 @@ def images_of(client, size, num_foreign=0):
 def parties(tiny, tmp_path, algorithm="ditto", loop=(), **options):
     """A recipe that predicts with both models."""
     evaluation = {"prediction": "both", "local_epochs": 4} | dict(loop)
-    made = Parties(tiny, tmp_path, algorithm, sizes=SIZES, loop=evaluation, **options)
-    made.whole.train = [images_of(client, size) for client, size in enumerate(SIZES)]
-    made.whole.test = [images_of(client, 9, num_foreign=1 + client) for client in range(len(SIZES))]
-    return made
+    deployment = Parties(tiny, tmp_path, algorithm, sizes=SIZES, loop=evaluation, **options)
+    deployment.whole.train = [images_of(client, size) for client, size in enumerate(SIZES)]
+    deployment.whole.test = [images_of(client, 9, num_foreign=1 + client) for client in range(len(SIZES))]
+    return deployment
 
 
 def of_both(row):
@@ -90,8 +90,8 @@ def test_scores_are_those_of_the_simulation(case, tiny, tmp_path):
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("algorithm", "prediction"), [("fedavg", "both"), ("fedbn", "both"), ("ditto", "personal")])
 def test_other_runs_have_no_such_scores(algorithm, prediction, tiny, tmp_path):
-    made = parties(tiny, tmp_path, algorithm, loop={"prediction": prediction}, **OF_ALGORITHM.get(algorithm, {}))
-    coordinator, workers = made.deployed()
+    deployment = parties(tiny, tmp_path, algorithm, loop={"prediction": prediction}, **OF_ALGORITHM.get(algorithm, {}))
+    coordinator, workers = deployment.deployed()
     assert not any(of_both(row) for row in coordinator.progress.history)
     (client,) = workers["site0"].clients.values()
     state = read_state(workers["site0"].store.folder / "state.safetensors").run_state
@@ -105,10 +105,10 @@ def test_other_runs_have_no_such_scores(algorithm, prediction, tiny, tmp_path):
 def test_server_and_sites_say_that_the_prediction_has_no_effect(
     algorithm, prediction, has_line, tiny, tmp_path, caplog
 ):
-    made = parties(tiny, tmp_path, algorithm, loop={"prediction": prediction}, **OF_ALGORITHM.get(algorithm, {}))
+    deployment = parties(tiny, tmp_path, algorithm, loop={"prediction": prediction}, **OF_ALGORITHM.get(algorithm, {}))
     caplog.set_level(logging.INFO, "perada")
-    made.worker(0)
-    made.coordinator(LocalTransport({}))
+    deployment.worker(0)
+    deployment.coordinator(LocalTransport({}))
     lines = [record for record in caplog.records if "prediction='both' has no effect with" in record.getMessage()]
     assert [record.name for record in lines] == (["perada.site", "perada.deploy"] if has_line else [])
 
@@ -116,10 +116,10 @@ def test_server_and_sites_say_that_the_prediction_has_no_effect(
 @pytest.mark.every(3)
 @pytest.mark.parametrize("may_send", [["scores"], ["counts"], ["sizes", "losses"]])
 def test_a_site_sends_only_what_it_may(may_send, tiny, tmp_path):
-    made = parties(tiny, tmp_path)
-    loop, _ = made.simulated()
-    workers = made.workers(may_send=may_send)
-    coordinator = made.coordinator(LocalTransport(workers))
+    deployment = parties(tiny, tmp_path)
+    loop, _ = deployment.simulated()
+    workers = deployment.workers(may_send=may_send)
+    coordinator = deployment.coordinator(LocalTransport(workers))
     coordinator.run()
     found = of_both(coordinator.progress.history[-1])
     if not {"scores", "counts"} & {*may_send}:
@@ -133,8 +133,8 @@ def test_a_site_sends_only_what_it_may(may_send, tiny, tmp_path):
 
 
 def test_secure_sums_have_the_means(tiny, tmp_path):
-    made = parties(tiny, tmp_path, "perada", loop={"secure_sums": SecureSums()})
-    loop, coordinator = assert_equal(made)
+    deployment = parties(tiny, tmp_path, "perada", loop={"secure_sums": SecureSums()})
+    loop, coordinator = assert_equal(deployment)
     found = of_both(coordinator.progress.history[-1])
     statistics = ("both/local_test", "both/local_test_std", "both/local_test_weighted", "typical/local_test")
     # Sums are in multiples of 2^-24.
@@ -145,23 +145,23 @@ def test_secure_sums_have_the_means(tiny, tmp_path):
     "privacy", [{"privacy": Privacy(noise_multiplier=1.0)}, {"client_privacy": ClientPrivacy(noise_multiplier=1.0)}]
 )
 def test_private_recipes_are_rejected_by_the_server_and_by_sites(privacy, tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg_ft", loop=privacy)
+    deployment = parties(tiny, tmp_path, "fedavg_ft", loop=privacy)
     message = f"prediction='both' is not supported with {next(iter(privacy))}.*no ledger"
     with pytest.raises(OptionError, match=message):
-        made.worker(0)
+        deployment.worker(0)
     with pytest.raises(OptionError, match=message):
-        made.coordinator(LocalTransport({}))
+        deployment.coordinator(LocalTransport({}))
 
 
 @pytest.mark.parametrize("algorithm", ["ditto", pytest.param("fedavg_ft", marks=pytest.mark.slow)])
 def test_a_sites_exported_run_predicts_as_the_simulation(algorithm, tiny, tmp_path):
-    made = parties(tiny, tmp_path, algorithm, rounds=3)
-    loop, module = made.simulated()
+    deployment = parties(tiny, tmp_path, algorithm, rounds=3)
+    loop, module = deployment.simulated()
     simulated = loop.outcome(module)
-    _, workers = made.deployed()
-    images, _ = made.whole.test[2].tensors
+    _, workers = deployment.deployed()
+    images, _ = deployment.whole.test[2].tensors
     masks = []
-    for number, name in enumerate(made.names):
+    for number, name in enumerate(deployment.names):
         (client,) = workers[name].clients.values()
         state = read_state(workers[name].store.folder / "state.safetensors").run_state
         run = export_site_run(client, state, name)
@@ -178,8 +178,8 @@ def test_a_sites_exported_run_predicts_as_the_simulation(algorithm, tiny, tmp_pa
 
 
 def test_statistics_stay_at_the_site(tiny, tmp_path):
-    made = parties(tiny, tmp_path)
-    _, workers = made.deployed()
+    deployment = parties(tiny, tmp_path)
+    _, workers = deployment.deployed()
     folder = workers["site2"].store.folder
     (client,) = workers["site2"].clients.values()
     state = read_state(folder / "state.safetensors").run_state

@@ -32,23 +32,23 @@ def one_more(images, labels):
     return torch.cat([images, images[:1]]), torch.cat([labels, labels[:1]])
 
 
-def restarted(made, change, part="train", allow=()):
+def restarted(deployment, change, part="train", allow=()):
     """The worker of the first site, whose data have changed since it ran."""
-    datasets = list(getattr(made.whole, part))
+    datasets = list(getattr(deployment.whole, part))
     datasets[0] = TensorDataset(*change(*datasets[0].tensors))
-    made.whole = replace(made.whole, **{part: datasets})
-    worker = made.worker(0)
+    deployment.whole = replace(deployment.whole, **{part: datasets})
+    worker = deployment.worker(0)
     worker.permissions.resume_allow = set(allow)
     return worker
 
 
 def trained(tiny, tmp_path, loop=None):
     """The parties of a run in which the first site has trained a round; its worker has ended."""
-    made = Parties(tiny, tmp_path, "ditto", rounds=3, loop=loop or {})
-    worker = made.worker(0)
+    deployment = Parties(tiny, tmp_path, "ditto", rounds=3, loop=loop or {})
+    worker = deployment.worker(0)
     assert read_header(worker.answer(train(worker, 0), ""))["code"] == "ok"
     worker.store.close()
-    return made
+    return deployment
 
 
 def code(worker, round):
@@ -57,7 +57,7 @@ def code(worker, round):
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize(
-    ("change", "part", "says"),
+    ("change", "part", "message"),
     [
         (other_images, "train", "the site's training images differ from those"),
         (other_labels, "train", "the site's labels of the training images differ from those"),
@@ -65,41 +65,41 @@ def code(worker, round):
         (other_images, "test", "the site's test images differ from those"),
     ],
 )
-def test_a_run_does_not_go_on_with_others(tiny, tmp_path, caplog, change, part, says):
-    made = trained(tiny, tmp_path)
+def test_a_run_does_not_go_on_with_others(tiny, tmp_path, caplog, change, part, message):
+    deployment = trained(tiny, tmp_path)
     before = (tmp_path / "site0" / "state.safetensors").read_bytes()
-    worker = restarted(made, change, part)
+    worker = restarted(deployment, change, part)
     assert code(worker, 1) == "other"
-    assert says in caplog.text and "resume_allow: [images]" in caplog.text
+    assert message in caplog.text and "resume_allow: [images]" in caplog.text
     assert (tmp_path / "site0" / "state.safetensors").read_bytes() == before
     assert read_header(worker.answer(other_run(worker), ""))["code"] == "ok"  # a new run begins with what is there
 
 
 def test_with_the_same_images_it_goes_on(tiny, tmp_path):
-    made = trained(tiny, tmp_path)
-    assert code(restarted(made, lambda *tensors: [one.clone() for one in tensors]), 1) == "ok"
+    deployment = trained(tiny, tmp_path)
+    assert code(restarted(deployment, lambda *tensors: [one.clone() for one in tensors]), 1) == "ok"
 
 
 def test_the_site_can_accept_the_change(tiny, tmp_path, caplog):
-    made = trained(tiny, tmp_path)
-    worker = restarted(made, other_images, allow=["images"])
+    deployment = trained(tiny, tmp_path)
+    worker = restarted(deployment, other_images, allow=["images"])
     assert code(worker, 1) == "ok"
     assert "the run continues with the new ones, as resume_allow permits" in caplog.text
     state = read_state(tmp_path / "site0" / "state.safetensors")[0]
     assert state.training.fingerprint == only_client(worker).fingerprint
     worker.store.close()
-    assert code(made.worker(0), 2) == "ok"  # accepted once: these are now the images of the run
+    assert code(deployment.worker(0), 2) == "ok"  # accepted once: these are now the images of the run
 
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize("loop", [PRIVATE, OF_CLIENTS], ids=["images", "clients"])
 @pytest.mark.parametrize("allow", [(), ("images",)])
 def test_a_private_run_never_goes_on_with_others(tiny, tmp_path, caplog, loop, allow):
-    made = Parties(tiny, tmp_path, "fedavg", rounds=3, loop=loop)
-    worker = made.worker(0)
+    deployment = Parties(tiny, tmp_path, "fedavg", rounds=3, loop=loop)
+    worker = deployment.worker(0)
     assert code(worker, 0) == "ok"
     worker.store.close()
-    assert code(restarted(made, other_images, allow=allow), 1) == "other"
+    assert code(restarted(deployment, other_images, allow=allow), 1) == "other"
     assert "its noise and ledgers are tied to those" in caplog.text
 
 

@@ -124,14 +124,14 @@ def test_a_sites_run_and_the_servers_are_used_as_any_other(tmp_path, monkeypatch
     assert (tmp_path / "plain" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("told", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_private_runs_carry_their_epsilon(told, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("printed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_private_runs_carry_their_epsilon(printed, tmp_path, monkeypatch, capsys):
     recipe = RECIPE | {
         "federated": {"algorithm": "FedAvg"},
         "training": {"local_steps": 1},
         "privacy": {"noise_multiplier": 1.5, "delta": 1e-3},
     }
-    may_send = ["epsilon"] if told else []
+    may_send = ["epsilon"] if printed else []
     own, server, said = deployed(tmp_path, monkeypatch, capsys, recipe, may_send=may_send, limits={"delta": 1e-3})
     # One step at σ = 1.5, of a batch of 8 among 20 images, as the site's own ledger has it.
     expected = history_epsilon({(1.5, 8 / 20): 1}, 1e-3, "rdp")
@@ -139,12 +139,12 @@ def test_private_runs_carry_their_epsilon(told, tmp_path, monkeypatch, capsys):
     assert sample["release"] == sample["server"] == [pytest.approx(expected)]
     assert (sample["noise_multipliers"], sample["sample_rates"]) == ([1.5], [0.4])
     assert own.metrics["clients"]["privacy/release_epsilon"] == [pytest.approx(expected)]
-    known = expected if told else math.inf
+    known = expected if printed else math.inf
     assert server.info["privacy"]["sample"]["server"] == [pytest.approx(known)] * 2
-    assert said.count(f"ε {expected:.2f}") >= (2 if told else 1)
+    assert said.count(f"ε {expected:.2f}") >= (2 if printed else 1)
     card = (tmp_path / "server" / "global" / "README.md").read_text()
     assert "DP-SGD at the sites" in card and "No noise was added" not in card
-    assert f"{expected:.2f}" in card if told else "∞" in card
+    assert f"{expected:.2f}" in card if printed else "∞" in card
     assert "noise multiplier 1.5" in (tmp_path / "out" / "client_0" / "README.md").read_text()
 
 

@@ -56,8 +56,8 @@ class Stubs(Watched, Loopback):
         shutil.rmtree(app, ignore_errors=True)
         shutil.copytree(HERE / "stub_app", app)
         (app / "perada_app" / "recipe.yaml").write_text(f"rounds: {rounds}\nlength: {length}\n")
-        given = {"state": str(self.folder / state)} | options
-        words = " ".join(f"{key}={json.dumps(value)}" for key, value in given.items())
+        arguments = {"state": str(self.folder / state)} | options
+        words = " ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
         self.log("run").unlink(missing_ok=True)
         for site in SITES:
             self.log(f"worker-{site}").write_text("")

@@ -98,21 +98,21 @@ def test_it_returns_at_the_deadline_and_messages_expire_with_it():
 def test_replies_to_messages_of_before_do_not_put_the_deadline_off():
     """Each of them was waited for as long as the first."""
     grid = Grid({"a": [None], **{name: [None] for name in "bcdef"}})
-    made = carried(grid)
-    made.exchange(dict.fromkeys("bcdef", b"before"), 1, 0.01)
-    made._pending = [replace(sent, expires=sent.expires + 60) for sent in made._pending]
+    deployment = carried(grid)
+    deployment.exchange(dict.fromkeys("bcdef", b"before"), 1, 0.01)
+    deployment._pending = [replace(sent, expires=sent.expires + 60) for sent in deployment._pending]
     stop = threading.Event()
 
     def disturb():
-        for sent in list(made._pending):
+        for sent in list(deployment._pending):
             stop.wait(0.05)
             sent.reply = b"of before"
-            made._arrived.set()
+            deployment._arrived.set()
 
     thread = threading.Thread(target=disturb, daemon=True)
     thread.start()
     begin = time.monotonic()
-    assert made.exchange({"a": b"m"}, 1, 0.3) == {"a": Failure("late")}
+    assert deployment.exchange({"a": b"m"}, 1, 0.3) == {"a": Failure("late")}
     took = time.monotonic() - begin
     stop.set()
     thread.join()

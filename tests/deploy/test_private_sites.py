@@ -32,16 +32,16 @@ def test_images_held_out_of_the_clients_to_choose_by(tiny, tmp_path, level):
     assert at_site == simulated
 
 
-@pytest.mark.parametrize(("level", "says"), [(OF_CLIENTS, "set modes=1"), (OF_IMAGES, "compares models")])
-def test_an_algorithm_that_compares_models_on_the_clients_images(tiny, tmp_path, level, says):
+@pytest.mark.parametrize(("level", "message"), [(OF_CLIENTS, "set modes=1"), (OF_IMAGES, "compares models")])
+def test_an_algorithm_that_compares_models_on_the_clients_images(tiny, tmp_path, level, message):
     algorithm = FedEnsemble(modes=2, assignment="loss")
     simulated, at_site = rejections(Parties(tiny, tmp_path, algorithm, loop=level))
-    assert says in simulated
+    assert message in simulated
     assert at_site == simulated
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "loop", "says"),
+    ("algorithm", "loop", "message"),
     [
         ("fedavg", {"weighting": "samples"}, "weighting='samples'"),
         ("fedavg", {"server_rule": Median()}, "the server rule Median"),
@@ -50,9 +50,9 @@ def test_an_algorithm_that_compares_models_on_the_clients_images(tiny, tmp_path,
     ],
     ids=["weighting", "rule", "distillation", "sends"],
 )
-def test_what_is_made_of_more_than_the_noisy_mean(tiny, tmp_path, algorithm, loop, says):
+def test_what_is_made_of_more_than_the_noisy_mean(tiny, tmp_path, algorithm, loop, message):
     simulated, at_site = rejections(Parties(tiny, tmp_path / "clients", algorithm, loop=OF_CLIENTS | loop))
-    assert says in simulated
+    assert message in simulated
     assert at_site == simulated
     # With secure sums there may be another reason first, which is the same one for both.
     simulated, at_site = rejections(Parties(tiny, tmp_path / "sums", algorithm, loop=NOISY_SUMS | loop))

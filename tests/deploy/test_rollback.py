@@ -75,12 +75,12 @@ class Copying(LocalTransport):
 
 def summed(tiny, tmp_path):
     """Copies of a site's folder after each message of two rounds of secure sums, with the kinds of the messages."""
-    made = Parties(tiny, tmp_path, rounds=2, loop={"secure_sums": SecureSums()})
-    transport = Copying(made.workers(), "site0")
-    made.coordinator(transport).run()
+    deployment = Parties(tiny, tmp_path, rounds=2, loop={"secure_sums": SecureSums()})
+    transport = Copying(deployment.workers(), "site0")
+    deployment.coordinator(transport).run()
     for worker in transport.workers.values():
         worker.store.close()
-    return made, transport.copies
+    return deployment, transport.copies
 
 
 def two_runs(tiny, tmp_path):
@@ -178,8 +178,8 @@ def rejection_of(tmp_path, now, before, names):
 
 def test_a_state_that_is_put_back_before_the_masked_vector_sends_none(tiny, tmp_path):
     """With the worker running, and before it starts again: else the vector leaves twice, and the account forgets it."""
-    made = Parties(tiny, tmp_path, rounds=1, loop={"secure_sums": SecureSums()})
-    workers = made.workers()
+    deployment = Parties(tiny, tmp_path, rounds=1, loop={"secure_sums": SecureSums()})
+    workers = deployment.workers()
     states = {name: [] for name in workers}
     replies = []
 
@@ -199,7 +199,7 @@ def test_a_state_that_is_put_back_before_the_masked_vector_sends_none(tiny, tmp_
             return super().exchange(messages, enough, deadline)
 
     masks = {}
-    made.coordinator(PutBack(workers)).run()
+    deployment.coordinator(PutBack(workers)).run()
     assert [read_header(reply)["code"] for reply in replies] == ["failed"] * 3
     for worker in workers.values():
         worker.store.close()

@@ -20,8 +20,8 @@ NAMED = re.compile(r"round (\d+)")
 @pytest.mark.slow
 def test_logs_status_and_audit_count_the_rounds_of_a_run_from_one(tiny, tmp_path, caplog, capsys):
     caplog.set_level(logging.INFO)
-    made = Parties(tiny, tmp_path, "ditto", rounds=3)
-    _, workers = made.deployed()
+    deployment = Parties(tiny, tmp_path, "ditto", rounds=3)
+    _, workers = deployment.deployed()
     trained = [line for line in caplog.messages if line.startswith("train, ")]
     assert [NAMED.search(line)[1] for line in trained] == ["1", "2", "3"]
     scored = [line for line in caplog.messages if line.startswith("evaluate, ")]
@@ -45,18 +45,18 @@ def test_logs_status_and_audit_count_the_rounds_of_a_run_from_one(tiny, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("order", "says"),
+    ("order", "message"),
     [
         (("train", 7), "the recipe has 2 rounds, but round 8 was requested"),
         (("train", 0), "round 1 was already trained for a different message"),
         (("tune", 0), "the recipe has no fine-tuning at this point"),
     ],
 )
-def test_a_rejection_names_the_round_that_the_server_shows(tiny, tmp_path, caplog, order, says):
+def test_a_rejection_names_the_round_that_the_server_shows(tiny, tmp_path, caplog, order, message):
     worker = Parties(tiny, tmp_path, rounds=2).worker(0)
     worker.answer(train(worker, 0), "")
     kind, round = order
     run = worker.store.current().run
     digest = next(iter(worker.clients))
     worker.answer(pack(Request(kind, run, digest, round, 0, 3)), "")
-    assert says in caplog.text
+    assert message in caplog.text

@@ -184,8 +184,8 @@ def untimed(rows):
 def uninterrupted(tiny, tmp_path_factory):
     """Two rounds of Ditto: the server's state, and its rows without times."""
     folder = tmp_path_factory.mktemp("plain")
-    made = Parties(tiny, folder, "ditto")
-    coordinator, workers = made.deployed()
+    deployment = Parties(tiny, folder, "ditto")
+    coordinator, workers = deployment.deployed()
     for worker in workers.values():
         worker.store.close()
     with (folder / "server" / "metrics.csv").open() as file:

@@ -33,13 +33,13 @@ def parties(tiny, tmp_path, algorithm="perada", *, secure=False, every=1, task=N
         "module": {"metric": METRICS},
         "loop": loop | ({"secure_sums": SecureSums()} if secure else {}),
     }
-    made = Parties(tiny, tmp_path, algorithm, every=every, **options)
-    made.whole = FederatedData(
+    deployment = Parties(tiny, tmp_path, algorithm, every=every, **options)
+    deployment.whole = FederatedData(
         train=[squares(count, client, 20 * client, SIZE) for client, count in enumerate((9, 5, 8))],
         test=[squares(count, 100 + client, 20 * client, SIZE) for client, count in enumerate((5, 3, 4))],
         public=squares(8, 7, 10, SIZE),
     )
-    return made
+    return deployment
 
 
 @pytest.mark.parametrize("algorithm", ["perada", pytest.param("fedavg", marks=pytest.mark.slow)])
@@ -62,26 +62,26 @@ def test_a_deployed_run_equals_its_simulation(algorithm, secure, tiny, tmp_path)
 def test_distillation_equals_the_simulations_where_kernels_depend_on_the_memory_layout(secure, tiny, tmp_path):
     """The encoder runs channels last, and its convolutions round differently for contiguous weights."""
     pytest.importorskip("segmentation_models_pytorch")
-    made = parties(tiny, tmp_path, secure=secure)
+    deployment = parties(tiny, tmp_path, secure=secure)
     module = {"adapter": "lora", "pretrained": False, "metric": METRICS}
-    made.options |= {"net": lambda: "smp:unet-resnet18", "module": module}
-    made.whole = FederatedData(
+    deployment.options |= {"net": lambda: "smp:unet-resnet18", "module": module}
+    deployment.whole = FederatedData(
         train=[squares(count, client, 20 * client, 32) for client, count in enumerate((9, 5, 8))],
         test=[squares(3, 100 + client, 20 * client, 32) for client in range(3)],
         public=squares(8, 7, 10, 32),
     )
-    assert_equal(made)
+    assert_equal(deployment)
 
 
 def test_the_global_models_sums_are_pooled_and_not_its_scores(tiny, tmp_path):
     """A plain loop over the masks of all sites; the mean of the sites' scores is another number."""
-    made = parties(tiny, tmp_path, "fedavg")
-    coordinator, _ = made.deployed()
+    deployment = parties(tiny, tmp_path, "fedavg")
+    coordinator, _ = deployment.deployed()
     model = unet()
     model.load_state_dict(coordinator.server.global_state)
     model.eval()
     intersections, unions, of_sites = torch.zeros(3), torch.zeros(3), []
-    for dataset in made.whole.test:
+    for dataset in deployment.whole.test:
         images, masks = dataset.tensors
         with torch.no_grad():
             predicted = model((images.float() / 255 - 0.5) / 0.5).argmax(1)
@@ -96,7 +96,7 @@ def test_the_global_models_sums_are_pooled_and_not_its_scores(tiny, tmp_path):
 
 
 def test_a_site_that_sends_only_counts_sends_no_score_and_has_one(tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg")
+    deployment = parties(tiny, tmp_path, "fedavg")
     honest = parties(tiny, tmp_path / "honest", "fedavg").deployed()[0].progress.history[-1]
     replies = []
 
@@ -105,7 +105,7 @@ def test_a_site_that_sends_only_counts_sends_no_score_and_has_one(tiny, tmp_path
             replies.append(read_header(reply)["facts"])
         return reply
 
-    coordinator = made.coordinator(Lying(made.workers(may_send=["counts"]), note))
+    coordinator = deployment.coordinator(Lying(deployment.workers(may_send=["counts"]), note))
     coordinator.run()
     assert {"counts", "sums", "tests"} == set(replies[-1])
     assert set(replies[-1]["sums"]["global"]) == {"dice", "miou", "iou_per_class"}
@@ -125,19 +125,19 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("case", IMPOSSIBLE)
 @pytest.mark.every(2)
 def test_sums_that_no_images_can_have_are_left_out(case, tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "fedavg")
-    made.rounds = 1
-    made.options["data"]["image_size"] = SIZE
+    deployment = parties(tiny, tmp_path, "fedavg")
+    deployment.rounds = 1
+    deployment.options["data"]["image_size"] = SIZE
     lie = says("site1", "evaluate", sums={"global": {"miou": IMPOSSIBLE[case]}}, scores={})
-    coordinator = made.coordinator(Lying(made.workers(), lie))
+    coordinator = deployment.coordinator(Lying(deployment.workers(), lie))
     (row,) = coordinator.run().history
     assert "evaluate: site site1: malformed: 'miou' of the global model has" in caplog.text
     assert 0 <= row["global/global_test_miou"] <= 1
 
 
 def test_more_images_of_a_class_than_there_are_images_are_left_out(tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "fedavg")
-    made.rounds = 1
+    deployment = parties(tiny, tmp_path, "fedavg")
+    deployment.rounds = 1
 
     def lie(who, what, reply, _):
         if (who, what) != ("site1", "evaluate"):
@@ -145,29 +145,29 @@ def test_more_images_of_a_class_than_there_are_images_are_left_out(tiny, tmp_pat
         sums = read_header(reply)["facts"]["sums"]
         return with_facts(reply, sums={"global": sums["global"] | {"dice": [6.0, 6.0, 6.0, 6.0, 6.0, 6.0]}})
 
-    made.coordinator(Lying(made.workers(), lie)).run()
+    deployment.coordinator(Lying(deployment.workers(), lie)).run()
     assert "'dice' of the global model has sums that no 3 test images can have" in caplog.text
 
 
 @pytest.mark.parametrize("sums", [{"miou": "many"}, {"miou": [None]}, {"miou": [1e31]}, {"miou": [0.0] * 2**17}])
 @pytest.mark.every(2)
 def test_what_are_no_sums_is_malformed(sums, tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "fedavg")
-    made.rounds = 1
-    made.coordinator(Lying(made.workers(), says("site1", "evaluate", sums={"global": sums}))).run()
+    deployment = parties(tiny, tmp_path, "fedavg")
+    deployment.rounds = 1
+    deployment.coordinator(Lying(deployment.workers(), says("site1", "evaluate", sums={"global": sums}))).run()
     assert "site site1: malformed" in caplog.text
 
 
 def test_a_vector_holds_the_logits_of_the_grid(tiny, tmp_path):
-    made = parties(tiny, tmp_path, secure=True, task=Segmentation(distill_stride=4))
-    recipe = made.coordinator(LocalTransport({})).recipe
+    deployment = parties(tiny, tmp_path, secure=True, task=Segmentation(distill_stride=4))
+    recipe = deployment.coordinator(LocalTransport({})).recipe
     contents = recipe.contents(0, recipe.public_images())
     assert contents.logits == (8, 4, 4, 3)  # images, pixels of every fourth row and column, classes
 
 
 def test_a_vector_larger_than_a_message_is_rejected_with_what_lowers_it(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("perada.deploy.recipe.MAX_MESSAGE_BYTES", 10**4)
-    made = parties(tiny, tmp_path, secure=True, distillation=Distillation(steps=3, batch_size=4))
+    deployment = parties(tiny, tmp_path, secure=True, distillation=Distillation(steps=3, batch_size=4))
     expected = r"GB.*8 public images.*distill_str"
     with pytest.raises(ValueError, match=expected):
-        made.coordinator(LocalTransport({}))
+        deployment.coordinator(LocalTransport({}))

@@ -19,9 +19,9 @@ DYING = [sys.executable, "-m", "tests.distributed.dying"]
 def check_resumed(folder):
     """One process goes on from the last whole round, to what an undisturbed run gives."""
     (checkpoint,) = folder.rglob("last.ckpt")
-    resumed, whole = run("perada", rounds=4, ckpt_path=str(checkpoint)), run("perada", rounds=4)
+    resumed, uninterrupted = run("perada", rounds=4, ckpt_path=str(checkpoint)), run("perada", rounds=4)
     for role in ("global", "personal"):
-        for left, right in zip(resumed.states(role), whole.states(role), strict=True):
+        for left, right in zip(resumed.states(role), uninterrupted.states(role), strict=True):
             for key in left:
                 torch.testing.assert_close(left[key], right[key], rtol=1e-5, atol=1e-5)
 

@@ -83,8 +83,8 @@ def test_what_fails_in_a_folded_batch_takes_the_loop():
     options |= {"algorithm": "fedavg", "enable_progress_bar": False, "accelerator": "cpu"}
     with pytest.warns(UserWarning, match=r"'test_vit': .*\(\w+Error:"):
         run = perada.finetune("test_vit", images, **sections(**options))
-    wanted = perada.finetune("test_vit", images, **sections(**options | {"engine": "loop"}))
-    for key, value in wanted.state("global").items():
+    expected = perada.finetune("test_vit", images, **sections(**options | {"engine": "loop"}))
+    for key, value in expected.state("global").items():
         assert torch.equal(run.state("global")[key], value)
 
 

@@ -44,8 +44,8 @@ def test_a_frozen_batch_norm_is_torchs_and_keeps_no_input(affine, half, memory_f
     assert torch.equal(ours, theirs)
     ours.float().square().sum().backward()
     theirs.float().square().sum().backward()
-    for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        assert got.grad is None if wanted.grad is None else torch.equal(got.grad, wanted.grad)
+    for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert got.grad is None if expected.grad is None else torch.equal(got.grad, expected.grad)
     assert inputs[0].data_ptr() not in kept
 
 
@@ -123,8 +123,8 @@ def test_a_frozen_convolution_of_a_small_map_is_a_matrix_product_with_the_same_o
     assert ours.shape == theirs.shape
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     weights = torch.randn_like(theirs)
-    got, wanted = (torch.autograd.grad((out * weights).sum(), x)[0] for out in (ours, theirs))
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    got, expected = (torch.autograd.grad((out * weights).sum(), x)[0] for out in (ours, theirs))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     convolved, multiplied = products(lambda: frozen(x.detach()))
     assert convolved == 0 < multiplied
 
@@ -280,10 +280,10 @@ def test_trained_convolutions_of_one_pixel_are_one_batched_product(options, bias
     theirs = Engine(nn.Sequential(conv), "loop").logits(states, x)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     weights = torch.randn_like(ours)
-    for got, wanted in zip(
+    for got, expected in zip(
         *(torch.autograd.grad((o * weights).sum(), list(states.values())) for o in (ours, theirs)), strict=True
     ):
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     assert products(lambda: engine.logits(states, x))[0] == 0
 
 
@@ -298,8 +298,8 @@ def test_networks_of_timm_have_the_same_logits_and_gradients_of_their_images(nam
     frozen = fold(model, random_only=True).model.eval()
     ours, theirs = frozen(x), model(x)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * float(theirs.detach().abs().max()))
-    got, wanted = (torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, theirs))
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12 * float(wanted.abs().max()))
+    got, expected = (torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, theirs))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
     assert any(isinstance(layer, FrozenConv2d) and layer._cache for layer in frozen.modules())
 
 

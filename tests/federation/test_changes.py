@@ -39,8 +39,8 @@ class Hostile(FedAvg):
 
 
 def finetune(tiny, algorithm, **options):
-    given = {"algorithm": algorithm, "rounds": 2, "clients_per_round": None}
-    return perada.finetune(tiny.net(), tiny.data(), **sections(**tiny.options | given | options))
+    arguments = {"algorithm": algorithm, "rounds": 2, "clients_per_round": None}
+    return perada.finetune(tiny.net(), tiny.data(), **sections(**tiny.options | arguments | options))
 
 
 def test_a_client_whose_update_the_algorithm_broke_is_left_out_and_named(tiny):
@@ -72,13 +72,13 @@ def test_norms_and_cosines_are_logged(tiny):
     seen = []
 
     class Looking(perada.server.Mean):
-        def __call__(self, given):
-            names = sorted(given.parameters)
-            clients = len(given.weights)
-            rows = [given.updates.gathered(key).double().reshape(clients, -1).numpy() for key in names]
-            start = [given.previous[key].double().reshape(1, -1).numpy() for key in names]
+        def __call__(self, aggregation):
+            names = sorted(aggregation.parameters)
+            clients = len(aggregation.weights)
+            rows = [aggregation.updates.gathered(key).double().reshape(clients, -1).numpy() for key in names]
+            start = [aggregation.previous[key].double().reshape(1, -1).numpy() for key in names]
             seen.append(np.concatenate(rows, 1) - np.concatenate(start, 1))
-            return super().__call__(given)
+            return super().__call__(aggregation)
 
     run = finetune(tiny, Hostile(-3.0), server_rule=Looking(), diagnostics=["update_norms"])
     assert len(run.metrics["rounds"]) == 2

@@ -46,7 +46,7 @@ def network(dropout=0.0):
 def batches(multilabel=False):
     """The cohort batches of a round; client i has COUNTS[i] rows in each, for STEPS[i] steps."""
     random = torch.Generator().manual_seed(7)
-    made = []
+    created = []
     for step in range(STEPS[0]):
         active = sum(own > step for own in STEPS)
         width = max(COUNTS[:active])
@@ -54,8 +54,8 @@ def batches(multilabel=False):
         y = torch.randint(0, CLASSES, (active, width), generator=random)
         if multilabel:
             y = torch.randint(0, 2, (active, width, CLASSES), generator=random).float()
-        made.append(CohortBatch(CLIENTS[:active], x, y, COUNTS[:active], 0, step))
-    return made
+        created.append(CohortBatch(CLIENTS[:active], x, y, COUNTS[:active], 0, step))
+    return created
 
 
 def site(model, training, algorithm, engine="folded", phases=PHASES, seed=0, **options):

@@ -188,10 +188,10 @@ def test_without_the_option_nothing_is_measured_and_with_it_all_else_is_the_same
     read, seen[:] = sum(seen), []
     on = finetune(diagnostics=["distillation_distance", "personal_distance"])
     assert sum(seen) == read + 3 * 260  # one pass a round
-    for record, wanted in zip(on.metrics["rounds"], off.metrics["rounds"], strict=True):
+    for record, expected in zip(on.metrics["rounds"], off.metrics["rounds"], strict=True):
         measured = {name for name in record if name.startswith("theory/")}
         assert measured == {name for name in NAMES if "distance" in name}
-        assert {name: value for name, value in record.items() if name not in measured} == wanted
+        assert {name: value for name, value in record.items() if name not in measured} == expected
     assert all(torch.equal(value, off.state("global")[key]) for key, value in on.state("global").items())
 
 
@@ -312,17 +312,17 @@ def test_resumed_runs_measure_the_same_bits_and_the_report_shows_them(tmp_path):
         where = {"logger": True, "enable_checkpointing": True, "default_root_dir": str(tmp_path / folder)}
         return finetune(rounds=rounds, diagnostics=True, **where | options)
 
-    whole = train(4, "whole")
+    uninterrupted = train(4, "whole")
     train(2, "half")
     (saved,) = (tmp_path / "half").rglob("last.ckpt")
     resumed = train(4, "half", ckpt_path=str(saved))
-    assert resumed.metrics == whole.metrics
-    assert all(record.keys() >= NAMES for record in whole.metrics["rounds"])
-    assert perada.Run.load(whole.save(tmp_path / "run"), backbone=network()).metrics == whole.metrics
+    assert resumed.metrics == uninterrupted.metrics
+    assert all(record.keys() >= NAMES for record in uninterrupted.metrics["rounds"])
+    assert perada.Run.load(uninterrupted.save(tmp_path / "run"), backbone=network()).metrics == uninterrupted.metrics
     table = [line.split("|")[1:-1] for line in run_report(tmp_path / "whole/lightning_logs/version_0").splitlines()]
     header, _, *lines = [[cell.strip() for cell in row] for row in table]
     assert {title(name) for name in NAMES} <= set(header)
-    for record, line in zip(whole.metrics["rounds"], lines, strict=True):
+    for record, line in zip(uninterrupted.metrics["rounds"], lines, strict=True):
         shown = dict(zip(header, line, strict=True))
         gradient = float(shown[title("theory/global_gradient")])
         assert gradient == pytest.approx(record["theory/global_gradient"], rel=1e-3)

@@ -67,13 +67,13 @@ def test_each_image_runs_through_its_owners_model(tiny, monkeypatch):
 def test_a_sample_of_clients_has_the_scores_of_all(tiny, metric):
     _, _, whole = fitted(tiny, evaluation={"metric": metric})
     _, _, some = fitted(tiny, evaluation={"metric": metric, "global_test_clients": 2})
-    wanted, found = whole.metrics["clients"], some.metrics["clients"]
-    local = (found["personal/local_test"], wanted["personal/local_test"])
+    expected, found = whole.metrics["clients"], some.metrics["clients"]
+    local = (found["personal/local_test"], expected["personal/local_test"])
     assert local[0] == pytest.approx(local[1], nan_ok=True, abs=1e-6)
     assert len({value for value in local[0] if value == value}) > 1
     sampled = sample_clients(5, 2, 0)
     values = [found["personal/global_test"][client] for client in sampled]
-    assert values == [wanted["personal/global_test"][client] for client in sampled]
+    assert values == [expected["personal/global_test"][client] for client in sampled]
     missing = [value for client, value in enumerate(found["personal/global_test"]) if client not in sampled]
     assert all(value != value for value in missing)
     last = some.metrics["rounds"][-1]

@@ -69,15 +69,15 @@ def test_results_do_not_depend_on_where_clients_are(tiny, tmp_path, algorithm):
 @pytest.mark.parametrize("after", ["disk", "host", "device"])
 @pytest.mark.slow
 def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, after, algorithm):
-    whole = fit(tiny, tmp_path / "whole", "device", algorithm=algorithm)
+    uninterrupted = fit(tiny, tmp_path / "whole", "device", algorithm=algorithm)
     before = "device" if after == "host" else "disk"
     with pytest.raises(RuntimeError, match="killed"):
         fit(tiny, tmp_path, before, callbacks=[Killer(2)], algorithm=algorithm)
     resumed = fit(tiny, tmp_path, after, ckpt_path=saved_in(tmp_path), algorithm=algorithm)
-    assert_same(resumed, whole)
+    assert_same(resumed, uninterrupted)
     shutil.rmtree(run_folder(tmp_path))  # the new run's folder stands alone
-    assert_same(resumed, whole)
-    assert_same(fit(tiny, tmp_path, after, ckpt_path=saved_in(tmp_path, 1), algorithm=algorithm), whole)
+    assert_same(resumed, uninterrupted)
+    assert_same(fit(tiny, tmp_path, after, ckpt_path=saved_in(tmp_path, 1), algorithm=algorithm), uninterrupted)
 
 
 @pytest.mark.slow
@@ -103,8 +103,8 @@ def test_killed_while_it_stores_its_clients_a_run_goes_on_from_its_checkpoint(ti
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), Path(__file__).parents[1], tmp_path]
     killed = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    whole = fit(tiny, tmp_path / "whole", "device")
-    assert_same(fit(tiny, tmp_path, ckpt_path=saved_in(tmp_path)), whole)
+    uninterrupted = fit(tiny, tmp_path / "whole", "device")
+    assert_same(fit(tiny, tmp_path, ckpt_path=saved_in(tmp_path)), uninterrupted)
 
 
 @pytest.mark.slow
@@ -123,10 +123,10 @@ def test_checkpoints_hold_names_and_old_files_go(tiny, tmp_path):
 )  # it was written by another callback
 @pytest.mark.slow
 def test_every_checkpoint_that_is_kept_can_be_gone_on_from(tiny, tmp_path):
-    whole = fit(tiny, tmp_path / "whole", "device")
+    uninterrupted = fit(tiny, tmp_path / "whole", "device")
     fit(tiny, tmp_path, callbacks=[ModelCheckpoint(tmp_path / "all", "{epoch}", save_top_k=-1)])
     for epoch in range(4):
-        assert_same(fit(tiny, tmp_path, ckpt_path=str(tmp_path / "all" / f"epoch={epoch}.ckpt")), whole)
+        assert_same(fit(tiny, tmp_path, ckpt_path=str(tmp_path / "all" / f"epoch={epoch}.ckpt")), uninterrupted)
 
 
 def test_a_client_whose_file_is_gone_is_named_before_training(tiny, tmp_path):

@@ -11,9 +11,9 @@ from tests.options import sections
 
 
 def fit(tiny, folder, rounds, **options):
-    given = tiny.options | {"distill_steps": None, "distill_batch_size": None, "algorithm": "ditto"} | options
+    arguments = tiny.options | {"distill_steps": None, "distill_batch_size": None, "algorithm": "ditto"} | options
     return perada.finetune(
-        tiny.net(), tiny.data(public=False), **sections(**given, rounds=rounds, default_root_dir=str(folder))
+        tiny.net(), tiny.data(public=False), **sections(**arguments, rounds=rounds, default_root_dir=str(folder))
     )
 
 

@@ -134,7 +134,7 @@ def test_a_truncated_file_is_named_with_its_path(tmp_path):
 def test_with_privacy_the_client_has_taken_part(tiny):
     """Its ledger counts the round, as if nothing had happened; the sample that is no sample is in no batch."""
     privacy = Privacy(noise_multiplier=1.0, secure_rng=False)
-    whole = fit(tiny, federation(tiny, None, bad=None), privacy=privacy)
+    uninterrupted = fit(tiny, federation(tiny, None, bad=None), privacy=privacy)
     data = federation(tiny, RuntimeError("gone"))
     drawn = []
 
@@ -146,7 +146,7 @@ def test_with_privacy_the_client_has_taken_part(tiny):
         warnings.simplefilter("always")
         run = fit(tiny, data, privacy=privacy, callbacks=[Counting(data.train[1], 0)])
     assert not [one for one in caught if "client" in str(one.message)]  # no log says whose image it is
-    assert run.info["privacy"]["sample"]["release"] == whole.info["privacy"]["sample"]["release"]
+    assert run.info["privacy"]["sample"]["release"] == uninterrupted.info["privacy"]["sample"]["release"]
     assert not any("clients/failed" in record for record in run.metrics["rounds"])
 
 
@@ -228,9 +228,9 @@ def test_images_of_tensors_that_are_nan_are_all_named_at_set_up_or_left_out(tiny
     clean.test[1] = Subset(clean.test[1], [0, 1, 2, 3, 5])
     with pytest.warns(UserWarning, match=r"2 images .*read"):
         run = fit(tiny, perada.FederatedDataModule(data, batch_size=4, on_broken="skip"), batch_size=None)
-    wanted = fit(tiny, perada.FederatedDataModule(clean, batch_size=4), batch_size=None)
-    assert run.metrics["clients"] == wanted.metrics["clients"]
-    for key, value in wanted.state("personal", 2).items():
+    expected = fit(tiny, perada.FederatedDataModule(clean, batch_size=4), batch_size=None)
+    assert run.metrics["clients"] == expected.metrics["clients"]
+    for key, value in expected.state("personal", 2).items():
         assert torch.equal(run.state("personal", 2)[key], value)
 
 

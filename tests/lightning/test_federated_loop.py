@@ -116,7 +116,7 @@ def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, algorithm, check
         return [checkpoint()] if checkpoint else []
 
     options = {"algorithm": algorithm, "check_val_every_n_epoch": every}
-    whole = fit(tiny, tmp_path / "whole", callbacks=callbacks(), **options)
+    uninterrupted = fit(tiny, tmp_path / "whole", callbacks=callbacks(), **options)
     with pytest.raises(RuntimeError, match="killed"):
         fit(tiny, tmp_path / "killed", callbacks=[*callbacks(), Killer(2, step)], **options)
     saved = max(
@@ -125,8 +125,8 @@ def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, algorithm, check
     recorder = Recorder()
     resumed = fit(tiny, tmp_path / "killed", callbacks=[*callbacks(), recorder], ckpt_path=str(saved), **options)
     assert recorder.rounds == [2, 3]
-    assert_bit_equal(resumed, whole)
-    assert resumed.metrics == whole.metrics
+    assert_bit_equal(resumed, uninterrupted)
+    assert resumed.metrics == uninterrupted.metrics
     assert [record["round"] for record in resumed.metrics["rounds"]] == [0, 1, 2, 3]
     folders = run_folder(tmp_path / "whole"), run_folder(tmp_path / "killed", 1)
     partitions = [json.loads((folder / "partition.json").read_text()) for folder in folders]
@@ -135,7 +135,7 @@ def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, algorithm, check
     assert logged[1].keys() == {0, 1, 2, 3}
     # The rounds before the interruption come from the checkpoint, the others from the logger.
     assert logged[1] == logged[0]
-    for record in whole.metrics["rounds"]:
+    for record in uninterrupted.metrics["rounds"]:
         assert {name: value for name, value in record.items() if name != "step"}.items() <= logged[0][
             record["round"]
         ].items()
@@ -143,14 +143,14 @@ def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, algorithm, check
 
 @pytest.mark.slow
 def test_a_checkpoint_from_within_a_round_begins_the_round_anew(tiny, tmp_path):
-    whole = fit(tiny, tmp_path / "whole")
+    uninterrupted = fit(tiny, tmp_path / "whole")
     trainer, module, data, _ = build(tiny, tmp_path, callbacks=[Killer(2, 0)])
     with pytest.raises(RuntimeError, match="killed"):
         trainer.fit(module, data)
     trainer.save_checkpoint(tmp_path / "within.ckpt")
     resumed = fit(tiny, tmp_path, ckpt_path=str(tmp_path / "within.ckpt"))
-    assert_bit_equal(resumed, whole)
-    assert resumed.metrics == whole.metrics
+    assert_bit_equal(resumed, uninterrupted)
+    assert resumed.metrics == uninterrupted.metrics
 
 
 @pytest.mark.slow
@@ -174,10 +174,10 @@ def test_after_sigkill_the_last_whole_round_is_on_disk(tiny, tmp_path):
     killed = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     saved = run_folder(tmp_path) / "checkpoints" / "last.ckpt"
-    whole = fit(tiny, tmp_path / "whole")
+    uninterrupted = fit(tiny, tmp_path / "whole")
     resumed = fit(tiny, tmp_path, ckpt_path=str(saved))
-    assert_bit_equal(resumed, whole)
-    assert resumed.metrics == whole.metrics
+    assert_bit_equal(resumed, uninterrupted)
+    assert resumed.metrics == uninterrupted.metrics
 
 
 def test_a_finished_run_can_go_on(tiny, tmp_path):
@@ -431,9 +431,9 @@ def test_bf16_mixed_keeps_states_in_float32(tiny, tmp_path):
     """What a state differs by from one in float32 is small against the way that training has moved it."""
     half, single = fit(tiny, tmp_path, rounds=1, precision="bf16-mixed"), fit(tiny, tmp_path, rounds=1)
     initial = tiny.net().state_dict()
-    for got, wanted in zip(all_states(half), all_states(single), strict=True):
+    for got, expected in zip(all_states(half), all_states(single), strict=True):
         assert {value.dtype for value in got.values()} == {torch.float32}
-        assert distance(got, wanted) <= 0.1 * distance(wanted, initial)
+        assert distance(got, expected) <= 0.1 * distance(expected, initial)
     assert distance(single.state("global"), initial) > 0.1
     assert not torch.equal(half.state("global")["7.weight"], single.state("global")["7.weight"])
 

@@ -85,10 +85,10 @@ def test_it_is_rejected_before_its_own_set_up(tiny, name):
 @pytest.mark.filterwarnings(r"ignore:.*\.fit\(ckpt_path=")
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_the_others_train_the_rounds_asked_for(tiny, tmp_path, name):
-    wanted = finetune(tiny, None, logger=False)
+    expected = finetune(tiny, None, logger=False)
     run = finetune(tiny, ACCEPTED[name](tmp_path), default_root_dir=str(tmp_path))
     assert [record["round"] for record in run.metrics["rounds"]] == [0, 1, 2]
-    for key, value in wanted.state("global").items():
+    for key, value in expected.state("global").items():
         assert torch.equal(run.state("global")[key], value)
 
 

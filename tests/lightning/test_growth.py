@@ -17,8 +17,8 @@ def named(tiny, names, sizes=None):
 
 
 def run(tiny, folder, data, rounds, **options):
-    given = tiny.options | {"distill_steps": None, "distill_batch_size": None, "algorithm": "ditto"} | options
-    return perada.finetune(tiny.net(), data, **sections(**given, rounds=rounds, default_root_dir=str(folder)))
+    arguments = tiny.options | {"distill_steps": None, "distill_batch_size": None, "algorithm": "ditto"} | options
+    return perada.finetune(tiny.net(), data, **sections(**arguments, rounds=rounds, default_root_dir=str(folder)))
 
 
 def equal(one, other):

@@ -100,11 +100,11 @@ def accuracy(model, part):
 def test_the_scores_are_those_of_the_models(tiny):
     run, data = finished(tiny), newcomer()
     joined = perada.personalize(run, data, "late", rounds=8, accelerator="cpu")
-    told = joined.info["joined"][-1]
-    assert told["before"] == pytest.approx(accuracy(run.global_model(), data.test[0]), abs=1e-6)
-    assert told["after"] == pytest.approx(accuracy(joined.personal("late"), data.test[0]), abs=1e-6)
-    assert joined.metrics["clients"]["personal/local_test"][5] == told["after"]
-    assert (told["client"], told["images"], told["rounds"], told["steps"]) == (5, SIZE, 8, 24)
+    record = joined.info["joined"][-1]
+    assert record["before"] == pytest.approx(accuracy(run.global_model(), data.test[0]), abs=1e-6)
+    assert record["after"] == pytest.approx(accuracy(joined.personal("late"), data.test[0]), abs=1e-6)
+    assert joined.metrics["clients"]["personal/local_test"][5] == record["after"]
+    assert (record["client"], record["images"], record["rounds"], record["steps"]) == (5, SIZE, 8, 24)
 
 
 @pytest.mark.slow
@@ -117,13 +117,15 @@ def test_a_model_that_became_worse_is_warned_of_with_both_scores(tiny):
     images = FederatedData([TensorDataset(x, (right.tensors[1] + 1) % 3)], [right], num_classes=3)
     with pytest.warns(UserWarning, match=r"client 'late': .*6 test images, .* % after 100"):
         joined = perada.personalize(run, images, "late", rounds=8, accelerator="cpu")
-    told = joined.info["joined"][-1]
-    assert told["before"] == 1 and told["after"] < 1
+    record = joined.info["joined"][-1]
+    assert record["before"] == 1 and record["after"] < 1
 
 
 def test_a_client_without_test_images_has_no_scores(tiny):
-    told = perada.personalize(finished(tiny), newcomer(test=0), "late", rounds=1, accelerator="cpu").info["joined"][-1]
-    assert told["before"] is told["after"] is None
+    record = perada.personalize(finished(tiny), newcomer(test=0), "late", rounds=1, accelerator="cpu").info["joined"][
+        -1
+    ]
+    assert record["before"] is record["after"] is None
 
 
 @pytest.mark.slow
@@ -188,8 +190,8 @@ def test_where_a_part_is_shared_the_other_is_trained(tiny, algorithm):
 def test_other_algorithms_train_a_model_of_the_clients_own(tiny, algorithm):
     run = finished(tiny, algorithm)
     joined = perada.personalize(run, newcomer(), "late", rounds=20, accelerator="cpu")
-    told = joined.info["joined"][-1]
-    assert told["after"] > 0.6  # of three classes
+    record = joined.info["joined"][-1]
+    assert record["after"] > 0.6  # of three classes
 
 
 def test_a_private_run_protects_the_newcomer_alike(tiny):

@@ -51,27 +51,27 @@ def mean_over(values, chosen):
 def test_recent_and_stale_clients_are_those_of_a_plain_loop(clients, size, rounds):
     cohorts = [sample_cohort(3, round, clients, size) for round in range(rounds)]
     last = drawn(rounds, clients, size, seed=3)
-    made = Participation(last, rounds, size)
+    participation = Participation(last, rounds, size)
     turn = -(-clients // (size or clients))  # as many rounds as it takes to draw as many clients as there are
     lately = {client for cohort in cohorts[-turn:] for client in cohort}
-    assert made.recent == [client in lately for client in range(clients)]
+    assert participation.recent == [client in lately for client in range(clients)]
     # A model is stale if none of the last rounds // 2 + 1 rounds trained it, or half of an odd number rounded up.
     half = math.floor(rounds / 2) + 1
     young = {client for cohort in cohorts[-half:] for client in cohort} if half <= rounds else set(range(clients))
     if rounds == 1:
         young = set(cohorts[0])
-    assert made.stale == [client for client in range(clients) if client not in young]
+    assert participation.stale == [client for client in range(clients) if client not in young]
 
 
 def test_the_warning_names_clients_their_rounds_and_the_remedy():
-    made = Participation([8, 2, 0, 4], 8, clients_per_round=2)
-    text = made.warning(["north", "south", "east", "west"])
+    participation = Participation([8, 2, 0, 4], 8, clients_per_round=2)
+    text = participation.warning(["north", "south", "east", "west"])
     assert re.match(STALE, text)
     assert text.startswith("2 of 4 clients have not taken part for more than half of the 8 rounds")
     assert "(client south since round 2, east never)" in text
     assert text.endswith("train more rounds, or draw more clients per round with clients_per_round (now 2)")
-    assert "client 1 since round 2, 2 never" in made.warning()
-    assert "south" not in made.warning(["north", "south", "east", "west"], anonymous=True)
+    assert "client 1 since round 2, 2 never" in participation.warning()
+    assert "south" not in participation.warning(["north", "south", "east", "west"], anonymous=True)
     assert Participation([8, 8, 8, 4], 8, clients_per_round=2).warning() is None  # half, and not more
     failed = Participation([8, 0], 8).warning()
     assert failed.endswith("so their training failed or their privacy budget is spent")

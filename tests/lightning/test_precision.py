@@ -65,7 +65,7 @@ def network():
 def batches(wild=None):
     """Single-label, or multi-label where images of :data:`WILD` are multiplied by ``wild``."""
     random = torch.Generator().manual_seed(7)
-    made = []
+    created = []
     for step in range(STEPS[0]):
         active = sum(own > step for own in STEPS)
         x = torch.randn(active, max(COUNTS[:active]), 2, 5, 5, generator=random)
@@ -76,8 +76,8 @@ def batches(wild=None):
             if wild and (client, step) in WILD:
                 x[client] *= wild
                 y[client] = 0.5  # so that no prediction is right
-        made.append(CohortBatch(CLIENTS[:active], x, y, COUNTS[:active], 0, step))
-    return made
+        created.append(CohortBatch(CLIENTS[:active], x, y, COUNTS[:active], 0, step))
+    return created
 
 
 def half():
@@ -302,13 +302,13 @@ def test_scales_go_on_from_round_to_round(tiny):
 def test_resume_in_float16_is_exact(tiny, tmp_path):
     scale = {"init_scale": 2.0**24, "growth_interval": 5}
     options = {"logger": True, "default_root_dir": tmp_path}
-    whole = finetune(tiny, 4, **plugin(**scale), **options | {"logger": False})
+    uninterrupted = finetune(tiny, 4, **plugin(**scale), **options | {"logger": False})
     finetune(tiny, 2, **plugin(**scale), **options)
     checkpoint = next(tmp_path.rglob("last.ckpt"))
     resumed = finetune(tiny, 4, **plugin(**scale), **options, ckpt_path=str(checkpoint))
-    for key, value in whole.state("global").items():
+    for key, value in uninterrupted.state("global").items():
         assert torch.equal(value, resumed.state("global")[key])
-    assert records(whole, "train/skipped_steps") == records(resumed, "train/skipped_steps")
+    assert records(uninterrupted, "train/skipped_steps") == records(resumed, "train/skipped_steps")
 
 
 @pytest.mark.slow

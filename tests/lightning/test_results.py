@@ -72,12 +72,12 @@ def test_scores_of_small_errors_keep_their_digits(tiny, tmp_path):
 
 def test_before_is_what_the_initial_models_score(ran, tiny, tmp_path):
     untrained, data = fit(tiny, tmp_path, rounds=0), tiny.data()
-    wanted = []
+    expected = []
     for client, own in enumerate(data.test):
         x, y = own.tensors
         with torch.no_grad():
-            wanted.append((untrained.personal(client)(x).argmax(-1) == y).float().mean().item())
-    assert ran[0].metrics["initial"] == {"personal/local_test": pytest.approx(wanted, abs=1e-5)}
+            expected.append((untrained.personal(client)(x).argmax(-1) == y).float().mean().item())
+    assert ran[0].metrics["initial"] == {"personal/local_test": pytest.approx(expected, abs=1e-5)}
 
 
 def test_every_evaluation_is_kept(ran):
@@ -93,8 +93,8 @@ def test_every_evaluation_is_kept(ran):
 
 def test_counts_of_classes_are_those_of_the_data(ran, tiny):
     sizes = {"train": tiny.sizes, "test": (6,) * 5}
-    wanted = {part: [[len(range(k, n, 3)) for k in range(3)] for n in own] for part, own in sizes.items()}
-    assert ran[0].metrics["partition"] == wanted
+    expected = {part: [[len(range(k, n, 3)) for k in range(3)] for n in own] for part, own in sizes.items()}
+    assert ran[0].metrics["partition"] == expected
 
 
 @pytest.mark.parametrize("who", ["personal", "global"])
@@ -105,8 +105,8 @@ def test_confusion_gives_the_accuracies(ran, who):
         every[client] += count
     assert every == [6] * 5
     metrics = ran[0].metrics
-    wanted = metrics["clients"]["personal/local_test"] if who == "personal" else metrics["global/local_test"]
-    assert [one / 6 for one in right] == pytest.approx(wanted, abs=1e-6)
+    expected = metrics["clients"]["personal/local_test"] if who == "personal" else metrics["global/local_test"]
+    assert [one / 6 for one in right] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.slow

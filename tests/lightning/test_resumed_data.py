@@ -98,14 +98,14 @@ CLIENT_PRIVATE = {"client_privacy": {"noise_multiplier": 1.0, "max_norm": 1.0, "
 )
 @pytest.mark.every(30)
 def test_other_clients_are_rejected(tmp_path, kind, options, change, message):
-    given = {"names": NAMES, "kind": kind, "public": 20}
+    arguments = {"names": NAMES, "kind": kind, "public": 20}
     if options:
         options = options | {"distill_steps": 0}
-    fit(tmp_path, data(**given), **options)
+    fit(tmp_path, data(**arguments), **options)
     with pytest.raises(ValueError, match=message) as error:
-        fit(tmp_path, data(**given | change), 2, ckpt_path="last", **options)
+        fit(tmp_path, data(**arguments | change), 2, ckpt_path="last", **options)
     assert "\n" not in str(error.value)
-    fit(tmp_path, data(**given), 2, ckpt_path="last", **options)
+    fit(tmp_path, data(**arguments), 2, ckpt_path="last", **options)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def test_other_clients_are_rejected(tmp_path, kind, options, change, message):
     ],
 )
 def test_other_tests_public_images_and_classes_are_rejected(tmp_path, change, message):
-    given = {"classes": ["a", "b", "c"], "server_validation": dataset(30)}
-    fit(tmp_path, data(**given))
+    arguments = {"classes": ["a", "b", "c"], "server_validation": dataset(30)}
+    fit(tmp_path, data(**arguments))
     with pytest.raises(ValueError, match=message):
-        fit(tmp_path, data(**given | change), 2, ckpt_path="last")
+        fit(tmp_path, data(**arguments | change), 2, ckpt_path="last")
 
 
 @pytest.mark.every(2)

@@ -13,7 +13,7 @@ from tests.options import sections
 
 
 @pytest.mark.parametrize(
-    ("seconds", "batches", "models", "everywhere", "wanted"),
+    ("seconds", "batches", "models", "everywhere", "expected"),
     [
         (0.5, 100, 50, 50, None),
         (2.0, 100, 50, 50, "scoring 50 personal models, 50 of them on all test images takes about 3 min each time"),
@@ -21,12 +21,14 @@ from tests.options import sections
         (60.0, 2, 0, 0, "scoring the global model takes about 2 min each time"),
     ],
 )
-def test_the_time_of_all_batches_is_that_of_the_first_times_their_number(seconds, batches, models, everywhere, wanted):
+def test_the_time_of_all_batches_is_that_of_the_first_times_their_number(
+    seconds, batches, models, everywhere, expected
+):
     notice = scoring.scoring_notice(seconds, batches, models, everywhere)
-    if wanted is None:
+    if expected is None:
         assert notice is None
         return
-    assert wanted in notice
+    assert expected in notice
     assert "check_val_every_n_epoch" in notice
     assert ("global_test_clients=10" in notice) == (everywhere > 10)
 

@@ -167,8 +167,8 @@ def test_the_scores_are_those_of_the_exported_models(tmp_path, multilabel):
 @pytest.mark.slow
 def test_every_metric_scores_the_shifts():
     """Macro F1 of each client's model on another set and on the others' images, again by scikit-learn."""
-    given = {"new": Stripes(), "others": LabelShift()}
-    found = run(given=given, metric=["accuracy", "f1_macro"])
+    arguments = {"new": Stripes(), "others": LabelShift()}
+    found = run(given=arguments, metric=["accuracy", "f1_macro"])
     last, clients = found.metrics["rounds"][-1], found.metrics["clients"]
     (images, labels, owners), new = pooled(), stripes(13, 90)
 
@@ -203,16 +203,16 @@ def test_a_resumed_run_has_the_same_scores(tmp_path):
     where = {"logger": True, "default_root_dir": str(tmp_path / "half")}
     run(rounds=1, **where)
     half = checkpoint(tmp_path)
-    whole = run(logger=True, default_root_dir=str(tmp_path / "whole"))
+    uninterrupted = run(logger=True, default_root_dir=str(tmp_path / "whole"))
     resumed = run(ckpt_path=half)
-    assert scores(resumed) == scores(whole)
-    assert len(scores(whole)[0]) == 6
+    assert scores(resumed) == scores(uninterrupted)
+    assert len(scores(uninterrupted)[0]) == 6
     done = run(ckpt_path=checkpoint(tmp_path / "whole"), given={"others": "label_shift"})  # nothing left to train
-    assert done.metrics["rounds"][-1]["personal/others"] == scores(whole)[0]["personal/others"]
+    assert done.metrics["rounds"][-1]["personal/others"] == scores(uninterrupted)[0]["personal/others"]
     assert "shifts" not in done.metrics  # those of the checkpoint were of shifts that this run does not have
     assert "personal/new" not in done.metrics["clients"]
     again = run(ckpt_path=checkpoint(tmp_path / "whole"))
-    assert scores(again) == scores(whole)
+    assert scores(again) == scores(uninterrupted)
 
 
 def folders(root):
@@ -269,18 +269,18 @@ def test_when_they_are_scored(tmp_path):
 
 @pytest.mark.slow
 def test_only_the_sample_runs_on_shifted_images():
-    some, whole = run(global_test_clients=2), run()
+    some, uninterrupted = run(global_test_clients=2), run()
     sampled = sample_clients(4, 2, SEED)
     for name in ("dim", "others", "new"):
         values = some.metrics["clients"][f"personal/{name}"]
         assert [client for client, value in enumerate(values) if value == value] == sampled
         assert [values[client] for client in sampled] == [
-            whole.metrics["clients"][f"personal/{name}"][client] for client in sampled
+            uninterrupted.metrics["clients"][f"personal/{name}"][client] for client in sampled
         ]
-        assert some.metrics["rounds"][-1][f"global/{name}"] == whole.metrics["rounds"][-1][f"global/{name}"]
+        assert some.metrics["rounds"][-1][f"global/{name}"] == uninterrupted.metrics["rounds"][-1][f"global/{name}"]
     none = run(global_test_clients=0)
     assert not [name for name in none.metrics["clients"] if name not in ("personal/local_test", "last_round")]
-    assert scores(none)[0] == {name: v for name, v in scores(whole)[0].items() if name.startswith("global/")}
+    assert scores(none)[0] == {name: v for name, v in scores(uninterrupted)[0].items() if name.startswith("global/")}
     assert set(none.metrics["shifts"]["dim"]["contrast"]) == {"severity", "global"}
 
 

@@ -163,10 +163,10 @@ def test_a_resumed_run_that_stops_at_once_is_scored_on_further_shifts(tmp_path):
     """The shifts are scored before any validation of this process."""
     run(rounds=1, logger=True, default_root_dir=str(tmp_path), given={"new": Stripes()})
     stopped = run(ckpt_path=checkpoint(tmp_path), given={"others": LabelShift()}, callbacks=[StopAtOnce()])
-    whole = run(rounds=1, given={"others": LabelShift()})
+    uninterrupted = run(rounds=1, given={"others": LabelShift()})
     assert len(stopped.metrics["rounds"]) == 1
     for name in ("both/others", "typical/others"):
-        assert stopped.metrics["clients"][name] == whole.metrics["clients"][name]
+        assert stopped.metrics["clients"][name] == uninterrupted.metrics["clients"][name]
 
 
 @pytest.mark.slow
@@ -180,11 +180,11 @@ def test_scores_of_every_evaluation():
 @pytest.mark.slow
 def test_only_the_sample_runs_on_shifted_images():
     some = run(global_test_clients=1)
-    whole = run()
+    uninterrupted = run()
     for name in ("both/dim", "typical/dim", "typical/others"):
         scored = [client for client, value in enumerate(some.metrics["clients"][name]) if value == value]
         assert len(scored) == 1
-        expected = whole.metrics["clients"][name][scored[0]]
+        expected = uninterrupted.metrics["clients"][name][scored[0]]
         assert some.metrics["clients"][name][scored[0]] == expected
         assert some.metrics["rounds"][-1][name] == expected
     nobody = run(global_test_clients=0)

@@ -39,9 +39,9 @@ def trained(way, **options):
     random = torch.Generator().manual_seed(0)
     sets = [TensorDataset(torch.randn(n, 3, 8, 8, generator=random), torch.arange(n) % 3) for n in (6, 9)]
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    given = {"adapter": "head", "rounds": 2, "batch_size": 4, "distill_steps": 2, "distill_optimizer": "sgd"}
+    arguments = {"adapter": "head", "rounds": 2, "batch_size": 4, "distill_steps": 2, "distill_optimizer": "sgd"}
     data = perada.FederatedData(sets, sets, TensorDataset(torch.randn(5, 3, 8, 8, generator=random)))
-    return perada.finetune(Net(WAYS[way]), data, **sections(**given | options, **quiet))
+    return perada.finetune(Net(WAYS[way]), data, **sections(**arguments | options, **quiet))
 
 
 @pytest.mark.parametrize("options", [{"engine": "folded"}, {"engine": "loop"}, {"cache_features": False}])

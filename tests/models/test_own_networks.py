@@ -150,9 +150,9 @@ def partly_parallel():
 @pytest.mark.parametrize("make", [lambda: nn.DataParallel(Network()), partly_parallel])
 @pytest.mark.parametrize("adapter", ["lora", "full"])
 def test_data_parallel_is_taken_off(make, adapter):
-    wanted, run = (finetune(network, adapter).state("global") for network in (Network(), make()))
-    assert run.keys() == wanted.keys()
-    assert all(torch.equal(run[key], value) for key, value in wanted.items())
+    expected, run = (finetune(network, adapter).state("global") for network in (Network(), make()))
+    assert run.keys() == expected.keys()
+    assert all(torch.equal(run[key], value) for key, value in expected.items())
 
 
 @pytest.mark.every(4)
@@ -163,8 +163,8 @@ def test_weights_of_a_half_format_become_float32(dtype, adapter):
     network = Network().to(dtype)
     with pytest.warns(UserWarning, match=rf"'Network'.*{name}, .*float32"):
         run = finetune(network, adapter)
-    wanted = finetune(Network().to(dtype).float(), adapter).state("global")
-    assert all(torch.equal(value, wanted[key]) for key, value in run.state("global").items())
+    expected = finetune(Network().to(dtype).float(), adapter).state("global")
+    assert all(torch.equal(value, expected[key]) for key, value in run.state("global").items())
     assert next(network.parameters()).dtype == dtype  # the caller's own stays as it is
 
 

@@ -244,14 +244,14 @@ def test_a_budget_that_is_spent_ends_the_run_and_its_resumption(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     limit = {"privacy": {"noise_multiplier": SIGMA, "delta": DELTA, "max_epsilon": epsilon(4) + 0.01}}
     with pytest.warns(UserWarning, match="no longer"):
-        whole = fit(tmp_path, 9, **limit)
-    assert len(whole.metrics["rounds"]) == 2
+        uninterrupted = fit(tmp_path, 9, **limit)
+    assert len(uninterrupted.metrics["rounds"]) == 2
     with pytest.warns(UserWarning, match="after 2 rounds"):
         again = fit(tmp_path, 9, ckpt_path="last", **limit)
-    assert again.metrics == whole.metrics
+    assert again.metrics == uninterrupted.metrics
     with pytest.warns(UserWarning, match="after 2 rounds"):
         third = fit(tmp_path, 9, ckpt_path=str(checkpoints(tmp_path, 1) / "last.ckpt"), **limit)
-    assert third.metrics == whole.metrics
+    assert third.metrics == uninterrupted.metrics
     longer = fit(tmp_path, 3, ckpt_path="last", privacy=limit["privacy"] | {"max_epsilon": 99.0})
     assert [record["round"] for record in longer.metrics["rounds"]] == [0, 1, 2]
 
@@ -259,15 +259,15 @@ def test_a_budget_that_is_spent_ends_the_run_and_its_resumption(tmp_path, monkey
 @pytest.mark.slow
 def test_in_the_test_mode_a_round_is_counted_once_since_its_noise_is_the_same(tmp_path):
     options = {"privacy": LEVELS["images"]["privacy"] | {"secure_rng": False}}
-    whole = fit(tmp_path / "whole", **options)
+    uninterrupted = fit(tmp_path / "whole", **options)
     crashed(tmp_path, "closed", **options)
     run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **options)
-    assert run.metrics == whole.metrics
+    assert run.metrics == uninterrupted.metrics
     assert not (checkpoints(tmp_path) / JOURNAL).exists()
     within = Saves(tmp_path / "within.ckpt", "on_train_batch_start")
     crashed(tmp_path, "trained", callbacks=[within], **options)
     run = fit(tmp_path, ckpt_path=within.path, **options)
-    assert run.metrics == whole.metrics
+    assert run.metrics == uninterrupted.metrics
 
 
 def test_nothing_is_drawn_that_cannot_be_written_down(tmp_path, monkeypatch):

@@ -143,10 +143,10 @@ def test_what_was_trained_before_the_budget_was_spent_is_kept():
         limited = train(WITHOUT_KD, privacy | {"max_epsilon": 1.5 * epsilon(4.0, 1.0, 4)}, rounds=9, **options)
     rounds = len(limited.metrics["rounds"])
     assert 2 <= rounds < 9
-    whole = train(WITHOUT_KD, privacy, rounds=rounds, **options)
-    assert_equal(limited.state("global"), whole.state("global"))
+    uninterrupted = train(WITHOUT_KD, privacy, rounds=rounds, **options)
+    assert_equal(limited.state("global"), uninterrupted.state("global"))
     for m in CLIENTS:
-        assert_equal(limited.state("personal", m), whole.state("personal", m))
+        assert_equal(limited.state("personal", m), uninterrupted.state("personal", m))
 
 
 def test_a_client_too_small_for_its_budget_is_named_at_set_up():
@@ -184,31 +184,31 @@ OVERWRITES = "ignore:Checkpoint directory .* exists and is not empty:UserWarning
 def test_two_rounds_and_two_more_are_four(tmp_path, algorithm):
     privacy = {"noise_multiplier": 8.0, "delta": DELTA, "max_norm": 0.6}
     options = {"dropout": 0.4, "momentum": 0.5, "batch_size": 8, "local_epochs": 1}
-    whole = train(algorithm, privacy, 4, **options | saving(tmp_path / "whole"))
+    uninterrupted = train(algorithm, privacy, 4, **options | saving(tmp_path / "whole"))
     train(algorithm, privacy, 2, **options | saving(tmp_path / "half"))
     resumed = train(
         algorithm, privacy, 4, ckpt_path=str(tmp_path / "half" / "saved.ckpt"), **options | saving(tmp_path / "half")
     )
-    assert_equal(resumed.state("global"), whole.state("global"), "global")
+    assert_equal(resumed.state("global"), uninterrupted.state("global"), "global")
     images = task().public[:][0]
     for m in CLIENTS:
-        assert torch.equal(resumed.personal(m)(images), whole.personal(m)(images))
-    assert resumed.metrics == whole.metrics
+        assert torch.equal(resumed.personal(m)(images), uninterrupted.personal(m)(images))
+    assert resumed.metrics == uninterrupted.metrics
     assert ledgers_of(tmp_path / "half") == ledgers_of(tmp_path / "whole")
-    assert resumed.info == whole.info
+    assert resumed.info == uninterrupted.info
 
 
 @pytest.mark.filterwarnings(OVERWRITES)
 @pytest.mark.slow
 def test_a_calibrated_run_goes_on_with_its_noise(tmp_path):
     privacy = {"target_epsilon": 3.0, "delta": DELTA, "max_norm": 0.6}
-    whole = train(WITHOUT_KD, privacy, 4, **saving(tmp_path / "whole"))
+    uninterrupted = train(WITHOUT_KD, privacy, 4, **saving(tmp_path / "whole"))
     train(WITHOUT_KD, privacy, 4, **saving(tmp_path / "half", Cohorts(stop_after=2)))
     spent, noise = ledgers_of(tmp_path / "half")
     assert spent != ledgers_of(tmp_path / "whole")[0]
     path = str(tmp_path / "half" / "saved.ckpt")
     resumed = train(WITHOUT_KD, privacy, 4, ckpt_path=path, **saving(tmp_path / "half"))
-    assert_equal(resumed.state("global"), whole.state("global"), "global")
+    assert_equal(resumed.state("global"), uninterrupted.state("global"), "global")
     assert ledgers_of(tmp_path / "half") == ledgers_of(tmp_path / "whole")
     assert resumed.info["privacy"]["sample"]["noise_multipliers"] == noise
     spent = resumed.metrics["clients"]["privacy/release_epsilon"]
@@ -246,12 +246,12 @@ def test_a_calibrated_run_counts_the_fine_tuning_that_is_still_to_come(tmp_path,
     path = str(tmp_path / "saved.ckpt")
     with pytest.raises(ValueError, match=r"target_epsilon=3\.0"):
         train(FedAvgFT(2.0), privacy, 4, ckpt_path=path, **options | saving(tmp_path))
-    whole = train(FedAvgFT(2.0), privacy, 2, ckpt_path=path, **options | saving(tmp_path))
-    assert all(2.99 <= spent <= 3.0 for spent in whole.metrics["clients"]["privacy/release_epsilon"])
+    uninterrupted = train(FedAvgFT(2.0), privacy, 2, ckpt_path=path, **options | saving(tmp_path))
+    assert all(2.99 <= spent <= 3.0 for spent in uninterrupted.metrics["clients"]["privacy/release_epsilon"])
     again = train(
         FedAvgFT(2.0), privacy, 2, ckpt_path=path, **options | saving(tmp_path)
     )  # there is nothing left to do
-    assert again.metrics == whole.metrics
+    assert again.metrics == uninterrupted.metrics
 
 
 @pytest.mark.slow

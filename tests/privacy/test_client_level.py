@@ -537,10 +537,10 @@ def test_what_is_not_private_is_rejected_with_a_remedy():
 class Krum(ServerRule):
     """The update that is closest to the others (Blanchard et al., NeurIPS 2017): one client's, and hardly any noise."""
 
-    def __call__(self, given):
-        rows = torch.cat([value.flatten(1) for value in given.updates.gathered_all().values()], 1)
+    def __call__(self, aggregation):
+        rows = torch.cat([value.flatten(1) for value in aggregation.updates.gathered_all().values()], 1)
         chosen = int(torch.cdist(rows, rows).sum(1).argmin())
-        return {key: value[chosen] for key, value in given.updates.gathered_all().items()}
+        return {key: value[chosen] for key, value in aggregation.updates.gathered_all().items()}
 
 
 class ClaimingKrum(Krum):
@@ -548,8 +548,8 @@ class ClaimingKrum(Krum):
 
 
 class KrumForTheMean(Mean):
-    def __call__(self, given):
-        return Krum()(given)
+    def __call__(self, aggregation):
+        return Krum()(aggregation)
 
 
 class KrumAfterMomentum(FedAvgM):
@@ -560,8 +560,8 @@ class KrumAfterMomentum(FedAvgM):
 class Late(Mean):
     """The mean, but in the third round."""
 
-    def __call__(self, given):
-        return Krum()(given) if given.round > 1 else super().__call__(given)
+    def __call__(self, aggregation):
+        return Krum()(aggregation) if aggregation.round > 1 else super().__call__(aggregation)
 
 
 class Half(ServerRule):
@@ -569,9 +569,9 @@ class Half(ServerRule):
 
     function_of_mean = True
 
-    def __call__(self, given):
-        mean = Mean()(given)
-        return {key: (given.previous[key] + value) / 2 for key, value in mean.items()}
+    def __call__(self, aggregation):
+        mean = Mean()(aggregation)
+        return {key: (aggregation.previous[key] + value) / 2 for key, value in mean.items()}
 
 
 class Unsaid(Half):
@@ -581,8 +581,8 @@ class Unsaid(Half):
 
 
 class Failing(Half):
-    def __call__(self, given):
-        return {"head": given.updates.gathered("head").mean(0)}
+    def __call__(self, aggregation):
+        return {"head": aggregation.updates.gathered("head").mean(0)}
 
 
 @pytest.mark.parametrize("make", [Krum, ClaimingKrum, KrumForTheMean, KrumAfterMomentum, Late, Unsaid])

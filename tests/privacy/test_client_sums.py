@@ -99,12 +99,14 @@ def test_clipping_equals_a_plain_loop():
     updates, received = problem()
     shortened = 0
     for client in range(5):
-        whole, _ = clip_to_grid(exact_change(of_client(updates, client), of_client(received, client)), 1.5, SUMS)
+        uninterrupted, _ = clip_to_grid(
+            exact_change(of_client(updates, client), of_client(received, client)), 1.5, SUMS
+        )
         delta = change(updates, received, client)
         norm = math.sqrt(math.fsum(float(value) ** 2 for value in delta))
         shortened += norm > 1.5
         expected = [math.trunc(float(value) * min(1.0, 1.5 / norm) * 2**24) for value in delta]
-        found = integers({key: whole[key] for key in SHAPES})
+        found = integers({key: uninterrupted[key] for key in SHAPES})
         assert max(abs(one - other) for one, other in zip(found, expected, strict=True)) <= 1  # by the margin
     assert 0 < shortened < 5
 
@@ -284,9 +286,9 @@ def test_s_stays_where_the_sum_has_room():
 
 @pytest.mark.slow
 def test_a_run_with_many_bits_and_no_noise_is_that_without_secure_sums():
-    given = {"rounds": 2, "clients_per_round": 4, "client_privacy": {"noise_multiplier": 0.0, "max_norm": 0.3}}
+    arguments = {"rounds": 2, "clients_per_round": 4, "client_privacy": {"noise_multiplier": 0.0, "max_norm": 0.3}}
     for algorithm in ("ditto", "feddyn"):
-        one, other = (finetune(algorithm, secure_sums=sums, **given) for sums in ({"fraction_bits": 40}, None))
+        one, other = (finetune(algorithm, secure_sums=sums, **arguments) for sums in ({"fraction_bits": 40}, None))
         start = finetune(algorithm, rounds=0).state("global")
         for key, value in one.state("global").items():
             torch.testing.assert_close(value, other.state("global")[key], rtol=1e-9, atol=1e-9, msg=key)
@@ -330,17 +332,17 @@ def test_the_servers_step_sees_the_mean_alone_with_all_of_the_noise():
 
 @pytest.mark.filterwarnings("ignore:.*delta.*:UserWarning")
 def test_a_round_with_too_few_clients_is_void_and_counted(monkeypatch):
-    given = {"rounds": 1, "clients_per_round": 3, "client_privacy": {"noise_multiplier": 2.0}, "secure_sums": {}}
+    arguments = {"rounds": 1, "clients_per_round": 3, "client_privacy": {"noise_multiplier": 2.0}, "secure_sums": {}}
     start = finetune("fedavg", rounds=0).state("global")
     monkeypatch.setattr(SecureSums, "least", lambda self, clients: clients + 1)
-    run = finetune("fedavg", **given)
+    run = finetune("fedavg", **arguments)
     assert all(torch.equal(value, start[key]) for key, value in run.state("global").items())
     assert sum(epsilon > 0 for epsilon in run.info["privacy"]["client"]["epsilon"]) == 3
 
 
 def test_epsilon_equals_opacus_and_the_card_says_against_whom():
-    given = {"rounds": 3, "clients_per_round": 3, "client_privacy": {"noise_multiplier": 2.0, "delta": 1e-3}}
-    run = finetune("fedavg", secure_sums={}, **given)
+    arguments = {"rounds": 3, "clients_per_round": 3, "client_privacy": {"noise_multiplier": 2.0, "delta": 1e-3}}
+    run = finetune("fedavg", secure_sums={}, **arguments)
     record = run.info["privacy"]["client"]
     cohorts = [sample_cohort(0, round, 4, 3) for round in range(3)]
     rounds = [sum(client in cohort for cohort in cohorts) for client in range(4)]

@@ -144,9 +144,9 @@ def image_gradients(net, asked, client):
         }
         logits = functional_call(net, leaves, (asked.x[client, index : index + 1],))
         loss = F.cross_entropy(logits, asked.y[client, index : index + 1])
-        wanted = {key: value for key, value in leaves.items() if value.requires_grad}
-        grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-        yield {key: torch.zeros_like(wanted[key]) if g is None else g for key, g in zip(wanted, grads, strict=True)}
+        expected = {key: value for key, value in leaves.items() if value.requires_grad}
+        grads = torch.autograd.grad(loss, list(expected.values()), allow_unused=True)
+        yield {key: torch.zeros_like(expected[key]) if g is None else g for key, g in zip(expected, grads, strict=True)}
 
 
 def by_hand(net, asked, clipping, bound):

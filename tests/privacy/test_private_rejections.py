@@ -259,9 +259,9 @@ def test_a_client_joins_by_no_weights_that_were_trained_on_its_images():
         "test_resnet", others, pretrained="perada:digits_test_resnet", adapter="head", algorithm="ditto", rounds=1,
         local_steps=1, batch_size=4, privacy=PRIVATE, accelerator="cpu", enable_progress_bar=False, logger=False,
     )  # fmt: skip
-    own = perada.FederatedData([Subset(Digits().with_split(True), range(20))], num_classes=10)
+    newcomers = perada.FederatedData([Subset(Digits().with_split(True), range(20))], num_classes=10)
     with pytest.raises(ValueError, match="Digits"):
-        perada.personalize(run, own, "new", rounds=1, accelerator="cpu")
+        perada.personalize(run, newcomers, "new", rounds=1, accelerator="cpu")
 
 
 @pytest.mark.filterwarnings("ignore:the floating-point images of:UserWarning")

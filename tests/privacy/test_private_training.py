@@ -193,13 +193,13 @@ def test_each_client_has_the_noise_that_was_calibrated_for_it(monkeypatch):
 )
 def test_physical_batches_and_chunks_do_not_change_the_result(engine, clipping):
     options = {"engine": engine, "clipping": clipping}
-    whole = train(WITHOUT_KD, private(SIGMA, **options), rounds=2)
+    uninterrupted = train(WITHOUT_KD, private(SIGMA, **options), rounds=2)
     small = train(WITHOUT_KD, private(SIGMA, physical_batch_size=2, **options), rounds=2)
     chunks = train(WITHOUT_KD, private(SIGMA, **options), rounds=2, clients_per_chunk=2)
     for other in (small, chunks):
-        assert_same(other.state("global"), whole.state("global"), "global")
+        assert_same(other.state("global"), uninterrupted.state("global"), "global")
         for m in CLIENTS:
-            assert_same(other.state("personal", m), whole.state("personal", m), f"client {m}")
+            assert_same(other.state("personal", m), uninterrupted.state("personal", m), f"client {m}")
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,11 @@ def test_the_training_engine_does_not_change_the_result(clipping, sigma):
 @pytest.mark.slow
 def test_chunks_do_not_change_dropout():
     options = {"dropout": 0.4, "momentum": 0.5}
-    whole = train(PerAda(PROX, distill=False), private(SIGMA), **options)
+    uninterrupted = train(PerAda(PROX, distill=False), private(SIGMA), **options)
     chunks = train(PerAda(PROX, distill=False), private(SIGMA), clients_per_chunk=1, **options)
-    assert_same(chunks.state("global"), whole.state("global"), "global")
+    assert_same(chunks.state("global"), uninterrupted.state("global"), "global")
     without = train(PerAda(PROX, distill=False), private(SIGMA), momentum=0.5)
-    assert distance(whole.state("global"), without.state("global")) > 0.01
+    assert distance(uninterrupted.state("global"), without.state("global")) > 0.01
 
 
 @pytest.mark.parametrize("engine", ["folded", "opacus"])

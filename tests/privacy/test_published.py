@@ -111,8 +111,8 @@ def test_a_run_folder_has_scores_of_classes_only_where_it_is_not_private(tmp_pat
 @pytest.mark.parametrize("section", [None, "privacy"])
 def test_a_client_that_joins_brings_scores_only_where_the_run_is_not_private(tmp_path, section):
     run = unlogged(section)
-    own = perada.FederatedData([images(8, 5)], [images(6, 6)], num_classes=3, client_names=["new"])
-    joined = personalize(run, own, rounds=1, accelerator="cpu")
+    newcomers = perada.FederatedData([images(8, 5)], [images(6, 6)], num_classes=3, client_names=["new"])
+    joined = personalize(run, newcomers, rounds=1, accelerator="cpu")
     assert joined.info["joined"][0]["after"] is not None
     joined.export(tmp_path / "all")
     run.export(tmp_path / "grown")

@@ -50,9 +50,9 @@ def network():
 
 def train(privacy=None, rounds=1, **options):
     common = {"adapter": "full", "algorithm": "fedavg", "batch_size": "full", "lr_local": LR, "seed": SEED}
-    given = {"noise_multiplier": SIGMA, "max_norm": BOUND, "delta": 1e-3} | (privacy or {})
+    arguments = {"noise_multiplier": SIGMA, "max_norm": BOUND, "delta": 1e-3} | (privacy or {})
     data = options.pop("data", None) or federation()
-    return perada.finetune(network(), data, **sections(rounds=rounds, privacy=given, **common | QUIET | options))
+    return perada.finetune(network(), data, **sections(rounds=rounds, privacy=arguments, **common | QUIET | options))
 
 
 def noise_of_seed(seed, clients=3):
@@ -170,9 +170,9 @@ def test_the_program_says_so_and_writes_no_seed(tmp_path, monkeypatch, capsys):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     seed = f"--seed_everything={SEED}"
     main(["fit", "--config", "recipe.yaml", seed])
-    told = capsys.readouterr()
-    assert TEST_MODE in told.out
-    table = [line for line in told.out.splitlines() if line.startswith("|")]
+    printed = capsys.readouterr()
+    assert TEST_MODE in printed.out
+    table = [line for line in printed.out.splitlines() if line.startswith("|")]
     assert "ε release" in table[0]
     version = tmp_path / "lightning_logs" / "version_0"
     assert holds_seed(version) == []

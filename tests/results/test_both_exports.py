@@ -46,8 +46,8 @@ def federation(targets=None):
 
 
 def fitted(adapter, backbone="test_resnet", data=None, **options):
-    given = OPTIONS | {"adapter": adapter, "algorithm": "ditto", "pretrained": False} | options
-    return perada.finetune(backbone, data or federation(), **sections(**given))
+    arguments = OPTIONS | {"adapter": adapter, "algorithm": "ditto", "pretrained": False} | options
+    return perada.finetune(backbone, data or federation(), **sections(**arguments))
 
 
 @pytest.fixture(scope="module")

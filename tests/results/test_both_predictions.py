@@ -20,9 +20,11 @@ from tests.federation.test_both_models import fitted, is_typical_by_hand, predic
 def run(tiny, tmp_path_factory):
     """A run, with its folder in ``run.folder``."""
     folder = tmp_path_factory.mktemp("fit")
-    made = fitted(tiny, shifted(tiny), "ditto", rounds=12, clients_per_round=None, default_root_dir=folder, logger=True)
-    made.folder = folder / "lightning_logs" / "version_0"
-    return made
+    trained_run = fitted(
+        tiny, shifted(tiny), "ditto", rounds=12, clients_per_round=None, default_root_dir=folder, logger=True
+    )
+    trained_run.folder = folder / "lightning_logs" / "version_0"
+    return trained_run
 
 
 def test_predictions_are_those_that_were_scored(run, tiny):

@@ -47,12 +47,16 @@ def test_nothing_of_the_client_is_left_and_the_others_stay(copied, tiny, capsys)
     left = json.loads(after["run.json"])["metrics"]["clients"]
     for name, values in scores.items():
         assert left[name] == [values[0], None, values[2]]
-    told = json.loads(after["run.json"])["metrics"]
+    record = json.loads(after["run.json"])["metrics"]
     assert measured["partition"]["train"][1] == [2, 2, 1]
-    assert told["partition"]["train"] == [measured["partition"]["train"][0], [0] * 3, measured["partition"]["train"][2]]
-    assert [row["personal/local_test"][1] for row in told["by_round"]] == [None]
-    assert told["initial"]["personal/local_test"][1] is told["global/local_test"][1] is None
-    rows = told["predictions"]["personal"]["confusion"]
+    assert record["partition"]["train"] == [
+        measured["partition"]["train"][0],
+        [0] * 3,
+        measured["partition"]["train"][2],
+    ]
+    assert [row["personal/local_test"][1] for row in record["by_round"]] == [None]
+    assert record["initial"]["personal/local_test"][1] is record["global/local_test"][1] is None
+    rows = record["predictions"]["personal"]["confusion"]
     assert rows == [row for row in measured["predictions"]["personal"]["confusion"] if row[0] != 1]
     assert len(rows) < len(measured["predictions"]["personal"]["confusion"])
     run = perada.Run.load(copied, backbone=tiny.net())

@@ -194,8 +194,8 @@ def test_what_a_private_adapter_costs_is_the_same_after_the_hub(hub, tmp_path, c
         assert f"only through the server: their ε is at most {server[0]:.2f}" in card
         assert "accuracy" not in card
     for name in ("me/south", "me/twice"):
-        told = json.loads(hub.repos[name]["files"]["run.json"])["metrics"]
-        assert told == {"rounds": [], "clients": {}}
+        record = json.loads(hub.repos[name]["files"]["run.json"])["metrics"]
+        assert record == {"rounds": [], "clients": {}}
     run.push_to_hub("me/scores", client="south", scores=True, token="hf_x")
     assert "accuracy" in hub.repos["me/scores"]["files"]["README.md"].decode()
 

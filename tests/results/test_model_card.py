@@ -29,8 +29,8 @@ def federation(classes, client_names, train=(8, 6), test=(4, 5)):
 
 def made(adapter="residual", pretrained=False, backbone="test_resnet", **options):
     data = federation(["benign", "a`<script>", "other"], ["north", "south"])
-    given = OPTIONS | {"adapter": adapter, "algorithm": "ditto", "pretrained": pretrained} | options
-    return perada.finetune(backbone, data, **sections(**given))
+    arguments = OPTIONS | {"adapter": adapter, "algorithm": "ditto", "pretrained": pretrained} | options
+    return perada.finetune(backbone, data, **sections(**arguments))
 
 
 @cache

@@ -38,8 +38,8 @@ def sample(**options):
 
 
 def whole(**options):
-    given = ClientPrivacy(**({"noise_multiplier": 2.0, "delta": 1e-3, "max_norm": 0.5} | options))
-    return {"client": {"options": asdict(given), "noise_multiplier": 2.0, "epsilon": CLIENT}}
+    arguments = ClientPrivacy(**({"noise_multiplier": 2.0, "delta": 1e-3, "max_norm": 0.5} | options))
+    return {"client": {"options": asdict(arguments), "noise_multiplier": 2.0, "epsilon": CLIENT}}
 
 
 def tables(text):

@@ -61,15 +61,15 @@ def saved(tiny, tmp_path_factory):
 def test_saved_models_predict_the_same_logits(tiny, tmp_path, backbone, method):
     run = make_run(tiny, backbone, method)
     run.export(tmp_path)
-    own = tiny.net() if backbone == "net" else None
-    loaded = perada.Run.load(tmp_path, backbone=own)
+    custom_network = tiny.net() if backbone == "net" else None
+    loaded = perada.Run.load(tmp_path, backbone=custom_network)
     x = torch.cat([part.tensors[0] for part in images(tiny, backbone).test])[:8]
     models = {"global": run.global_model(), **{f"client_{m}": run.personal(m) for m in range(run.num_clients)}}
     again = {"global": loaded.global_model(), **{f"client_{m}": loaded.personal(m) for m in range(run.num_clients)}}
     frozen = load_file(tmp_path / "backbone.safetensors")
     outputs = []
     for folder, model in models.items():
-        if own is None:
+        if custom_network is None:
             plain = timm.create_model(backbone, num_classes=3)
         else:
             plain = tiny.net(seed=1)

@@ -23,13 +23,13 @@ def test_counts_are_those_of_torchmetrics():
         counts[client, true, predicted] = count
     for client in range(3):
         own = owner == client
-        wanted = multiclass_confusion_matrix(logits[own].argmax(-1), y[own], num_classes=4)
-        assert torch.equal(counts[client], wanted)
+        expected = multiclass_confusion_matrix(logits[own].argmax(-1), y[own], num_classes=4)
+        assert torch.equal(counts[client], expected)
     count, right, confidence = (torch.tensor(found["calibration"][name]) for name in ("count", "right", "confidence"))
     assert (counts.sum(), right.sum()) == (200, counts.diagonal(dim1=1, dim2=2).sum())
     error = (right - count * confidence).abs().sum() / count.sum()
-    wanted = multiclass_calibration_error(logits, y, num_classes=4, n_bins=BINS)
-    assert error.item() == pytest.approx(wanted.item(), abs=1e-5)
+    expected = multiclass_calibration_error(logits, y, num_classes=4, n_bins=BINS)
+    assert error.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_only_what_is_counted_counts():

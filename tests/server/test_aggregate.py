@@ -59,10 +59,10 @@ def test_a_mean_is_the_nearest_float_in_whatever_order_it_is_summed():
     states[:3] *= 0.4
     longer = states.numpy().astype(np.longdouble)
     weights = torch.full((7,), 1 / 7, dtype=torch.float64)
-    wanted = torch.from_numpy((longer.sum(0) / 7).astype(np.float32))
+    expected = torch.from_numpy((longer.sum(0) / 7).astype(np.float32))
     for _ in range(3):
         order = torch.randperm(7)
-        assert torch.equal(mean({"w": states[order]}, weights)["w"], wanted)
+        assert torch.equal(mean({"w": states[order]}, weights)["w"], expected)
     huge = torch.tensor([[3e38], [3e38]])
     assert mean({"w": huge}, weights[:2] * 3.5)["w"].item() == huge[0].item()
     assert mean({"w": huge * math.inf}, weights[:2])["w"].item() == math.inf

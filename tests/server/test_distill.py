@@ -69,11 +69,11 @@ def network():
 
 def models(count):
     """A student and its teachers, with running statistics that are not those of any batch."""
-    made = [network() for _ in range(count)]
-    for model in made:
+    networks = [network() for _ in range(count)]
+    for model in networks:
         model[1].running_mean.normal_()
         model[1].running_var.uniform_(0.5, 2)
-    return made
+    return networks
 
 
 @pytest.mark.parametrize("kind", ["folded", "loop"])

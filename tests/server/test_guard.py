@@ -82,8 +82,8 @@ def confused():
 
 def distil(student, teachers, guard, **options):
     public = Public()
-    given = {"lr": 0.5, "optimizer": "sgd", "schedule": "constant"} | options
-    distiller = Distiller(Engine(model()), Distillation(4, guard=guard, **given), parameter_keys(student), public)
+    arguments = {"lr": 0.5, "optimizer": "sgd", "schedule": "constant"} | options
+    distiller = Distiller(Engine(model()), Distillation(4, guard=guard, **arguments), parameter_keys(student), public)
     refined = distiller(get_state(student), stack([get_state(teacher) for teacher in teachers]))
     return refined, distiller, public
 

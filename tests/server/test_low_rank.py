@@ -200,30 +200,30 @@ def test_svd_keeps_the_best_of_each_layer_and_averages_the_rest():
     updates, case = uploads(), given(uploads())
     out = SVD()(case)
     assert list(out) == list(updates)
-    found, wanted = products(out), means(updates)
+    found, expected = products(out), means(updates)
     for key, rank in (("fc", RANK), ("conv", RANK)):
-        torch.testing.assert_close(found[key], best(wanted[key], rank), **EXACT)
-    halves = torch.cat([best(half, 2) for half in wanted["many"].split(3)])
+        torch.testing.assert_close(found[key], best(expected[key], rank), **EXACT)
+    halves = torch.cat([best(half, 2) for half in expected["many"].split(3)])
     torch.testing.assert_close(found["many"], halves, **EXACT)
     average = mean({key: updates[key] for key in ("head", "seen")}, case.weights)
     assert all(torch.equal(out[key], value) for key, value in average.items())
-    size = distance(wanted, {key: 0 * value for key, value in wanted.items()})
-    assert case.metrics == {"updates/lora_error": pytest.approx(distance(found, wanted) / size, rel=1e-10)}
+    size = distance(expected, {key: 0 * value for key, value in expected.items()})
+    assert case.metrics == {"updates/lora_error": pytest.approx(distance(found, expected) / size, rel=1e-10)}
 
 
 def test_lora_fair_is_nearer_to_the_mean_than_the_means_are_and_leaves_a():
     updates, case = uploads(), given(uploads())
-    out, wanted = LoRAFair()(case), means(updates)
+    out, expected = LoRAFair()(case), means(updates)
     average = mean(updates, case.weights)
     assert list(out) == list(updates)
     for key in ("fc.A", "conv.A", "many.A", "head", "seen"):
         torch.testing.assert_close(out[key], average[key], **EXACT)
-    before, after = distance(products(average), wanted), distance(products(out), wanted)
+    before, after = distance(products(average), expected), distance(products(out), expected)
     assert after < 0.9 * before
-    size = distance(wanted, {key: 0 * value for key, value in wanted.items()})
+    size = distance(expected, {key: 0 * value for key, value in expected.items()})
     assert case.metrics == {"updates/lora_error": pytest.approx(after / size, rel=1e-10)}
     assert lora_residual(FACTORS, Updates(updates), case.weights) == pytest.approx(before / size, rel=1e-10)
-    assert distance(products(SVD()(given(updates))), wanted) < after  # the best there is
+    assert distance(products(SVD()(given(updates))), expected) < after  # the best there is
 
 
 def test_there_is_no_residual_where_one_factor_is_the_same():

@@ -56,8 +56,8 @@ def run(rule, rounds=ROUNDS, dtype=torch.float64, state=None, first=0, previous=
     """States after each round; and what the rule keeps."""
     previous, state, states = previous or start(dtype), {} if state is None else state, []
     for round in range(first, first + rounds):
-        given = Aggregation(uploads(round, dtype=dtype), weights(), previous, PARAMETERS, round, state)
-        previous = previous | rule(given)
+        aggregation = Aggregation(uploads(round, dtype=dtype), weights(), previous, PARAMETERS, round, state)
+        previous = previous | rule(aggregation)
         states.append(previous)
     return states, state
 
@@ -256,10 +256,10 @@ def test_half_precision_is_rounded_once(rule, dtype):
     update = (previous.double() * (1 + 2**-6 * torch.randn(200, generator=generator, dtype=torch.float64))).to(dtype)
 
     def step(convert):
-        given = Aggregation(
+        aggregation = Aggregation(
             {"w": convert(update[None])}, weights(1), {"w": convert(previous)}, frozenset({"w"}), round=0, state={}
         )
-        return rule(given)["w"]
+        return rule(aggregation)["w"]
 
     exact = step(torch.Tensor.double)
     assert torch.equal(step(torch.clone), exact.to(dtype))
@@ -267,8 +267,10 @@ def test_half_precision_is_rounded_once(rule, dtype):
 
 def test_the_middle_of_two_large_numbers_fits_in_half_precision():
     largest = torch.tensor([[60000.0], [60000.0]], dtype=torch.float16)
-    given = Aggregation({"w": largest}, weights(2), {"w": torch.zeros(1, dtype=torch.float16)}, frozenset({"w"}), 0)
-    assert Median()(given)["w"].item() == largest[0].item()
+    aggregation = Aggregation(
+        {"w": largest}, weights(2), {"w": torch.zeros(1, dtype=torch.float16)}, frozenset({"w"}), 0
+    )
+    assert Median()(aggregation)["w"].item() == largest[0].item()
 
 
 @every_rule

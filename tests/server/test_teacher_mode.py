@@ -38,13 +38,13 @@ def network(norm=nn.BatchNorm2d, **options):
 def models(count, **options):
     """Networks with running statistics that are not those of any batch."""
     torch.manual_seed(0)
-    made = [network(**options) for _ in range(count)]
-    for model in made:
+    networks = [network(**options) for _ in range(count)]
+    for model in networks:
         model.norm.weight.data.uniform_(0.5, 2)
         if model.norm.running_mean is not None:
             model.norm.running_mean.normal_()
             model.norm.running_var.uniform_(0.5, 2)
-    return made
+    return networks
 
 
 class Public:
@@ -223,11 +223,11 @@ def run(folder, rounds, engine="auto", teacher_mode="train", **options):
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(tmp_path):
-    whole = run(tmp_path / "whole", 4, enable_checkpointing=False)
+    uninterrupted = run(tmp_path / "whole", 4, enable_checkpointing=False)
     run(tmp_path / "half", 2)
     (checkpoint,) = (tmp_path / "half").rglob("last.ckpt")
     resumed = run(tmp_path / "half", 4, ckpt_path=str(checkpoint))
-    for key, value in whole.state("global").items():
+    for key, value in uninterrupted.state("global").items():
         assert torch.equal(resumed.state("global")[key], value), key
 
 

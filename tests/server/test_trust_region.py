@@ -29,11 +29,11 @@ def network():
 def models(count):
     """Networks with running statistics that are not those of any batch."""
     torch.manual_seed(0)
-    made = [network() for _ in range(count)]
-    for model in made:
+    networks = [network() for _ in range(count)]
+    for model in networks:
         model[1].running_mean.normal_()
         model[1].running_var.uniform_(0.5, 2)
-    return made
+    return networks
 
 
 class Public:
@@ -174,7 +174,7 @@ def task():
 
 def run(folder, rounds, lr_local=0.1, **options):
     torch.manual_seed(0)
-    given = {"steps": 5, "batch_size": 6, "lr": 0.05} | options.pop("distillation", {})
+    arguments = {"steps": 5, "batch_size": 6, "lr": 0.05} | options.pop("distillation", {})
     return perada.finetune(
         network(),
         task(),
@@ -184,7 +184,7 @@ def run(folder, rounds, lr_local=0.1, **options):
             local_steps=2,
             batch_size=4,
             lr_local=lr_local,
-            distillation=given,
+            distillation=arguments,
             default_root_dir=folder,
             accelerator="cpu",
             enable_progress_bar=False,

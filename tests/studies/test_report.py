@@ -59,13 +59,13 @@ class Page(HTMLParser):
 def runs(tiny, tmp_path_factory):
     """Folders of two seeds of PerAda and one of FedAvg, and what `perada.finetune` returned."""
     root = tmp_path_factory.mktemp("runs")
-    made = []
+    created = []
     data = tiny.data()
     named = perada.data.FederatedData(data.train, data.test, data.public, classes=NAMES[:3], client_names=NAMES[1:])
     for seed, algorithm in ((0, "perada"), (1, "perada"), (0, "fedavg")):
         options = tiny.options | {"algorithm": algorithm, "seed": seed, "default_root_dir": root}
-        made.append(perada.finetune(tiny.net(), named, **sections(rounds=2, **options)))
-    return [root / "lightning_logs" / f"version_{number}" for number in range(3)], made
+        created.append(perada.finetune(tiny.net(), named, **sections(rounds=2, **options)))
+    return [root / "lightning_logs" / f"version_{number}" for number in range(3)], created
 
 
 @pytest.fixture(scope="module")

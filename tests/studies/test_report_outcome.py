@@ -35,8 +35,8 @@ def shares(*right):
     return [number / images for number, images in zip(right, IMAGES, strict=True)]
 
 
-def a_run(folder, own, everyone=None, **options):
-    clients = {"personal/local_test": list(own)}
+def a_run(folder, personal, everyone=None, **options):
+    clients = {"personal/local_test": list(personal)}
     if everyone is not None:
         clients["personal/global_test"] = list(everyone)
     options = {"info": INFO, "test_images": IMAGES, "seed": 0} | options
@@ -44,9 +44,9 @@ def a_run(folder, own, everyone=None, **options):
     return RunRecord("run", folder, rounds=rounds, clients=clients, **options)
 
 
-def entry(algorithm, own, everyone=None, *, seed=0, megabytes=0.1, **fields):
+def entry(algorithm, personal, everyone=None, *, seed=0, megabytes=0.1, **fields):
     """A run in a file of `perada compare`."""
-    clients = {"personal/local_test": list(own)}
+    clients = {"personal/local_test": list(personal)}
     record = {
         "stage": "run",
         "recipe": "quickstart",
@@ -58,7 +58,7 @@ def entry(algorithm, own, everyone=None, *, seed=0, megabytes=0.1, **fields):
         "varied": {},
         "digest": "",
         "chosen_by": ["personal/local_test", "personal/global_test"],
-        "personal/local_test": float(np.mean(own)),
+        "personal/local_test": float(np.mean(personal)),
         "client_test_images": IMAGES,
         "client_names": NAMES,
         "metric": "accuracy",
@@ -98,15 +98,15 @@ def run(tmp_path):
 def test_a_lead_of_a_few_shared_images_is_not_called_better():
     """Twelve clients with nearly the same model: all are right on 14 more of 575 images, which chance explains."""
     other = np.full(12, 0.657)
-    own = other + 0.024 + np.linspace(-0.002, 0.002, 12)
-    plain = difference("this run", "shared", own[None], other[None])
+    personal_scores = other + 0.024 + np.linspace(-0.002, 0.002, 12)
+    plain = difference("this run", "shared", personal_scores[None], other[None])
     assert plain.is_significant
-    widened = with_shared_images(plain, (float(own.mean()), 0.657), 575, num_tests=4)
+    widened = with_shared_images(plain, (float(personal_scores.mean()), 0.657), 575, num_tests=4)
     assert not widened.is_significant
-    error = math.sqrt((own.mean() * (1 - own.mean()) + 0.657 * (1 - 0.657)) / 575)
+    error = math.sqrt((personal_scores.mean() * (1 - personal_scores.mean()) + 0.657 * (1 - 0.657)) / 575)
     assert widened.high - widened.mean == pytest.approx(stats.t(11).ppf(0.975) * error, rel=1e-3)
-    far_ahead = difference("this run", "alone", own[None] + 0.2, other[None])
-    assert with_shared_images(far_ahead, (float(own.mean()) + 0.2, 0.657), 575, num_tests=4).is_significant
+    far_ahead = difference("this run", "alone", personal_scores[None] + 0.2, other[None])
+    assert with_shared_images(far_ahead, (float(personal_scores.mean()) + 0.2, 0.657), 575, num_tests=4).is_significant
 
 
 def holm_by_hand(p_values):

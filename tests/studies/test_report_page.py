@@ -19,9 +19,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    made = Browser(tmp_path_factory.mktemp("chromium"))
-    yield made
-    made.close()
+    started_browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield started_browser
+    started_browser.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -75,26 +75,26 @@ def test_a_temporary_folder_goes_with_its_owner_or_when_the_next_is_made(tempora
 @pytest.mark.parametrize("moment", ["before it is opened", "while it is being locked", "still at it"])
 def test_a_folder_that_another_process_clears_before_it_is_locked_is_made_again(temporary, monkeypatch, moment):
     make_folder, lock = tempfile.mkdtemp, filelock.lock_descriptor
-    made = []
+    created = []
 
     def mkdtemp(**options):
         folder = make_folder(**options)
-        made.append(folder)
-        if len(made) == 1 and moment == "before it is opened":
+        created.append(folder)
+        if len(created) == 1 and moment == "before it is opened":
             clear([Path(folder)])
-        if len(made) == 1 and moment == "still at it":
+        if len(created) == 1 and moment == "still at it":
             lock(os.open(folder, os.O_RDONLY), blocking=False)
         return folder
 
     def lock_descriptor(handle, *, blocking):
-        if len(made) == 1 and moment == "while it is being locked":
-            os.rmdir(made[0])
+        if len(created) == 1 and moment == "while it is being locked":
+            os.rmdir(created[0])
         return lock(handle, blocking=blocking)
 
     monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
     monkeypatch.setattr(filelock, "lock_descriptor", lock_descriptor)
     with Scratch() as folder:
-        assert [str(folder)] == made[1:] and folder.is_dir()
+        assert [str(folder)] == created[1:] and folder.is_dir()
         clear([folder])
         assert folder.is_dir()  # it is locked
     assert not folder.exists()

@@ -64,9 +64,9 @@ def accuses(*names):
     return lambda _: {"objects": list(names)}
 
 
-def run(made, lies, **terms):
-    transport = Lie(made.workers(may_send=()), lies)
-    coordinator = made.coordinator(transport, **terms)
+def run(deployment, lies, **terms):
+    transport = Lie(deployment.workers(may_send=()), lies)
+    coordinator = deployment.coordinator(transport, **terms)
     return coordinator.run().records, transport, coordinator
 
 
@@ -84,13 +84,13 @@ def assert_mean_of(coordinator, workers, names):
 )
 def test_who_deals_what_does_not_open_is_left_out_and_named(lie, tiny, tmp_path, caplog):
     """For one: the site that gets it is not shut out; it says so, and is right."""
-    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
-    records, transport, coordinator = run(made, {("site0", "shares"): lie})
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    records, transport, coordinator = run(deployment, {("site0", "shares"): lie})
     for record in records:
-        assert record.summed == made.names[1:] and not record.void
+        assert record.summed == deployment.names[1:] and not record.void
         assert record.failed == {"site0": "lied"}
     assert "site site0 lied: the shares that it sealed for 'site" in caplog.text
-    assert_mean_of(coordinator, transport.workers, made.names[1:])
+    assert_mean_of(coordinator, transport.workers, deployment.names[1:])
     # Proven once, it is in no later sum of the run, and needs no second attempt there.
     assert transport.asked.count(("site1", "shares")) == 3
 
@@ -99,46 +99,46 @@ def test_who_deals_what_does_not_open_is_left_out_and_named(lie, tiny, tmp_path,
 @pytest.mark.parametrize("accused", [["site1"], ["site1", "site2", "site3"]], ids=["one", "all"])
 def test_who_accuses_without_reason_is_left_out_itself(accused, tiny, tmp_path, caplog):
     """The accused open what they dealt, and mask nothing with those keys."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    (record,), transport, coordinator = run(made, {("site0", "hold"): accuses(*accused)})
-    assert record.summed == made.names[1:] and not record.void and record.failed == {"site0": "lied"}
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    (record,), transport, coordinator = run(deployment, {("site0", "hold"): accuses(*accused)})
+    assert record.summed == deployment.names[1:] and not record.void and record.failed == {"site0": "lied"}
     assert "site site0 lied: it claims that the shares of 'site1' do not open, but they do" in caplog.text
-    assert_mean_of(coordinator, transport.workers, made.names[1:])
+    assert_mean_of(coordinator, transport.workers, deployment.names[1:])
 
 
 @pytest.mark.slow
 def test_a_site_that_deals_badly_and_accuses_is_the_only_one_that_is_left_out(tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lies = {("site0", "shares"): random_texts(["site3"]), ("site0", "hold"): accuses("site1")}
-    (record,), *_ = run(made, lies)
-    assert record.summed == made.names[1:] and record.failed == {"site0": "lied"}
+    (record,), *_ = run(deployment, lies)
+    assert record.summed == deployment.names[1:] and record.failed == {"site0": "lied"}
 
 
 @pytest.mark.slow
 def test_an_accused_site_that_opens_another_key_is_left_out(tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lies = {
         ("site0", "shares"): random_texts(["site1"]),
         ("site0", "open"): lambda _: {"seals": secrets.token_bytes(16).hex()},
     }
-    (record,), *_ = run(made, lies)
-    assert record.summed == made.names[1:] and record.failed == {"site0": "lied"}
+    (record,), *_ = run(deployment, lies)
+    assert record.summed == deployment.names[1:] and record.failed == {"site0": "lied"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("silent", [{}, {"seals": "00"}, {"seals": 3}])
 def test_an_accused_site_that_opens_nothing_is_left_out_but_not_proven_to_lie(silent, tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lies = {("site0", "shares"): random_texts(["site1"]), ("site0", "open"): lambda _: silent}
-    (record,), _, coordinator = run(made, lies)
-    assert record.summed == made.names[1:] and "site0" in record.failed
+    (record,), _, coordinator = run(deployment, lies)
+    assert record.summed == deployment.names[1:] and "site0" in record.failed
     assert not any(member.lie for member in coordinator.progress.roster)
 
 
 @pytest.mark.slow
 def test_an_honest_site_that_goes_while_it_is_accused_is_not_proven_to_lie(tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=SIX)
-    transport = Lie(made.workers(), {("site0", "hold"): accuses("site1", "site2")})
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=SIX)
+    transport = Lie(deployment.workers(), {("site0", "hold"): accuses("site1", "site2")})
     exchange = transport.exchange
 
     def goes(messages, enough, deadline):
@@ -148,7 +148,7 @@ def test_an_honest_site_that_goes_while_it_is_accused_is_not_proven_to_lie(tiny,
         }
 
     transport.exchange = goes
-    coordinator = made.coordinator(transport)
+    coordinator = deployment.coordinator(transport)
     (record,) = coordinator.run().records
     assert record.summed == ["site2", "site3", "site4", "site5"]
     assert {member.name for member in coordinator.progress.roster if member.lie} == {"site0"}
@@ -156,42 +156,42 @@ def test_an_honest_site_that_goes_while_it_is_accused_is_not_proven_to_lie(tiny,
 
 @pytest.mark.slow
 def test_random_shares_at_the_end_spoil_nothing_and_are_named(tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
-    (first, second), transport, coordinator = run(made, {("site0", "reveal"): random_shares})
-    assert first.summed == made.names and first.failed == {"site0": "lied"} and not first.void
-    assert second.summed == made.names[1:] and second.failed == {"site0": "lied"} and not second.void
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    (first, second), transport, coordinator = run(deployment, {("site0", "reveal"): random_shares})
+    assert first.summed == deployment.names and first.failed == {"site0": "lied"} and not first.void
+    assert second.summed == deployment.names[1:] and second.failed == {"site0": "lied"} and not second.void
     assert "site site0 lied: it revealed a different share of 'site0' than it was dealt" in caplog.text
-    assert_mean_of(coordinator, transport.workers, made.names[1:])
+    assert_mean_of(coordinator, transport.workers, deployment.names[1:])
 
 
 @pytest.mark.slow
 def test_random_shares_where_all_are_needed_end_the_run_with_a_name(tiny, tmp_path):
     """Of three sites each is needed: the first round is void, and no site trains for a second one."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=3)
-    transport = Lie(made.workers(), {("site0", "reveal"): random_shares})
-    coordinator = made.coordinator(transport)
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=3)
+    transport = Lie(deployment.workers(), {("site0", "reveal"): random_shares})
+    coordinator = deployment.coordinator(transport)
     with pytest.raises(TimeoutError, match=r"round 2: .*3 sites.*site0"):
         coordinator.run()
     (record,) = coordinator.progress.records
     assert "site0 lied" in record.void and record.failed == {"site0": "lied"}
     assert transport.asked.count(("site1", "train")) == 1
     coordinator.close()
-    again = made.coordinator(LocalTransport(transport.workers), resume=True)  # the site was mended
+    again = deployment.coordinator(LocalTransport(transport.workers), resume=True)  # the site was mended
     assert [bool(record.summed) for record in again.run().records] == [False, True, True]
 
 
 def test_a_site_that_reveals_a_part_is_named(tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lie = lambda sums: {"own": {name: text for name, text in sums["own"].items() if name == "site0"}, "gone": {}}  # noqa: E731
-    (record,), *_ = run(made, {("site0", "reveal"): lie})
-    assert record.summed == made.names and record.failed == {"site0": "malformed"}
+    (record,), *_ = run(deployment, {("site0", "reveal"): lie})
+    assert record.summed == deployment.names and record.failed == {"site0": "malformed"}
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("wrong", [1, 4])
 def test_shares_of_another_secret_are_proven_by_what_their_dealer_signed(wrong, monkeypatch, tiny, tmp_path, caplog):
     """With one wrong share other sets of shares give the secret. With all wrong ones the round is void, and named."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     split, splits = site.split, []
 
     def deals(secret, threshold, sites):
@@ -202,9 +202,9 @@ def test_shares_of_another_secret_are_proven_by_what_their_dealer_signed(wrong, 
         return shares
 
     monkeypatch.setattr(site, "split", deals)
-    (record,), *_ = run(made, {})
+    (record,), *_ = run(deployment, {})
     if wrong == 1:
-        assert record.summed == made.names and not record.void
+        assert record.summed == deployment.names and not record.void
     else:
         assert "the shares that 'site0' dealt do not match its secret" in record.void
         assert record.failed == {"site0": "lied"}
@@ -213,21 +213,21 @@ def test_shares_of_another_secret_are_proven_by_what_their_dealer_signed(wrong, 
 @pytest.mark.slow
 def test_keys_that_are_signed_by_nobody_put_out_their_site(tiny, tmp_path, caplog):
     """Every other site rejects a list that has them: one site would void each round."""
-    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
     lie = lambda sums: {"advert": sums["advert"] | {"signature": "00" * 64}}  # noqa: E731
-    records, *_ = run(made, {("site0", "train"): lie})
+    records, *_ = run(deployment, {("site0", "train"): lie})
     for record in records:
-        assert record.summed == made.names[1:] and record.failed == {"site0": "malformed"}
+        assert record.summed == deployment.names[1:] and record.failed == {"site0": "malformed"}
 
 
 @pytest.mark.slow
 def test_a_site_with_an_identity_that_others_do_not_know_puts_out_no_other(tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
-    workers = made.workers()
-    peers = {name: key for name, key in made.sites.items() if name != "site0"}
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    workers = deployment.workers()
+    peers = {name: key for name, key in deployment.sites.items() if name != "site0"}
     workers["site0"].sums.party = Party("site0", Ed25519PrivateKey.generate(), peers)
-    for record in made.coordinator(LocalTransport(workers)).run().records:
-        assert record.summed == made.names[1:] and record.failed == {"site0": "disputed"}
+    for record in deployment.coordinator(LocalTransport(workers)).run().records:
+        assert record.summed == deployment.names[1:] and record.failed == {"site0": "disputed"}
     assert "site site0 is excluded: its keys were rejected by site1, site2, site3" in caplog.text
     assert "the keys of 'site0' are not signed by it" in caplog.text
 
@@ -236,17 +236,17 @@ def test_a_site_with_an_identity_that_others_do_not_know_puts_out_no_other(tiny,
 @pytest.mark.parametrize("accused", [["site1"], ["site1", "site2", "site3"]], ids=["one", "all"])
 def test_a_site_that_alone_does_not_accept_others_is_left_out(accused, tiny, tmp_path):
     """As one whose list of sites is an old one, or that lies: all sites see the same keys."""
-    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
-    records, *_ = run(made, {("site0", "shares"): accuses(*accused)})
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    records, *_ = run(deployment, {("site0", "shares"): accuses(*accused)})
     for record in records:
-        assert record.summed == made.names[1:] and record.failed == {"site0": "disputed"}
+        assert record.summed == deployment.names[1:] and record.failed == {"site0": "disputed"}
 
 
 def test_two_of_five_that_reject_an_honest_site_are_left_out_themselves(tiny, tmp_path):
     """Half of the other four are not most of them."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FIVE)
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FIVE)
     lies = {(liar, "shares"): accuses("site2") for liar in ("site0", "site1")}
-    (record,), transport, coordinator = run(made, lies)
+    (record,), transport, coordinator = run(deployment, lies)
     assert record.summed == ["site2", "site3", "site4"] and not record.void
     assert set(record.failed) == {"site0", "site1"}
     assert_mean_of(coordinator, transport.workers, ["site2", "site3", "site4"])
@@ -256,15 +256,15 @@ def test_two_of_five_that_reject_an_honest_site_are_left_out_themselves(tiny, tm
 @pytest.mark.parametrize("lie", [accuses(), accuses("nobody"), accuses("site0"), lambda _: {"objects": 3}])
 @pytest.mark.parametrize("step", ["shares", "hold"])
 def test_objections_to_nobody_stop_nothing(lie, step, tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    (record,), *_ = run(made, {("site0", step): lie})
-    assert {*made.names[1:]} <= {*record.summed} and not record.void
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    (record,), *_ = run(deployment, {("site0", step): lie})
+    assert {*deployment.names[1:]} <= {*record.summed} and not record.void
 
 
 @pytest.mark.slow
 def test_liars_that_take_turns_are_found_one_after_the_other(tiny, tmp_path):
     """Four of them, in four attempts: each that shows who lies is no failure."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=(*SIX, 7))
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=(*SIX, 7))
 
     def in_turn(place):
         attempts = []
@@ -275,22 +275,22 @@ def test_liars_that_take_turns_are_found_one_after_the_other(tiny, tmp_path):
 
         return lie
 
-    (record,), *_ = run(made, {(f"site{place}", "shares"): in_turn(place) for place in range(4)})
+    (record,), *_ = run(deployment, {(f"site{place}", "shares"): in_turn(place) for place in range(4)})
     assert record.summed == ["site4", "site5", "site6"]
-    assert record.failed == dict.fromkeys(made.names[:4], "lied")
+    assert record.failed == dict.fromkeys(deployment.names[:4], "lied")
 
 
 @pytest.mark.slow
 def test_a_signature_that_is_another_sites_is_named(tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    (record,), *_ = run(made, {("site0", "confirm"): lambda _: {"signature": "00" * 64}})
-    assert record.summed == made.names and record.failed == {"site0": "lied"}
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    (record,), *_ = run(deployment, {("site0", "confirm"): lambda _: {"signature": "00" * 64}})
+    assert record.summed == deployment.names and record.failed == {"site0": "lied"}
 
 
 @pytest.mark.slow
 def test_what_the_server_told_is_what_sites_say_of_it(tiny, tmp_path):
-    made = parties(tiny, tmp_path, "perada", rounds=1)
-    coordinator, workers = made.deployed()
+    deployment = parties(tiny, tmp_path, "perada", rounds=1)
+    coordinator, workers = deployment.deployed()
     for worker in workers.values():
         received = read_state(worker.store.folder / "state.safetensors").run_state.summing.heard
         assert received == coordinator.progress.sent_digests
@@ -300,25 +300,25 @@ def test_what_the_server_told_is_what_sites_say_of_it(tiny, tmp_path):
 @pytest.mark.parametrize("liar", ["site0", "site5"])
 def test_a_site_does_not_put_out_the_other_one_with_which_it_was_alone_in_a_round(liar, tiny, tmp_path):
     """It says of that round another thing than the other one does, and nobody else was there but the server."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=SIX)
-    coordinator = made.coordinator(LocalTransport(made.workers(may_send=())))
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=SIX)
+    coordinator = deployment.coordinator(LocalTransport(deployment.workers(may_send=())))
     other, true, false = "site3", "a" * 64, "b" * 64
     coordinator.progress.sent_digests["9"] = true  # a round of those two alone
     transport = coordinator.transport
 
     for name, worker in transport.workers.items():
         if name in (liar, other):
-            says = {"9": true if name == other else false}
-            worker.sums._make_claims = lambda request, run_state, says=says: SiteClaims((), says)
+            message = {"9": true if name == other else false}
+            worker.sums._make_claims = lambda request, run_state, message=message: SiteClaims((), message)
     (record,) = coordinator.run().records
-    assert record.summed == [name for name in made.names if name != liar]
+    assert record.summed == [name for name in deployment.names if name != liar]
 
 
 @pytest.mark.slow
 def test_opening_what_was_dealt_ends_the_attempt_for_the_site(tiny, tmp_path, caplog):
     """A server that invents disputes gets both secrets of a site, and no vector under masks made of them."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, codes = made.workers(), []
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers, codes = deployment.workers(), []
 
     def invents(name, message, _):
         if name == "site0" and asks(message, "mask") and not codes:
@@ -330,31 +330,31 @@ def test_opening_what_was_dealt_ends_the_attempt_for_the_site(tiny, tmp_path, ca
                 reply = workers[name].answer(pack(order | {"kind": kind, "sums": sums}), "liar")
                 codes.append(read_header(reply)["code"])
 
-    coordinator = made.coordinator(Troubled(workers, invents))
+    coordinator = deployment.coordinator(Troubled(workers, invents))
     (record,) = coordinator.run().records
     assert codes == ["ok", "other", "other"]
-    assert record.summed == made.names[1:]
+    assert record.summed == deployment.names[1:]
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("step", ["confirm", "reveal"])
 def test_what_was_dealt_is_not_opened_once_it_masks_a_vector(step, tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, replies = made.workers(), []
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers, replies = deployment.workers(), []
 
     def asks_late(name, message, _):
         if asks(message, step):
             order = read_header(message) | {"kind": "open", "sums": {}}
             replies.append(read_header(workers[name].answer(pack(order), "liar")))
 
-    made.coordinator(Troubled(workers, asks_late)).run()
+    deployment.coordinator(Troubled(workers, asks_late)).run()
     assert len(replies) >= 4
     for reply in replies:
         assert reply["code"] == "other" and reply["sums"] == {}
 
 
 def test_keys_in_the_list_have_one_form(tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    lie = lambda sums: advert({"seals": "00" * 32})(made.identities[0], sums)  # noqa: E731
-    (record,), *_ = run(made, {("site0", "train"): lie})
-    assert record.summed == made.names[1:] and record.failed == {"site0": "malformed"}
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    lie = lambda sums: advert({"seals": "00" * 32})(deployment.identities[0], sums)  # noqa: E731
+    (record,), *_ = run(deployment, {("site0", "train"): lie})
+    assert record.summed == deployment.names[1:] and record.failed == {"site0": "malformed"}

@@ -78,8 +78,8 @@ def test_a_deployed_run_equals_its_simulation(case, tiny, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["fedavg", "perada"])
 def test_also_with_those_that_were_drawn(algorithm, tiny, tmp_path):
-    given = {"loop": {"clients_per_round": 3, "seed": 5}, "sizes": (9, 5, 14, 7)}
-    assert_equal(parties(tiny, tmp_path, algorithm, **given), min_sites=3)
+    arguments = {"loop": {"clients_per_round": 3, "seed": 5}, "sizes": (9, 5, 14, 7)}
+    assert_equal(parties(tiny, tmp_path, algorithm, **arguments), min_sites=3)
 
 
 FOUR = (9, 5, 14, 7)
@@ -113,12 +113,12 @@ def mean_of(updates, names):
 @pytest.mark.every(5)
 @pytest.mark.parametrize("step", STEPS)
 def test_who_goes_at_a_step_is_in_the_sum_or_not_and_the_sum_is_right(step, tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers = made.workers()
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = deployment.workers()
     gone = lambda name, message, _: Failure("malformed") if name == "site1" and asks(message, step) else None  # noqa: E731
-    coordinator = made.coordinator(Troubled(workers, gone), min_sites=3)
+    coordinator = deployment.coordinator(Troubled(workers, gone), min_sites=3)
     (record,) = coordinator.run().records
-    there = [name for name in made.names if name != "site1" or step in ("confirm", "reveal")]
+    there = [name for name in deployment.names if name != "site1" or step in ("confirm", "reveal")]
     assert (record.summed, record.void) == (there, "")
     assert record.failed == ({} if step in ("confirm", "reveal") else {"site1": "malformed"})
     expected = mean_of(updates(workers), there)
@@ -130,34 +130,34 @@ def test_who_goes_at_a_step_is_in_the_sum_or_not_and_the_sum_is_right(step, tiny
 @pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 def test_with_too_few_at_a_step_the_round_is_void_and_the_run_continues(step, tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
 
     def gone(name, message, _):
         lost = name in ("site1", "site2") and asks(message, step) and read_header(message)["round"] == 0
         return Failure("malformed") if lost else None
 
-    coordinator = made.coordinator(Troubled(made.workers(), gone), min_sites=3)
+    coordinator = deployment.coordinator(Troubled(deployment.workers(), gone), min_sites=3)
     first, second = coordinator.run().records
     assert first.summed == [] and first.void.startswith("secure sum: 2 of ")
-    assert second.summed == made.names and not second.void
+    assert second.summed == deployment.names and not second.void
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "attempt"), [("shares", 0), ("keys", 1)])
 def test_a_sum_is_begun_again_where_nothing_was_masked(step, attempt, tiny, tmp_path):
     """Of three sites all are needed; one of them restarts in between, once or twice."""
-    made = parties(tiny, tmp_path, "perada", rounds=1)
-    workers = made.workers()
+    deployment = parties(tiny, tmp_path, "perada", rounds=1)
+    workers = deployment.workers()
 
     def restarted(name, message, _):
         if name == "site1" and (asks(message, "shares", attempt=0) or asks(message, step, attempt)):
             workers[name].store.close()
-            transport.workers[name] = workers[name] = made.worker(1)
+            transport.workers[name] = workers[name] = deployment.worker(1)
 
     transport = Troubled(workers, restarted)
-    coordinator = made.coordinator(transport)
+    coordinator = deployment.coordinator(transport)
     coordinator.run()
-    assert coordinator.progress.records[0].summed == made.names
+    assert coordinator.progress.records[0].summed == deployment.names
     plain = parties(tiny, tmp_path / "plain", "perada", rounds=1).deployed()[0]
     assert equal(state(coordinator), state(plain))
 
@@ -165,8 +165,8 @@ def test_a_sum_is_begun_again_where_nothing_was_masked(step, attempt, tiny, tmp_
 @pytest.mark.slow
 def test_a_worker_that_restarts_after_its_training_has_other_keys_in_the_same_sum(tiny, tmp_path):
     """Its answer that is on the disk has none: the answer that comes again has those of the new process."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, lost = made.workers(), []
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers, lost = deployment.workers(), []
 
     class Loses(LocalTransport):
         def exchange(self, messages, enough, deadline):
@@ -175,13 +175,13 @@ def test_a_worker_that_restarts_after_its_training_has_other_keys_in_the_same_su
                 lost.append(found["site1"])
                 found["site1"] = Failure("crashed")
                 workers["site1"].store.close()
-                self.workers["site1"] = workers["site1"] = made.worker(1)
+                self.workers["site1"] = workers["site1"] = deployment.worker(1)
             return found
 
     transport = Loses(workers)
-    coordinator = made.coordinator(transport)
+    coordinator = deployment.coordinator(transport)
     (record,) = coordinator.run().records
-    assert record.summed == made.names and record.failed == {}
+    assert record.summed == deployment.names and record.failed == {}
     kept = read_state(workers["site1"].store.folder / "state.safetensors").run_state.training.reply
     assert b"advert" in lost[0] and b"advert" not in kept
 
@@ -190,7 +190,7 @@ def test_a_worker_that_restarts_after_its_training_has_other_keys_in_the_same_su
 @pytest.mark.parametrize("step", STEPS)
 def test_a_site_whose_reply_was_lost_is_asked_again_and_replies_the_same(step, tiny, tmp_path):
     """As when the ClientApp is killed: the worker goes on, and the server is told that something crashed."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     replies = []
 
     class LosesOne(LocalTransport):
@@ -203,13 +203,13 @@ def test_a_site_whose_reply_was_lost_is_asked_again_and_replies_the_same(step, t
                     results["site1"] = Failure("crashed")
             return results
 
-    (record,) = made.coordinator(LosesOne(made.workers()), min_sites=3).run().records
-    assert (record.summed, record.failed, record.void) == (made.names, {}, "")
+    (record,) = deployment.coordinator(LosesOne(deployment.workers()), min_sites=3).run().records
+    assert (record.summed, record.failed, record.void) == (deployment.names, {}, "")
     first, second = replies
     assert first == second
 
 
-def dying(made, workers, step):
+def dying(deployment, workers, step):
     """A transport to sites. The worker of site1 dies as it is first asked for a step, and another takes its place."""
     died = []
 
@@ -217,7 +217,7 @@ def dying(made, workers, step):
         if name == "site1" and not died and asks(message, step):
             died.append(name)
             workers[name].store.close()
-            transport.workers[name] = workers[name] = made.worker(1)
+            transport.workers[name] = workers[name] = deployment.worker(1)
 
     transport = Troubled(workers, dies)
     return transport
@@ -227,11 +227,11 @@ def dying(made, workers, step):
 @pytest.mark.parametrize("step", ["mask", "confirm", "reveal"])
 def test_a_worker_that_died_over_its_masks_is_out_of_the_sum(step, tiny, tmp_path):
     """Its keys are gone with it. Before its part was sent it does not count; after, the others take its mask away."""
-    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
-    coordinator = made.coordinator(dying(made, made.workers(), step), min_sites=3)
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    coordinator = deployment.coordinator(dying(deployment, deployment.workers(), step), min_sites=3)
     first, second = coordinator.run().records
     assert ("site1" in first.summed) == (step != "mask")
-    assert first.void == second.void == "" and second.summed == made.names
+    assert first.void == second.void == "" and second.summed == deployment.names
 
 
 class Stopped(Exception):
@@ -242,8 +242,8 @@ class Stopped(Exception):
 @pytest.mark.parametrize("kind", ["train", *STEPS])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_bits(kind, after, tiny, tmp_path):
-    made = parties(tiny, tmp_path, "perada", sizes=FOUR)
-    workers = made.workers()
+    deployment = parties(tiny, tmp_path, "perada", sizes=FOUR)
+    workers = deployment.workers()
 
     class Ends(LocalTransport):
         def exchange(self, messages, enough, deadline):
@@ -255,11 +255,11 @@ def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_bits(kind, after
                 raise Stopped
             return found
 
-    coordinator = made.coordinator(Ends(workers))
+    coordinator = deployment.coordinator(Ends(workers))
     with pytest.raises(Stopped):
         coordinator.run()
     coordinator.close()
-    again = made.coordinator(LocalTransport(workers), resume=True)
+    again = deployment.coordinator(LocalTransport(workers), resume=True)
     again.run()
     assert [record.void for record in again.progress.records] == ["", ""]
     plain = parties(tiny, tmp_path / "plain", "perada", sizes=FOUR).deployed()[0]
@@ -269,30 +269,30 @@ def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_bits(kind, after
 @pytest.mark.slow
 def test_a_server_that_was_stopped_with_all_workers_has_a_void_round(tiny, tmp_path):
     """Their keys are gone, and what was masked once is not masked again."""
-    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
-    workers = made.workers()
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    workers = deployment.workers()
 
     def stop(name, message, _):
         if asks(message, "confirm"):
             raise Stopped
 
     with pytest.raises(Stopped):
-        made.coordinator(Troubled(workers, stop)).run()
+        deployment.coordinator(Troubled(workers, stop)).run()
     for worker in workers.values():
         worker.store.close()
-    workers = made.workers()
-    again = made.coordinator(LocalTransport(workers), resume=True)
+    workers = deployment.workers()
+    again = deployment.coordinator(LocalTransport(workers), resume=True)
     first, second = again.run().records
     assert first.void.startswith("secure sum: 0 of") or "sites sent their keys" in first.void
-    assert second.summed == made.names
+    assert second.summed == deployment.names
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["fedavg", "perada"])
 def test_scores_are_those_of_the_simulation_and_no_site_tells_its_own(algorithm, tiny, tmp_path):
-    made = parties(tiny, tmp_path, algorithm, module={"metric": ["accuracy", "auroc"]})
-    loop, _ = made.simulated()
-    coordinator = made.coordinator(Liar(made.workers()))
+    deployment = parties(tiny, tmp_path, algorithm, module={"metric": ["accuracy", "auroc"]})
+    loop, _ = deployment.simulated()
+    coordinator = deployment.coordinator(Liar(deployment.workers()))
     coordinator.run()
     found = coordinator.progress.history[-1]
     names = [name for name in found if name.startswith(("personal/", "global/"))]
@@ -306,18 +306,18 @@ def test_scores_are_those_of_the_simulation_and_no_site_tells_its_own(algorithm,
 @pytest.mark.slow
 @pytest.mark.parametrize(("silent", "scored"), [(1, True), (2, False)])
 def test_scores_are_of_the_sites_that_allow_it_if_they_are_enough(silent, scored, tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     workers = {
-        name: made.worker(place, may_send=() if place < silent else ("counts",))
-        for place, name in enumerate(made.names)
+        name: deployment.worker(place, may_send=() if place < silent else ("counts",))
+        for place, name in enumerate(deployment.names)
     }
-    (row,) = made.coordinator(LocalTransport(workers)).run().history
+    (row,) = deployment.coordinator(LocalTransport(workers)).run().history
     assert ("global/global_test" in row) == scored
     assert ("no scores after round 1" in caplog.text) != scored
     if scored:
         counts = [
             read_state(workers[name].store.folder / "state.safetensors").run_state.scoring.metrics
-            for name in made.names[1:]
+            for name in deployment.names[1:]
         ]
         right, total = (sum(one[f"global/{what}"] for one in counts) for what in ("right", "all"))
         assert row["global/global_test"] == pytest.approx(right / total, abs=1e-6)

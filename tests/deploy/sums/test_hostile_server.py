@@ -37,9 +37,9 @@ def changed(message, tensors=None, **header):
     return pack(replace(order, **header), tensors(given) if tensors else given)
 
 
-def run(made, lie):
-    transport = Liar(made.workers(may_send=("losses",)), lie)  # no scores, whose sums have the same steps
-    coordinator = made.coordinator(transport)
+def run(deployment, lie):
+    transport = Liar(deployment.workers(may_send=("losses",)), lie)  # no scores, whose sums have the same steps
+    coordinator = deployment.coordinator(transport)
     return coordinator.run(), transport
 
 
@@ -67,9 +67,9 @@ def shifted(state):
 @pytest.mark.parametrize("told", [["site1"], ["site0", "site2", "site3"]], ids=["to one", "to all but one"])
 @pytest.mark.usefixtures("_believes")
 def test_sites_that_are_told_different_things_mask_nothing(change, told, tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lie = lambda name, message: changed(message, **change) if name in told and asks(message, "train") else message  # noqa: E731
-    progress, transport = run(made, lie)
+    progress, transport = run(deployment, lie)
     assert_void(progress, caplog, "are for a different sum")
     assert not any(kind == "mask" for _, kind, _ in transport.seen)
 
@@ -91,15 +91,15 @@ def test_sites_that_were_told_different_things_once_are_in_no_later_sum(tiny, tm
 
     In the first round nothing is summed; in the second all are told the same.
     """
-    made = parties(tiny, tmp_path, "fedbn", sizes=FOUR, net=normalized)
+    deployment = parties(tiny, tmp_path, "fedbn", sizes=FOUR, net=normalized)
 
     def lie(name, message):
         poisoned = asks(message, "train") and read_header(message)["round"] == 0 and name != "site3"
         return changed(message, tensors=dead, factor=1e3) if poisoned else message
 
-    workers = made.workers(may_send=())
+    workers = deployment.workers(may_send=())
     transport = Liar(workers, lie)
-    coordinator = made.coordinator(transport)
+    coordinator = deployment.coordinator(transport)
     assert_void(coordinator.run(), caplog, "'site3' was sent something different in round 1")
     sent = updates(workers)
     start = coordinator.server.global_state
@@ -111,22 +111,22 @@ def test_sites_that_were_told_different_things_once_are_in_no_later_sum(tiny, tm
 @pytest.mark.usefixtures("_believes")
 def test_public_images_of_the_servers_choice_are_noticed(tiny, tmp_path, caplog):
     """A site with other public images has another digest of them; its logits would show its update."""
-    made = parties(tiny, tmp_path, "perada", rounds=1)
-    workers = made.workers()
+    deployment = parties(tiny, tmp_path, "perada", rounds=1)
+    workers = deployment.workers()
     (client,) = workers["site1"].clients.values()
     images = client.images._public.images
     client.images._public.images = images + 0.01
-    progress = made.coordinator(LocalTransport(workers)).run()
+    progress = deployment.coordinator(LocalTransport(workers)).run()
     assert_void(progress, caplog, "are for a different sum")
 
 
 @pytest.mark.slow
 def test_a_round_is_summed_once(tiny, tmp_path, caplog):
     """Of a second sum without one of the sites the difference would be its update."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, asked = made.workers(may_send=()), []
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers, asked = deployment.workers(may_send=()), []
     transport = Liar(workers, lambda name, message: asked.append((name, message)) or message)
-    coordinator = made.coordinator(transport)
+    coordinator = deployment.coordinator(transport)
     coordinator.run()
     progress = coordinator.progress
     trained = next(message for name, message in asked if name == "site0" and asks(message, "train"))
@@ -142,8 +142,8 @@ def test_a_round_is_summed_once(tiny, tmp_path, caplog):
 @pytest.mark.every(2)
 @pytest.mark.parametrize("revealed", [False, True])
 def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, trained = made.workers(), []
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers, trained = deployment.workers(), []
 
     def stop(name, message):
         if name == "site0" and asks(message, "train"):
@@ -152,13 +152,13 @@ def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
             raise InterruptedError
         return message
 
-    coordinator = made.coordinator(Liar(workers, stop))
+    coordinator = deployment.coordinator(Liar(workers, stop))
     try:
         coordinator.run()
     except InterruptedError:
         assert not revealed
     workers["site0"].store.close()
-    worker = made.worker(0)
+    worker = deployment.worker(0)
     assert read_header(worker.answer(trained[0], "liar"))["sums"] == {}  # no keys for another
     order = Request("keys", coordinator.progress.run, coordinator.progress.recipe, 0, 0, 4, attempt=1)
     assert read_header(worker.answer(pack(order), "liar"))["code"] == "other"
@@ -169,15 +169,15 @@ def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
 @pytest.mark.parametrize("restarts", [False, True])
 def test_scores_leave_under_masks_once(restarts, tiny, tmp_path, caplog):
     """The difference of two sums of the same models' scores, with one site less, is what that site's images say."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, asked = made.workers(), []
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers, asked = deployment.workers(), []
     transport = Liar(workers, lambda name, message: asked.append((name, message)) or message)
-    coordinator = made.coordinator(transport)
+    coordinator = deployment.coordinator(transport)
     (row,) = coordinator.run().history
     assert "global/global_test" in row  # they left once
     if restarts:
         workers["site0"].store.close()
-        workers["site0"] = made.worker(0)
+        workers["site0"] = deployment.worker(0)
     evaluated = next(message for name, message in asked if name == "site0" and asks(message, "evaluate"))
     if restarts:
         assert "advert" not in read_header(workers["site0"].answer(evaluated, "liar"))["sums"]  # no keys for another
@@ -191,8 +191,8 @@ def test_scores_leave_under_masks_once(restarts, tiny, tmp_path, caplog):
 
 def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
     """Two lists of one attempt would give two sets of masks; the answer to the training has the same keys always."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, orders = made.workers(), []
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers, orders = deployment.workers(), []
 
     def keep(name, message):
         if asks(message, "shares") and name == "site0" and not orders:
@@ -212,15 +212,15 @@ def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
         return read_header(reply)["sums"].get("advert")
 
     codes, trained, adverts = [], [], []
-    made.coordinator(Liar(workers, keep)).run()
+    deployment.coordinator(Liar(workers, keep)).run()
     assert codes == ["other", "other", "ok", "other"]
     assert adverts[0] == adverts[1] is not None and adverts[2] is None  # not beside those of a later attempt
     assert "keys for attempt 0 were requested again" in caplog.text
 
 
 def test_a_step_out_of_its_turn_is_rejected_before_anything_is_computed(tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "perada", rounds=1)
-    workers, codes = made.workers(), []
+    deployment = parties(tiny, tmp_path, "perada", rounds=1)
+    workers, codes = deployment.workers(), []
 
     def early(name, message):
         if asks(message, "shares") and not codes:
@@ -228,16 +228,16 @@ def test_a_step_out_of_its_turn_is_rejected_before_anything_is_computed(tiny, tm
             codes.append(read_header(workers[name].answer(mask, "liar"))["code"])
         return message
 
-    progress = made.coordinator(Liar(workers, early)).run()
+    progress = deployment.coordinator(Liar(workers, early)).run()
     assert codes == ["other"] and "mask is not the next step" in caplog.text
-    assert progress.records[0].summed == made.names
+    assert progress.records[0].summed == deployment.names
 
 
 @pytest.mark.slow
 def test_a_site_whose_training_broke_is_in_no_sum(tiny, tmp_path):
     """Where no image could be read its update is what the server sent: beside two such sites the third has no cover."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers = made.workers()
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = deployment.workers()
     (client,) = workers["site1"].clients.values()
     train = client.train
 
@@ -247,7 +247,7 @@ def test_a_site_whose_training_broke_is_in_no_sum(tiny, tmp_path):
         return result._replace(trained=trained, failure="no image can be read")
 
     client.train = reads_nothing
-    coordinator = made.coordinator(LocalTransport(workers))
+    coordinator = deployment.coordinator(LocalTransport(workers))
     (record,) = coordinator.run().records
     assert record.failed == {"site1": "broken"} and record.summed == ["site0", "site2", "site3"]
     order = Request("keys", coordinator.progress.run, coordinator.progress.recipe, 0, 1, 4, attempt=1)
@@ -256,8 +256,8 @@ def test_a_site_whose_training_broke_is_in_no_sum(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_an_old_round_and_one_that_was_not_trained_are_rejected(tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
-    coordinator, workers = made.deployed()
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    coordinator, workers = deployment.deployed()
     for round in (0, 2):
         order = Request("keys", coordinator.progress.run, coordinator.progress.recipe, round, 0, 4)
         assert read_header(workers["site0"].answer(pack(order), "liar"))["code"] in ("other", "past")
@@ -268,14 +268,14 @@ def test_an_old_round_and_one_that_was_not_trained_are_rejected(tiny, tmp_path, 
 @pytest.mark.slow
 def test_a_message_of_an_old_sum_is_answered_by_nothing_new(tiny, tmp_path):
     """All messages of the first round come again in the second: replies of the first, or none."""
-    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
-    workers, kept = made.workers(), {}
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    workers, kept = deployment.workers(), {}
 
     def keep(name, message):
         kept.setdefault((name, read_header(message)["kind"], read_header(message)["round"]), message)
         return message
 
-    made.coordinator(Liar(workers, keep)).run()
+    deployment.coordinator(Liar(workers, keep)).run()
     for (name, kind, round), message in kept.items():
         if kind in ("keys", "shares", "mask", "confirm", "reveal") and round == 0:
             assert read_header(workers[name].answer(message, "liar"))["code"] == "past"
@@ -336,9 +336,9 @@ def test_lists_that_the_server_made_up_are_rejected_and_logged(lie, reason, tiny
 )
 @pytest.mark.every(7)
 def test_what_makes_no_sense_is_rejected_and_the_worker_lives(step, sums, tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lie = lambda name, message: changed(message, sums=sums) if name == "site0" and asks(message, step) else message  # noqa: E731
-    progress, transport = run(made, lie)
+    progress, transport = run(deployment, lie)
     codes = {read_header(reply)["code"] for name, kind, reply in transport.seen if (name, kind) == ("site0", step)}
     assert codes <= {"malformed", "other"}
     assert progress.records[0].summed
@@ -346,10 +346,10 @@ def test_what_makes_no_sense_is_rejected_and_the_worker_lives(step, sums, tiny, 
 
 def test_no_reply_but_the_masked_one_holds_an_update_and_that_one_looks_random(tiny, tmp_path):
     """Bytes of what the server receives: no update, no part of one, no logits; nor after a look at the sites' disks."""
-    made = parties(tiny, tmp_path, "perada", rounds=1)
-    workers = made.workers(may_send=())
+    deployment = parties(tiny, tmp_path, "perada", rounds=1)
+    workers = deployment.workers(may_send=())
     transport = Liar(workers)
-    made.coordinator(transport).run()
+    deployment.coordinator(transport).run()
     masked = [reply for _, kind, reply in transport.seen if kind == "mask"]
     others = b"".join(reply for _, kind, reply in transport.seen if kind != "mask")
     (client,) = workers["site0"].clients.values()
@@ -373,7 +373,7 @@ def test_no_reply_but_the_masked_one_holds_an_update_and_that_one_looks_random(t
 
 def test_no_secret_of_a_round_is_in_a_file_a_log_or_a_reply(tiny, tmp_path, monkeypatch, caplog):
     """Seeds, and all keys that are derived from them or agreed on; also of a site that is killed on the way."""
-    made, found = parties(tiny, tmp_path, "perada", rounds=1, sizes=FOUR), []
+    deployment, found = parties(tiny, tmp_path, "perada", rounds=1, sizes=FOUR), []
 
     def noted(make):
         def noting(*given):
@@ -384,17 +384,17 @@ def test_no_secret_of_a_round_is_in_a_file_a_log_or_a_reply(tiny, tmp_path, monk
 
     monkeypatch.setattr(site, "secrets", SimpleNamespace(token_bytes=noted(secrets.token_bytes)))
     monkeypatch.setattr(keys, "derive_key", noted(keys.derive_key))
-    workers = made.workers()
+    workers = deployment.workers()
 
     def killed(name, message):
         if name == "site3" and asks(message, "confirm") and transport.workers[name] is workers[name]:
             workers[name].store.close()
-            transport.workers[name] = made.worker(3)
+            transport.workers[name] = deployment.worker(3)
         return message
 
     with caplog.at_level(logging.DEBUG):
         transport = Liar(workers, killed)
-        assert made.coordinator(transport, min_sites=3).run().records[0].summed == made.names
+        assert deployment.coordinator(transport, min_sites=3).run().records[0].summed == deployment.names
     told = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     told = b"".join([*told, *(reply for _, _, reply in transport.seen), caplog.text.encode()])
     assert len(found) > 4 * 3 + 4 * 3 * 2 and b"advert" in told  # three seeds a site, and keys for each pair

@@ -93,10 +93,10 @@ def network():
 @pytest.mark.slow
 def test_a_model_that_is_sent_again_without_one_of_the_sites_shows_its_update(tiny, tmp_path):
     """Within one run. A site trains on all its images at once, so that its steps do not depend on the round."""
-    made = parties(tiny, tmp_path, "fedavg", sizes=(4, 4, 4, 4), net=network)
-    workers = made.workers(may_send=())
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=(4, 4, 4, 4), net=network)
+    workers = deployment.workers(may_send=())
     transport = LocalTransport(workers)
-    coordinator = made.coordinator(transport, min_sites=3)
+    coordinator = deployment.coordinator(transport, min_sites=3)
     server, start = coordinator.server, clone(coordinator.server.global_state)
     coordinator._run_round()
     four, hidden = clone(server.global_state), updates(workers)["site3"]
@@ -112,11 +112,11 @@ def test_a_model_that_is_sent_again_without_one_of_the_sites_shows_its_update(ti
 @pytest.mark.slow
 def test_a_model_can_be_made_by_which_a_site_breaks_or_not_as_its_images_are(tiny, tmp_path):
     """Of the sum nothing is read, and two of four sites say that an image of theirs has a bright spot."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=(4, 4, 4, 4), net=network, loop={"local_epochs": 8})
-    workers = made.workers(may_send=())
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=(4, 4, 4, 4), net=network, loop={"local_epochs": 8})
+    workers = deployment.workers(may_send=())
     brightest = {
-        name: max(float(conv2d(x[None], torch.ones(1, 1, 3, 3)).max()) for x, _ in made.whole.train[place])
-        for place, name in enumerate(made.names)
+        name: max(float(conv2d(x[None], torch.ones(1, 1, 3, 3)).max()) for x, _ in deployment.whole.train[place])
+        for place, name in enumerate(deployment.names)
     }
     cut = sorted(brightest.values())[2] - 1e-3
 
@@ -129,7 +129,7 @@ def test_a_model_can_be_made_by_which_a_site_breaks_or_not_as_its_images_are(tin
         return changed(message, made_up, factor=1e6) if asks(message, "train") else message
 
     transport = Liar(workers, lie)
-    coordinator = made.coordinator(transport, min_sites=3)
+    coordinator = deployment.coordinator(transport, min_sites=3)
     coordinator._run_round()
     (record,) = coordinator.progress.records
     said = {name for name, _, reply in transport.seen if read_header(reply)["code"] == "broken"}

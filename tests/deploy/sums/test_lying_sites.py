@@ -84,10 +84,10 @@ def noise(vector, _):
 )
 def test_a_sum_that_cannot_be_is_void_and_the_run_goes_on(change, weighting, tiny, tmp_path):
     """Else the next model is one that no site takes, or a random one."""
-    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR, loop={"weighting": weighting})
-    workers = made.workers()
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR, loop={"weighting": weighting})
+    workers = deployment.workers()
     adds(workers["site0"], change)
-    coordinator = made.coordinator(LocalTransport(workers))
+    coordinator = deployment.coordinator(LocalTransport(workers))
     first = coordinator.server.global_state
     before = {key: value.clone() for key, value in first.items()}
     coordinator._run_round()
@@ -95,20 +95,20 @@ def test_a_sum_that_cannot_be_is_void_and_the_run_goes_on(change, weighting, tin
         assert torch.equal(value, before[key])
     one, two = coordinator.run().records
     assert one.void.startswith("secure sum: ") and one.summed == []
-    assert not two.void and two.summed == made.names
+    assert not two.void and two.summed == deployment.names
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["own/accuracy", "square/accuracy", "weighted/accuracy", "own/tests", "global/right"])
 def test_counts_of_scores_that_add_up_to_none_stop_nothing(name, tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers = made.workers()
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = deployment.workers()
 
     def none(vector, contents):
         vector[place_of(contents, name)] = number(-3)
 
     adds(workers["site0"], none, "scores_vector")
-    (row,) = made.coordinator(LocalTransport(workers)).run().history
+    (row,) = deployment.coordinator(LocalTransport(workers)).run().history
     score = "global/global_test" if name == "global/right" else "personal/local_test"
     assert score not in row or "own/accuracy" not in name
     assert len([key for key in row if key.startswith(("personal", "global"))]) >= 1
@@ -137,11 +137,11 @@ LOW = "00" * 32
 )
 def test_keys_that_nobody_can_use_put_the_site_alone_out_of_the_round(change, tiny, tmp_path, caplog):
     """With them in the list no other site could mask: one site would void each round."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers = made.workers()
-    transport = Lies(workers, "train", lambda sums: advert(change)(made.identities[0], sums))
-    (record,) = made.coordinator(transport).run().records
-    assert record.summed == made.names[1:] and not record.void
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = deployment.workers()
+    transport = Lies(workers, "train", lambda sums: advert(change)(deployment.identities[0], sums))
+    (record,) = deployment.coordinator(transport).run().records
+    assert record.summed == deployment.names[1:] and not record.void
     assert "site site0: malformed content in a secure sum: a public key cannot be used" in caplog.text
 
 
@@ -149,32 +149,32 @@ def test_keys_that_nobody_can_use_put_the_site_alone_out_of_the_round(change, ti
 @pytest.mark.parametrize("change", [{"terms": "0" * 64}, {"heard": f"0:{'0' * 64} "}], ids="".join)
 def test_a_site_that_says_it_was_told_other_things_is_alone(change, tiny, tmp_path, caplog):
     """With its keys in the list each site would reject it, in all rounds."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    transport = Lies(made.workers(), "train", lambda sums: advert(change)(made.identities[0], sums))
-    (record,) = made.coordinator(transport).run().records
-    assert record.summed == made.names[1:] and not record.void
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    transport = Lies(deployment.workers(), "train", lambda sums: advert(change)(deployment.identities[0], sums))
+    (record,) = deployment.coordinator(transport).run().records
+    assert record.summed == deployment.names[1:] and not record.void
     assert "excluding site0: sent something different from most sites" in caplog.text
 
 
 def test_a_site_with_other_public_images_is_alone(tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "perada", rounds=1, sizes=FOUR)
-    workers = made.workers()
+    deployment = parties(tiny, tmp_path, "perada", rounds=1, sizes=FOUR)
+    workers = deployment.workers()
     (client,) = workers["site1"].clients.values()
     client.images._public.images = client.images._public.images + 0.01
-    (record,) = made.coordinator(LocalTransport(workers)).run().records
+    (record,) = deployment.coordinator(LocalTransport(workers)).run().records
     assert record.summed == ["site0", "site2", "site3"] and "excluding site1" in caplog.text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [str.upper, lambda key: f" {key}", lambda key: key[:-2]])
 def test_a_key_has_one_form(change, tiny, tmp_path, caplog):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
 
     def lie(sums):
         return {"advert": sums["advert"] | {"masks": change(sums["advert"]["masks"])}}
 
-    (record,) = made.coordinator(Lies(made.workers(), "train", lie)).run().records
-    assert record.summed == made.names[1:] and "is malformed" in caplog.text
+    (record,) = deployment.coordinator(Lies(deployment.workers(), "train", lie)).run().records
+    assert record.summed == deployment.names[1:] and "is malformed" in caplog.text
 
 
 @pytest.mark.every(4)
@@ -190,13 +190,13 @@ def test_a_key_has_one_form(change, tiny, tmp_path, caplog):
 )
 def test_shares_that_are_not_for_all_others_put_the_site_alone_out_of_the_round(lie, tiny, tmp_path):
     """A site without a share adds no mask of the pair, and the other one's stays in the sum."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers = made.workers()
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = deployment.workers()
     transport = Lies(workers, "shares", lambda sums: {"sealed": lie(sums["sealed"])})
-    coordinator = made.coordinator(transport)
+    coordinator = deployment.coordinator(transport)
     (record,) = coordinator.run().records
-    assert record.summed == made.names[1:] and not record.void
-    expected = mean_of(updates(workers), made.names[1:])
+    assert record.summed == deployment.names[1:] and not record.void
+    expected = mean_of(updates(workers), deployment.names[1:])
     for key, value in coordinator.server.global_state.items():
         assert torch.equal(value, expected[key]), key
 
@@ -204,13 +204,13 @@ def test_shares_that_are_not_for_all_others_put_the_site_alone_out_of_the_round(
 @pytest.mark.slow
 @pytest.mark.parametrize("signature", ["00" * 10**6, "00" * 64, None, 3, ["00"]])
 def test_a_signature_that_is_none_stops_nobody(signature, tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    transport = Lies(made.workers(), "confirm", lambda _: {"signature": signature})
-    (record,) = made.coordinator(transport).run().records
-    assert record.summed == made.names and not record.void
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    transport = Lies(deployment.workers(), "confirm", lambda _: {"signature": signature})
+    (record,) = deployment.coordinator(transport).run().records
+    assert record.summed == deployment.names and not record.void
 
 
 def test_a_site_does_not_hide_behind_itself(tiny, tmp_path):
-    made = parties(tiny, tmp_path)
+    deployment = parties(tiny, tmp_path)
     with pytest.raises(ValueError, match=r"'site0'.*'another'"):
-        Party("site0", made.identities[0], made.sites | {"another": made.identities[0].public_key()})
+        Party("site0", deployment.identities[0], deployment.sites | {"another": deployment.identities[0].public_key()})

@@ -42,8 +42,10 @@ def _planted(monkeypatch):
 
 
 def noisy(tiny, tmp_path, algorithm="fedavg", *, privacy=None, loop=None, **options):
-    given = {"noise_multiplier": 1.0, "delta": 1e-2, "max_norm": 0.1} | (privacy or {})
-    return parties(tiny, tmp_path, algorithm, loop={"client_privacy": ClientPrivacy(**given)} | (loop or {}), **options)
+    arguments = {"noise_multiplier": 1.0, "delta": 1e-2, "max_norm": 0.1} | (privacy or {})
+    return parties(
+        tiny, tmp_path, algorithm, loop={"client_privacy": ClientPrivacy(**arguments)} | (loop or {}), **options
+    )
 
 
 def spent(workers):
@@ -82,12 +84,12 @@ def test_a_deployed_run_equals_its_simulation(algorithm, options, tiny, tmp_path
 @pytest.mark.parametrize("gone", [None, "mask", "confirm"])
 def test_the_mean_has_the_planned_noise_whoever_goes(gone, tiny, tmp_path):
     """Of four sites three must be there. The noise is a thousand times as long as a change may be."""
-    made = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy={"noise_multiplier": 1e3, "max_norm": 0.01})
+    deployment = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy={"noise_multiplier": 1e3, "max_norm": 0.01})
 
     def lost(name, message, _):
         return Failure("malformed") if name == "site1" and gone and asks(message, gone) else None
 
-    coordinator = made.coordinator(Troubled(made.workers(), lost), min_sites=3)
+    coordinator = deployment.coordinator(Troubled(deployment.workers(), lost), min_sites=3)
     before = state(coordinator)
     (record,) = coordinator.run().records
     inside = 3 if gone == "mask" else 4
@@ -115,16 +117,18 @@ def plain_vector(worker, bound):
     """The clipped change of what a site trained last, from its disk, without noise."""
     (client,) = worker.clients.values()
     summing = read_state(worker.store.folder / "state.safetensors").run_state.summing
-    whole, _ = clip_to_grid(exact_change(summing.update, summing.received), bound, SecureSums())
-    return torch.cat([whole[key].flatten() for key in client.recipe.contents(0, client.images).example if key != VOTE])
+    uninterrupted, _ = clip_to_grid(exact_change(summing.update, summing.received), bound, SecureSums())
+    return torch.cat(
+        [uninterrupted[key].flatten() for key in client.recipe.contents(0, client.images).example if key != VOTE]
+    )
 
 
 def test_the_noise_is_in_the_vector_before_its_masks(tiny, tmp_path, monkeypatch):
-    made, seen = noisy(tiny, tmp_path, rounds=1), masked_vectors(monkeypatch)
-    workers = made.workers()
-    made.coordinator(LocalTransport(workers)).run()
+    deployment, seen = noisy(tiny, tmp_path, rounds=1), masked_vectors(monkeypatch)
+    workers = deployment.workers()
+    deployment.coordinator(LocalTransport(workers)).run()
     std = 0.1 / math.sqrt(3) * 2**24
-    assert [name for name, _ in seen] == made.names
+    assert [name for name, _ in seen] == deployment.names
     for name, vector in seen:
         plain = plain_vector(workers[name], 0.1)
         noise = (vector[: len(plain)] - plain).double() / std
@@ -135,9 +139,9 @@ def test_the_noise_is_in_the_vector_before_its_masks(tiny, tmp_path, monkeypatch
 
 def test_what_a_site_sends_beside_is_its_size_alone(tiny, tmp_path):
     """No score and no loss, whatever it may send: no ledger counts them."""
-    made = noisy(tiny, tmp_path, sizes=FOUR)
-    transport = Liar(made.workers())
-    progress = made.coordinator(transport).run()
+    deployment = noisy(tiny, tmp_path, sizes=FOUR)
+    transport = Liar(deployment.workers())
+    progress = deployment.coordinator(transport).run()
     for _, kind, reply in transport.seen:
         header = read_header(reply)
         assert header["facts"].keys() <= ({"size", "tests", "labels"} if kind == "join" else set()), kind
@@ -148,7 +152,7 @@ def test_what_a_site_sends_beside_is_its_size_alone(tiny, tmp_path):
 
 
 def test_a_site_whose_training_broke_adds_noise_alone_and_nobody_sees_it(tiny, tmp_path, monkeypatch):
-    made, real = noisy(tiny, tmp_path, rounds=1, sizes=FOUR), Cohort.finish
+    deployment, real = noisy(tiny, tmp_path, rounds=1, sizes=FOUR), Cohort.finish
     seen = masked_vectors(monkeypatch)
 
     def broken(self):
@@ -159,9 +163,9 @@ def test_a_site_whose_training_broke_adds_noise_alone_and_nobody_sees_it(tiny, t
         return trained
 
     monkeypatch.setattr(Cohort, "finish", broken)
-    transport = Liar(workers := made.workers())
-    (record,) = made.coordinator(transport).run().records
-    assert record.summed == made.names and record.failed == {}
+    transport = Liar(workers := deployment.workers())
+    (record,) = deployment.coordinator(transport).run().records
+    assert record.summed == deployment.names and record.failed == {}
     replies = {name: read_header(reply) for name, kind, reply in transport.seen if kind == "train"}
     differ = [{key for key in one if one[key] != replies["site0"][key]} for one in replies.values()]
     assert all(found <= {"answers", "sums"} for found in differ)
@@ -183,15 +187,15 @@ def by_opacus(sums, z=1.0, delta=1e-2):
 
 def test_the_accounts_are_those_of_opacus_also_of_who_went_and_of_a_void_round(tiny, tmp_path):
     """Site 1 goes before its masks in round 0. In round 1 two do, after them: the sum is void, and has cost."""
-    made = noisy(tiny, tmp_path, rounds=3, every=3, sizes=FOUR, privacy={"noise_multiplier": 2.0})
+    deployment = noisy(tiny, tmp_path, rounds=3, every=3, sizes=FOUR, privacy={"noise_multiplier": 2.0})
 
     def lost(name, message, _):
         first = name == "site1" and asks(message, "mask") and read_header(message)["round"] == 0
         second = name in ("site1", "site2") and asks(message, "reveal") and read_header(message)["round"] == 1
         return Failure("malformed") if first or second else None
 
-    workers = made.workers()
-    coordinator = made.coordinator(Troubled(workers, lost), min_sites=3)
+    workers = deployment.workers()
+    coordinator = deployment.coordinator(Troubled(workers, lost), min_sites=3)
     progress = coordinator.run()
     assert [bool(record.void) for record in progress.records] == [False, True, False]
     assert [len(record.masked) for record in progress.records] == [3, 4, 4]
@@ -209,48 +213,48 @@ def test_the_accounts_are_those_of_opacus_also_of_who_went_and_of_a_void_round(t
 
 def test_a_site_stops_itself_when_one_whole_run_is_spent(tiny, tmp_path):
     """A server that begins anew gets no second budget, unless the site allows it."""
-    made = noisy(tiny, tmp_path, sizes=FOUR)
-    workers = made.workers()
-    made.coordinator(LocalTransport(workers)).run()
-    assert spent(workers) == {name: {1.0: 2} for name in made.names}
+    deployment = noisy(tiny, tmp_path, sizes=FOUR)
+    workers = deployment.workers()
+    deployment.coordinator(LocalTransport(workers)).run()
+    assert spent(workers) == {name: {1.0: 2} for name in deployment.names}
     again = noisy(tiny, tmp_path / "again", sizes=FOUR)
-    again.identities = made.identities
+    again.identities = deployment.identities
     coordinator = again.coordinator(LocalTransport(workers), deadline=20.0)
     with pytest.raises(TimeoutError, match="exhausted"):
         coordinator.run()
-    assert spent(workers) == {name: {1.0: 2} for name in made.names}
+    assert spent(workers) == {name: {1.0: 2} for name in deployment.names}
     for worker in workers.values():
         worker.store.close()
-    shown = site_status(SimpleNamespace(name="site0", state=made.folder / "site0", limits=Limits()))
+    shown = site_status(SimpleNamespace(name="site0", state=deployment.folder / "site0", limits=Limits()))
     epsilon = f"{by_opacus(2, delta=1e-5):.2f}"
     assert (
         f"The entire site, all runs together: ε {epsilon} (the limit is that of one complete run) at δ = 1e-05" in shown
     )
     assert "Single images, all runs together: ε ∞" in shown and "2 rounds had no privacy" in shown
     allowed = by_opacus(3, delta=1e-5)
-    workers = made.workers(max_site_epsilon=allowed * 1.001)
+    workers = deployment.workers(max_site_epsilon=allowed * 1.001)
     (client,) = workers["site0"].clients.values()
     assert "2 rounds spend ε ≤" in format_site_privacy(client)
     third = noisy(tiny, tmp_path / "third", sizes=FOUR)
     with pytest.raises(TimeoutError, match="exhausted"):
         third.coordinator(LocalTransport(workers), deadline=20.0).run()
-    assert spent(workers) == {name: {1.0: 3} for name in made.names}  # one more, and not two
+    assert spent(workers) == {name: {1.0: 3} for name in deployment.names}  # one more, and not two
 
 
 def test_a_budget_is_looked_at_again_before_a_vector_leaves(tiny, tmp_path):
     """Two runs are trained while there is room for one more sum, and both ask for it."""
-    made = noisy(tiny, tmp_path, rounds=1, sizes=FOUR)
-    workers = made.workers()
+    deployment = noisy(tiny, tmp_path, rounds=1, sizes=FOUR)
+    workers = deployment.workers()
 
     def other_first(name, message, _):
         if asks(message, "shares") and not other.progress.done:
             other.run()
 
     other = noisy(tiny, tmp_path / "other", rounds=1, sizes=FOUR).coordinator(LocalTransport(workers))
-    first = made.coordinator(Troubled(workers, other_first), min_sites=3).run().records[0]
-    assert other.progress.records[0].summed == made.names
+    first = deployment.coordinator(Troubled(workers, other_first), min_sites=3).run().records[0]
+    assert other.progress.records[0].summed == deployment.names
     assert first.summed == [] and first.void
-    assert spent(workers) == {name: {1.0: 1} for name in made.names}
+    assert spent(workers) == {name: {1.0: 1} for name in deployment.names}
 
 
 # Restarts.
@@ -260,18 +264,18 @@ def test_a_budget_is_looked_at_again_before_a_vector_leaves(tiny, tmp_path):
 @pytest.mark.parametrize("step", ["mask", "confirm"])
 def test_noise_is_drawn_for_one_vector_and_a_vector_leaves_once(step, tiny, tmp_path, monkeypatch):
     """A worker that dies before it has sent its vector is out; no second vector of the round is ever made for it."""
-    made, seen = noisy(tiny, tmp_path, sizes=FOUR), masked_vectors(monkeypatch)
-    workers = made.workers()
-    first, second = made.coordinator(dying(made, workers, step), min_sites=3).run().records
-    assert ("site1" in first.summed) == (step == "confirm") and second.summed == made.names
+    deployment, seen = noisy(tiny, tmp_path, sizes=FOUR), masked_vectors(monkeypatch)
+    workers = deployment.workers()
+    first, second = deployment.coordinator(dying(deployment, workers, step), min_sites=3).run().records
+    assert ("site1" in first.summed) == (step == "confirm") and second.summed == deployment.names
     vectors = [vector for name, vector in seen if name == "site1"]
     assert len(vectors) == spent(workers)["site1"][1.0] == (1 if step == "mask" else 2)
 
 
 def test_a_vector_that_is_made_again_before_it_left_has_other_noise(tiny, tmp_path, monkeypatch):
     """The disk fails as the vector is about to leave. Nothing left, and the next attempt's noise is new."""
-    made, seen = noisy(tiny, tmp_path, rounds=1, sizes=FOUR), masked_vectors(monkeypatch)
-    workers = made.workers()
+    deployment, seen = noisy(tiny, tmp_path, rounds=1, sizes=FOUR), masked_vectors(monkeypatch)
+    workers = deployment.workers()
     book, failed = workers["site1"].store, []
     commit = book.commit
 
@@ -283,7 +287,7 @@ def test_a_vector_that_is_made_again_before_it_left_has_other_noise(tiny, tmp_pa
 
     monkeypatch.setattr(book, "commit", fails)
     transport = Liar(workers)
-    made.coordinator(transport, min_sites=3).run()
+    deployment.coordinator(transport, min_sites=3).run()
     sent = [read_header(reply)["code"] for name, kind, reply in transport.seen if (name, kind) == ("site1", "mask")]
     assert "ok" not in sent and spent(workers)["site1"] == {}
     assert len([vector for name, vector in seen if name == "site1"]) == 1
@@ -291,20 +295,20 @@ def test_a_vector_that_is_made_again_before_it_left_has_other_noise(tiny, tmp_pa
 
 @pytest.mark.slow
 def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_sum(tiny, tmp_path, monkeypatch):
-    made, seen = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE), masked_vectors(monkeypatch)
-    workers = made.workers()
+    deployment, seen = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE), masked_vectors(monkeypatch)
+    workers = deployment.workers()
 
     def stops(name, message, _):
         if asks(message, "confirm"):
             raise Stopped
 
-    coordinator = made.coordinator(Troubled(workers, stops))
+    coordinator = deployment.coordinator(Troubled(workers, stops))
     with pytest.raises(Stopped):
         coordinator.run()
     coordinator.close()
-    again = made.coordinator(LocalTransport(workers), resume=True)
+    again = deployment.coordinator(LocalTransport(workers), resume=True)
     (record,) = again.run().records
-    assert record.summed == made.names and len(seen) == 4
+    assert record.summed == deployment.names and len(seen) == 4
     total = torch.stack([vector for _, vector in seen]).sum(0)
     contents = again.recipe.contents(0, again.images)
     change = contents.decode(total.numpy().view(np.uint64), 4).mean
@@ -318,12 +322,12 @@ def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_sum(tiny, tmp_pa
 
 def test_sites_that_are_told_different_norms_are_in_no_sum(tiny, tmp_path):
     """Of a site that clips to a larger norm than the others the noise would be too little."""
-    made = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE)
+    deployment = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE)
 
     def lie(name, message):
         return changed(message, norm=50.0) if name == "site1" and asks(message, "train") else message
 
-    record = made.coordinator(Liar(made.workers(), lie), min_sites=3).run().records[0]
+    record = deployment.coordinator(Liar(deployment.workers(), lie), min_sites=3).run().records[0]
     assert "site1" not in record.summed and len(record.summed) == 3
 
 
@@ -334,16 +338,16 @@ def with_norm(message, norm):
 @pytest.mark.every(3)
 @pytest.mark.parametrize("norm", [1e-9, 0.0, 1e12])
 def test_a_norm_that_the_noise_is_lost_in_is_rejected_by_sites(norm, tiny, tmp_path):
-    made = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE)
-    transport = Liar(made.workers(), lambda _, message: with_norm(message, norm))
+    deployment = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE)
+    transport = Liar(deployment.workers(), lambda _, message: with_norm(message, norm))
     with pytest.raises(TimeoutError, match="malformed"):
-        made.coordinator(transport, deadline=20.0).run()
+        deployment.coordinator(transport, deadline=20.0).run()
     assert not any(kind == "mask" for _, kind, _ in transport.seen)
 
 
 def test_what_a_fixed_norm_is_the_server_does_not_say(tiny, tmp_path, monkeypatch):
-    made, seen = noisy(tiny, tmp_path, rounds=1), masked_vectors(monkeypatch)
-    made.coordinator(Liar(workers := made.workers(), lambda _, message: with_norm(message, 1e6))).run()
+    deployment, seen = noisy(tiny, tmp_path, rounds=1), masked_vectors(monkeypatch)
+    deployment.coordinator(Liar(workers := deployment.workers(), lambda _, message: with_norm(message, 1e6))).run()
     for name, vector in seen:
         plain = plain_vector(workers[name], 0.1)
         assert (vector[: len(plain)] - plain).double().std() < 0.1 * 2**24
@@ -360,9 +364,9 @@ def test_what_a_fixed_norm_is_the_server_does_not_say(tiny, tmp_path, monkeypatc
     ],
 )
 def test_what_cannot_be_private_is_rejected_at_both_sides(side, algorithm, options, message, tiny, tmp_path):
-    made = noisy(tiny, tmp_path, algorithm, **options)
+    deployment = noisy(tiny, tmp_path, algorithm, **options)
     with pytest.raises(ValueError, match=message):
-        made.worker(0) if side == "site" else made.coordinator(LocalTransport({}))
+        deployment.worker(0) if side == "site" else deployment.coordinator(LocalTransport({}))
 
 
 def test_a_limit_of_the_site_needs_a_recipe_that_keeps_it(tiny, tmp_path):

@@ -70,9 +70,9 @@ def test_a_limit_of_the_site_is_not_kept_after_a_run_without_noise_of_its_own(ki
 @pytest.mark.parametrize("kind", WITHOUT)
 def test_a_site_without_a_limit_goes_on_and_every_report_says_infinity(kind, tiny, tmp_path):
     folder = trained_without(tiny, tmp_path, WITHOUT[kind])
-    made = noisy(tiny, tmp_path, sizes=FOUR)
-    workers = made.workers()
-    made.coordinator(LocalTransport(workers)).run()
+    deployment = noisy(tiny, tmp_path, sizes=FOUR)
+    workers = deployment.workers()
+    deployment.coordinator(LocalTransport(workers)).run()
     found = spent(workers)
     assert found == {"site0": {0.0: 1, 1.0: 2}} | {f"site{number}": {1.0: 2} for number in (1, 2, 3)}
     last = {}
@@ -86,7 +86,7 @@ def test_a_site_without_a_limit_goes_on_and_every_report_says_infinity(kind, tin
     shown = site_status(SimpleNamespace(name="site0", state=folder, limits=Limits()))
     assert "The entire site, all runs together: ε ∞ (the limit is that of one complete run)" in shown
     assert "the site has trained or scored once with recipes without client_privacy and secure_sums" in shown
-    other = site_status(SimpleNamespace(name="site1", state=made.folder / "site1", limits=Limits()))
+    other = site_status(SimpleNamespace(name="site1", state=deployment.folder / "site1", limits=Limits()))
     assert f"all runs together: ε {by_opacus(2, delta=1e-5):.2f}" in other and "scored" not in other
 
 
@@ -101,8 +101,8 @@ def test_a_run_without_noise_between_two_with_noise_is_counted(tiny, tmp_path):
 
 def test_a_budget_that_was_lost_after_the_training_lets_no_vector_out(tiny, tmp_path, caplog):
     """A run with noise is trained, one without is trained, and then the first one's server asks for its vector."""
-    made = noisy(tiny, tmp_path, rounds=1, sizes=FOUR)
-    workers = {name: made.worker(place, max_site_epsilon=8.0) for place, name in enumerate(made.names)}
+    deployment = noisy(tiny, tmp_path, rounds=1, sizes=FOUR)
+    workers = {name: deployment.worker(place, max_site_epsilon=8.0) for place, name in enumerate(deployment.names)}
 
     def other_run_first(name, message, _):
         book = workers[name].store
@@ -112,8 +112,8 @@ def test_a_budget_that_was_lost_after_the_training_lets_no_vector_out(tiny, tmp_
             total.add(SITE_LEDGER, 0.0, 1.0, 1)
             book.commit(state, replace(book.totals, ledger=total))
 
-    (record,) = made.coordinator(Troubled(workers, other_run_first), min_sites=3).run().records
-    assert record.summed == made.names[1:]
+    (record,) = deployment.coordinator(Troubled(workers, other_run_first), min_sites=3).run().records
+    assert record.summed == deployment.names[1:]
     assert spent(workers)["site0"] == {0.0: 1}
     assert "max_site_epsilon=8 cannot be met: the site has trained or scored once" in caplog.text
 

@@ -43,10 +43,10 @@ def one_number(value):
 @pytest.mark.parametrize("liar_in", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.every(24)
 def test_numbers_out_of_proportion_are_not_taken(change, liar_in, tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=4, sizes=FOUR, every=4)
-    workers = made.workers(may_send=())
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=4, sizes=FOUR, every=4)
+    workers = deployment.workers(may_send=())
     adds_always(workers["site0"], change, liar_in)
-    records = made.coordinator(LocalTransport(workers)).run().records
+    records = deployment.coordinator(LocalTransport(workers)).run().records
     for record in records:
         assert bool(record.void) == (record.round in liar_in)
         if record.void:
@@ -57,17 +57,17 @@ def test_numbers_out_of_proportion_are_not_taken(change, liar_in, tiny, tmp_path
 @pytest.mark.parametrize("resumes", [False, True])
 def test_a_model_that_most_sites_cannot_train_is_put_back(resumes, tiny, tmp_path, monkeypatch):
     """Also after the server was started again. The bound is taken away here, since it does not know each such model."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=4, sizes=FOUR, every=4)
-    workers = made.workers(may_send=())
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=4, sizes=FOUR, every=4)
+    workers = deployment.workers(may_send=())
     adds_always(workers["site0"], all_numbers(1e6), [1])
-    coordinator = made.coordinator(LocalTransport(workers))
+    coordinator = deployment.coordinator(LocalTransport(workers))
     monkeypatch.setattr(type(coordinator.summed_rounds), "_check_move", lambda *_: None)
     coordinator._run_round()
     before = {key: value.clone() for key, value in coordinator.server.global_state.items()}
     coordinator._run_round()
     if resumes:
         coordinator.close()
-        coordinator = made.coordinator(LocalTransport(workers), resume=True)
+        coordinator = deployment.coordinator(LocalTransport(workers), resume=True)
     spoiled = coordinator.server.global_state
     assert any(float((spoiled[key] - before[key]).abs().max()) > 1e5 for key in before)
     coordinator._run_round()
@@ -81,10 +81,10 @@ def test_a_model_that_most_sites_cannot_train_is_put_back(resumes, tiny, tmp_pat
 
 def test_one_site_that_spoils_a_round_does_not_take_the_model_back(tiny, tmp_path):
     """Or it could undo each round of the others by spoiling the next one."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=4, sizes=FOUR, every=4)
-    workers = made.workers(may_send=())
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=4, sizes=FOUR, every=4)
+    workers = deployment.workers(may_send=())
     adds_always(workers["site0"], all_numbers(2.0**36), [1, 3])
-    coordinator = made.coordinator(LocalTransport(workers))
+    coordinator = deployment.coordinator(LocalTransport(workers))
     coordinator._run_round()
     first = {key: value.clone() for key, value in coordinator.server.global_state.items()}
     coordinator._run_round()
@@ -96,8 +96,8 @@ def test_one_site_that_spoils_a_round_does_not_take_the_model_back(tiny, tmp_pat
 @pytest.mark.parametrize("step", ["train", "shares", "hold", "mask", "confirm", "reveal"])
 def test_two_runs_over_the_same_sites_do_not_void_each_other(step, tiny, tmp_path):
     """The second trains and sums two rounds as the first is at a step, and the first then goes on."""
-    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
-    workers = made.workers(may_send=())
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    workers = deployment.workers(may_send=())
     other = parties(tiny, tmp_path / "other", "fedavg", sizes=FOUR)
     second = other.coordinator(LocalTransport(workers))
 
@@ -107,10 +107,10 @@ def test_two_runs_over_the_same_sites_do_not_void_each_other(step, tiny, tmp_pat
                 second._run_round()
             return super().exchange(messages, enough, deadline)
 
-    first = made.coordinator(Between(workers))
+    first = deployment.coordinator(Between(workers))
     first.run()
     for coordinator in (first, second):
-        assert [record.summed for record in coordinator.progress.records] == [made.names] * 2
+        assert [record.summed for record in coordinator.progress.records] == [deployment.names] * 2
         assert not any(record.void for record in coordinator.progress.records)
 
 
@@ -119,8 +119,8 @@ def test_steps_of_two_runs_that_take_turns(tiny, tmp_path):
     """Each step of the one comes between two of the other."""
     from threading import Condition, Thread
 
-    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
-    workers = made.workers(may_send=())
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    workers = deployment.workers(may_send=())
     turn, whose, over = Condition(), [0], [False, False]
 
     class InTurn(LocalTransport):
@@ -155,15 +155,15 @@ def test_steps_of_two_runs_that_take_turns(tiny, tmp_path):
     for thread in threads:
         thread.join()
     for coordinator in coordinators:
-        assert [record.summed for record in coordinator.progress.records] == [made.names] * 2
+        assert [record.summed for record in coordinator.progress.records] == [deployment.names] * 2
 
 
 @pytest.mark.slow
 def test_a_site_keeps_keys_of_a_bounded_number_of_runs(tiny, tmp_path):
     from perada.deploy.sums import party
 
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers = made.workers(may_send=())
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = deployment.workers(may_send=())
     for place in range(party.MAX_RUNS + 2):
         coordinator = parties(tiny, tmp_path / str(place), "fedavg", rounds=1, sizes=FOUR).coordinator(
             LocalTransport(workers)
@@ -182,8 +182,8 @@ class Stopped(Exception):
 @pytest.mark.slow
 def test_a_server_that_was_stopped_goes_on_with_the_sites_that_it_had(kind, after, change, tiny, tmp_path):
     """A fifth site comes back before the server does, or one of the four is gone then."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=2, sizes=(*FOUR, 6, 5), every=2)
-    workers = made.workers(may_send=())
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=2, sizes=(*FOUR, 6, 5), every=2)
+    workers = deployment.workers(may_send=())
     away = "site4"
 
     class Ends(LocalTransport):
@@ -199,17 +199,17 @@ def test_a_server_that_was_stopped_goes_on_with_the_sites_that_it_had(kind, afte
                 raise Stopped
             return found
 
-    coordinator = made.coordinator(Ends(dict(workers)), min_sites=3, deadline=6)
+    coordinator = deployment.coordinator(Ends(dict(workers)), min_sites=3, deadline=6)
     with pytest.raises(Stopped):
         coordinator.run()
     coordinator.close()
     if change == "goes":
         workers.pop(away)
-    again = made.coordinator(LocalTransport(workers), resume=True, min_sites=3, deadline=6)
+    again = deployment.coordinator(LocalTransport(workers), resume=True, min_sites=3, deadline=6)
     again.run()
     (_, record) = again.progress.records
     if change == "comes back":
-        there = [*made.names] if kind == "hold" else [name for name in made.names if name != away]
+        there = [*deployment.names] if kind == "hold" else [name for name in deployment.names if name != away]
         assert not record.void and {*record.summed} >= {*there} - {away}
     elif kind in ("hold", "mask") and not (kind == "mask" and after):
         assert not record.void and away not in record.summed

@@ -25,10 +25,10 @@ def cells(said):
 
 
 def test_a_site_is_told_what_leaves_it_and_among_whom_it_hides(tiny, tmp_path):
-    made = parties(tiny, tmp_path, rounds=1)
-    workers = made.workers()
+    deployment = parties(tiny, tmp_path, rounds=1)
+    workers = deployment.workers()
     transport = Liar(workers)
-    made.coordinator(transport).run()
+    deployment.coordinator(transport).run()
     masked = next(reply for name, kind, reply in transport.seen if kind == "mask")
     size = len(masked) - 8 - int.from_bytes(masked[:8], "little")
     (client,) = workers["site0"].clients.values()
@@ -36,24 +36,26 @@ def test_a_site_is_told_what_leaves_it_and_among_whom_it_hides(tiny, tmp_path):
     assert format_sent(client, ("sizes", "counts")) == f"{left} counts, all masked, plus sizes"
     assert format_sent(client, ()) == f"{left} no scores, all masked, plus nothing else"
     assert format_sums(client, workers["site0"].sums.party) == "yes: hidden among at least 2 of 2 others: site1, site2"
-    alone = Party("site0", made.identities[0], {"site1": made.identities[1].public_key()})
+    alone = Party("site0", deployment.identities[0], {"site1": deployment.identities[1].public_key()})
     assert format_sums(client, alone).endswith("2 of 1 others: site1; too few, so no sum will be computed")
 
 
 @pytest.mark.slow
 def test_status_shows_who_was_in_which_sum_and_why_in_none(tiny, tmp_path, capsys):
-    made = parties(tiny, tmp_path, "fedavg", rounds=3, sizes=FOUR)
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=3, sizes=FOUR)
 
     def gone(name, message, _):
-        there = {0: made.names, 1: made.names[1:], 2: made.names[2:]}[min(2, read_header(message)["round"])]
+        there = {0: deployment.names, 1: deployment.names[1:], 2: deployment.names[2:]}[
+            min(2, read_header(message)["round"])
+        ]
         return Failure("malformed") if name not in there and asks(message, "mask") else None
 
-    made.coordinator(Troubled(made.workers(), gone), min_sites=3).run()
+    deployment.coordinator(Troubled(deployment.workers(), gone), min_sites=3).run()
     capsys.readouterr()
     main(["deploy", "status", str(tmp_path / "server")])
     shown = cells(capsys.readouterr().out)
     place = shown["round"].index("in the sum")
-    assert [shown[number][place] for number in "123"] == [", ".join(made.names), "site1, site2, site3", "–"]
+    assert [shown[number][place] for number in "123"] == [", ".join(deployment.names), "site1, site2, site3", "–"]
     void = [shown[number][shown["round"].index("no update because")] for number in "123"]
     assert void == ["–", "–", "secure sum: 2 of 4 sites sent their part, but 3 are required"]
 
@@ -70,11 +72,11 @@ def test_status_shows_who_was_in_which_sum_and_why_in_none(tiny, tmp_path, capsy
 @pytest.mark.parametrize("sums", [True, False])
 def test_status_shows_a_site_that_is_away(sums, tiny, tmp_path, capsys):
     """It joined and is not connected in the second round, in which nobody asks it anything."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=3, sizes=FOUR, every=3) if sums else None
-    made = made or Parties(tiny, tmp_path, "fedavg", rounds=3, sizes=FOUR, every=3)
-    workers = made.workers()
+    deployment = parties(tiny, tmp_path, "fedavg", rounds=3, sizes=FOUR, every=3) if sums else None
+    deployment = deployment or Parties(tiny, tmp_path, "fedavg", rounds=3, sizes=FOUR, every=3)
+    workers = deployment.workers()
     transport = LocalTransport(dict(workers))
-    coordinator = made.coordinator(transport, min_sites=3)
+    coordinator = deployment.coordinator(transport, min_sites=3)
     coordinator._run_round()
     del transport.workers["site2"]
     coordinator._run_round()
@@ -107,9 +109,9 @@ class Weighed(LocalTransport):
 @pytest.mark.slow
 @pytest.mark.parametrize(("sites", "column"), [(3, 1), (10, 2)])
 def test_messages_have_the_sizes_that_the_page_says(sites, column, tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", sizes=(6,) * sites, rounds=1)
-    transport = Weighed(made.workers())
-    made.coordinator(transport, min_sites=sites).run()
+    deployment = parties(tiny, tmp_path, "fedavg", sizes=(6,) * sites, rounds=1)
+    transport = Weighed(deployment.workers())
+    deployment.coordinator(transport, min_sites=sites).run()
     page = (Path(__file__).parents[3] / "docs" / "secure_sums.md").read_text(encoding="utf-8")
     table = {
         name: cells for name, *cells in re.findall(r"^\| ([^|]+) \| (\S+) \| (\S+) \| \S+ \|$", page, re.MULTILINE)

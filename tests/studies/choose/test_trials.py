@@ -11,10 +11,10 @@ from perada.studies.compare.comparison import EVERYONE, MEAN, OWN
 CHOSEN_BY = ["personal/local_test", "personal/global_test"]
 
 
-def record(own, everyone, both=None, **fields):
-    clients = {"personal/local_test": own, "personal/global_test": everyone}
+def record(personal, everyone, both=None, **fields):
+    clients = {"personal/local_test": personal, "personal/global_test": everyone}
     if both is not None:
-        clients["both/local_test"] = own
+        clients["both/local_test"] = personal
         clients["both/global_test"] = both
     return {"clients": clients, "diverged": False, "chosen_by": CHOSEN_BY, **fields}
 

@@ -276,7 +276,7 @@ def test_a_comparison_that_is_stopped_ends_its_processes_and_no_others(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("option", "names", "says"),
+    ("option", "names", "message"),
     [
         (
             "--federated.algorithm=Ditto",
@@ -296,9 +296,9 @@ def test_a_comparison_that_is_stopped_ends_its_processes_and_no_others(tmp_path)
     ],
 )
 @pytest.mark.every(3)
-def test_a_row_does_not_show_another_algorithm_than_its_name_says(recipe, tmp_path, option, names, says):
+def test_a_row_does_not_show_another_algorithm_than_its_name_says(recipe, tmp_path, option, names, message):
     (tmp_path / "overlay.yaml").write_text("federated: {algorithm: FedAvg}")
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         main(["compare", recipe, "--algorithms", names, option])
     main(["compare", recipe, "--algorithms", "fedprox", "--federated.algorithm.prox_strength=0.5", *OUT])
 
@@ -438,7 +438,7 @@ def test_a_class_of_ones_own_is_a_row_by_its_path(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("dito", "--algorithms='dito' is unknown; did you mean 'ditto'"),
         ("fedavg,ditto", "separate names by spaces: --algorithms fedavg ditto"),
@@ -447,9 +447,9 @@ def test_a_class_of_ones_own_is_a_row_by_its_path(recipe, monkeypatch):
         ("nowhere.Mine", "nowhere"),
     ],
 )
-def test_an_algorithm_that_there_is_not_is_rejected(recipe, name, says):
+def test_an_algorithm_that_there_is_not_is_rejected(recipe, name, message):
     Path("own_rows.py").write_text(MINE)
-    with pytest.raises((ValueError, ArgumentError), match=says):
+    with pytest.raises((ValueError, ArgumentError), match=message):
         main(["compare", recipe, "--algorithms", "fedavg", name])
 
 
@@ -739,8 +739,8 @@ def test_rows_of_other_options_and_seeds_that_failed():
 
 
 def test_a_setting_is_judged_by_its_mean_over_the_seeds_of_the_grid():
-    def trial(rate, seed, own, **fields):
-        scores = {"personal/local_test": own, "personal/global_test": own, "diverged": False}
+    def trial(rate, seed, personal, **fields):
+        scores = {"personal/local_test": personal, "personal/global_test": personal, "diverged": False}
         return record("z", stage="tune", point={"lr": rate}, seed=seed, **scores, **fields)
 
     # The second value is best with the first seed only, and the third failed with one of two seeds.
@@ -1125,7 +1125,7 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (
             ["--vary", "data.batch_size=2,4", "--data.batch_size=8"],
@@ -1185,8 +1185,8 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
         ),
     ],
 )
-def test_what_contradicts_itself_is_rejected_before_anything_runs(recipe, words, says):
-    with pytest.raises(ValueError, match=says):
+def test_what_contradicts_itself_is_rejected_before_anything_runs(recipe, words, message):
+    with pytest.raises(ValueError, match=message):
         main(["compare", recipe, *words])
 
 
@@ -1199,7 +1199,7 @@ def test_weights_that_are_missing_are_noticed_before_anything_runs(recipe, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("compare:\n", "'t.yaml' lists no recipes to compare"),
         (
@@ -1208,9 +1208,9 @@ def test_weights_that_are_missing_are_noticed_before_anything_runs(recipe, tmp_p
         ),
     ],
 )
-def test_files_that_cannot_be_compared(recipe, tmp_path, text, says):
+def test_files_that_cannot_be_compared(recipe, tmp_path, text, message):
     (tmp_path / "t.yaml").write_text(text)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         comparison(["t.yaml"])
 
 

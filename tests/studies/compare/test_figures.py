@@ -57,9 +57,9 @@ def test_each_client_has_a_line_between_its_two_scores(comparison):
 
 
 def test_a_client_without_a_score_has_no_line():
-    own = scores(0.9)
-    own[:, 2] = math.nan
-    records = [records_of(label, own, scores(0.5)) for label in ("standalone", "fedavg")]
+    personal_scores = scores(0.9)
+    personal_scores[:, 2] = math.nan
+    records = [records_of(label, personal_scores, scores(0.5)) for label in ("standalone", "fedavg")]
     for record in [*records[0], *records[1]]:
         record["clients"]["personal/local_test"][2] = None
     comparison = Comparison([*records[0], *records[1]])

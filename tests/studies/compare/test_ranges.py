@@ -174,7 +174,7 @@ def test_runs_from_a_range_are_those_of_perada_fit():
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["--tune", "training.lr_local=0.1..0.01"], "0.1 is not below 0.01; write the lower end first"),
         (["--tune", "training.lr_local=0..0.1"], "a logarithmic range must begin above zero; raise 0 or add :linear"),
@@ -190,8 +190,8 @@ def test_runs_from_a_range_are_those_of_perada_fit():
         (["--vary", "training.lr_local=0.1..1"], "--vary training.lr_local: a range cannot be varied"),
     ],
 )
-def test_what_is_no_range_is_rejected_before_anything_runs(words, says, tmp_path):
-    with pytest.raises(ValueError, match=rf"(?s){says}"):
+def test_what_is_no_range_is_rejected_before_anything_runs(words, message, tmp_path):
+    with pytest.raises(ValueError, match=rf"(?s){message}"):
         main(["compare", "tiny.yaml", "--algorithms", "ditto", *words, *OUT])
     assert not (tmp_path / "out").exists()
 

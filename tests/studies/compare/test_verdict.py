@@ -17,11 +17,11 @@ from tests.rejections import rejects
 NAMES = ["north", "south", "east", "west", "centre", "coast"]
 
 
-def records_of(label, own, everyone=None, *, both=None, megabytes=0.1, names=NAMES, seeds=(0, 1, 2), **fields):
+def records_of(label, personal, everyone=None, *, both=None, megabytes=0.1, names=NAMES, seeds=(0, 1, 2), **fields):
     """Records of a row: ``own`` and ``everyone`` are scores (S, M) with each seed."""
     records = []
     for place, seed in enumerate(seeds):
-        clients = {"personal/local_test": list(own[place])}
+        clients = {"personal/local_test": list(personal[place])}
         if everyone is not None:
             clients["personal/global_test"] = list(everyone[place])
         if both is not None:
@@ -37,7 +37,7 @@ def records_of(label, own, everyone=None, *, both=None, megabytes=0.1, names=NAM
             "point": {},
             "chosen_by": ["personal/local_test", "personal/global_test"],
             "clients": clients,
-            "client_test_images": [20] * len(own[place]),
+            "client_test_images": [20] * len(personal[place]),
             "client_names": list(names),
             "metric": "accuracy",
             "mb_sent": megabytes,
@@ -94,18 +94,18 @@ def test_one_seed_does_not_tell_which_method_is_better():
 
 
 def test_each_way_to_predict_is_a_row():
-    own = scores(0.8)
-    records = records_of("perada", own, scores(0.5), both=scores(0.9))
+    personal_scores = scores(0.8)
+    records = records_of("perada", personal_scores, scores(0.5), both=scores(0.9))
     comparison = Comparison(records)
     assert [row.name for row in comparison.rows] == ["perada, personal model", "perada, both models"]
     assert comparison.best("own").name == "perada, both models"
-    assert comparison.rows[0].mean("own") == pytest.approx(own.mean())
+    assert comparison.rows[0].mean("own") == pytest.approx(personal_scores.mean())
 
 
 def test_who_gains_and_who_loses_is_named():
     alone = records_of("standalone", np.full((3, 6), 0.8), np.full((3, 6), 0.2), megabytes=0)
-    own = np.array([[0.9, 0.7, 0.8, 0.85, 0.81, 0.82]] * 3)
-    text = verdict([*alone, *records_of("perada", own, np.full((3, 6), 0.6))])
+    personal_scores = np.array([[0.9, 0.7, 0.8, 0.85, 0.81, 0.82]] * 3)
+    text = verdict([*alone, *records_of("perada", personal_scores, np.full((3, 6), 0.6))])
     assert (
         "With perada instead of standalone, own images gain at 4 (north +10.0, west +5.0, coast +2.0, ...) and lose at "
         "1 (south −10.0), of 6 clients."
