@@ -408,30 +408,35 @@ def test_compare_takes_combined_names_and_tells_their_methods_apart(capsys):
     assert [row for row in rows if row in names] == [*names, *names]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_recipe_says_what_it_is_and_fixes_its_seed(path):
-    first = path.read_text().splitlines()[0]
-    assert first.startswith("# ")
-    assert first.endswith(".")
-    content = yaml.safe_load(path.read_text())
+def test_recipes_say_what_they_are_and_fix_their_seeds():
+    for path in FILES:
+        text = path.read_text()
+        lines = text.splitlines()
+        assert lines[0].startswith("# "), path
+        assert lines[0].endswith("."), path
+        check_recipe(path, lines, yaml.safe_load(text))
+
+
+def check_recipe(path, lines, content):
+    """Assert that a recipe has the sections of its folder."""
     if path.parent.name == "privacy":
         section = {"sample": "privacy", "client": "client_privacy"}[path.stem]
-        assert list(content) == ["data", "federated", section, "evaluation"]
+        assert list(content) == ["data", "federated", section, "evaluation"], path
         return
     if path.parent.name == "paper":
-        assert path.read_text().splitlines()[1].startswith(("# The paper ", "# The paper's "))
+        assert lines[1].startswith(("# The paper ", "# The paper's ")), path
         return
     if path.stem in COMPARISONS:
         # Other sections are options of all runs, beside the recipes that are compared.
-        assert content["compare"]["recipes"]
-        assert content.keys() <= {"compare", "trainer", "data", "evaluation"}
+        assert content["compare"]["recipes"], path
+        assert content.keys() <= {"compare", "trainer", "data", "evaluation"}, path
         return
     if path.parent.name != "data":
         algorithm = content["federated"]["algorithm"]
-        assert algorithm["class_path" if isinstance(algorithm, dict) else 0]
+        assert algorithm["class_path" if isinstance(algorithm, dict) else 0], path
     if path.parent.name != "method":
-        assert isinstance(content["seed_everything"], int)
-        assert content["trainer"]["max_epochs"] > 0
+        assert isinstance(content["seed_everything"], int), path
+        assert content["trainer"]["max_epochs"] > 0, path
 
 
 class Planned(Exception):

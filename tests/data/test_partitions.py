@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -379,18 +380,25 @@ def test_from_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("call", "option", "value"),
     [
-        (lambda: IID(0), r"num_clients .*got 0"),
-        (
-            lambda: Dirichlet(5, 0),
-            r"alpha .*got 0",
-        ),
-        (lambda: Dirichlet(5, -1.0), r"alpha .*got -1\.0"),
-        (lambda: Dirichlet(5, float("nan")), r"alpha .*got nan"),
-        (lambda: Dirichlet(5, 1, min_per_client=0), r"min_per_client .*got 0"),
-        (lambda: DominantClass(5, 1.5), r"fraction .*got 1\.5"),
-        (lambda: Shards(5, 0), r"classes_per_client .*got 0"),
+        (IID, "num_clients", 0),
+        (partial(Dirichlet, 5), "alpha", 0),
+        (partial(Dirichlet, 5), "alpha", -1.0),
+        (partial(Dirichlet, 5), "alpha", float("nan")),
+        (partial(Dirichlet, 5, 1), "min_per_client", 0),
+        (partial(DominantClass, 5), "fraction", 1.5),
+        (partial(Shards, 5), "classes_per_client", 0),
+    ],
+)
+def test_wrong_options_are_rejected(call, option, value):
+    with rejects(option, value):
+        call(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("divide", "words"),
+    [
         (lambda: split(IID(1001)), r"1001 clients.*1000.*num_clients"),
         (lambda: split(Dirichlet(501, 1)), "501 clients with at least 2 .* need 1002"),
         (lambda: split(Dirichlet(60, 1, min_per_class=2)), "smallest class has 100 samples"),
@@ -405,9 +413,9 @@ def test_from_file(tmp_path):
         ),
     ],
 )
-def test_errors(make, words):
+def test_what_cannot_be_divided_is_named(divide, words):
     with pytest.raises(ValueError, match=words) as caught:
-        make()
+        divide()
     assert "\n" not in str(caught.value)
 
 

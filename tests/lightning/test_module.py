@@ -22,39 +22,33 @@ from perada.lightning import module as lightning_module
 from perada.models.adapted import find_tensor_names
 from perada.tasks import Classification
 from tests.options import fields_among, sections
+from tests.rejections import rejects
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("option", "value"),
     [
-        ({"optimizer": "rmsprop"}, r"optimizer .*got 'rmsprop'"),
-        ({"lr_schedule": "step"}, r"lr_schedule .*got 'step'"),
-        ({"metric": "f1"}, "metric='f1' is unknown"),
-        ({"engine": "vmap"}, r"engine .*got 'vmap'"),
-        ({"lr_personal": -0.1}, r"lr_personal .*got -0.1"),
-        ({"lr_local": math.nan}, r"lr_local .*got nan"),
-        ({"momentum": -0.5}, r"momentum .*got -0.5"),
-        ({"momentum": 1.0}, r"momentum .*got 1.0"),
-        ({"lr_gamma": math.inf}, r"lr_gamma .*got inf"),
-        ({"weight_decay": -1.0}, r"weight_decay .*got -1.0"),
-        ({"clip_norm": 0.0}, r"clip_norm .*got 0.0"),
-        ({"clip_norm": math.nan}, r"clip_norm .*got nan"),
-        ({"lr_every": 0}, r"lr_every .*got 0"),
-        (
-            {"global_test_clients": -1},
-            r"global_test_clients .*got -1",
-        ),
-        (
-            {"clients_per_chunk": 0},
-            r"clients_per_chunk .*got 0",
-        ),
+        ("optimizer", "rmsprop"),
+        ("lr_schedule", "step"),
+        ("metric", "f1"),
+        ("engine", "vmap"),
+        ("lr_personal", -0.1),
+        ("lr_local", math.nan),
+        ("momentum", -0.5),
+        ("momentum", 1.0),
+        ("lr_gamma", math.inf),
+        ("weight_decay", -1.0),
+        ("clip_norm", 0.0),
+        ("clip_norm", math.nan),
+        ("lr_every", 0),
+        ("global_test_clients", -1),
+        ("clients_per_chunk", 0),
     ],
 )
-def test_wrong_options_are_rejected(options, message):
-    with pytest.raises(ValueError, match=message) as error:
-        Training(**fields_among(options, Training))
-        Evaluation(**fields_among(options, Evaluation))
-    assert "\n" not in str(error.value)
+def test_wrong_options_are_rejected(option, value):
+    with rejects(option, value):
+        Training(**fields_among({option: value}, Training))
+        Evaluation(**fields_among({option: value}, Evaluation))
 
 
 def test_learning_rates_over_the_rounds():

@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 
 from perada.privacy import passes, poisson_batches, shuffled_batches
+from tests.rejections import rejects
 
 
 def draw(num_images=30, sample_rate=0.1, steps=4000, *, seed=0, role="local", round=0, client=0):
@@ -76,17 +77,17 @@ def test_a_longer_run_begins_like_a_shorter_one():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("argument", "value"),
     [
-        ({"num_images": 0}, r"num_images .*got 0"),
-        ({"sample_rate": 0.0}, r"sample_rate .*got 0.0"),
-        ({"sample_rate": 1.01}, r"sample_rate .*got 1.01"),
-        ({"steps": -1}, r"steps .*got -1"),
+        ("num_images", 0),
+        ("sample_rate", 0.0),
+        ("sample_rate", 1.01),
+        ("steps", -1),
     ],
 )
-def test_impossible_draws_are_rejected(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        draw(**arguments)
+def test_impossible_draws_are_rejected(argument, value):
+    with rejects(argument, value):
+        draw(**{argument: value})
 
 
 def test_secure_batches_are_drawn_anew_and_binomial():
@@ -163,15 +164,15 @@ def test_shuffled_draws_depend_on_the_arguments_alone():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("argument", "value"),
     [
-        ({"num_images": 0}, r"num_images .*got 0"),
-        ({"batch_size": 0}, r"batch_size .*got 0"),
-        ({"steps": -1}, r"steps .*got -1"),
+        ("num_images", 0),
+        ("batch_size", 0),
+        ("steps", -1),
     ],
 )
-def test_impossible_passes_are_rejected(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        shuffled(**arguments)
-    with pytest.raises(ValueError, match=message):
-        passes(**{"num_images": 11, "batch_size": 4, "steps": 20} | arguments)
+def test_impossible_passes_are_rejected(argument, value):
+    with rejects(argument, value):
+        shuffled(**{argument: value})
+    with rejects(argument, value):
+        passes(**{"num_images": 11, "batch_size": 4, "steps": 20, argument: value})

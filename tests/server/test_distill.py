@@ -15,6 +15,7 @@ from perada.engine import Engine
 from perada.server import Distillation, DistillationRound, Distiller
 from perada.tasks import Classification, MultiLabel
 from tests.label_kinds import task_of
+from tests.rejections import rejects
 
 
 def logits(seed, rows=6, classes=4):
@@ -241,5 +242,5 @@ def test_rates_fall_along_a_cosine_and_rounds_end():
     ],
 )
 def test_options_that_cannot_work_are_rejected(name, value):
-    with pytest.raises(ValueError, match=f"distillation: {name} must be "):
+    with rejects(f"distillation: {name}", value):
         Distillation(**{name: value})

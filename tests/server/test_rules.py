@@ -364,7 +364,7 @@ def test_other_rules_take_any_number_of_clients(clients):
     ],
 )
 def test_options_that_cannot_work_are_rejected(rule, option, value):
-    with pytest.raises(ValueError, match=rf"{option}(={value!r} | must .*, got {value!r})"):
+    with rejects(option, value):
         rule(**{option: value})
 
 
