@@ -364,7 +364,10 @@ def _explain_prediction(scores: HeldOutScores) -> str:
     if scores.candidate.method in SHARED_ONLY:
         return "the clients of this method have no models of their own, and predict with the shared one"
     if scores.way == "both":
-        return "the client's own model for images like its own, with the shared one for others: best on held-out images"
+        return (
+            "the client's own model for images like its own, with the shared one for others: its own model for all "
+            "images is not clearly better on held-out ones"
+        )
     return "the client's own model for all images: at least as good on held-out images as both models"
 
 

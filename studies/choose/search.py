@@ -35,6 +35,7 @@ from perada.studies.choose.trials import (
     choose_method,
     find_record,
     make_trial,
+    prefer_both_models,
     rank_candidates,
     read_scores,
 )
@@ -463,8 +464,12 @@ class Search:
     @property
     def best_of_method(self) -> dict[str, HeldOutScores]:
         """The best held-out scores of each method, after as many rounds for all."""
-        best = {method: best_of(scores) for method, scores in self.scores.items()}
-        return {method: scores for method, scores in best.items() if scores is not None}
+        best_by_method: dict[str, HeldOutScores] = {}
+        for method, scores in self.scores.items():
+            best = best_of(scores)
+            if best is not None:
+                best_by_method[method] = prefer_both_models(best, scores, self.options.goal)
+        return best_by_method
 
     @property
     def chosen(self) -> HeldOutScores | None:

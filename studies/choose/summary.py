@@ -10,7 +10,7 @@ import numpy as np
 
 from perada.results.report import SHARES, score_title
 from perada.studies.choose.candidates import METHODS
-from perada.studies.choose.trials import HeldOutScores, lead
+from perada.studies.choose.trials import CLEAR_LEAD, HeldOutScores, lead
 from perada.studies.compare.comparison import CRITERIA, EVERYONE, MEAN, MODELS, OWN, ComparedRow, Comparison
 from perada.studies.compare.differences import PRIOR_DEGREES_OF_FREEDOM, Difference
 
@@ -162,7 +162,7 @@ def _describe_choice(chosen: HeldOutScores, second: HeldOutScores, goal: str) ->
     text = f"By {goal_text(goal)}, on images that clients held out of training, it is ahead of "
     text += f"{second.candidate.method} by {unit.number(difference.mean)} ± {unit.number(difference.standard_error)} "
     text += "(standard error)"
-    if not difference.mean > 2 * difference.standard_error:
+    if not difference.mean > CLEAR_LEAD * difference.standard_error:
         return f"{text}. Chance may have chosen between the two."
     return f"{text}."
 

@@ -14,6 +14,9 @@ from perada.studies.compare.differences import ScoreMatrix, standard_error
 from perada.studies.compare.plan import Job
 from perada.studies.compare.results import Record, Results, lower_is_better
 
+CLEAR_LEAD = 2
+"""Number of standard errors up to which chance may explain a lead on held-out images."""
+
 GOALS = (MEAN, OWN, EVERYONE)
 """What a model shall be good at: the keys of :data:`~perada.studies.compare.comparison.CRITERIA`."""
 
@@ -140,6 +143,28 @@ def best_of(scores: Sequence[HeldOutScores]) -> HeldOutScores | None:
     for entry in scores:
         if best is None or entry.merit > best.merit:
             best = entry
+    return best
+
+
+def prefer_both_models(best: HeldOutScores, scores: Sequence[HeldOutScores], goal: str) -> HeldOutScores:
+    """Return the scores of both models of the best setting, unless its personal model is clearly better.
+
+    Trials are short and held-out images are few, so that chance often decides between two ways to predict with the same
+    trained models. On all clients' images, both models are better in all our studies (docs/prediction.md). On own
+    images either may be, so the better scores decide there.
+
+    Args:
+        best: The best scores of a method.
+        scores: All scores of the method.
+        goal: One of :data:`GOALS`.
+    """
+    if goal == OWN or best.way == "both":
+        return best
+    for entry in scores:
+        if entry.candidate == best.candidate and entry.way == "both":
+            difference = lead(best, entry)
+            is_clear = difference.mean > CLEAR_LEAD * difference.standard_error
+            return best if is_clear else entry
     return best
 
 

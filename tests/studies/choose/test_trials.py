@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from perada.studies.choose.candidates import METHODS, Candidate
-from perada.studies.choose.trials import best_of, choose_method, lead, rank_candidates, read_scores
+from perada.studies.choose.trials import best_of, choose_method, lead, prefer_both_models, rank_candidates, read_scores
 from perada.studies.compare.comparison import EVERYONE, MEAN, OWN
 
 CHOSEN_BY = ["personal/local_test", "personal/global_test"]
@@ -68,6 +68,33 @@ def test_a_setting_counts_by_its_best_way_to_predict_and_once(everyone, both):
     scored = record([0.5], [everyone], both=[both])
     scores = [*read_scores(candidate(0), 3, [scored], MEAN), held_out(0.6, number=1)]
     assert [entry.number for entry in rank_candidates(scores)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("goal", "everyone", "both", "way"),
+    [
+        # Personal models are ahead by 0.02 ± 0.04: chance may explain it.
+        (EVERYONE, [0.30, 0.40, 0.35, 0.45], [0.35, 0.25, 0.42, 0.40], "both"),
+        (MEAN, [0.30, 0.40, 0.35, 0.45], [0.35, 0.25, 0.42, 0.40], "both"),
+        # By 0.10 ± 0.004.
+        (EVERYONE, [0.30, 0.40, 0.35, 0.45], [0.20, 0.31, 0.25, 0.34], "personal"),
+        # Both models are ahead.
+        (EVERYONE, [0.30, 0.40, 0.35, 0.45], [0.50, 0.60, 0.55, 0.65], "both"),
+        (OWN, [0.30, 0.40, 0.35, 0.45], [0.50, 0.60, 0.55, 0.65], "personal"),
+    ],
+)
+def test_both_models_are_taken_unless_personal_ones_are_clearly_better(goal, everyone, both, way):
+    own = [0.9, 0.8, 0.9, 0.8]
+    scores = read_scores(candidate(), 3, [record(own, everyone, both=both)], goal)
+    best = best_of(scores)
+    assert prefer_both_models(best, scores, goal).way == way
+
+
+def test_both_models_of_another_setting_are_not_taken():
+    chosen = read_scores(candidate(0), 3, [record([0.9, 0.8], [0.9, 0.8])], EVERYONE)
+    other = read_scores(candidate(1), 3, [record([0.9, 0.8], [0.1, 0.1], both=[0.89, 0.8])], EVERYONE)
+    scores = chosen + other
+    assert prefer_both_models(best_of(scores), scores, EVERYONE).candidate.number == 0
 
 
 def test_of_equal_methods_the_simplest_is_chosen():
