@@ -64,16 +64,16 @@ class GridPredictions:
     averaged: Tensor
 
 
-def summarize_modes(records: Sequence[dict[str, Any]]) -> str:
+def summarize_modes(results_of_modes: Sequence[dict[str, Any]]) -> str:
     """Return a table of the results beside the paper's.
 
     Args:
-        records: What :func:`study_modes` returns.
+        results_of_modes: What :func:`study_modes` returns.
     """
     header = ["K", "rounds", "bias", "squared bias", "variance", "× K", "of one mode"]
     header += ["bias (paper)", "variance (paper)"]
     body = []
-    for row in records:
+    for row in results_of_modes:
         modes = row["modes"]
         cells = [
             str(modes),
@@ -93,7 +93,7 @@ def summarize_modes(records: Sequence[dict[str, Any]]) -> str:
 
 
 def draw_modes(
-    problem: Problem, x: Tensor, predictions: dict[int, GridPredictions], records: Sequence[dict[str, Any]]
+    problem: Problem, x: Tensor, predictions: dict[int, GridPredictions], results_of_modes: Sequence[dict[str, Any]]
 ) -> "Figure":
     """Draw the first re-run's modes and their mean, the re-runs of the smallest K, and the variance against K.
 
@@ -101,7 +101,7 @@ def draw_modes(
         problem: The data.
         x: The grid (G,).
         predictions: Predictions by K.
-        records: What :func:`study_modes` returns.
+        results_of_modes: What :func:`study_modes` returns.
     """
     figure = new_figure(11, 3.6)
     axes_of_modes, axes_of_reruns, axes_of_variance = figure.subplots(1, 3)
@@ -112,7 +112,7 @@ def draw_modes(
     averaged = predictions[smallest].averaged
     _draw_predictions(axes_of_reruns, problem, x, averaged[0], averaged, smallest)
     axes_of_reruns.set_title(f"K = {smallest}: re-runs (± 2 s.d.)")
-    _draw_variance(axes_of_variance, records)
+    _draw_variance(axes_of_variance, results_of_modes)
     return figure
 
 
@@ -130,10 +130,10 @@ def _draw_predictions(
     axes.legend(loc="lower left")
 
 
-def _draw_variance(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
+def _draw_variance(axes: "Axes", results_of_modes: Sequence[dict[str, Any]]) -> None:
     """Draw the variance against K, with the paper's and with a line of slope -1."""
-    modes = [row["modes"] for row in records]
-    variances = [row["variance"] for row in records]
+    modes = [row["modes"] for row in results_of_modes]
+    variances = [row["variance"] for row in results_of_modes]
     axes.loglog(modes, variances, "o-", label="here")
     axes.loglog(list(PAPER), [published.variance for published in PAPER.values()], "s:", label="paper")
     axes.loglog(modes, [variances[0] * modes[0] / k for k in modes], "k--", linewidth=1, label="∝ 1/K")

@@ -290,10 +290,12 @@ def study_plane_of_modes(
     return result
 
 
-def _axis_coordinates(values: Sequence[float], settings: PlaneSettings) -> list[float]:
+def _axis_coordinates(coordinates_of_modes: Sequence[float], settings: PlaneSettings) -> list[float]:
     """Return the coordinates of the grid along one axis, from below the smallest value to above the largest."""
-    extent = settings.margin * (max(values) - min(values))
-    axis: list[float] = np.linspace(min(values) - extent, max(values) + extent, settings.grid).tolist()
+    extent = settings.margin * (max(coordinates_of_modes) - min(coordinates_of_modes))
+    axis: list[float] = np.linspace(
+        min(coordinates_of_modes) - extent, max(coordinates_of_modes) + extent, settings.grid
+    ).tolist()
     return axis
 
 
@@ -316,30 +318,33 @@ def _compute_accuracies(network: nn.Module, modes: Sequence[State], images: Tens
     return Accuracies([accuracy(logits_of_mode) for logits_of_mode in logits], accuracy(logits.mean(0)))
 
 
-def summarize_plane(result: dict[str, Any]) -> str:
+def summarize_plane(plane_result: dict[str, Any]) -> str:
     """Return a table of the three lines between modes, and the accuracies."""
     rows = []
-    for pair in result["pairs"]:
+    for pair in plane_result["pairs"]:
         losses = pair["losses"]
         numbers = [pair["distance"], losses[0], max(losses), losses[-1], pair["barrier"]]
         first, second = pair["modes"]
         rows.append([f"{first} – {second}", *(f"{number:.3f}" for number in numbers)])
     header = ["modes", "distance", "loss of the first", "largest between", "loss of the second", "barrier"]
-    accuracies = ", ".join(f"{100 * accuracy:.1f}" for accuracy in result["accuracy"])
-    return f"{table(header, rows)}\n\nTest accuracy in %: modes {accuracies}; their mean {100 * result['ensemble']:.1f}"
+    accuracies = ", ".join(f"{100 * accuracy:.1f}" for accuracy in plane_result["accuracy"])
+    mean_accuracy = 100 * plane_result["ensemble"]
+    return f"{table(header, rows)}\n\nTest accuracy in %: modes {accuracies}; their mean {mean_accuracy:.1f}"
 
 
-def draw_plane(result: dict[str, Any]) -> "Figure":
+def draw_plane(plane_result: dict[str, Any]) -> "Figure":
     """Draw the logarithm of the loss on the plane, with the modes, and the loss along the lines."""
     figure = new_figure(9.4, 4.0)
     plane, lines = figure.subplots(1, 2)
-    contours = plane.contourf(result["x"], result["y"], np.log10(result["loss"]), levels=20, cmap="viridis")
+    contours = plane.contourf(
+        plane_result["x"], plane_result["y"], np.log10(plane_result["loss"]), levels=20, cmap="viridis"
+    )
     figure.colorbar(contours, ax=plane, label="log₁₀ of the training loss")
-    for mode, (x, y) in enumerate(result["coordinates"]):
+    for mode, (x, y) in enumerate(plane_result["coordinates"]):
         plane.plot(x, y, "o", color="white", markeredgecolor="black")
         plane.annotate(f"mode {mode}", (x, y), xytext=(6, 6), textcoords="offset points", color="white")
     plane.set(title="plane through three modes", xlabel="distance", ylabel="distance", aspect="equal")
-    for pair in result["pairs"]:
+    for pair in plane_result["pairs"]:
         first, second = pair["modes"]
         lines.plot(np.linspace(0, 1, len(pair["losses"])), pair["losses"], label=f"mode {first} to mode {second}")
     lines.set(title="on the line between two modes", xlabel="share of the second mode", ylabel="training loss")

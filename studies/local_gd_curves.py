@@ -172,16 +172,18 @@ def classification_at(dimension: int, nodes: Nodes, classification: Classificati
     return _classification_curves(problem, classification)
 
 
-def _classification_curves(problem: linear.NodeData, settings: ClassificationSettings | DirichletSettings) -> Curves:
+def _classification_curves(
+    problem: linear.NodeData, curve_settings: ClassificationSettings | DirichletSettings
+) -> Curves:
     """Return the curves of :func:`classification_at` for any classification."""
     dimension = problem.x.shape[-1]
-    local = linear.classification_steps(problem, settings.local_steps, settings.lr, settings.decay)
-    central = linear.centralized(problem, settings.central_steps, settings.lr, classify=True)
+    local = linear.classification_steps(problem, curve_settings.local_steps, curve_settings.lr, curve_settings.decay)
+    central = linear.centralized(problem, curve_settings.central_steps, curve_settings.lr, classify=True)
     svm = linear.max_margin(problem)
     curves: dict[str, Tensor] = {}
     rules: dict[str, ServerRule | None] = {"plain": None, "modified": ModifiedLocalGD()}
     for name, rule in rules.items():
-        path = linear.federate(local, dimension, settings.rounds, rule)[1:]
+        path = linear.federate(local, dimension, curve_settings.rounds, rule)[1:]
         curves[f"{name}_central"] = linear.direction_distance(path, central)
         curves[f"{name}_svm"] = linear.direction_distance(path, svm)
         curves[f"{name}_accuracy"] = linear.accuracy(path, problem.truth)

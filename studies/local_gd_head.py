@@ -103,13 +103,13 @@ class ImageSplits:
     test_images: LabelledImages
 
 
-def load_images(settings: HeadSettings) -> ImageSplits:
+def load_images(head_settings: HeadSettings) -> ImageSplits:
     """Load the images.
 
     Raises:
         FileNotFoundError: If Fashion-MNIST is missing.
     """
-    data = Digits() if settings.dataset == "digits" else FashionMNIST(settings.root, settings.download)
+    data = Digits() if head_settings.dataset == "digits" else FashionMNIST(head_settings.root, head_settings.download)
     try:
         data.download()
         return ImageSplits(train_images=_load_split(data, train=True), test_images=_load_split(data, train=False))
@@ -123,14 +123,14 @@ def _load_split(data: ImageSet, train: bool) -> LabelledImages:
     return LabelledImages(split.images, split.labels)
 
 
-def extract_features(settings: HeadSettings) -> Features:
+def extract_features(head_settings: HeadSettings) -> Features:
     """Run the frozen backbone over both splits.
 
     Raises:
         FileNotFoundError: If images or weights are missing.
     """
-    weights = WEIGHTS[settings.dataset] if settings.pretrained is None else settings.pretrained
-    backbone = build_backbone(settings.backbone, pretrained=weights, image_size=settings.image_size)
+    weights = WEIGHTS[head_settings.dataset] if head_settings.pretrained is None else head_settings.pretrained
+    backbone = build_backbone(head_settings.backbone, pretrained=weights, image_size=head_settings.image_size)
     head_inputs: list[Tensor] = []
     head = backbone.model.get_submodule(backbone.head)
     head.register_forward_pre_hook(lambda module, inputs: head_inputs.append(inputs[0].flatten(1)))
@@ -139,10 +139,10 @@ def extract_features(settings: HeadSettings) -> Features:
         head_inputs.clear()
         with torch.no_grad():
             for chunk in torch.split(images, 512):
-                backbone.model(prepare_images(chunk, backbone.image, settings.image_size))
+                backbone.model(prepare_images(chunk, backbone.image, head_settings.image_size))
         return torch.cat(head_inputs)
 
-    splits = load_images(settings)
+    splits = load_images(head_settings)
     return Features(
         train_features=features_of(splits.train_images.images),
         train_labels=splits.train_images.labels,
@@ -151,7 +151,7 @@ def extract_features(settings: HeadSettings) -> Features:
     )
 
 
-def head_curves(settings: HeadSettings, seed: int, advance: Advance) -> Curves:
+def head_curves(head_settings: HeadSettings, seed: int, advance: Advance) -> Curves:
     """Train heads with Local-GD, Modified Local-GD and centralized, from the same initial weights.
 
     Returns:
@@ -159,17 +159,17 @@ def head_curves(settings: HeadSettings, seed: int, advance: Advance) -> Curves:
         centralized head (weight and bias as one vector), and ``…_accuracy`` on the test images. With the same steps
         behind it: ``central_accuracy``. ``images`` of each node.
     """
-    features = extract_features(settings)
+    features = extract_features(head_settings)
     advance("features")
-    node_rows = _rows_of_nodes(features.train_labels, settings.nodes, seed)
+    node_rows = _rows_of_nodes(features.train_labels, head_settings.nodes, seed)
     all_rows = torch.cat(node_rows).sort()[0]
     network = _make_head(features, seed)
     paths = {}
-    paths["plain"] = _train_head(network, features, node_rows, Mean(), settings, seed)
+    paths["plain"] = _train_head(network, features, node_rows, Mean(), head_settings, seed)
     advance("head, plain")
-    paths["modified"] = _train_head(network, features, node_rows, ModifiedLocalGD(), settings, seed)
+    paths["modified"] = _train_head(network, features, node_rows, ModifiedLocalGD(), head_settings, seed)
     advance("head, modified")
-    paths["central"] = _train_head(network, features, [all_rows], Mean(), settings, seed)
+    paths["central"] = _train_head(network, features, [all_rows], Mean(), head_settings, seed)
     advance("head, central")
 
     central = _flatten_state(paths["central"][-1])
@@ -205,7 +205,12 @@ def _num_classes(features: Features) -> int:
 
 
 def _train_head(
-    network: nn.Module, features: Features, node_rows: list[Tensor], rule: ServerRule, settings: HeadSettings, seed: int
+    network: nn.Module,
+    features: Features,
+    node_rows: list[Tensor],
+    rule: ServerRule,
+    head_settings: HeadSettings,
+    seed: int,
 ) -> list[State]:
     """Return the head's state after each round, with one node for each entry of ``node_rows``."""
     images = features.train_features[..., None, None]  # feature vectors as images of one pixel
@@ -218,10 +223,10 @@ def _train_head(
             algorithm="fedavg",
             server_rule=recording,
             num_classes=_num_classes(features),
-            rounds=settings.rounds,
-            local_steps=settings.local_steps,
-            batch_size=settings.batch_size,
-            lr_local=settings.lr,
+            rounds=head_settings.rounds,
+            local_steps=head_settings.local_steps,
+            batch_size=head_settings.batch_size,
+            lr_local=head_settings.lr,
             seed=seed,
             logger=False,
             enable_progress_bar=False,

@@ -170,31 +170,31 @@ def federated_round(
     return (rows_of_weights - moves_of_points.flatten(1) @ phi_of_points).view_as(modes)
 
 
-def train(problem: Problem, settings: ModeSettings, modes: int, bar: "tqdm[Any] | None" = None) -> Tensor:
+def train(problem: Problem, mode_settings: ModeSettings, modes: int, bar: "tqdm[Any] | None" = None) -> Tensor:
     """Train K modes in every re-run, and return their weights (R, K, D).
 
     Args:
         problem: The data.
-        settings: Settings of the training.
+        mode_settings: Settings of the training.
         modes: K.
         bar: Progress bar, advanced after every round.
     """
-    seeds = [derive_seed(settings.seed, "toy re-run", modes, rerun) for rerun in range(settings.reruns)]
+    seeds = [derive_seed(mode_settings.seed, "toy re-run", modes, rerun) for rerun in range(mode_settings.reruns)]
     initial_weights = []
     for seed in seeds:
         random = generator(seed, "initial")
         initial_weights.append(torch.randn(modes, FUNCTIONS, generator=random, dtype=torch.float64))
-    weights = settings.init_std * torch.stack(initial_weights)
+    weights = mode_settings.init_std * torch.stack(initial_weights)
     phi = basis(problem.x, problem.centres)
-    for round_number in range(settings.length(modes)):
+    for round_number in range(mode_settings.length(modes)):
         if round_number % DECAY_EVERY == 0:
-            lr = settings.lr * settings.lr_decay ** (round_number // DECAY_EVERY)
-            gain = local_gain(phi, lr, settings.local_steps)
-        schedules = [mode_schedule(seed, round_number, CLIENTS, modes, settings.strata) for seed in seeds]
+            lr = mode_settings.lr * mode_settings.lr_decay ** (round_number // DECAY_EVERY)
+            gain = local_gain(phi, lr, mode_settings.local_steps)
+        schedules = [mode_schedule(seed, round_number, CLIENTS, modes, mode_settings.strata) for seed in seeds]
         mode_of_client = torch.stack(schedules)
-        random = generator(settings.seed, "toy clients", modes, round_number)
-        order = torch.rand(settings.reruns, CLIENTS, generator=random).argsort(1)
-        takes_part = order < settings.clients_per_round
+        random = generator(mode_settings.seed, "toy clients", modes, round_number)
+        order = torch.rand(mode_settings.reruns, CLIENTS, generator=random).argsort(1)
+        takes_part = order < mode_settings.clients_per_round
         weights = federated_round(weights, mode_of_client, takes_part, phi, problem.y, gain)
         if bar is not None:
             bar.update()

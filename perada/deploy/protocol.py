@@ -87,7 +87,7 @@ class RejectionError(ValueError):
         self.code: ResponseCode = code
 
 
-def display_round(kind: str, round: int, of: str = "update") -> int:
+def display_round(request_kind: str, round: int, of: str = "update") -> int:
     """Return the round of a message as users count it, from 1.
 
     Messages and files hold the number of rounds before it. A message about the models after a round (to score or
@@ -97,7 +97,7 @@ def display_round(kind: str, round: int, of: str = "update") -> int:
     >>> display_round("train", 0), display_round("evaluate", 1), display_round("mask", 1, "scores")
     (1, 1, 1)
     """
-    is_after_round = kind in ("evaluate", "tune") or of == "scores"
+    is_after_round = request_kind in ("evaluate", "tune") or of == "scores"
     return round if is_after_round else round + 1
 
 

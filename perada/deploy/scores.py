@@ -202,7 +202,7 @@ def _score_of_statistics(metric: Metric, statistics: Tensor) -> float:
 
 def mean_scores(
     metrics: Sequence[Metric],
-    facts: Sequence[Facts],
+    facts_of_sites: Sequence[Facts],
     recent: Sequence[bool] | None = None,
     with_both: bool = False,
 ) -> dict[str, float]:
@@ -212,16 +212,16 @@ def mean_scores(
 
     Args:
         metrics: Metrics of the run; the names of scores of the first one have no suffix.
-        facts: What each site has sent.
+        facts_of_sites: What each site has sent.
         recent: Whether each site took part in one of the last rounds (:class:`.Participation`).
         with_both: Whether sites predict with both models, too.
     """
     scores: dict[str, float] = {}
-    weights = _test_sizes(facts)
+    weights = _test_sizes(facts_of_sites)
     for suffix, metric in by_suffix(metrics).items():
         for own_score in _own_scores(with_both):
-            local_scores = [local_score(site_facts, metric, own_score.models) for site_facts in facts]
-            local_failed = [_local_model_failed(site_facts, own_score.models) for site_facts in facts]
+            local_scores = [local_score(site_facts, metric, own_score.models) for site_facts in facts_of_sites]
+            local_failed = [_local_model_failed(site_facts, own_score.models) for site_facts in facts_of_sites]
             if any(local_failed) or any(map(math.isfinite, local_scores)):
                 scores |= spread(
                     f"{own_score.name}{suffix}",
@@ -231,31 +231,33 @@ def mean_scores(
                     recent,
                     torch.tensor(local_failed),
                 )
-        global_failed = any(_has_failed(site_facts, "global") for site_facts in facts)
+        global_failed = any(_has_failed(site_facts, "global") for site_facts in facts_of_sites)
         global_score = math.nan
         if not global_failed:
-            global_score = _pooled_accuracy(facts) if metric.is_accuracy else _pooled_score(metric, facts)
+            global_score = (
+                _pooled_accuracy(facts_of_sites) if metric.is_accuracy else _pooled_score(metric, facts_of_sites)
+            )
         if global_failed or math.isfinite(global_score):
             scores[f"global/global_test{suffix}"] = global_score
-    shares_typical = [site_facts["typical"] for site_facts in facts if "typical" in site_facts]
+    shares_typical = [site_facts["typical"] for site_facts in facts_of_sites if "typical" in site_facts]
     if with_both and shares_typical:
         scores["typical/local_test"] = float(torch.tensor(shares_typical, dtype=torch.float64).mean())
     return scores
 
 
-def _test_sizes(facts: Sequence[Facts]) -> Tensor | None:
+def _test_sizes(facts_of_sites: Sequence[Facts]) -> Tensor | None:
     """Return the number of test images of each site; None if any site does not report it."""
-    sizes = [site_facts.get("tests", 0) for site_facts in facts]
+    sizes = [site_facts.get("tests", 0) for site_facts in facts_of_sites]
     if not sizes or not all(sizes):
         return None
     return torch.tensor(sizes, dtype=torch.float64)
 
 
-def _pooled_accuracy(facts: Sequence[Facts]) -> float:
+def _pooled_accuracy(facts_of_sites: Sequence[Facts]) -> float:
     """Return the global model's accuracy on the images of all sites; NaN if none sends counts of its predictions."""
     correct = 0
     total = 0
-    for site_facts in facts:
+    for site_facts in facts_of_sites:
         hits = _sent_hits(site_facts, "global")
         if hits is not None:
             correct += hits.correct
@@ -265,10 +267,10 @@ def _pooled_accuracy(facts: Sequence[Facts]) -> float:
     return correct / total
 
 
-def _pooled_score(metric: Metric, facts: Sequence[Facts]) -> float:
+def _pooled_score(metric: Metric, facts_of_sites: Sequence[Facts]) -> float:
     """Return the global model's score from its sums over the images of all sites; NaN if no site sends them."""
     sums_of_sites = []
-    for site_facts in facts:
+    for site_facts in facts_of_sites:
         sums = _sent_sums(site_facts, "global", metric)
         if sums is not None:
             sums_of_sites.append(sums)
@@ -400,7 +402,7 @@ def score_summands(
 def scores_of_sums(
     metrics: Sequence[Metric],
     num_summands: Mapping[str, int],
-    result: SumResult,
+    sum_result: SumResult,
     max_pixels: float = math.inf,
     with_both: bool = False,
 ) -> dict[str, float]:
@@ -409,22 +411,24 @@ def scores_of_sums(
     Args:
         metrics: Metrics of the run.
         num_summands: Number of sums of each metric, from :func:`count_summands`.
-        result: Sums and means over the sites of the numbers of :func:`score_summands`.
+        sum_result: Sums and means over the sites of the numbers of :func:`score_summands`.
         max_pixels: Largest number of pixels of an image.
         with_both: Whether sites predict with both models, too.
     """
-    means = result.metrics
-    global_failed = result.totals.get("global/failed", 0) > 0
+    means = sum_result.metrics
+    global_failed = sum_result.totals.get("global/failed", 0) > 0
     scores: dict[str, float] = {}
     accuracy = math.nan
     if "global/right" in means and means.get("global/all"):
         accuracy = means["global/right"] / means["global/all"]
     for suffix, metric in by_suffix(metrics).items():
         for own_score in _own_scores(with_both):
-            scores |= _own_score_of_sums(own_score, suffix, metric, result)
+            scores |= _own_score_of_sums(own_score, suffix, metric, sum_result)
         global_score = math.nan
         if not global_failed:
-            global_score = accuracy if metric.is_accuracy else _score_of_total(metric, num_summands, result, max_pixels)
+            global_score = (
+                accuracy if metric.is_accuracy else _score_of_total(metric, num_summands, sum_result, max_pixels)
+            )
         if global_failed or math.isfinite(global_score):
             scores[f"global/global_test{suffix}"] = global_score
     if with_both and _TYPICAL in means:
@@ -432,16 +436,16 @@ def scores_of_sums(
     return scores
 
 
-def _own_score_of_sums(own_score: _OwnScore, suffix: str, metric: Metric, result: SumResult) -> dict[str, float]:
+def _own_score_of_sums(own_score: _OwnScore, suffix: str, metric: Metric, sum_result: SumResult) -> dict[str, float]:
     """Return the statistics of the sites' own scores that can be computed from sums; nothing without such scores.
 
     The variance over sites is the mean of squares minus the square of the mean m. Sums round both means by up to
     2^-(f + 1) with f fraction bits, and hence the variance by (1 + 2 |m|) 2^-(f + 1): with 24 bits, a deviation of
     scores up to 1 that is smaller than 0.0003 cannot be told from 0.
     """
-    means = result.metrics
+    means = sum_result.metrics
     name = f"{own_score.name}{suffix}"
-    if result.totals.get(own_score.failed_model, 0) > 0:
+    if sum_result.totals.get(own_score.failed_model, 0) > 0:
         return dict.fromkeys((name, f"{name}_std", f"{name}_weighted"), math.nan)
     score_name, square_name, weighted_name = own_score.summand_names(metric)
     # A lying site can make either of them missing.
@@ -455,16 +459,16 @@ def _own_score_of_sums(own_score: _OwnScore, suffix: str, metric: Metric, result
     return statistics
 
 
-def _score_of_total(metric: Metric, num_summands: Mapping[str, int], result: SumResult, max_pixels: float) -> float:
+def _score_of_total(metric: Metric, num_summands: Mapping[str, int], sum_result: SumResult, max_pixels: float) -> float:
     """Return the global model's score on the images of all sites; NaN if their sums are missing or impossible."""
     if metric.summed is None:
         return math.nan
     names = _pooled_names(metric.name, num_summands[metric.name])
     # A lying site can make some of them missing or impossible.
-    if not all(name in result.totals for name in names):
+    if not all(name in sum_result.totals for name in names):
         return math.nan
-    statistics = metric.summed.from_sums(_as_sums([result.totals[name] for name in names]))
-    num_images = result.totals.get("own/tests", math.inf)
+    statistics = metric.summed.from_sums(_as_sums([sum_result.totals[name] for name in names]))
+    num_images = sum_result.totals.get("own/tests", math.inf)
     if not metric.summed.is_possible(statistics, num_images, max_pixels):
         return math.nan
     return _score_of_statistics(metric, statistics)

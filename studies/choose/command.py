@@ -267,14 +267,14 @@ def _hand_over(make_cli: MakeCLI, search: Search, folder: Path, counts: ImageCou
     print(f"Page with everything that was tried, and a paragraph for an e-mail: {folder / PAGE}")
 
 
-def _write_recipe(make_cli: MakeCLI, search: Search, path: Path, scores: HeldOutScores) -> None:
+def _write_recipe(make_cli: MakeCLI, search: Search, path: Path, held_out: HeldOutScores) -> None:
     """Write the recipe of a setting."""
-    method_search = search.methods[scores.candidate.method]
+    method_search = search.methods[held_out.candidate.method]
     assert search.plan is not None
     rounds = search.plan.rounds
-    job = method_search.final_job(scores.candidate, search.options.seeds[0], rounds)
-    words = recipe_words([word for word in job.args if word != SILENT], scores.way, min(5, rounds))
-    text = format_recipe(make_cli(words), _format_header(search, scores), _comment_options(search, scores))
+    job = method_search.final_job(held_out.candidate, search.options.seeds[0], rounds)
+    words = recipe_words([word for word in job.args if word != SILENT], held_out.way, min(5, rounds))
+    text = format_recipe(make_cli(words), _format_header(search, held_out), _comment_options(search, held_out))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     names = [name for name in search.names if name_pattern(name).search(text)]
@@ -286,16 +286,17 @@ def _write_recipe(make_cli: MakeCLI, search: Search, path: Path, scores: HeldOut
         )
 
 
-def _format_header(search: Search, scores: HeldOutScores) -> list[str]:
+def _format_header(search: Search, held_out: HeldOutScores) -> list[str]:
     """Return the comment at the top of a recipe."""
-    method = METHODS[scores.candidate.method]
+    method = METHODS[held_out.candidate.method]
     lines = [
-        f"{scores.candidate.method}, chosen for {search.options.recipe} by `perada choose`: {method.sentence}",
+        f"{held_out.candidate.method}, chosen for {search.options.recipe} by `perada choose`: {method.sentence}",
     ]
-    if scores is not search.chosen:
-        lines[0] = f"{scores.candidate.method}, tuned for {search.options.recipe} by `perada choose`: {method.sentence}"
+    if held_out is not search.chosen:
+        name = held_out.candidate.method
+        lines[0] = f"{name}, tuned for {search.options.recipe} by `perada choose`: {method.sentence}"
     comparison = compared(search.results.records)
-    row = None if comparison is None else row_of(comparison, scores.candidate.method, scores.way)
+    row = None if comparison is None else row_of(comparison, held_out.candidate.method, held_out.way)
     if comparison is not None and row is not None:
         for criterion in comparison.criteria:
             interval = expected_score(comparison, row, criterion)
@@ -309,27 +310,27 @@ def _format_header(search: Search, scores: HeldOutScores) -> list[str]:
     return lines
 
 
-def _comment_options(search: Search, scores: HeldOutScores) -> dict[str, str]:
+def _comment_options(search: Search, held_out: HeldOutScores) -> dict[str, str]:
     """Return the comments on the options that were chosen, and on those that were kept."""
     plan = search.plan
     assert plan is not None
     unit = unit_of(search.results.records[0])
-    others = [other for other in search.best_of_method.values() if other is not scores]
+    others = [other for other in search.best_of_method.values() if other is not held_out]
     reason = f"best of {len(plan.methods)} methods on held-out images, by {goal_text(search.options.goal)}"
-    if scores is not search.chosen:
+    if held_out is not search.chosen:
         reason = "one of the methods that were tried"
     elif others:
         second = max(others, key=lambda other: other.merit)
-        difference = lead(scores, second)
+        difference = lead(held_out, second)
         reason += (
-            f": {unit.text(scores.mean)}, {unit.number(difference.mean)} ± {unit.number(difference.standard_error)} "
+            f": {unit.text(held_out.mean)}, {unit.number(difference.mean)} ± {unit.number(difference.standard_error)} "
             f"(standard error) ahead of {second.candidate.method}"
         )
     if plan.num_candidates == 1:
         settings = "as in the original recipe: there was no time to try others"
     else:
         settings = f"best of {plan.num_candidates} settings of this method on held-out images"
-    if plan.num_candidates > 1 and not scores.candidate.point:
+    if plan.num_candidates > 1 and not held_out.candidate.point:
         settings += ": that of the original recipe"
     rounds_text = f"rounds, {_origin_of('trainer.max_epochs', search)}"
     if plan.rounds < search.largest_plan.rounds:
@@ -342,11 +343,11 @@ def _comment_options(search: Search, scores: HeldOutScores) -> dict[str, str]:
         "federated.algorithm": reason,
         "training.lr_local": f"for the adapter that is sent to the server; {settings}",
         "training.lr_personal": f"for the adapter that stays with the client; {settings}",
-        "evaluation.prediction": _explain_prediction(scores),
+        "evaluation.prediction": _explain_prediction(held_out),
         "data": "images, clients and batches, as in the original recipe",
         "data.public_fraction": "the server's share; real sites need data.public instead (docs/deploy.md)",
     }
-    if "federated.algorithm.prox_strength" in scores.candidate.point:
+    if "federated.algorithm.prox_strength" in held_out.candidate.point:
         comments["federated.algorithm.prox_strength"] = f"λ, the pull to the shared model; {settings}"
     return comments
 
@@ -359,11 +360,11 @@ def _origin_of(option: str, search: Search) -> str:
     return "as in the original recipe"
 
 
-def _explain_prediction(scores: HeldOutScores) -> str:
+def _explain_prediction(held_out: HeldOutScores) -> str:
     """Return why a recipe predicts as it does."""
-    if scores.candidate.method in SHARED_ONLY:
+    if held_out.candidate.method in SHARED_ONLY:
         return "the clients of this method have no models of their own, and predict with the shared one"
-    if scores.way == "both":
+    if held_out.way == "both":
         return (
             "the client's own model for images like its own, with the shared one for others: its own model for all "
             "images is not clearly better on held-out ones"

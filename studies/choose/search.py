@@ -414,15 +414,17 @@ class Search:
         self, trials: Sequence[Trial], rounds: int, scores_of_rung: dict[str, list[HeldOutScores]]
     ) -> None:
         """Add the scores of settings to those of their methods."""
-        records: dict[str, list[Record]] = {}
-        candidates: dict[str, Candidate] = {}
+        records_by_candidate: dict[str, list[Record]] = {}
+        candidates_by_name: dict[str, Candidate] = {}
         for trial in trials:
             record = find_record(self.results, trial.job)
             assert record is not None
-            records.setdefault(trial.candidate.name, []).append(record)
-            candidates[trial.candidate.name] = trial.candidate
-        for name, candidate in candidates.items():
-            scores_of_rung[candidate.method] += read_scores(candidate, rounds, records[name], self.options.goal)
+            records_by_candidate.setdefault(trial.candidate.name, []).append(record)
+            candidates_by_name[trial.candidate.name] = trial.candidate
+        for name, candidate in candidates_by_name.items():
+            scores_of_rung[candidate.method] += read_scores(
+                candidate, rounds, records_by_candidate[name], self.options.goal
+            )
 
     def _find_larger_plan(self, plan: SearchPlan) -> SearchPlan | None:
         """Return the largest plan with more settings or draws for which there is time after a search; None if none."""

@@ -137,10 +137,10 @@ def _as_number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def best_of(scores: Sequence[HeldOutScores]) -> HeldOutScores | None:
+def best_of(held_out_scores: Sequence[HeldOutScores]) -> HeldOutScores | None:
     """Return the best scores, the first of several; None if there are none."""
     best = None
-    for entry in scores:
+    for entry in held_out_scores:
         if best is None or entry.merit > best.merit:
             best = entry
     return best
@@ -168,16 +168,16 @@ def prefer_both_models(best: HeldOutScores, scores: Sequence[HeldOutScores], goa
     return best
 
 
-def rank_candidates(scores: Sequence[HeldOutScores]) -> list[Candidate]:
+def rank_candidates(held_out_scores: Sequence[HeldOutScores]) -> list[Candidate]:
     """Return settings from the best to the worst, each by its best way to predict."""
     merits: dict[int, float] = {}
-    candidates: dict[int, Candidate] = {}
-    for entry in scores:
+    candidate_of_number: dict[int, Candidate] = {}
+    for entry in held_out_scores:
         number = entry.candidate.number
-        candidates[number] = entry.candidate
+        candidate_of_number[number] = entry.candidate
         merits[number] = max(entry.merit, merits.get(number, -math.inf))
     numbers = sorted(merits, key=lambda number: -merits[number])  # stable: the first of equal ones stays first
-    return [candidates[number] for number in numbers]
+    return [candidate_of_number[number] for number in numbers]
 
 
 def choose_method(best_of_method: Mapping[str, HeldOutScores]) -> HeldOutScores:

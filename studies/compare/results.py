@@ -169,9 +169,9 @@ def choose_trial(trials: Iterable[GridTrial]) -> GridTrial | None:
     return best
 
 
-def mean_score(records: Sequence[Record | None]) -> float | None:
+def mean_score(records_of_seeds: Sequence[Record | None]) -> float | None:
     """Return the mean score of a setting over seeds; None if a run has none: a setting must work with every seed."""
-    scores = [score(record) for record in records]
+    scores = [score(record) for record in records_of_seeds]
     known_scores = [value for value in scores if value is not None]
     if not known_scores or len(known_scores) < len(scores):
         return None

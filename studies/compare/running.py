@@ -363,9 +363,9 @@ def epsilons(last: dict[str, float]) -> dict[str, float | str]:
     return epsilon_by_name
 
 
-def _json_numbers(scores: dict[str, float]) -> dict[str, float | None]:
+def _json_numbers(mean_scores: dict[str, float]) -> dict[str, float | None]:
     """Replace NaN and infinity, which JSON does not have, by None."""
-    return {name: value if math.isfinite(value) else None for name, value in scores.items()}
+    return {name: value if math.isfinite(value) else None for name, value in mean_scores.items()}
 
 
 @contextmanager

@@ -116,27 +116,27 @@ def _find_contrasts(comparison: "Comparison", record: RunRecord) -> list[Contras
     return contrasts
 
 
-def _train_alone(records: Iterable[Mapping[str, Any]]) -> bool:
+def _train_alone(saved_records: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether the clients of a row send nothing."""
-    return all(entry.get("mb_sent") == 0 for entry in records)
+    return all(entry.get("mb_sent") == 0 for entry in saved_records)
 
 
-def _average_updates(records: Iterable[Mapping[str, Any]]) -> bool:
+def _average_updates(saved_records: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether a row is one of federated averaging."""
-    for entry in records:
+    for entry in saved_records:
         algorithms = [word for word in entry["args"] if word.startswith("--federated.algorithm=")]
         if not algorithms or not algorithms[-1].endswith((f"={_SHARED_ALGORITHM}", f".{_SHARED_ALGORITHM}")):
             return False
     return True
 
 
-def _best_row(rows: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _best_row(records_of_rows: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the records of the row with the best mean score on own images; empty without rows."""
     from perada.studies.compare.results import lower_is_better
 
     best: list[dict[str, Any]] = []
     best_score = -math.inf
-    for of_row in rows:
+    for of_row in records_of_rows:
         scores = [entry[SCORES[0]] for entry in of_row if entry.get(SCORES[0]) is not None]
         if len(scores) < len(of_row):
             continue  # a run diverged

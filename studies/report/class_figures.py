@@ -71,18 +71,20 @@ def partition(record: RunRecord, name: str) -> RenderedFigure | None:
         return render(figure, name, alt, wide=num_classes > 12)
 
 
-def partition_figure(counts: Sequence[Sequence[int]], classes: Sequence[str], clients: Sequence[str]) -> "Figure":
+def partition_figure(
+    images_of_clients: Sequence[Sequence[int]], classes: Sequence[str], clients: Sequence[str]
+) -> "Figure":
     """Return a figure of the training images (M, K) of each client and class."""
-    num_clients = len(counts)
-    num_classes = len(counts[0])
+    num_clients = len(images_of_clients)
+    num_classes = len(images_of_clients[0])
     longest_name = max(len(name) for name in classes)
     inches_for_names = 0.6 + 0.07 * min(longest_name, 30)
     width = min(2.2 + 0.33 * num_classes, 8.5)
     height = min(inches_for_names + max(0.2 * num_clients, 1.3), 8.5)
     figure, axes = new_axes(width, height)
-    image = axes.imshow(counts, aspect="auto", cmap=fading_colormap(), vmin=0, interpolation="none")
+    image = axes.imshow(images_of_clients, aspect="auto", cmap=fading_colormap(), vmin=0, interpolation="none")
     if num_clients * num_classes <= 400 and num_clients <= MAX_NAMED_CLIENTS:
-        write_in_cells(axes, counts, count_text)
+        write_in_cells(axes, images_of_clients, count_text)
     axes.set(xlabel="class", ylabel="client")
     axes.grid(False)
     _name_classes(axes.xaxis, classes)

@@ -82,16 +82,16 @@ def predicts_counts(record: RunRecord) -> bool:
     return is_accuracy and not record.task.get("per_pixel")
 
 
-def right_counts(record: RunRecord, scores: Sequence[float]) -> list[RightCount | None]:
+def right_counts(record: RunRecord, client_scores: Sequence[float]) -> list[RightCount | None]:
     """Return the number of correct predictions of each client, whose accuracies are given.
 
     Returns:
         The counts, None for a client without a score; empty if scores are not shares of a client's test images.
     """
-    if not predicts_counts(record) or len(scores) != len(record.test_images):
+    if not predicts_counts(record) or len(client_scores) != len(record.test_images):
         return []
     counts: list[RightCount | None] = []
-    for score, images in zip(scores, record.test_images, strict=True):
+    for score, images in zip(client_scores, record.test_images, strict=True):
         if math.isnan(score) or not images:
             counts.append(None)
             continue
@@ -219,14 +219,14 @@ class PairedDifference:
     standard_error: float
 
 
-def paired_difference(scores: Sequence[float], baseline: Sequence[float]) -> PairedDifference:
+def paired_difference(client_scores: Sequence[float], baseline: Sequence[float]) -> PairedDifference:
     """Return the difference of each client's score to its baseline; clients that lack one of the two are left out.
 
     >>> paired_difference([0.5, 1.0, float("nan")], [0.5, 0.5, 0.0])
     PairedDifference(differences=[0.0, 0.5], mean=0.25, standard_error=0.25)
     """
     differences = []
-    for score, base in zip(scores, baseline, strict=True):
+    for score, base in zip(client_scores, baseline, strict=True):
         difference = score - base
         if not math.isnan(difference):
             differences.append(difference)
@@ -237,13 +237,13 @@ def paired_difference(scores: Sequence[float], baseline: Sequence[float]) -> Pai
     return PairedDifference(differences, mean, standard_error)
 
 
-def mean_of_scores(values: Sequence[float]) -> float:
+def mean_of_scores(client_scores: Sequence[float]) -> float:
     """Return the mean over the clients that have test images; NaN if there are none.
 
     Args:
-        values: Scores of clients, none of which is NaN because outputs of its model are NaN or infinite.
+        client_scores: Scores of clients, none of which is NaN because outputs of its model are NaN or infinite.
     """
-    scores = [value for value in values if not math.isnan(value)]
+    scores = [value for value in client_scores if not math.isnan(value)]
     return fmean(scores) if scores else math.nan
 
 
@@ -255,13 +255,13 @@ class Deciles:
     ninth: float
 
 
-def deciles(values: Sequence[float]) -> Deciles:
+def deciles(client_scores: Sequence[float]) -> Deciles:
     """Return deciles 1 and 9 of the numbers that are not NaN.
 
     >>> deciles([0.0, 50.0, 100.0])
     Deciles(first=10.0, ninth=90.0)
     """
-    scores = [value for value in values if not math.isnan(value)]
+    scores = [value for value in client_scores if not math.isnan(value)]
     if not scores:
         return Deciles(math.nan, math.nan)
     if len(scores) == 1:

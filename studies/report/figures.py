@@ -374,17 +374,17 @@ def _shift_grid(record: RunRecord) -> ShiftGrid:
     for shift, curve_of_kind in record.shifts.items():
         for kind, curve in curve_of_kind.items():
             row_names.append(f"{shift} {kind}" if len(record.shifts) > 1 else kind)
-            scores: dict[tuple[str, float], float] = {}
+            score_of_column: dict[tuple[str, float], float] = {}
             for model in MODELS_OF_SHIFTS:
                 if model in curve:
                     for severity, score in zip(curve["severity"], curve[model], strict=True):
-                        scores[model, severity] = score
-            scores_of_row.append(scores)
-            columns.update(scores)
+                        score_of_column[model, severity] = score
+            scores_of_row.append(score_of_column)
+            columns.update(score_of_column)
     ordered_columns = sorted(columns, key=lambda column: (MODELS_OF_SHIFTS.index(column[0]), column[1]))
     rows = []
-    for scores in scores_of_row:
-        rows.append([record.unit.factor * scores.get(column, math.nan) for column in ordered_columns])
+    for score_of_column in scores_of_row:
+        rows.append([record.unit.factor * score_of_column.get(column, math.nan) for column in ordered_columns])
     return ShiftGrid(row_names, [f"{model} {severity:g}" for model, severity in ordered_columns], rows)
 
 

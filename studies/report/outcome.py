@@ -177,9 +177,9 @@ def _describe_distillation(record: RunRecord) -> str:
     )
 
 
-def _describe_scores(record: RunRecord, scores: PredictedScores) -> str:
+def _describe_scores(record: RunRecord, predicted: PredictedScores) -> str:
     """Return what the scores are shares or means of, and the scores of the run."""
-    own = record.unit.text(_average_scores(scores.own))
+    own = record.unit.text(_average_scores(predicted.own))
     num_images = sum(record.test_images)
     images = f"the {num_images:,} test images" if num_images else "test images"
     if record.first_metric == "accuracy" and record.unit.symbol:
@@ -196,8 +196,8 @@ def _describe_scores(record: RunRecord, scores: PredictedScores) -> str:
             f"Scores are {score_title(record.first_metric)} on {images}, means over clients; {better} is better, and "
             f"no model was trained on them. On its own images a client reaches {own}"
         )
-    if any(not math.isnan(score) for score in scores.everyone):
-        text += f", of those of all clients {record.unit.text(_average_scores(scores.everyone))}"
+    if any(not math.isnan(score) for score in predicted.everyone):
+        text += f", of those of all clients {record.unit.text(_average_scores(predicted.everyone))}"
     return f"{text}."
 
 
@@ -352,9 +352,9 @@ def compare_counts(record: RunRecord, contrast: Contrast) -> list[CountTest]:
     return corrected
 
 
-def _average_scores(scores: Sequence[float]) -> float:
+def _average_scores(client_scores: Sequence[float]) -> float:
     """Return the mean of the scores that are not NaN, of which there is one."""
-    finite = [score for score in scores if not math.isnan(score)]
+    finite = [score for score in client_scores if not math.isnan(score)]
     return sum(finite) / len(finite)
 
 

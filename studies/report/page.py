@@ -86,8 +86,8 @@ def _check_files(output: Path, names: Iterable[str]) -> None:
 
 def write_page(
     output: Path,
-    records: Sequence[RunRecord],
-    scores: bool | None = None,
+    run_records: Sequence[RunRecord],
+    with_scores: bool | None = None,
     *,
     refresh: int | None = None,
 ) -> Path:
@@ -95,9 +95,9 @@ def write_page(
 
     Args:
         output: Folder of the page.
-        records: The runs.
-        scores: Whether to show scores, losses and diagnostics. By default those of private runs are left out, since
-            they follow from the clients' images and no ledger counts them.
+        run_records: The runs.
+        with_scores: Whether to show scores, losses and diagnostics. By default those of private runs are left out,
+            since they follow from the clients' images and no ledger counts them.
         refresh: Seconds after which a browser reloads the page; by default it never does.
 
     Returns:
@@ -107,8 +107,8 @@ def write_page(
         FileExistsError: If a file would be replaced that is not part of a report.
     """
     visible_records = []
-    for record in records:
-        has_scores = not record.private if scores is None else scores
+    for record in run_records:
+        has_scores = not record.private if with_scores is None else with_scores
         visible_records.append(record if has_scores else record.published())
 
     parts: list[Section | RunPart] = []
@@ -138,12 +138,12 @@ def write_page(
     return path
 
 
-def with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: Path) -> RunRecord:
+def with_pictures(run_records: Sequence[RunRecord], with_scores: bool | None, pictures: Path) -> RunRecord:
     """Return the record of the only run with the test images to show.
 
     Args:
-        records: The runs of the page.
-        scores: See :func:`write_page`.
+        run_records: The runs of the page.
+        with_scores: See :func:`write_page`.
         pictures: Folder of ``perada predict --config`` with masks, with images that are predicted correctly or not, or
             with images that look foreign.
 
@@ -152,10 +152,10 @@ def with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: P
             or is damaged.
         FileNotFoundError: If there are no pictures.
     """
-    if len(records) != 1 or not records[0].info:
+    if len(run_records) != 1 or not run_records[0].info:
         raise ValueError("--pictures needs a single run, and one that was scored; pass one folder of a run")
-    record = records[0]
-    if record.private and not scores:
+    record = run_records[0]
+    if record.private and not with_scores:
         raise ValueError(
             "--pictures shows test images, but the run is private and its ε does not cover them; add --scores=true, "
             "or leave --pictures out"
@@ -176,10 +176,10 @@ def with_pictures(records: Sequence[RunRecord], scores: bool | None, pictures: P
     )
 
 
-def _run_parts(records: Sequence[RunRecord]) -> list[RunPart]:
+def _run_parts(run_records: Sequence[RunRecord]) -> list[RunPart]:
     """Return the parts of the page with one run each, except those of a comparison's file."""
     parts = []
-    for number, record in enumerate(records, start=1):
+    for number, record in enumerate(run_records, start=1):
         if record.group:
             continue
         own_sections = sections(record, prefix=f"run{number}_")
@@ -189,7 +189,9 @@ def _run_parts(records: Sequence[RunRecord]) -> list[RunPart]:
     return parts
 
 
-def _render_page(records: Sequence[RunRecord], parts: Sequence[Section | RunPart], refresh: int | None) -> str:
+def _render_page(
+    run_records: Sequence[RunRecord], sections_and_runs: Sequence[Section | RunPart], refresh: int | None
+) -> str:
     import jinja2
 
     template = files("perada.studies.report").joinpath("page.html").read_text(encoding="utf-8")
@@ -197,19 +199,19 @@ def _render_page(records: Sequence[RunRecord], parts: Sequence[Section | RunPart
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     notes = []
     outcome = None
-    if len(records) == 1:
-        title = _run_title(records[0])
-        subtitle = _describe_run(records[0])
-        facts = _collect_facts(records[0])
-        outcome = describe_outcome(records[0])
-        if records[0].undefined_note:
-            notes.append(records[0].undefined_note)
+    if len(run_records) == 1:
+        title = _run_title(run_records[0])
+        subtitle = _describe_run(run_records[0])
+        facts = _collect_facts(run_records[0])
+        outcome = describe_outcome(run_records[0])
+        if run_records[0].undefined_note:
+            notes.append(run_records[0].undefined_note)
     else:
-        for record in records:
+        for record in run_records:
             if record.undefined_note:
                 seed = "" if record.seed is None else f", seed {record.seed}"
                 notes.append(f"{record.name}{seed}: {record.undefined_note}")
-        title = f"{len(records)} runs"
+        title = f"{len(run_records)} runs"
         subtitle = "Side by side, then each of them."
         facts = []
     page = environment.from_string(template).render(
@@ -218,7 +220,7 @@ def _render_page(records: Sequence[RunRecord], parts: Sequence[Section | RunPart
         outcome=outcome,
         facts=facts,
         notes=notes,
-        parts=parts,
+        parts=sections_and_runs,
         max_rows=MAX_ROWS,
         refresh=refresh,
     )

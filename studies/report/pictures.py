@@ -260,9 +260,9 @@ def read_public_pictures(folder: Path) -> list[Pixels]:
     return [_read_pixels(folder, file) for file in files]
 
 
-def _read_class(folder: Path, column: str, row: dict[str, str], num_classes: int) -> int:
+def _read_class(folder: Path, column: str, table_row: dict[str, str], num_classes: int) -> int:
     """Read a class of a row of the table, which must be one of the run's."""
-    number = _read_number(folder, column, row)
+    number = _read_number(folder, column, table_row)
     if number >= num_classes:
         raise ValueError(
             f"--pictures={folder}: {TABLE_FILE} has a class {number}, but the run has {num_classes}; choose the "
@@ -316,9 +316,9 @@ def read_foreign_image(folder: Path, image: ForeignImageFile) -> ForeignExample:
     return ForeignExample(image.client, image.number, image.distance, _read_pixels(folder, image.picture))
 
 
-def _read_client(folder: Path, row: dict[str, str], num_clients: int) -> int:
+def _read_client(folder: Path, table_row: dict[str, str], num_clients: int) -> int:
     """Read the client of a row of the table, which must be one of the run's."""
-    client = _read_number(folder, "client", row)
+    client = _read_number(folder, "client", table_row)
     if client >= num_clients:
         raise ValueError(
             f"--pictures={folder}: {TABLE_FILE} has a client {client}, but the run has {num_clients}; choose "
@@ -327,15 +327,15 @@ def _read_client(folder: Path, row: dict[str, str], num_clients: int) -> int:
     return client
 
 
-def _read_distance(folder: Path, row: dict[str, str]) -> float:
+def _read_distance(folder: Path, table_row: dict[str, str]) -> float:
     """Read the distance of a row of the table, which may be infinite."""
     try:
-        distance = float(row["distance"])
+        distance = float(table_row["distance"])
     except ValueError:
         distance = math.nan
     if math.isnan(distance):
         raise ValueError(
-            f"--pictures={folder}: distance must be a number in {TABLE_FILE}, got {row['distance']!r}; {REMEDY}"
+            f"--pictures={folder}: distance must be a number in {TABLE_FILE}, got {table_row['distance']!r}; {REMEDY}"
         )
     return distance
 
@@ -359,9 +359,9 @@ def read_example(folder: Path, files: ExampleFiles) -> MaskExample:
     )
 
 
-def _read_number(folder: Path, column: str, row: dict[str, str]) -> int:
+def _read_number(folder: Path, column: str, table_row: dict[str, str]) -> int:
     """Read a number >= 0 of a row of the table."""
-    cell = row[column]
+    cell = table_row[column]
     if not (cell or "").isdecimal():
         raise ValueError(
             f"--pictures={folder}: {column} must be an integer >= 0 in {TABLE_FILE}, got {cell!r}; {REMEDY}"
@@ -369,15 +369,15 @@ def _read_number(folder: Path, column: str, row: dict[str, str]) -> int:
     return int(cell)
 
 
-def _find_example(folder: Path, client: int, row: dict[str, str]) -> ExampleFiles:
+def _find_example(folder: Path, client: int, table_row: dict[str, str]) -> ExampleFiles:
     """Find and check the files of a row of the table."""
-    picture = _find_file(folder, row["picture"])
+    picture = _find_file(folder, table_row["picture"])
     masks: dict[str, Path] = {}
     for column in ("label", *MODELS):
-        if row.get(column):
-            masks[column] = _find_file(folder, row[column])
+        if table_row.get(column):
+            masks[column] = _find_file(folder, table_row[column])
     if "label" not in masks:
-        raise ValueError(f"--pictures={folder}: {row['picture']} has no true mask in {TABLE_FILE}; {REMEDY}")
+        raise ValueError(f"--pictures={folder}: {table_row['picture']} has no true mask in {TABLE_FILE}; {REMEDY}")
     picture_size = _size_of_png(folder, picture)
     for mask in masks.values():
         size = _size_of_png(folder, mask)
@@ -386,7 +386,7 @@ def _find_example(folder: Path, client: int, row: dict[str, str]) -> ExampleFile
                 f"--pictures={folder}: {mask.relative_to(folder)} has {size[0]} × {size[1]} pixels, but its image "
                 f"{picture_size[0]} × {picture_size[1]}; {REMEDY}"
             )
-    number = _read_number(folder, "image", row)
+    number = _read_number(folder, "image", table_row)
     return ExampleFiles(client, number, picture, masks.pop("label"), predictions=masks)
 
 

@@ -298,15 +298,15 @@ def label_points(axes: "Axes", points: Sequence[tuple[float, float]], labels: Se
         )
 
 
-def write_in_cells(axes: "Axes", rows: Sequence[Sequence[float]], text_of: Callable[[float], str]) -> None:
+def write_in_cells(axes: "Axes", cell_rows: Sequence[Sequence[float]], text_of: Callable[[float], str]) -> None:
     """Write a text into each cell of a heat map.
 
     Args:
         axes: Axes with the heat map.
-        rows: Values of the cells, row by row.
+        cell_rows: Values of the cells, row by row.
         text_of: Returns the text for a value; a cell with an empty text stays empty.
     """
-    for row_number, row in enumerate(rows):
+    for row_number, row in enumerate(cell_rows):
         for column, value in enumerate(row):
             text = text_of(value)
             if text:

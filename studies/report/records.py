@@ -285,9 +285,9 @@ def unit_on_page(unit: ScoreUnit) -> ScoreUnit:
     return PAGE_SHARES if unit is SHARES else unit
 
 
-def lack_scores(records: Sequence[RunRecord], scores: bool | None) -> bool:
+def lack_scores(run_records: Sequence[RunRecord], with_scores: bool | None) -> bool:
     """Return whether a page leaves out scores because a run is private and ``--scores`` is not set."""
-    return scores is None and any(record.private for record in records)
+    return with_scores is None and any(record.private for record in run_records)
 
 
 def read_records(path: Path) -> list[RunRecord]:

@@ -409,13 +409,13 @@ def _report_pictures(record: RunRecord, prefix: str) -> Section:
     )
 
 
-def _clients_by_score(num_clients: int, scores: Sequence[float]) -> list[int]:
+def _clients_by_score(num_clients: int, client_scores: Sequence[float]) -> list[int]:
     """Return the clients, lowest score first; clients without a score come last."""
 
     def sort_key(client: int) -> float:
-        if not scores or math.isnan(scores[client]):
+        if not client_scores or math.isnan(client_scores[client]):
             return math.inf
-        return scores[client]
+        return client_scores[client]
 
     return sorted(range(num_clients), key=sort_key)
 
@@ -599,18 +599,18 @@ def _report_shifts(record: RunRecord, prefix: str) -> Section:
         rows=means,
         metrics="rows",
     )
-    scores: list[list[Cell]] = []
+    score_rows: list[list[Cell]] = []
     for shift, curve_of_kind in record.shifts.items():
         for kind, curve in curve_of_kind.items():
             for model in ("personal", "global", "both"):
                 if model in curve:
                     for severity, score in zip(curve["severity"], curve[model], strict=True):
-                        scores.append([shift, kind, int(severity), model, score])
+                        score_rows.append([shift, kind, int(severity), model, score])
     table_of_kinds = Table(
         name=f"{prefix}shifts",
         caption="By kind of corruption and severity",
         header=["shift", "kind", "severity", "model", "score"],
-        rows=scores,
+        rows=score_rows,
     )
     return Section(
         key="shifts",

@@ -79,10 +79,10 @@ class Group:
         return [fmean(scores) for scores in zip(*scores_of_run, strict=True)]
 
 
-def group_runs(records: Sequence[RunRecord]) -> list[Group]:
+def group_runs(run_records: Sequence[RunRecord]) -> list[Group]:
     """Return the groups in the order of their first runs, with distinct names."""
     groups: dict[Hashable, Group] = {}
-    for record in records:
+    for record in run_records:
         options = _read_options(record)
         key: Hashable
         if record.group:
@@ -145,20 +145,20 @@ def _read_options(record: RunRecord) -> dict[str, str]:
     return options
 
 
-def comparison(records: Sequence[RunRecord]) -> list[Section]:
+def comparison(run_records: Sequence[RunRecord]) -> list[Section]:
     """Return the sections that show runs side by side.
 
     Raises:
         ValueError: If some runs have scores in percent, and others errors in the unit of their targets.
     """
-    first = records[0]
-    for record in records:
+    first = run_records[0]
+    for record in run_records:
         if record.unit != first.unit:
             raise ValueError(
                 f"{str(first.folder)!r} and {str(record.folder)!r} cannot be compared: their scores are "
                 f"{first.first_metric} and {record.first_metric}; make a report of each"
             )
-    groups = group_runs(records)
+    groups = group_runs(run_records)
     return [_report_scores(groups), *_paired_differences(groups)]
 
 
@@ -204,12 +204,12 @@ def _score_table(groups: Sequence[Group]) -> Table:
     )
 
 
-def _compute_deviation(values: Sequence[float]) -> float:
+def _compute_deviation(run_scores: Sequence[float]) -> float:
     """Return the sample standard deviation; NaN for a single value, or if a value is NaN."""
     # stdev() raises an error for NaN.
-    if len(values) < 2 or any(map(math.isnan, values)):
+    if len(run_scores) < 2 or any(map(math.isnan, run_scores)):
         return math.nan
-    return stdev(values)
+    return stdev(run_scores)
 
 
 def _all_scores(groups: Sequence[Group]) -> list[str]:

@@ -57,13 +57,15 @@ def write_waiting_page(output: Path) -> None:
     write_atomic(output / "index.html", text.encode())
 
 
-def watch(folders: Sequence[Path], output: Path, scores: bool | None = None, *, interval: float = INTERVAL) -> None:
+def watch(
+    folders: Sequence[Path], output: Path, with_scores: bool | None = None, *, interval: float = INTERVAL
+) -> None:
     """Write the page again at each change of the runs' files, until all runs are finished or Ctrl-C is pressed.
 
     Args:
         folders: Folders of the runs, checked by :func:`check_watched`.
         output: Folder of the page.
-        scores: As in :func:`perada.studies.report.page.write_page`.
+        with_scores: As in :func:`perada.studies.report.page.write_page`.
         interval: Seconds between two looks at the files.
 
     Raises:
@@ -71,7 +73,7 @@ def watch(folders: Sequence[Path], output: Path, scores: bool | None = None, *, 
     """
     refresh = max(1, round(interval))
     print("Following the run; press Ctrl-C to stop.", flush=True)
-    records: list[RunRecord] = []
+    run_records: list[RunRecord] = []
     drawn_states: list[FileState | None] | None = None
     rejected_states: list[FileState | None] | None = None
     looks_without_change = 0
@@ -82,32 +84,32 @@ def watch(folders: Sequence[Path], output: Path, scores: bool | None = None, *, 
             if states == drawn_states:
                 looks_without_change += 1
             elif not all(_has_rounds_file(folder) for folder in folders):
-                if drawn_states is None and not records:
+                if drawn_states is None and not run_records:
                     print("Waiting for the first round.", flush=True)
                 drawn_states = states
             else:
                 looks_without_change = 0
                 try:
-                    records = [record for folder in folders for record in read_records(folder)]
+                    run_records = [record for folder in folders for record in read_records(folder)]
                 except ValueError:
                     # The run may be writing the file; one that is still broken without a change is reported.
                     if states == rejected_states:
                         raise
                     rejected_states = states
                 else:
-                    if not has_drawn and lack_scores(records, scores):
+                    if not has_drawn and lack_scores(run_records, with_scores):
                         print(SCORES_LEFT_OUT, flush=True)
                     has_drawn = True
-                    write_page(output, records, scores, refresh=refresh)
+                    write_page(output, run_records, with_scores, refresh=refresh)
                     drawn_states = states
-            if records and looks_without_change >= SETTLING_LOOKS and all(map(is_finished, records)):
+            if run_records and looks_without_change >= SETTLING_LOOKS and all(map(is_finished, run_records)):
                 print("The run is finished.", flush=True)
                 break
             time.sleep(interval)
     except KeyboardInterrupt:
         print("Stopped following; the run itself goes on.", flush=True)
-    if records:
-        write_page(output, records, scores)  # without reloading from now on
+    if run_records:
+        write_page(output, run_records, with_scores)  # without reloading from now on
 
 
 def file_states(folders: Sequence[Path]) -> list[FileState | None]:

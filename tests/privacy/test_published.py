@@ -147,7 +147,7 @@ def test_a_page_on_private_runs_of_a_comparison_has_no_scores(tmp_path):
     rows = [{"round": 0, "personal/local_test": 0.7531, "privacy/release_epsilon_max": 2.5}]
     records = [RunRecord(f"run {number}", tmp_path, rounds=rows, group=f"run {number}") for number in (1, 2)]
     assert "75.3" not in write_page(tmp_path / "page", records).read_text(encoding="utf-8")
-    assert "75.3" in write_page(tmp_path / "asked", records, scores=True).read_text(encoding="utf-8")
+    assert "75.3" in write_page(tmp_path / "asked", records, with_scores=True).read_text(encoding="utf-8")
 
 
 def test_records_of_private_runs_keep_what_ledgers_count(tmp_path):

@@ -412,7 +412,7 @@ def test_errors_of_several_runs_have_the_unit_of_their_targets_and_lower_ones_ar
     (row,) = csv.DictReader(as_csv(differences.tables[0]).splitlines())
     assert float(row["mean difference"]) == pytest.approx((-1 + 0.5 - 1) / 3, abs=1e-5)
     assert (row["clients better"], row["clients worse"]) == ("2", "1")
-    page = write_page(tmp_path / "page", [first, second], scores=True)
+    page = write_page(tmp_path / "page", [first, second], with_scores=True)
     texts = [text.strip() for text in Page(page).text]
     assert "4.5" in texts  # the mean error of the second run
     assert "450.00" not in texts
@@ -432,7 +432,7 @@ def test_raw_names_of_metrics_are_tooltips_only(page, tmp_path):
     names = [name for name in TITLES if "/" in name]
     names += ["personal/local_test_f1_per_class_p10", "train/own_loss", "privacy/release_epsilon_std", "theory/new_std"]
     rounds = [dict.fromkeys(names, 0.5) | {"round": number} for number in range(2)]
-    every = write_page(tmp_path, [RunRecord("run", tmp_path, rounds=rounds)], scores=True)
+    every = write_page(tmp_path, [RunRecord("run", tmp_path, rounds=rounds)], with_scores=True)
     for path in (page / "index.html", every):
         contents = Page(path)
         assert [text for text in contents.text if RAW_NAME.search(text)] == []

@@ -354,7 +354,7 @@ def _counted_sites(recipe: Recipe, roster: Roster, record: RoundRecord, updates:
 
 
 def _note_result(
-    roster: Roster, record: RoundRecord, counted: Sequence[int], result: ServerResult, private: bool
+    roster: Roster, record: RoundRecord, counted: Sequence[int], server_result: ServerResult, private: bool
 ) -> None:
     """Record the outliers of a round and why it is void, and log what went wrong."""
     members = roster.progress.roster
@@ -362,20 +362,20 @@ def _note_result(
         # A failed secure sum has already stated its reason.
         record.void = record.void or "all broke"
     else:
-        record.outliers = {members[client].name: multiple for client, multiple in result.outliers.items()}
-        record.void = "the new state was not finite" if result.discarded else ""
+        record.outliers = {members[client].name: multiple for client, multiple in server_result.outliers.items()}
+        record.void = "the new state was not finite" if server_result.discarded else ""
     if record.void:
         log.warning("round %d: %s", record.round + 1, record.void)
-    if result.failed_teachers:
+    if server_result.failed_teachers:
         names = [member.name for member in members]
-        teachers = describe_failed_teachers(result.failed_teachers, names, anonymous=private)
+        teachers = describe_failed_teachers(server_result.failed_teachers, names, anonymous=private)
         log.warning(
             "round %d: the distillation diverged, since the outputs of %s on public images are NaN or infinite; %s",
             record.round + 1,
             teachers,
             REMEDY,
         )
-    elif result.diverged:
+    elif server_result.diverged:
         log.warning("round %d: the distillation diverged", record.round + 1)
 
 

@@ -170,24 +170,24 @@ class SecureSum:
                     raise
             attempt += 1
 
-    def _check_candidates(self, candidates: Mapping[str, object]) -> None:
+    def _check_candidates(self, able_sites: Mapping[str, object]) -> None:
         """Raise a RejectionError if there are too few sites for an attempt."""
         min_sites = self._terms(0).options.min_sites
-        if len(candidates) < min_sites:
+        if len(able_sites) < min_sites:
             without = ""
             if self._excluded:
                 without = f"; without {', '.join(sorted(self._excluded))}"
             raise RejectionError(
-                f"secure sum: {len(candidates)} sites may take part, but {min_sites} are required{without}", "other"
+                f"secure sum: {len(able_sites)} sites may take part, but {min_sites} are required{without}", "other"
             )
 
-    def _attempt_once(self, attempt: int, candidates: Mapping[str, tuple[Response, State]]) -> _SharedRound:
+    def _attempt_once(self, attempt: int, replies_of_sites: Mapping[str, tuple[Response, State]]) -> _SharedRound:
         """Exchange keys and shares once, and save the state.
 
         Raises:
             RejectionError: If too few sites answer, or some of them object to others.
         """
-        adverts = self._collect_adverts(attempt, candidates)
+        adverts = self._collect_adverts(attempt, replies_of_sites)
         terms = self._terms(attempt)
         server = ServerRound(terms, [*adverts.values()])
         advert_list = [vars(adverts[name]) for name in server.order]
@@ -203,13 +203,15 @@ class SecureSum:
         self._save(state)
         return _SharedRound(server, state)
 
-    def _collect_adverts(self, attempt: int, candidates: Mapping[str, tuple[Response, State]]) -> dict[str, Advert]:
+    def _collect_adverts(
+        self, attempt: int, replies_of_sites: Mapping[str, tuple[Response, State]]
+    ) -> dict[str, Advert]:
         """Return the adverts of the sites that can be in the same list."""
         if attempt:
-            answers = self._ask_same("keys", attempt, candidates, {})
+            answers = self._ask_same("keys", attempt, replies_of_sites, {})
         else:
             # The keys of the first attempt came with the responses to the training.
-            answers = dict(candidates)
+            answers = dict(replies_of_sites)
         adverts = self._read_answers(answers, _read_advert)
         # Ties go to the server's digest, whose sites come first, or one of two sites could get the other excluded.
         truthful: dict[str, Advert] = {}

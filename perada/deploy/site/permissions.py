@@ -25,9 +25,9 @@ class Permissions:
     may_send: set[str]
     resume_allow: set[str]
 
-    def allowed_facts(self, kind: str, facts: dict[str, Any]) -> dict[str, Any]:
+    def allowed_facts(self, fact_kind: str, facts: dict[str, Any]) -> dict[str, Any]:
         """Return facts of a kind if they may leave the site."""
-        return facts if kind in self.may_send else {}
+        return facts if fact_kind in self.may_send else {}
 
     def check_images(self, client: Client, run_state: RunState, log: logging.Logger) -> None:
         """Check that a run continues on the images and labels that it has trained on here.

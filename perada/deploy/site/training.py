@@ -110,21 +110,23 @@ class TrainingHandler(ImageHandler):
             client.site_privacy.check_budget(self.store.totals.ledger)
         return costs
 
-    def _outgoing_update(self, client: Client, request: Request, received: State, result: TrainingResult) -> _Outgoing:
+    def _outgoing_update(
+        self, client: Client, request: Request, received: State, training_result: TrainingResult
+    ) -> _Outgoing:
         """Return what may leave the site after a training.
 
         Args:
             client: The client.
             request: The request to train.
             received: The state that the server sent.
-            result: The result of the training.
+            training_result: The result of the training.
         """
-        trained = result.trained
+        trained = training_result.trained
         tuning = request.kind == "tune"
         is_usable = bool(trained.accepted[0]) or tuning
         losses: dict[str, Any] = {}
-        if is_usable and result.losses:
-            losses = self.permissions.allowed_facts("losses", result.losses)
+        if is_usable and training_result.losses:
+            losses = self.permissions.allowed_facts("losses", training_result.losses)
         update: State = {}
         if not tuning:
             update = {key: value[0] for key, value in trained.sent.items()}
@@ -185,7 +187,7 @@ def _training_after(
     client: Client,
     incoming: Incoming,
     protection: Protection,
-    result: TrainingResult,
+    training_result: TrainingResult,
 ) -> TrainingState:
     """Return the state of a site's training after a round, or a fine-tuning.
 
@@ -196,7 +198,7 @@ def _training_after(
         client: The client.
         incoming: The request.
         protection: The protection of the training, whose account has counted it.
-        result: Its result.
+        training_result: Its result.
     """
     request = incoming.request
     new_training = replace(
@@ -208,8 +210,8 @@ def _training_after(
     )
     if protection.image_account is not None:
         new_training = replace(new_training, account=protection.image_account.state_dict())
-    if bool(result.trained.finite[0]):
-        new_training = _with_client_state(new_training, result.trained.client_state, request.kind == "tune")
+    if bool(training_result.trained.finite[0]):
+        new_training = _with_client_state(new_training, training_result.trained.client_state, request.kind == "tune")
     return new_training
 
 
@@ -242,12 +244,12 @@ def _problem_of_reply(reply: bytes, sent: State) -> str:
     return ""
 
 
-def _problem_of_training(result: TrainingResult) -> str:
+def _problem_of_training(training_result: TrainingResult) -> str:
     """Return what went wrong while the site trained, for its log; empty if nothing did."""
-    if not bool(result.trained.finite[0]):
-        return f"{result.failure or 'the training became NaN or infinite'}; the personal state is unchanged"
-    if result.failure:
-        return f"{result.failure}; it was left out of all batches"
+    if not bool(training_result.trained.finite[0]):
+        return f"{training_result.failure or 'the training became NaN or infinite'}; the personal state is unchanged"
+    if training_result.failure:
+        return f"{training_result.failure}; it was left out of all batches"
     return ""
 
 

@@ -95,15 +95,15 @@ def shared_key(private: X25519PrivateKey, public: str, purpose: str, context: An
     return derive_key(secret, purpose, context)
 
 
-def sign(private_key: Ed25519PrivateKey, kind: str, content: object) -> str:
+def sign(private_key: Ed25519PrivateKey, statement_kind: str, content: object) -> str:
     """Sign a statement of some kind; the kind keeps a signature from being valid for a statement of another one."""
-    return str(private_key.sign(_LABEL + canonical([kind, content])).hex())
+    return str(private_key.sign(_LABEL + canonical([statement_kind, content])).hex())
 
 
-def is_signed(public_key: Ed25519PublicKey, signature: str, kind: str, content: object) -> bool:
+def is_signed(public_key: Ed25519PublicKey, signature: str, statement_kind: str, content: object) -> bool:
     """Return whether a statement was signed with the private half of a key."""
     try:
-        public_key.verify(bytes.fromhex(signature), _LABEL + canonical([kind, content]))
+        public_key.verify(bytes.fromhex(signature), _LABEL + canonical([statement_kind, content]))
     except (InvalidSignature, ValueError):
         return False
     return True
@@ -202,13 +202,13 @@ class Advert:
         return {name: value for name, value in vars(self).items() if name != "signature"}
 
 
-def is_signed_by_itself(advert: Advert, signature: str, kind: str, content: object) -> bool:
+def is_signed_by_itself(advert: Advert, signature: str, statement_kind: str, content: object) -> bool:
     """Return whether a statement was signed by the identity that an advert names."""
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(advert.identity))
     except ValueError:
         return False
-    return is_signed(key, signature, kind, content)
+    return is_signed(key, signature, statement_kind, content)
 
 
 def check_usable(advert: Advert) -> None:
