@@ -28,7 +28,7 @@ OPEN = (
 OPEN = {*f"{OPEN} ServerRule Aggregation Updates Distiller Ledger Ledgers AddedLayer AddingModel".split()}
 """Classes that users call methods of, or derive theirs from: what they have is promised too; of others, how to make
 them."""
-PACKAGES = ("perada", *(f"perada.{name}" for name in "data tasks algorithms server privacy adapters".split()))
+PACKAGES = ("perada", *(f"perada.{name}" for name in "data tasks engine algorithms server privacy adapters".split()))
 Parts = dict[str, str]
 """Of one promised thing: its parts, such as the arguments of a function, and under "" what it is as a whole."""
 Surface = dict[str, dict[str, Parts]]

@@ -35,7 +35,7 @@ WITHOUT_EXAMPLE = {
     "a rule is made by make_rule, which has an example": [type(make()) for make in SERVER_RULES.values()],
     "it is a base of one's own classes; docs/extending.md derives one, and a test runs it": [
         *(ImageSet, Partition, Shift, ServerRule),
-        *("Algorithm", "AddedLayer", "AddingModel", "Task", "ClassTask", "PartialSharing"),
+        *("Algorithm", "AddedLayer", "AddingModel", "Task", "ClassTask", "PartialSharing", "Engine"),
     ],
     "perada makes it, and passes it to one's own classes": [
         *(CohortBatch, EvalBatch, Phase, RoundPlan, Distiller),
@@ -46,7 +46,7 @@ WITHOUT_EXAMPLE = {
         *("CIFAR10", "CIFAR10C", "CIFAR10_1", "CIFAR100", "MNIST", "FashionMNIST", "STL10", "CheXpert", "OfficeHome"),
         *("OpenImage", "Shakespeare", "Digits", "LabelShift", "Photographs"),
     ],
-    "it is a collection of names": ["ALGORITHMS", "SERVER_RULES", "ACCOUNTANTS"],
+    "it is a collection of names": ["ALGORITHMS", "SERVER_RULES", "ACCOUNTANTS", "EngineName"],
     "docs/extending.md registers an adapter, and selects layers": ["register", "SelectiveConfig"],
     "it adds noise to sums of gradients, which take a training step": ["noisy_mean"],
 }

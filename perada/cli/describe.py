@@ -10,6 +10,7 @@ from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from importlib.metadata import version
 from io import StringIO
+from typing import get_args
 from unittest.mock import patch
 
 from jsonargparse import ArgumentParser
@@ -27,6 +28,7 @@ from perada.cli.options import (
 )
 from perada.cli.parser import option_class_names
 from perada.cli.runs import PeradaCLI
+from perada.engine import EngineName
 
 LINKED = {f"--federated.{name}.help" for name in OPTION_CLASSES}
 """Options of the parser that have no effect, since the loop's arguments are separate sections."""
@@ -100,6 +102,9 @@ def _describe_options(actions: Iterable[Action]) -> dict[str, list[str]]:
 def _values_of_action(action: Action) -> list[str]:
     if action.dest in option_class_names():
         return option_class_names()[action.dest]
+    if action.dest == "training.engine":
+        # It also takes the path of a class, so its parser has no list of values.
+        return list(get_args(EngineName))
     if action.choices is not None:
         return [str(choice) for choice in action.choices]
     metavar = action.metavar if isinstance(action.metavar, str) else ""

@@ -8,16 +8,17 @@ network mixes the images of a batch.
 """
 
 import copy
+import importlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from perada.core.checks import OptionError, check_choice
+from perada.core.checks import OptionError, check_choice, invalid_option
 from perada.core.rounds import CohortBatch
 from perada.core.seeding import Streams
 from perada.core.states import (
@@ -51,32 +52,39 @@ NUMBERS_PER_TOKEN = 32
 class Engine:
     """Runs stacked states through one shared model.
 
+    A subclass overrides :meth:`run_clients`, and recipes name it by its path (docs/extending.md).
+
     Args:
         model: The model of a single client, in which only the adapter is trained; ``model(x)`` returns logits (B, K).
         engine_name: ``"folded"`` runs all clients as one batch, ``"loop"`` one client after another, and ``"auto"``
-            folds if every trained layer has a stacked version.
+            folds if every trained layer has a stacked version; by default :attr:`default_name`.
         channels_last: Run images in the channels-last memory format.
         per_pixel: Whether the model returns logits (B, K, H, W) of pixels. The engine returns them with the classes
             last, (B, H, W, K), as tasks and the server expect logits.
         compile: Options of ``torch.compile``, which then compiles the pass of full batches; ``None`` not to compile.
 
     Attributes:
-        engine_name: ``"folded"`` or ``"loop"``.
+        default_name: The ``engine_name`` of engines that are made without one, such as those of a subclass.
+        kind: ``"folded"`` or ``"loop"``.
         trunk: The frozen trunk, once :meth:`find_trunk` has found one.
 
     Raises:
         ValueError: If ``engine_name`` is unknown, or is ``"folded"`` and a trained layer has no stacked twin.
     """
 
+    default_name: ClassVar[EngineName] = "auto"
+
     def __init__(
         self,
         model: nn.Module,
-        engine_name: EngineName = "auto",
+        engine_name: EngineName | None = None,
         *,
         channels_last: bool = False,
         per_pixel: bool = False,
         compile: dict[str, Any] | None = None,
     ) -> None:
+        if engine_name is None:
+            engine_name = self.default_name
         check_choice("engine", engine_name, get_args(EngineName))
         self.model = model
         self.memory_format = torch.channels_last if channels_last else torch.preserve_format
@@ -117,6 +125,11 @@ class Engine:
         other._single = other.model
         other._fold = other.folded(random_only=self.kind == "loop")
         return other
+
+    @property
+    def runs_together(self) -> bool:
+        """Whether several clients take less time in one pass than in one pass each, so that they train together."""
+        return self.kind == "folded"
 
     @property
     def is_compiled(self) -> bool:
@@ -208,15 +221,14 @@ class Engine:
                 for norm in batch_norms(self._fold.model):
                     norm.train()
                 states = self._with_copied_buffers(states)
-        run = self._run_folded if self.kind == "folded" else self._run_one_by_one
         if self._calls_attention and full_batch is _call_with_tensors and can_run_faster(x):
             attention = FasterAttention()
             with attention:
-                logits = run(states, x, full_batch, real_counts, streams)
+                logits = self.run_clients(states, x, full_batch, real_counts, streams)
             # In networks without attention, later passes save its time, which every function of torch takes.
             self._calls_attention = attention.was_called
         else:
-            logits = run(states, x, full_batch, real_counts, streams)
+            logits = self.run_clients(states, x, full_batch, real_counts, streams)
         # Losses and metrics of half precision would be too coarse.
         if logits.dtype in (torch.float16, torch.bfloat16):
             return logits.float()
@@ -325,6 +337,42 @@ class Engine:
                 logits_of_states.append(torch.cat(logits_of_images, 1))
         return torch.cat(logits_of_states)
 
+    def run_clients(
+        self,
+        states: State,
+        x: Tensor,
+        call: "ModelCall",
+        counts: tuple[int, ...] | None,
+        streams: Streams | None,
+    ) -> Tensor:
+        """Compute the logits of C states, each on its own images. The model is in training or evaluation mode already.
+
+        Args:
+            states: States (C, ...). In training mode, running statistics among them are updated in place.
+            x: Images (C, B, channels, height, width), or their features (C, B, F).
+            call: Calls the model with tensors in place of its own.
+            counts: Number of real rows of each client; None if all are real.
+            streams: Random streams of the clients for dropout; None without dropout.
+
+        Returns:
+            Logits (C, B, K); rows beyond a client's count are meaningless.
+        """
+        if self.kind == "folded":
+            return self._run_folded(states, x, call, counts, streams)
+        return self._run_one_by_one(states, x, call, counts, streams)
+
+    def run_client(self, state: State, images: Tensor, call: "ModelCall", streams: Streams | None) -> Tensor:
+        """Compute the logits (R, K) of one state by the single model, for an engine of the kind ``"loop"``.
+
+        Args:
+            state: State of the client, tensors by the names of the single model.
+            images: Its real images (R, channels, height, width), or their features (R, F).
+            call: Calls the model, as in :meth:`run_clients`.
+            streams: Random stream of the client, as one of length 1; None without dropout.
+        """
+        self._fold.context.begin(1, None, streams)
+        return self.logits_of(call(self._fold.model, state, self.format(images), self._tied))
+
     def _run_folded(
         self,
         states: State,
@@ -381,11 +429,53 @@ class Engine:
             client_streams: Streams | None = None
             if streams is not None:
                 client_streams = streams[client : client + 1]
-            self._fold.context.begin(1, None, client_streams)
             state = {name: value[client] for name, value in states.items()}
-            output = full_batch(self._fold.model, state, self.format(real_images), self._tied)
-            outputs.append(_pad_rows(self.logits_of(output), len(images)))
+            logits = self.run_client(state, real_images, full_batch, client_streams)
+            outputs.append(_pad_rows(logits, len(images)))
         return torch.stack(outputs)
+
+
+def engine_class(engine_name: str) -> type[Engine]:
+    """Return the class of an engine by the option ``engine``.
+
+    Args:
+        engine_name: One of :data:`EngineName`, or the path of a subclass of :class:`Engine`, such as ``mine.MyEngine``.
+
+    Raises:
+        OptionError: If there is no such engine.
+
+    >>> engine_class("folded").__name__
+    'Engine'
+    """
+    if engine_name in get_args(EngineName):
+        return Engine
+    names = ", ".join(repr(name) for name in get_args(EngineName))
+    requirement = f"one of {names}, or the path of a subclass of perada.engine.Engine, such as 'mine.MyEngine'"
+    if not isinstance(engine_name, str) or "." not in engine_name:
+        raise invalid_option("engine", engine_name, requirement)
+    module_name, _, class_name = engine_name.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise invalid_option("engine", engine_name, requirement, f"{error}") from error
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, Engine)):
+        raise invalid_option("engine", engine_name, requirement)
+    return found
+
+
+def make_engine(engine_name: str, model: nn.Module, **options: Any) -> Engine:  # those of Engine
+    """Return an engine by the option ``engine`` (:func:`engine_class`).
+
+    Args:
+        engine_name: The option.
+        model: The model of a single client.
+        options: Further arguments of :class:`Engine`.
+    """
+    made_by = engine_class(engine_name)
+    if made_by is Engine:
+        return Engine(model, cast(EngineName, engine_name), **options)
+    return made_by(model, **options)
 
 
 def classes_last(output: Tensor) -> Tensor:

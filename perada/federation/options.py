@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from perada.core.checks import check_choice, check_integer, check_number, check_options, use_plain_numbers
-from perada.engine.engine import EngineName
+from perada.engine.engine import EngineName, engine_class
 from perada.federation.diagnostics import Diagnostic, check_diagnostics
 from perada.federation.settings import ClientOptimizer, LocalTraining
 from perada.scores.metrics import metric_names
@@ -33,7 +33,8 @@ class Training:
         lr_every: Rounds between two steps of the exponential schedule.
         local_epochs: Passes of a sampled client over its data in a round.
         local_steps: Local steps in a round, instead of epochs.
-        engine: ``folded`` trains all clients of a round as one batch, ``loop`` one after another; ``auto`` chooses.
+        engine: ``folded`` trains all clients of a round as one batch, ``loop`` one after another; ``auto`` chooses. An
+            engine of your own has the path of its class, such as ``mine.MyEngine``.
         clients_per_chunk: Number of clients that train together; the next ones begin when these have finished. By
             default all of the round, or on a CPU as many as fit its caches if most of the model is trained, and as many
             as keep 384 MB of activations in a step behind a frozen backbone.
@@ -63,7 +64,7 @@ class Training:
     lr_every: int = 10
     local_epochs: float = 1
     local_steps: int | None = None
-    engine: EngineName = "auto"
+    engine: EngineName | str = "auto"
     clients_per_chunk: int | None = None
     channels_last: bool | None = None
     cache_features: bool | None = None
@@ -83,7 +84,7 @@ class Training:
         check_integer("lr_every", self.lr_every)
         check_number("local_epochs", self.local_epochs, gt=0)
         check_integer("local_steps", self.local_steps, optional=True)
-        check_choice("engine", self.engine, get_args(EngineName))
+        engine_class(self.engine)
         check_integer("clients_per_chunk", self.clients_per_chunk, optional=True)
         compile_options = {} if isinstance(self.torch_compile, bool) else self.torch_compile
         check_options("torch_compile", compile_options, "{'dynamic': True}")

@@ -140,9 +140,10 @@ def trains_side_by_side(engine: Engine, settings: Settings) -> bool:
     runs_one_model = engine.kind == "loop" or engine.trunk is not None
     # Loss scales and private gradients are made for one chunk after another.
     is_sequential = settings.privacy is not None or settings.loss_scaling is not None
-    # An algorithm from elsewhere may keep something between steps, which other threads would overwrite.
+    # An algorithm or an engine from elsewhere may keep something between steps, which other threads would overwrite.
+    is_from_elsewhere = is_foreign(settings.algorithm) or type(engine) is not Engine
     # Compiled networks are not meant for several threads.
-    return not (runs_one_model or engine.is_compiled or is_sequential or is_foreign(settings.algorithm))
+    return not (runs_one_model or engine.is_compiled or is_sequential or is_from_elsewhere)
 
 
 def workers_of(engine: Engine, count: int, device: torch.device) -> list[Worker]:

@@ -51,9 +51,12 @@ def check_folding(context: RunContext, images: Tensor) -> None:
         context.passed.folding = True
         return
     subject = f"backbone {context.adapted.backbone.name!r}: {problem}"
-    if module.training_options.engine == "folded":
+    engine_name = module.training_options.engine
+    if engine_name != "auto":
         raise OptionError(
-            f"engine='folded' cannot run {subject}; use engine='loop' or 'auto'", name="engine", value="folded"
+            f"engine={engine_name!r} cannot run {subject}; use engine='loop' or 'auto'",
+            name="engine",
+            value=engine_name,
         )
     warnings.warn(f"engine='auto' falls back to the per-client loop for {subject}", stacklevel=2)
     module.use_loop_engine()

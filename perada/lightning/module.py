@@ -15,7 +15,7 @@ from perada.core.rounds import AnyBatch
 from perada.core.states import State
 from perada.core.text import is_spread, plain_number
 from perada.data import EvalBatch
-from perada.engine.engine import Engine
+from perada.engine.engine import make_engine
 from perada.federation.both_models import BothModels
 from perada.federation.evaluation import EvaluationPass, own_logits, shared_logits
 from perada.federation.federation import Federation
@@ -179,7 +179,11 @@ class FederatedClassifier(pl.LightningModule):
         torch_compile = self.training_options.torch_compile
         compile_options = {} if torch_compile is True else torch_compile or None
         self._make_engine = partial(
-            Engine, self.model, channels_last=channels_last, per_pixel=self.per_pixel, compile=compile_options
+            make_engine,
+            model=self.model,
+            channels_last=channels_last,
+            per_pixel=self.per_pixel,
+            compile=compile_options,
         )
         self.engine = self._make_engine(self.training_options.engine)
         self.tensor_names = find_tensor_names(self.model, *self.adapted.backbone.head_modules)

@@ -162,7 +162,7 @@ def _choose_chunks(context: RunContext, image: Tensor | None) -> Chunks:
     threads = 1
     if on_cpu and trains_side_by_side(engine, settings):
         threads = torch.get_num_threads()
-    if engine.kind == "loop":
+    if not engine.runs_together:
         return Chunks(1)
     mostly_trained = is_mostly_trained(context.module.model)
     if settings.clients_per_chunk is not None:

@@ -505,7 +505,7 @@ def _engine_without_dropout(engine: Engine, dtype: torch.dtype | None) -> Engine
     if dtype is not None:
         model.to(dtype)
     channels_last = engine.memory_format == torch.channels_last
-    return Engine(model, engine.kind, channels_last=channels_last, per_pixel=engine.per_pixel)
+    return type(engine)(model, engine.kind, channels_last=channels_last, per_pixel=engine.per_pixel)
 
 
 def _contents_of(model: nn.Module) -> list[Any]:
