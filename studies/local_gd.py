@@ -154,13 +154,13 @@ def study_local_steps(
             bar.set_postfix_str(step)
             bar.update()
 
-        parts: dict[str, Callable[[], dict[str, Any]]] = {
+        experiments: dict[str, Callable[[], dict[str, Any]]] = {
             "regression": partial(by_dimension, regression_at, nodes, regression, seed, advance),
             "classification": partial(by_dimension, classification_at, nodes, classification, seed, advance),
             "dirichlet": partial(dirichlet_curves, dirichlet, seed, advance),
             "head": partial(head_curves, head, seed, advance),
         }
-        for name, compute in parts.items():
+        for name, compute in experiments.items():
             started_at = time.perf_counter()
             results[name] = compute()
             seconds[name] = round(time.perf_counter() - started_at, 1)

@@ -140,8 +140,8 @@ def regression_at(dimension: int, nodes: Nodes, regression: RegressionSettings, 
     central = linear.centralized(problem, regression.central_steps, regression.lr, classify=False)
     least_norm = linear.least_norm(problem)
 
-    def distance(models: Tensor, target: Tensor) -> Tensor:
-        norm: Tensor = (models - target).norm(dim=-1)
+    def distance(path_of_models: Tensor, target: Tensor) -> Tensor:
+        norm: Tensor = (path_of_models - target).norm(dim=-1)
         return norm / dimension
 
     return _to_lists(

@@ -326,9 +326,9 @@ def direction_distance(first: Tensor, second: Tensor) -> Tensor:
     return distance
 
 
-def _normalize_models(models: Tensor) -> Tensor:
+def _normalize_models(weights: Tensor) -> Tensor:
     """Return models (..., d) of norm 1."""
-    unit_models: Tensor = models / models.norm(dim=-1, keepdim=True)
+    unit_models: Tensor = weights / weights.norm(dim=-1, keepdim=True)
     return unit_models
 
 

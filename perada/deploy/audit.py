@@ -186,10 +186,10 @@ def make_entry(message: bytes, reply: bytes, spent: Callable[[Request], object])
     return entry
 
 
-def _fact_names(facts: Mapping[str, Any], prefix: str = "") -> list[str]:
+def _fact_names(nested_facts: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Return the names of facts, including nested ones such as ``counts.personal``."""
     names = []
-    for key, value in sorted(facts.items()):
+    for key, value in sorted(nested_facts.items()):
         if isinstance(value, Mapping) and value:
             names += _fact_names(value, f"{prefix}{key}.")
         else:

@@ -75,7 +75,7 @@ def options_of_name(name: str) -> list[str]:
     return name.split("+")
 
 
-def parse_grid(arguments: Sequence[str], option: str = "--tune") -> Grid:
+def parse_grid(option_words: Sequence[str], option: str = "--tune") -> Grid:
     """Parse the arguments of ``--tune``, without names of algorithms, or of ``--vary``.
 
     A range is written ``lo..hi``, ``lo..hi:log`` or ``lo..hi:linear``. Without a scale, options whose names begin with
@@ -89,7 +89,7 @@ def parse_grid(arguments: Sequence[str], option: str = "--tune") -> Grid:
     """
     grid: Grid = {}
     seen: set[str] = set()
-    for argument in arguments:
+    for argument in option_words:
         name, _, values_text = argument.removeprefix("--").partition("=")
         values = split_values(values_text)
         options = options_of_name(name)

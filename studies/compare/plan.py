@@ -130,7 +130,7 @@ def words(point: Point) -> list[str]:
     return options
 
 
-def parse_settings(arguments: Sequence[str], algorithms: Sequence[str]) -> dict[str, Point]:
+def parse_settings(option_words: Sequence[str], algorithms: Sequence[str]) -> dict[str, Point]:
     """Parse the arguments of ``--set`` into the settings of each algorithm.
 
     Raises:
@@ -140,7 +140,7 @@ def parse_settings(arguments: Sequence[str], algorithms: Sequence[str]) -> dict[
     {'fedavg': {}, 'ditto': {'training.lr_local': '1'}}
     """
     points: dict[str, Point] = {}
-    for algorithm, grid in parse_grids(arguments, algorithms, "--set").items():
+    for algorithm, grid in parse_grids(option_words, algorithms, "--set").items():
         points[algorithm] = {}
         for name, values in grid.items():
             if isinstance(values, Range) or len(values) > 1:
@@ -149,7 +149,7 @@ def parse_settings(arguments: Sequence[str], algorithms: Sequence[str]) -> dict[
     return points
 
 
-def parse_variants(arguments: Sequence[str]) -> dict[str, Point]:
+def parse_variants(option_words: Sequence[str]) -> dict[str, Point]:
     """Parse the arguments of ``--variants`` into the options of each variant, by its name.
 
     Raises:
@@ -159,7 +159,7 @@ def parse_variants(arguments: Sequence[str]) -> dict[str, Point]:
     {'plain': {}, 'mirrored': {'data.flip': 'true', 'training.lr_local': '0.1'}}
     """
     variants: dict[str, Point] = {}
-    for argument in arguments:
+    for argument in option_words:
         name, _, changes_text = argument.partition("=")
         try:
             changes = yaml.safe_load(changes_text)
@@ -180,11 +180,11 @@ def parse_variants(arguments: Sequence[str]) -> dict[str, Point]:
     return variants
 
 
-def parse_grids(arguments: Sequence[str], algorithms: Sequence[str], option: str = "--tune") -> dict[str, Grid]:
+def parse_grids(option_words: Sequence[str], algorithms: Sequence[str], option: str = "--tune") -> dict[str, Grid]:
     """Parse the arguments of ``--tune``, which may begin with names of algorithms, into the grid of each algorithm.
 
     Args:
-        arguments: The arguments. Those for other algorithms are left out.
+        option_words: The arguments. Those for other algorithms are left out.
         algorithms: Names of the algorithms; only an empty one for the recipes' own.
         option: The option, for messages.
 
@@ -195,7 +195,7 @@ def parse_grids(arguments: Sequence[str], algorithms: Sequence[str], option: str
     {'training.lr_local': ['1', '2']}
     """
     arguments_of: dict[str, list[str]] = {name: [] for name in algorithms}
-    for argument in arguments:
+    for argument in option_words:
         prefix, colon, _ = argument.partition("=")[0].rpartition(":")
         if not colon:
             for algorithm_arguments in arguments_of.values():
@@ -502,16 +502,16 @@ def _warn_of_fixed_images(recipe: str, division: Division | None) -> None:
     )
 
 
-def _algorithms_of(arguments: Namespace) -> list[str]:
+def _algorithms_of(options: Namespace) -> list[str]:
     """Return the names of the algorithms to compare; only an empty one for the recipes' own.
 
     Raises:
         ValueError: If a name is not an algorithm.
     """
     names: list[str] = []
-    if "all" in arguments.algorithms:
+    if "all" in options.algorithms:
         names += ENTRIES
-    for name in arguments.algorithms:
+    for name in options.algorithms:
         if name != "all":
             entry_of(name)  # raises if it is unknown
             names.append(name)

@@ -342,9 +342,9 @@ def _history_by_round(record: Record) -> dict[int, Record]:
     return {metrics["round"]: metrics for metrics in record["history"]}
 
 
-def _join_printable(parts: Iterable[str]) -> str:
+def _join_printable(paragraphs: Iterable[str]) -> str:
     """Join parts with empty lines between them, without control characters: names and reasons come from a file."""
-    lines = "\n\n".join(parts).split("\n")
+    lines = "\n\n".join(paragraphs).split("\n")
     return "\n".join(printable(line) for line in lines)
 
 

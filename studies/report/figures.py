@@ -370,7 +370,7 @@ def _shift_grid(record: RunRecord) -> ShiftGrid:
     """Return the run's scores on corrupted images as a grid, the personal models' columns first."""
     row_names = []
     scores_of_row: list[dict[tuple[str, float], float]] = []
-    columns: set[tuple[str, float]] = set()
+    models_and_severities: set[tuple[str, float]] = set()
     for shift, curve_of_kind in record.shifts.items():
         for kind, curve in curve_of_kind.items():
             row_names.append(f"{shift} {kind}" if len(record.shifts) > 1 else kind)
@@ -380,8 +380,8 @@ def _shift_grid(record: RunRecord) -> ShiftGrid:
                     for severity, score in zip(curve["severity"], curve[model], strict=True):
                         score_of_column[model, severity] = score
             scores_of_row.append(score_of_column)
-            columns.update(score_of_column)
-    ordered_columns = sorted(columns, key=lambda column: (MODELS_OF_SHIFTS.index(column[0]), column[1]))
+            models_and_severities.update(score_of_column)
+    ordered_columns = sorted(models_and_severities, key=lambda column: (MODELS_OF_SHIFTS.index(column[0]), column[1]))
     rows = []
     for score_of_column in scores_of_row:
         rows.append([record.unit.factor * score_of_column.get(column, math.nan) for column in ordered_columns])

@@ -96,33 +96,35 @@ def _draw_mask(axes: "Axes", mask: Pixels, num_classes: int, ignored: int) -> No
 
 
 def _add_class_legend(
-    figure: "Figure", record: RunRecord, examples: Sequence[MaskExample], columns: Sequence[str], ignored: int
+    figure: "Figure", record: RunRecord, examples: Sequence[MaskExample], shown_models: Sequence[str], ignored: int
 ) -> None:
     """Add a legend of the classes that occur in the masks that are shown."""
     import numpy as np
     from matplotlib.patches import Patch
 
-    numbers: set[int] = set()
+    class_numbers: set[int] = set()
     for example in examples:
-        for mask in (example.label, *(example.predictions[column] for column in columns)):
-            numbers.update(np.unique(mask).tolist())
+        for mask in (example.label, *(example.predictions[column] for column in shown_models)):
+            class_numbers.update(np.unique(mask).tolist())
     handles = []
     for number, class_name in enumerate(record.class_names):
-        if number in numbers:
+        if number in class_numbers:
             label = class_name if record.info.get("classes") else f"class {class_name}"
             handles.append(Patch(facecolor=_colour_of_class(number), edgecolor="none", label=short_label(label)))
-    if ignored in numbers:
+    if ignored in class_numbers:
         handles.append(Patch(facecolor=IGNORED_COLOUR, edgecolor="#808080", label="does not count"))
     figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=8, handlelength=1.2)
 
 
-def _describe_figure(record: RunRecord, examples: Sequence[MaskExample], columns: Sequence[str], ignored: int) -> str:
+def _describe_figure(
+    record: RunRecord, examples: Sequence[MaskExample], shown_models: Sequence[str], ignored: int
+) -> str:
     """Describe the figure, with the share of pixels that each model predicts correctly."""
     sentences = []
     for example in examples:
         counted = example.label != ignored
         shares = []
-        for column in columns:
+        for column in shown_models:
             share = math.nan
             if counted.any():
                 share = float((example.predictions[column] == example.label)[counted].mean())

@@ -111,18 +111,18 @@ def write_page(
         has_scores = not record.private if with_scores is None else with_scores
         visible_records.append(record if has_scores else record.published())
 
-    parts: list[Section | RunPart] = []
+    sections_and_runs: list[Section | RunPart] = []
     if len(visible_records) == 1:
-        parts += sections(visible_records[0])
+        sections_and_runs += sections(visible_records[0])
     else:
-        parts += comparison(visible_records)
-        parts += _run_parts(visible_records)
+        sections_and_runs += comparison(visible_records)
+        sections_and_runs += _run_parts(visible_records)
     all_sections: list[Section] = []
-    for part in parts:
+    for part in sections_and_runs:
         all_sections += part.sections if isinstance(part, RunPart) else [part]
 
     path = output / PAGE
-    page = _render_page(visible_records, parts, refresh)
+    page = _render_page(visible_records, sections_and_runs, refresh)
     contents: dict[str, bytes] = {}
     for section in all_sections:
         for figure in section.figures:

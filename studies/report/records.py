@@ -169,8 +169,8 @@ class RunRecord:
     @property
     def task(self) -> dict[str, Any]:
         """Record of the task (:meth:`.Task.record`): one class per image unless the run has another."""
-        record: dict[str, Any] | None = self.info.get("task")
-        return record or CLASSIFICATION
+        task_record: dict[str, Any] | None = self.info.get("task")
+        return task_record or CLASSIFICATION
 
     @property
     def several_labels(self) -> bool:

@@ -270,12 +270,12 @@ def _is_score(name: str) -> bool:
 
 
 def _report_clients(record: RunRecord, prefix: str) -> Section:
-    columns: dict[str, Sequence[float]] = {}
+    measurements: dict[str, Sequence[float]] = {}
     if OWN_SCORE in record.initial:
-        columns[f"{BEFORE}{OWN_SCORE}"] = record.initial[OWN_SCORE]
-    columns |= record.clients
+        measurements[f"{BEFORE}{OWN_SCORE}"] = record.initial[OWN_SCORE]
+    measurements |= record.clients
     if record.global_local:
-        columns["global/local_test"] = record.global_local
+        measurements["global/local_test"] = record.global_local
     scores = predicted_scores(record).own
     contrast = None if record.baselines is None else record.baselines.contrast_with(ALONE)
     summary = _summary_of_clients(record, prefix)
@@ -283,22 +283,22 @@ def _report_clients(record: RunRecord, prefix: str) -> Section:
     header = ["client"]
     if record.train_sizes:
         header.append("training images")
-    header += columns
+    header += measurements
     rows: list[list[Cell]] = []
     for client in _clients_by_score(len(record.client_names), scores):
         row: list[Cell] = [record.client_names[client]]
         if record.train_sizes:
             row.append(record.train_sizes[client])
-        row += [values[client] for values in columns.values()]
+        row += [values[client] for values in measurements.values()]
         rows.append(row)
     tables = _tables_with_rows(summary)
-    if columns:
+    if measurements:
         table = Table(
             name=f"{prefix}clients",
             caption="All measurements of each client, sorted by its score",
             header=header,
             rows=rows,
-            plain=[name for name in columns if name.startswith(PRIVACY) or name == LAST_ROUND],
+            plain=[name for name in measurements if name.startswith(PRIVACY) or name == LAST_ROUND],
             metrics="columns",
         )
         tables.append(table)

@@ -216,15 +216,15 @@ def _all_scores(groups: Sequence[Group]) -> list[str]:
     """Return the scores that a table may have, in its order."""
     last_rounds = []
     test_images: list[int] = []
-    names: list[str] = []
+    score_names: list[str] = []
     for group in groups:
         for run in group.runs:
             last_rounds += run.rounds[-1:]
             test_images += run.test_images
-            names += run.metric_names
+            score_names += run.metric_names
     own_score, *other_scores = SCORES
     own_scores = [own_score, *scores_beside(last_rounds, test_images)]
-    return [*own_scores, *other_scores, *scores_of_both(names), *shift_names(names)]
+    return [*own_scores, *other_scores, *scores_of_both(score_names), *shift_names(score_names)]
 
 
 def _score_figure(groups: Sequence[Group], score: str) -> RenderedFigure | None:

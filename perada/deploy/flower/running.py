@@ -314,14 +314,14 @@ def _run_config(app: Path, options: Mapping[str, object]) -> str:
 
 
 def follow(
-    arguments: Sequence[str],
+    command_words: Sequence[str],
     environment: Mapping[str, str],
     lines: TextLines | None = None,
 ) -> tuple[str | None, bool]:
     """Run a ``flwr`` command, and print its output until it ends.
 
     Args:
-        arguments: The command's arguments.
+        command_words: The command's arguments.
         environment: Its environment.
         lines: How its lines are converted; by default not at all.
 
@@ -331,7 +331,7 @@ def follow(
     lines = TextLines() if lines is None else lines
     started = None
     interrupted = False
-    command = [str(program("flwr")), *arguments]
+    command = [str(program("flwr")), *command_words]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0, env=environment
     ) as process:

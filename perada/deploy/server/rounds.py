@@ -453,7 +453,7 @@ def round_metrics(
     recipe: Recipe,
     record: RoundRecord,
     roster: Sequence[Member],
-    facts: Sequence[Facts],
+    facts_of_sites: Sequence[Facts],
     lora_ranks: Sequence[int] = (),
 ) -> dict[str, float]:
     """Return the metrics of a round.
@@ -462,7 +462,7 @@ def round_metrics(
         recipe: Recipe of the run.
         record: Record of the round.
         roster: Sites of the run.
-        facts: Facts of the sites that count in the round.
+        facts_of_sites: Facts of the sites that count in the round.
         lora_ranks: Their ranks of LoRA, if they have their own.
     """
     loop = recipe.loop
@@ -476,8 +476,8 @@ def round_metrics(
     metrics["deploy/selected"] = float(len(record.selected))
     metrics["deploy/answered"] = float(len(record.used))
     for role in opened:
-        losses = [fact["losses"][role] for fact in facts if role in fact.get("losses", {})]
-        if losses and len(losses) == len(facts):
+        losses = [fact["losses"][role] for fact in facts_of_sites if role in fact.get("losses", {})]
+        if losses and len(losses) == len(facts_of_sites):
             metrics[f"train/{role}_loss"] = float(torch.tensor(losses).mean())
     if loop.privacy is not None:
         metrics |= epsilon_metrics(roster)

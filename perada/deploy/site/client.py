@@ -225,12 +225,12 @@ class Client:
             self._plan_phase(account, "tune", 1)
         return Counter(account.ledgers.release.history(0))
 
-    def _plan_phase(self, account: Account, kind: Literal["train", "tune"], times: int) -> None:
+    def _plan_phase(self, account: Account, request_kind: Literal["train", "tune"], times: int) -> None:
         """Spend the cost of rounds of one kind, or of as many of them as are affordable."""
         if not times:
             return
-        tuning = kind == "tune"
-        costs = account.round_costs(self.plan(Request(kind, "0" * 32, "0" * 64)), tuning)
+        tuning = request_kind == "tune"
+        costs = account.round_costs(self.plan(Request(request_kind, "0" * 32, "0" * 64)), tuning)
         for _ in range(times):
             if not account.affordable([0], tuning=tuning):
                 break

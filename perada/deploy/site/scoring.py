@@ -76,12 +76,14 @@ class ScoringHandler(ImageHandler):
         self.store.commit(run_state, replace(self.store.totals, ledger=ledger))
         return run_state
 
-    def _score_models(self, client: Client, request: Request, models: _Models, run_state: RunState) -> dict[str, Any]:
+    def _score_models(
+        self, client: Client, request: Request, models_to_score: _Models, run_state: RunState
+    ) -> dict[str, Any]:
         """Score models, and return what of it may leave the site, as facts of the response."""
         # No ledger counts scores, so a site whose privacy is protected as a whole sends none.
         if client.site_privacy is not None or not self.permissions.may_send & {"counts", "scores"}:
             return {}
-        scores = client.score(request, models.shared, models.members, run_state)
+        scores = client.score(request, models_to_score.shared, models_to_score.members, run_state)
         values = {name: _mean_scores(score) for name, score in scores.models.items() if score}
         counts = counts_of(scores.models, client.test_size)
         facts = self.permissions.allowed_facts("counts", counts)
