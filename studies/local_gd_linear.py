@@ -214,7 +214,7 @@ def classification_steps(problem: NodeData, steps: int, lr: float, decay: float)
         count = problem.sizes.view(-1, 1, 1)
 
     def local(w: Tensor) -> Tensor:
-        margin = _apply_models(signed, w).unsqueeze(-1)  # (M, N, 1): of the global model
+        margin = _apply_models(signed, w).unsqueeze(-1)  # (M, N, 1)
         c = torch.zeros_like(margin)
         for _ in range(steps):
             # The padding after a node's samples is zero, so its entries of c move no model.

@@ -153,7 +153,7 @@ def federated_round(
         gain: Result of :func:`local_gain`, (C, N, N).
     """
     num_reruns, num_modes, num_functions = modes.shape
-    # One row for each mode of each re-run, and one entry for each client that takes part in a re-run: T entries.
+    # Weights have a row for each mode of each re-run; T counts the clients that take part, over all re-runs.
     rows_of_weights = modes.reshape(-1, num_functions)
     phi_of_points = phi.reshape(-1, num_functions)  # (C · N, D)
     row = (mode_of_client + num_modes * torch.arange(num_reruns)[:, None])[takes_part]  # (T,)

@@ -214,13 +214,14 @@ class AuditLog:
         self.tip = Tip()
         self._folder = folder
         self._descriptor = -1
-        self._size = 0  # of the file, which grows by this process's lines only
+        # The file grows by this process's lines only.
+        self._size = 0
         self.open()
 
     def close(self) -> None:
         """Close the file; :meth:`open` reopens it."""
         descriptor = self._descriptor
-        # First: the descriptor is invalid even if closing it fails.
+        # The descriptor is forgotten first: it is invalid even if closing it fails.
         self._descriptor = -1
         if descriptor >= 0:
             # All lines have been synced, so an error that a disk reports only now loses none.

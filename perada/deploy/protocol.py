@@ -114,7 +114,7 @@ class Header:
         Raises:
             RejectionError: If the message is of another protocol, or a field is missing, unknown or out of range.
         """
-        # The version first: fields of another version cannot be judged.
+        # The version is checked first, since fields of another version cannot be judged.
         protocol = header.get("protocol")
         if type(protocol) is not int or protocol != PROTOCOL:
             raise RejectionError(
@@ -321,7 +321,7 @@ def pack(header: Header | Mapping[str, Any], tensors: "Mapping[str, Tensor] | No
     content = header if isinstance(header, Mapping) else vars(header)
     text = canonical(content).decode()
     if not tensors:
-        # What safetensors would write, without the import of torch that it needs.
+        # This is what safetensors would write, without the import of torch that it needs.
         table = json.dumps({"__metadata__": {_SECTION: text}}).encode()
         return with_size(table)
     from safetensors.torch import save

@@ -183,7 +183,7 @@ class Recipe:
                     "client_privacy: clipping='adaptive' with secure_sums requires count_noise in a deployment, "
                     "because sites do not know in advance how many there are; set it, or use clipping='fixed'"
                 )
-            # Only for its errors about tensors that cannot be summed.
+            # This raises an error for tensors that cannot be summed; the result is not needed.
             exact_change(self.template.sent, self.template.sending)
         return ClientLevel(options, loop.seed, sites, self.rounds, secure_sums=loop.secure_sums)
 

@@ -284,7 +284,7 @@ def local_score(facts: Facts, metric: Metric, models: Sequence[str] = PREDICTING
     """Return a site's score of the first of some models of which it sends any; NaN if it sends none."""
     for model in models:
         if _has_failed(facts, model):
-            # Not the score of the global model in place of the personal one.
+            # The global model's score must not stand in for that of the personal one.
             return math.nan
         hits = _sent_hits(facts, model)
         if metric.is_accuracy and hits is not None:

@@ -77,7 +77,7 @@ def pack_nested(content: Mapping[str, object], version: int) -> bytes:
             # The file stores contiguous tensors, but the last bits of a convolution depend on its weight's strides.
             return {"$tensor": name, "strides": strides_of({name: value}).get(name)}
         if isinstance(value, bytes):
-            # bytearray: torch warns of buffers that cannot be written to.
+            # torch warns of buffers that cannot be written to, so the bytes become a bytearray.
             tensors[name] = torch.from_numpy(np.frombuffer(bytearray(value), np.uint8))
             return {"$bytes": name}
         return vars(value)
@@ -288,11 +288,15 @@ class SiteStore:
         self.folder = folder
         self.totals = SiteTotals()
         self.commits = 0
-        self._attempted: int | None = None  # the largest count that this process tried to write; None before the first
-        self._tip = Tip()  # of the log when the state was last written
+        # The largest count that this process tried to write; None before the first.
+        self._attempted: int | None = None
+        # The log's tip when the state was last written.
+        self._tip = Tip()
         self._run: str | None = None
-        self._former: dict[str, int] = {}  # count of each former run's file
-        self._unwritten_bytes = 0  # size of the last state, if it could not be written
+        # Count of each former run's file.
+        self._former: dict[str, int] = {}
+        # Size of the last state, if it could not be written.
+        self._unwritten_bytes = 0
         try:
             with naming_disk(folder):
                 self._check_and_open()
@@ -440,7 +444,7 @@ class SiteStore:
             "audit": list(tip),
             "former": former,
         }
-        # Before the write, which may fail after the rename: current() then accepts either file.
+        # The write may fail after the rename, so the attempt is noted first: current() then accepts either file.
         self._attempted = commits
         file_content = pack_nested(content, SITE_FORMAT)
         self._unwritten_bytes = len(file_content)

@@ -331,7 +331,7 @@ class Engine:
                 state_group = {name: value[start:stop] for name, value in states.items()}
                 logits_of_images = []
                 for image_group in x.split(images_at_once):
-                    # A view, since all states run on the same images.
+                    # All states run on the same images, so this is a view.
                     images = image_group.expand(stop - start, *image_group.shape)
                     logits_of_images.append(self.logits(state_group, images, batch_statistics=batch_statistics))
                 logits_of_states.append(torch.cat(logits_of_images, 1))
@@ -464,7 +464,7 @@ def engine_class(engine_name: str) -> type[Engine]:
     return found
 
 
-def make_engine(engine_name: str, model: nn.Module, **options: Any) -> Engine:  # those of Engine
+def make_engine(engine_name: str, model: nn.Module, **options: Any) -> Engine:
     """Return an engine by the option ``engine`` (:func:`engine_class`).
 
     Args:

@@ -125,7 +125,7 @@ def _find_obstacle(model: nn.Module, x: Tensor, channels_last: bool, tolerance: 
             batches = [two_clients[:, :1]]
     error = _backward_error(folded, states, two_clients[:, :1])
     if error is None or _backward_error(loop, states, two_clients[:, :1]) is not None:
-        # What fails for one client after another, too, is no reason against folding.
+        # A pass that also fails for one client after another is no reason against folding.
         return None
     return _obstacle_of_error(error)
 
@@ -226,7 +226,7 @@ def _repeats_logits(engine: Engine, states: State, x: Tensor, training: bool, lo
 
 def _seeded_logits(engine: Engine, states: State, x: Tensor, training: bool, seed: int = 0) -> Tensor:
     """Return the logits (2, B, K) of two clients, with torch's global generator seeded by ``seed``."""
-    # Copies, since training mode updates running statistics in place.
+    # Training mode updates running statistics in place, so these are copies.
     copies = clone(states)
     streams = Streams.derived(0, "fold check", clients=(0, 1))
     with torch.no_grad(), seeded(seed, "fold check"):

@@ -100,7 +100,7 @@ def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     # The device "meta" has no autocast, and raises an error if it is queried.
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
-    # Autocast leaves double precision as it is.
+    # Autocast does not change double precision.
     if torch.float64 in (x.dtype, weight.dtype):
         return None
     return torch.get_autocast_dtype(device_type)

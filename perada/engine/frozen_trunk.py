@@ -120,7 +120,7 @@ class FrozenTrunk:
         for path, part in self.parts(x_R).items():
             dtype, layout = self._formats.get(path, (part.dtype, torch.contiguous_format))
             output = part.view(-1, *self.shapes[path])
-            # A copy, since a model may change the output in place.
+            # A model may change the output in place, so this is a copy.
             self._cut_outputs[path] = output.to(dtype, copy=True, memory_format=layout)
         return self._blank_images(len(x_R), x_R)
 
@@ -136,7 +136,7 @@ class FrozenTrunk:
         """
         self.rows = num_rows
         blank = torch.nan if self.spoil else 0.0
-        # A view of a single number, which takes no memory.
+        # A view of a single number takes no memory.
         return like.new_full((), blank, dtype=self._image_dtype).expand(num_rows, *self.image)
 
     def features(self, model: nn.Module, x_R: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class FrozenTrunk:
         Returns:
             What the model returns for the images of that pass.
         """
-        # Copies, since a model may change an output in place.
+        # A model may change an output in place, so these are copies.
         self._cut_outputs = {path: output.clone() for path, output in outputs.items()}
         first_output = next(iter(outputs.values()))
         logits: Tensor = model(self._blank_images(len(first_output), first_output))
@@ -219,7 +219,7 @@ class FrozenTrunk:
             return like.new_empty(shape)
         out = run_model()
         if self._recorded_outputs is not None and path in self.needed:
-            # A copy, since a model may change the output in place.
+            # A model may change the output in place, so this is a copy.
             self._recorded_outputs[path] = out.clone()
             if self._ends_early and len(self._recorded_outputs) == len(self.needed):
                 raise _FeaturesComplete
@@ -337,7 +337,7 @@ def _features_replace_images(trunk: FrozenTrunk, module: nn.Module, features: Te
     def logits(rows_R: Tensor) -> Tensor:
         with torch.no_grad(), torch.random.fork_rng([x_R.device] if x_R.is_cuda else []):
             torch.manual_seed(0)
-            # Copies, since a pass in training mode may write to buffers.
+            # A pass in training mode may write to buffers, so these are copies.
             copies = clone(tensors)
             for name, first_name in tied.items():
                 copies[name] = copies[first_name]
@@ -387,7 +387,7 @@ def _find_constant_modules(model: nn.Module, x_R: Tensor) -> dict[str, torch.Siz
     """
     modules = dict(model.named_modules())
     outputs_of_three = _summarize_outputs(model, x_R, training=False)
-    # Fewer images, other values of the trained tensors, and training mode.
+    # These passes have fewer images, other values of the trained tensors, and training mode.
     outputs_of_two = _summarize_outputs(model, x_R[:2], training=True)
     constant: dict[str, torch.Size] = {}
     for path, output in outputs_of_three.items():

@@ -198,7 +198,7 @@ class StackedConv2d(StackedLayer):
 
         tap = _only_tap(conv, x_R)
         if tap is not None:
-            # A linear map of the only pixel, since all other taps fall on padding.
+            # All other taps fall on padding, so this is a linear map of the only pixel.
             out = _batched_linear(x_CB.flatten(2), self.weight.flatten(3)[..., tap], bias)
             return out.flatten(0, 1)[..., None, None]
 
@@ -426,7 +426,7 @@ class StackedBatchNorm(StackedLayer):
         x = x_BSCD.flatten(-2).movedim(-1, 1)  # (B, C·D, S)
         out = F.batch_norm(
             x,
-            # Views, since batch_norm updates the statistics in place.
+            # batch_norm updates the statistics in place, so these are views.
             running_mean=_flatten_stack(means, view=use_batch),
             running_var=_flatten_stack(variances, view=use_batch),
             weight=_flatten_stack(self.stacked("weight")),

@@ -162,7 +162,7 @@ def _check_recipe(cli: ConfiguredRun) -> None:
     rounds = cli.trainer.max_epochs
     if rounds is None or rounds < 1:
         raise ValueError(f"trainer.max_epochs={rounds} sets no number of rounds; set it, for example to 30")
-    # Reads the images.
+    # This reads the images.
     cli.datamodule.setup()
     if cli.datamodule.num_clients < 2:
         raise ValueError(

@@ -90,7 +90,8 @@ def _draw_figures(
 ) -> list[str]:
     """Draw the figures that the comparison has the scores for, and return what the page shows."""
     for name in (HOME_AND_ABROAD, CLIENTS):
-        (folder / name).unlink(missing_ok=True)  # of an earlier command
+        # An earlier command may have written it.
+        (folder / name).unlink(missing_ok=True)
     if comparison is None:
         return []
     try:
@@ -148,7 +149,7 @@ def _describe_trials(search: Search, chosen: HeldOutScores) -> list[str]:
         behind = "chosen"
         if scores is not chosen:
             difference = lead(chosen, scores)
-            # Without the sign of a zero.
+            # Subtracting from 0 keeps a zero from becoming −0.
             behind = f"{unit.number(0.0 - difference.mean)} ± {unit.number(difference.standard_error)}"
         rows.append(
             [

@@ -115,7 +115,7 @@ class MethodSearch:
         """
         point = candidate.point | _length_options(total_rounds) | {"data.client_validation_seed": str(draw)}
         if self.local_epochs is not None:
-            # As many steps as on all training images: of few images, a fifth may be half of the batches.
+            # Clients take as many steps as on all training images: of few images, a fifth may be half of the batches.
             point["training.local_epochs"] = f"{self.local_epochs / (1 - HELD_OUT_SHARE):.6g}"
         return make_trial(self.plan.job(self.row, draw, "tune", point), candidate, draw, rounds)
 
@@ -604,7 +604,7 @@ class Search:
         """Replace the names of clients in a reason if the search is anonymous."""
         if not self.options.anonymous:
             return reason
-        # Longer names first: one name may be a part of another.
+        # Longer names come first, since one name may be a part of another.
         for name in sorted(self.names, key=len, reverse=True):
             reason = name_pattern(name).sub(f"client {self.names.index(name)}", reason)
         return reason

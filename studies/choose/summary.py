@@ -55,7 +55,7 @@ def expected_score(comparison: Comparison, row: ComparedRow, criterion: str) -> 
         with_score = np.isfinite(other.scores[criterion]).all(0)
         means = other.scores[criterion][:, with_score].mean(1)
         variances.append(float(means.var(ddof=1)))
-    # As differences are judged: the spread of all rows counts as much as two more seeds.
+    # Differences are judged in the same way: the spread of all rows counts as much as two more seeds.
     own_degrees = num_seeds - 1
     degrees = own_degrees + PRIOR_DEGREES_OF_FREEDOM
     own_variance = float(np.nanmean(row.scores[criterion], 1).var(ddof=1))

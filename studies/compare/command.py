@@ -267,7 +267,7 @@ def split_words(words: list[str], parser: ArgumentParser) -> SplitWords:
         name, equals, _ = word.partition("=")
         is_option = word.startswith("-") and not word[1:2].isdigit()  # -1 is a value
         if not is_option:
-            # Further values of a repeatable option: --tune A=1 B=2.
+            # A repeatable option takes further values: --tune A=1 B=2.
             if option in REPEATABLE_OPTIONS and equals and destination[-1] != option:
                 destination.append(option)
             destination.append(word)

@@ -190,7 +190,7 @@ class Comparison:
                 num_rows=len(self.rows),
                 lower_is_better=self.lower_is_better,
             )
-            # One value for each client, in their order.
+            # The entry gets one value for each client, NaN for those without a score.
             of_clients = np.full(self.num_clients, np.nan)
             of_clients[has_score] = entry.of_clients
             differences.append(replace(entry, of_clients=tuple(of_clients.tolist())))

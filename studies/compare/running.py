@@ -149,7 +149,7 @@ class RoundClock(pl.Callback):
         rounds_done = trainer.current_epoch + 1
         if stretch is None or rounds_done < stretch.last_round or rounds_done == trainer.max_epochs:
             return
-        # Before the models are fine-tuned and scored, as they would not be in an uninterrupted run.
+        # An uninterrupted run would not fine-tune and score the models here, so the checkpoint comes before that.
         trainer.save_checkpoint(stretch.checkpoint)
         trainer.should_stop = True
 

@@ -160,7 +160,8 @@ def _labels_without_point(records: Sequence[Record], final_records: Sequence[Rec
 def _full_fine_tuning_rows(records: Sequence[Record], columns: Columns) -> list[list[str]]:
     """Return a row with the costs of full fine-tuning for each size of model."""
     record_of_size: dict[tuple[int, float], Record] = {}
-    for record in reversed(records):  # so that the first record with a size remains, whose label the row has
+    # The first record with a size has the row's label, so it comes last and remains.
+    for record in reversed(records):
         if "full/params" in record:
             record_of_size[record["full/params"], record["full/mb"]] = record
     rows = []

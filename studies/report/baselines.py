@@ -62,7 +62,7 @@ def read_baselines(path: Path, record: RunRecord) -> Baselines:
         ValueError: If it is not a file of ``perada compare``, or has no baselines for the clients and the seed of the
             run.
     """
-    # Only here, since they import SciPy and, with the plan of a comparison, all algorithms.
+    # These modules import SciPy and all algorithms, which pages without baselines do not need.
     from perada.studies.compare.comparison import Comparison, NotComparableError
     from perada.studies.compare.results import Results, records_of_rows
 
@@ -165,7 +165,7 @@ def _own_record(record: RunRecord, others: Sequence[Mapping[str, Any]]) -> dict[
         "client_names": record.info.get("clients"),
         "metric": record.first_metric,
         "has_classes": record.has_classes,
-        # Unlike a baseline that sends nothing; the number is not compared.
+        # This marks the baseline as one that sends something; the number is not compared.
         "mb_sent": record.last("comm/up_mb"),
     }
     if others:

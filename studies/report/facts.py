@@ -59,7 +59,7 @@ class RightCount:
         >>> round(count.low, 3), round(count.high, 3), count.text, count.interval_text
         (0.582, 0.831, '34 of 47', '58 to 83 %')
         """
-        # Only here, since SciPy takes longer to import than the path of the page to print.
+        # The command prints the path of its page before it imports SciPy, which takes longer.
         from scipy.stats import binomtest
 
         interval = binomtest(right, images).proportion_ci(method="wilson")

@@ -299,7 +299,7 @@ def communication(record: RunRecord, name: str) -> RenderedFigure | None:
             for megabytes, row in zip(total_sent, record.rounds, strict=True):
                 if score in row:
                     curve.add(megabytes, record.unit.factor * row[score])
-            # The same colours as in the figure of the scores by round.
+            # A score has the same colour in the figure of the scores by round.
             draw_line(axes, SCORES.index(score), curve.x, curve.y, TITLES[score])
         axes.set(
             xlabel="megabytes sent so far by all clients and the server", ylabel=record.unit.label(record.score_name)

@@ -120,7 +120,7 @@ def as_svg(figure: "Figure", name: str, alt: str) -> str:
     size = re.compile(r' (width|height)="[^"]*"')
     max_width = f"max-width: {MAX_PIXELS_PER_INCH * figure.get_figwidth():.0f}px"
     attributes = f' role="img" style="{max_width}" aria-label="{escape(printable(alt))}"'
-    # A function, since a string would have its backslashes interpreted.
+    # re.sub() would interpret backslashes in a string, so the replacement is a function.
     svg = size.sub(lambda match: attributes, svg, count=1)
     svg = size.sub("", svg, count=1)
     return re.sub(r"\n\s*", "\n", svg.replace(INK, "currentColor"))

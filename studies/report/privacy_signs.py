@@ -64,7 +64,7 @@ def may_be_private(folder: Path) -> bool:
 
 def _is_private_checkpoint(path: Path) -> bool:
     """Return whether a checkpoint is that of a private run, or cannot be read."""
-    # Only here, since torch takes longer to import than a page to draw.
+    # Importing torch takes longer than drawing a page, so most pages do without.
     import torch
 
     try:

@@ -405,7 +405,7 @@ def _record_of_run(folder: Path, run_file: RunFile) -> RunRecord:
 
     failed_outputs = ""
     if metrics.get("failed_outputs"):
-        # Only here, since its package imports torch, which takes longer than drawing the page.
+        # This import loads torch, which takes longer than drawing the page, so most pages do without.
         from perada.scores.failed_outputs import describe_failed, failed_of_records
 
         message = describe_failed(failed_of_records(metrics["failed_outputs"]), run_file.info.get("clients"))

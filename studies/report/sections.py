@@ -689,7 +689,7 @@ def _report_privacy(record: RunRecord, prefix: str) -> Section:
         intro = _LEFT_OUT if record.without_scores else ""
         return Section(key="privacy", title="Privacy", intro=intro, figures=rendered)
 
-    # Only here, since both modules import torch and timm, which takes longer than drawing the page.
+    # These imports load torch and timm, which takes longer than drawing the page, so most pages do without.
     from perada.results.cards import check_record, privacy_lines
     from perada.results.clients import joined_clients
 

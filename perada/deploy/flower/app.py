@@ -151,7 +151,7 @@ def pass_on(message: "Message", context: "Context") -> "Message":
     from flwr.app import Message
 
     try:
-        # Of any length: the worker limits the length of requests.
+        # The worker limits the length of requests, so any is accepted here.
         payload = unpack_payload(message.content, sys.maxsize)
         if isinstance(payload, bytes):
             path = str(context.node_config.get("socket", ""))

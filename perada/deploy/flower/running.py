@@ -144,7 +144,7 @@ def _read_connections() -> dict[str, dict[str, object]]:
     if not file.is_file():
         return {}
     section = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {})
-    # Beside the connections the section has the name of the default one.
+    # The section also contains the name of the default connection.
     return {name: value for name, value in section.items() if isinstance(value, dict)}
 
 
@@ -359,7 +359,8 @@ class _LineReader:
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe = pipe
-        self._incomplete = b""  # the beginning of a line
+        # A line that has begun, but not ended.
+        self._incomplete = b""
 
     def __iter__(self) -> Iterator[str | None]:
         with selectors.DefaultSelector() as selector:

@@ -280,7 +280,7 @@ def _bind_socket(path: Path) -> socket.socket:
             try:
                 other.connect(os.fspath(path))
             except ConnectionRefusedError:
-                # The socket of a worker that was killed.
+                # A worker that was killed has left its socket.
                 path.unlink()
             else:
                 raise ValueError(f"another worker is listening at {str(path)!r}; stop it, or choose a different path")

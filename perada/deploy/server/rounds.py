@@ -443,7 +443,7 @@ def _update_of(recipe: Recipe, updates: UpdatesBySite, client: int, round: int) 
         return nothing_finite
     _, update = updates[client]
     if recipe.noisy:
-        # The mean of changes, in double precision; integers are not part of it.
+        # Changes are averaged in double precision; integers are not part of the mean.
         integers = {key: value for key, value in example.items() if not value.is_floating_point()}
         return integers | update
     return to_device(update, recipe.device)

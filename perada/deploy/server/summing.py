@@ -117,7 +117,7 @@ class SecureSum:
         self._save = save
         # Converted to the text of an advert and back, which truncates digests like those of the sites.
         self._sent_digests = parse_heard(SiteClaims(heard=sent_digests or {}).texts()["heard"])
-        # Sites that the next attempt excludes.
+        # The next attempt excludes these sites.
         self._excluded: set[str] = set()
         self.failed: dict[str, str] = {}
         self.lies: dict[str, str] = {}
@@ -429,9 +429,8 @@ def consistent_adverts(adverts: Mapping[str, Advert]) -> dict[str, Advert]:
             counts_by_topic.setdefault(topic, Counter())[statement] += 1
     majority = {}
     for topic, counts in counts_by_topic.items():
-        # The first one of several that are equally common.
-        ((most_common, _),) = counts.most_common(1)
-        majority[topic] = most_common
+        # Among equally common statements, max() returns the first.
+        majority[topic] = max(counts, key=lambda statement: counts[statement])
 
     deviating = []
     for name, statements in statements_of_sites.items():

@@ -33,8 +33,9 @@ class SiteWaits:
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
-        self._wait: dict[str, float] = {}  # after the last failure of each site
-        self._due: dict[str, float] = {}  # when each of them may be asked again
+        # How long each site was left alone after its last failure, and when it may be asked again.
+        self._wait: dict[str, float] = {}
+        self._due: dict[str, float] = {}
 
     def note_failure(self, name: str, now: float) -> float:
         """Record that the disk of a site failed, and return for how many seconds it is not asked.

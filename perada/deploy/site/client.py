@@ -136,9 +136,10 @@ class Client:
         self.site_privacy = SitePrivacy(recipe, limits) if recipe.noisy else None
         self._trainer = LocalTrainer(self.module.engine, self.module.tensor_names, self.settings, self._protection)
         self.images = recipe.public_images()
-        self._public_digests: dict[int, str] = {}  # of the public images of the last round, by the round
-        # Of the site's training images, without the weight of the personal model. By the site's number in a run, on
-        # which the draws of random datasets depend.
+        # Digest of the public images of the last round, by the round.
+        self._public_digests: dict[int, str] = {}
+        # What is typical of the site's training images, without the weight of the personal model. The draws of random
+        # datasets depend on the site's number in a run, by which this is stored.
         self._typical_images: dict[int, BothModels] = {}
         self.planned = self._plan_steps()
         self.budget = SiteBudget(limits, limits.max_epsilon, self.planned)

@@ -37,7 +37,7 @@ class _ActiveSum:
 
     terms: SumTerms
     round: SiteRound
-    # By the digest of the message.
+    # Each reply is stored by the digest of its message.
     replies: dict[str, bytes] = field(default_factory=dict)
 
 
@@ -65,7 +65,7 @@ class Party:
         for other, key in self.peers.items():
             if key.public_bytes_raw() == public_bytes:
                 raise ValueError(f"the list of sites has the key of this site, {name!r}, under the name {other!r}")
-        # By run, in the order in which the sums were begun.
+        # The sums are stored by run, in the order in which they were begun.
         self._sums: dict[str, _ActiveSum] = {}
 
     def survivors(self, terms: SumTerms) -> list[str]:

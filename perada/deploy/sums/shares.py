@@ -96,7 +96,8 @@ def multiply(a: int, b: int) -> int:
 
 def _invert_all(elements: list[int]) -> list[int]:
     """Invert all elements with a single inversion, of their product, and three multiplications for each element."""
-    products = [1]  # of the elements before each one
+    # For each element, the product of those before it.
+    products = [1]
     for element in elements:
         products.append(multiply(products[-1], element))
     # x to the power of 2¹²⁸ − 2 is the inverse of x, since the field has 2¹²⁸ elements.

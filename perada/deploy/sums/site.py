@@ -108,8 +108,10 @@ class SiteRound:
         self._keys = {purpose: exchange_key(self._seeds[purpose]) for purpose in ("seals", "shares", "masks")}
         self._adverts: dict[str, Advert] = {}
         self._order: list[str] = []
-        self._keys_digest = ""  # of all sites' adverts
-        self._received: dict[str, tuple[bytes, bytes]] = {}  # the two shares that each dealer gave this site
+        # Digest of all sites' adverts.
+        self._keys_digest = ""
+        # The two shares that each dealer gave this site.
+        self._received: dict[str, tuple[bytes, bytes]] = {}
         self._senders: list[str] = []
         self._vector_size = 0
         self._statement: dict[str, object] = {}
@@ -246,7 +248,8 @@ class SiteRound:
         """
         self._begin_step("hold")
         _require_condition({*sealed} <= {*self._order} - {self.name}, "shares of an unknown site")
-        num_dealers = len(sealed) + 1  # with this site
+        # This site is a dealer, too.
+        num_dealers = len(sealed) + 1
         _require_condition(
             num_dealers >= self._min_survivors,
             f"only {num_dealers} of {self.num_sites} sites sent shares, which is too few",

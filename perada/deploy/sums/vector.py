@@ -99,7 +99,7 @@ class Contents:
         Raises:
             ValueError: If a number is not finite, or too large for the sum over so many sites.
         """
-        # Each part with its factor; None for integers, which are taken as they are.
+        # Each part has a factor; None marks integers, which are taken as they are.
         tensors: list[tuple[Tensor, float | None]] = []
         for key in self.example:
             tensors.append((sent[key], None if self.noisy else weight))
