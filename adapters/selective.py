@@ -62,12 +62,12 @@ class SelectedParameters:
     Attributes:
         path: Full name of the module, empty for the network itself.
         module: The module.
-        names: Names of the parameters in the module, without those of its children.
+        parameter_names: Names of the parameters in the module, without those of its children.
     """
 
     path: str
     module: nn.Module
-    names: tuple[str, ...]
+    parameter_names: tuple[str, ...]
 
 
 def _select_parameters(model: nn.Module, config: SelectiveConfig) -> Iterator[SelectedParameters]:
@@ -99,7 +99,7 @@ def selected_names(model: nn.Module, config: SelectiveConfig) -> list[str]:
         persistent = set(selected.module.state_dict().keys())
         buffers = [name for name, _ in selected.module.named_buffers(recurse=False) if name in persistent]
         prefix = f"{selected.path}." if selected.path else ""
-        names += [prefix + name for name in (*selected.names, *buffers)]
+        names += [prefix + name for name in (*selected.parameter_names, *buffers)]
     return names
 
 
@@ -140,7 +140,7 @@ class SelectiveModel(BaseTuner):
         adapter_name = adapter_names if isinstance(adapter_names, str) else adapter_names[0]
         config = cast(SelectiveConfig, self.peft_config[adapter_name])
         for selected in _select_parameters(self.model, config):
-            for name in selected.names:
+            for name in selected.parameter_names:
                 selected.module.get_parameter(name).requires_grad_(requires_grad)
 
     def disable_adapter_layers(self) -> None:

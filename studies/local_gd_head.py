@@ -139,7 +139,7 @@ def extract_features(head_settings: HeadSettings) -> Features:
         head_inputs.clear()
         with torch.no_grad():
             for chunk in torch.split(images, 512):
-                backbone.model(prepare_images(chunk, backbone.image, head_settings.image_size))
+                backbone.model(prepare_images(chunk, backbone.image_config, head_settings.image_size))
         return torch.cat(head_inputs)
 
     splits = load_images(head_settings)

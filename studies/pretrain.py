@@ -189,9 +189,9 @@ def pretrain(settings: PretrainSettings) -> Path:
     test_images = data.with_split(False)
     with seeded(settings.seed, "pretrain"):
         backbone = build_backbone(settings.backbone, data.num_classes, pretrained=False, image_size=settings.image_size)
-    assert backbone.image is not None  # timm's models have one
+    assert backbone.image_config is not None  # timm's models have one
     model = backbone.model.requires_grad_(True).train()
-    classifier = _Classifier(model, backbone.image, settings, steps=settings.epochs * len(loader))
+    classifier = _Classifier(model, backbone.image_config, settings, steps=settings.epochs * len(loader))
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=settings.epochs,
@@ -206,7 +206,7 @@ def pretrain(settings: PretrainSettings) -> Path:
     save_file({key: value.contiguous() for key, value in model.state_dict().items()}, output)
     card = _format_card(
         settings,
-        image=backbone.image,
+        image=backbone.image_config,
         num_classes=data.num_classes,
         num_test_images=len(test_images),
         accuracy=scores["test/accuracy"],

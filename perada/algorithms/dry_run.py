@@ -85,11 +85,11 @@ class DryRun:
     task: Task = field(default_factory=Classification)
     changed: str = ""
 
-    def rounds(self, numbers: Iterable[int]) -> Iterator[DryRunRound]:
+    def rounds(self, round_indices: Iterable[int]) -> Iterator[DryRunRound]:
         """Run rounds on made-up gradients, with a distillation that changes nothing.
 
         Args:
-            numbers: Numbers of the rounds.
+            round_indices: Numbers of the rounds.
 
         Yields:
             The result of each round.
@@ -99,7 +99,7 @@ class DryRun:
         server_state: dict[str, State] = {}
         first_state = self.call("initial_client_state", algorithm.initial_client_state, self.initial, self.tensor_names)
         client_state = _stack_equal_rows(first_state, len(self.clients))
-        for round in numbers:
+        for round in round_indices:
             sending = self._make_sending(round, global_state, server_state)
             received = self.call("broadcast", algorithm.broadcast, sending)
             client_state, update = self._train_clients(round, client_state, received)
@@ -344,7 +344,7 @@ def _make_predictions(
     num_classes: int,
     previous: State,
     models: Updates | State,
-    images: int,
+    num_images: int,
     labelled: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return made-up predictions (C, 1, K) on one image, and its labels (1, K); None without labels."""

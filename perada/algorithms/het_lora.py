@@ -102,13 +102,13 @@ class HetLoRA(AlgorithmWrapper):
             )
         return rank
 
-    def _chosen_rank(self, number: int, name: str, size: int | None, most: int) -> int:
+    def _chosen_rank(self, number: int, name: str, num_images: int | None, most: int) -> int:
         """Return the rank that the options assign to a client.
 
         Args:
             number: Id of the client.
             name: Name of the client.
-            size: Number of its training images; None if unknown.
+            num_images: Number of its training images; None if unknown.
             most: Rank of the adapter, from which the default is derived.
         """
         if isinstance(self.ranks, Mapping):
@@ -124,14 +124,14 @@ class HetLoRA(AlgorithmWrapper):
         ranks = self.ranks or [max(1, most // divisor) for divisor in (1, 2, 4)]
         if self.sizes is None:
             return ranks[number % len(ranks)]
-        if size is None:
+        if num_images is None:
             raise OptionError(
                 f"sizes={self.sizes!r} requires the number of images of client {name!r}, which is not declared or is "
                 "private; set ranks by name",
                 name="sizes",
                 value=self.sizes,
             )
-        return ranks[bisect(self.sizes, size)]
+        return ranks[bisect(self.sizes, num_images)]
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Raise a ValueError if the adapter has no LoRA factors, or if the base does not support it."""

@@ -108,28 +108,30 @@ def methods() -> dict[str, Method]:
     rules_by_class = {rule.__name__: name for name, rule in SERVER_RULES.items()}
     recipes = {path.stem: read_yaml(path) for path in sorted(METHODS_FOLDER.glob("*.yaml"))}
     algorithms: dict[str, str] = {}
-    arguments: dict[str, dict[str, Any]] = {}
+    arguments_of_methods: dict[str, dict[str, Any]] = {}
     for name, recipe in recipes.items():
         entry = recipe["federated"]["algorithm"]
         if isinstance(entry, str):
             entry = {"class_path": entry}
         algorithms[name] = names_by_class[entry["class_path"]]
-        arguments[name] = {}
+        arguments_of_methods[name] = {}
         for argument, value in entry.get("init_args", {}).items():
             is_algorithm = isinstance(value, str) and value in names_by_class
-            arguments[name][argument] = names_by_class[value] if is_algorithm else value
+            arguments_of_methods[name][argument] = names_by_class[value] if is_algorithm else value
 
     order = list(ALGORITHMS)
     names = sorted(recipes, key=lambda name: order.index(algorithms[name]))
     result = {}
     for name in names:
-        of_same_algorithm = [arguments[other] for other in names if algorithms[other] == algorithms[name]]
+        of_same_algorithm = [arguments_of_methods[other] for other in names if algorithms[other] == algorithms[name]]
         recipe = recipes[name]
         rule = recipe["federated"].get("server_rule")
         result[name] = Method(
             name=name,
             algorithm=algorithms[name],
-            options=_distinguishing_arguments(ALGORITHMS[algorithms[name]], arguments[name], of_same_algorithm),
+            options=_distinguishing_arguments(
+                ALGORITHMS[algorithms[name]], arguments_of_methods[name], of_same_algorithm
+            ),
             server_rule=None if rule is None else rules_by_class[rule],
             model=recipe.get("model", {}),
         )
@@ -150,18 +152,18 @@ def distinct_methods() -> dict[str, Method]:
 
 
 def _distinguishing_arguments(
-    kind: type[Algorithm],
+    algorithm_class: type[Algorithm],
     arguments: dict[str, Any],
     of_same_algorithm: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Return the arguments in which methods of one algorithm differ.
 
     Args:
-        kind: Class of the algorithm.
+        algorithm_class: Class of the algorithm.
         arguments: Arguments of one method.
         of_same_algorithm: Options of all methods of the algorithm. An argument that one lacks has its default.
     """
-    defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+    defaults = {name: parameter.default for name, parameter in inspect.signature(algorithm_class).parameters.items()}
     distinguishing = {}
     for argument in {name: None for others in of_same_algorithm for name in others}:
         value = arguments.get(argument, defaults[argument])

@@ -81,15 +81,15 @@ def infer_mask_values(files: Sequence[str]) -> dict[str, list[int]]:
     White would otherwise stand for pixels without a class. The first masks of each folder are read, since clients may
     write them differently.
     """
-    values: set[int] = set()
+    mask_values: set[int] = set()
     files_of_folder: dict[str, list[str]] = {}
     for file in files:
         files_of_folder.setdefault(str(Path(file).parent), []).append(file)
     sampled = [file for folder_files in files_of_folder.values() for file in folder_files[:MASKS_READ]]
     for file in sampled:
         with Image.open(file) as mask:
-            values |= {*np.unique(np.array(mask)).tolist()}
-    return {"mask_values": [0, FOREGROUND]} if values == {0, FOREGROUND} else {}
+            mask_values |= {*np.unique(np.array(mask)).tolist()}
+    return {"mask_values": [0, FOREGROUND]} if mask_values == {0, FOREGROUND} else {}
 
 
 def add_options(parser: ArgumentParser, images_class: type[Source], section: str | None = None) -> None:

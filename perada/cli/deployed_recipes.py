@@ -204,17 +204,17 @@ def _site_images(
         site_class = "ImageMasks"
     else:
         site_class = "Images"
-    shared: tuple[str, ...] = ()
+    shared_options: tuple[str, ...] = ()
     if _reads_own_images(recipe_class):
-        shared = SHARED_IMAGE_OPTIONS
+        shared_options = SHARED_IMAGE_OPTIONS
         if recipe_class == site_class == "ImageTable":
-            shared += SHARED_TABLE_OPTIONS
+            shared_options += SHARED_TABLE_OPTIONS
         if recipe_class == site_class == "ImageMasks":
-            shared += MASK_FOLDER_OPTIONS
+            shared_options += MASK_FOLDER_OPTIONS
         if site_class in ("ImageTable", "ImageMasks"):
-            shared += MASK_OPTIONS
-    options = {key: recipe_options[key] for key in shared if key in recipe_options}
-    if not shared and recipe_data.get("image_size"):
+            shared_options += MASK_OPTIONS
+    options = {key: recipe_options[key] for key in shared_options if key in recipe_options}
+    if not shared_options and recipe_data.get("image_size"):
         # The recipe's set is of other images, and has no options of files.
         options["size"] = recipe_data["image_size"]
     options |= site_data

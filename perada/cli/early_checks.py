@@ -38,16 +38,16 @@ def check_early(command: str, words: Sequence[str]) -> None:
         check(words)
 
 
-def _options_of(words: Sequence[str], *names: str) -> argparse.Namespace:
+def _options_of(words: Sequence[str], *option_names: str) -> argparse.Namespace:
     """Return the values of some options, and the words before all options as ``first``; others are not looked at."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in names:
+    for name in option_names:
         parser.add_argument(f"--{name}")
     try:
         options, _ = parser.parse_known_args(words)
     except argparse.ArgumentError:
         # The command's own parser explains it.
-        options = argparse.Namespace(**dict.fromkeys(names))
+        options = argparse.Namespace(**dict.fromkeys(option_names))
     options.first = list(takewhile(lambda word: not word.startswith("-"), words))
     return options
 

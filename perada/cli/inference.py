@@ -113,7 +113,7 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     if run.info["task"]["per_pixel"]:
         check_output_folder("--output", output.with_suffix(""))
     # Run.predict adds the files that cannot be read.
-    broken: dict[Path, str] = {}
+    error_of_file: dict[Path, str] = {}
     predictions = run.predict(
         paths,
         options.client,
@@ -121,9 +121,9 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         batch_size=options.batch_size,
         device=device,
         progress=sys.stderr.isatty(),
-        broken=broken,
+        broken=error_of_file,
     )
-    readable_names = [name for name, path in zip(names, paths, strict=True) if path not in broken]
+    readable_names = [name for name, path in zip(names, paths, strict=True) if path not in error_of_file]
     predictions = replace(predictions, paths=tuple(readable_names), sources=predictions.paths)
     if predictions.labels.ndim == 3:
         output = predictions.save_masks(output.with_suffix(""))
@@ -131,10 +131,10 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         predictions.to_csv(output)
     plural = "s" if len(readable_names) > 1 else ""
     print(f"Predictions of {len(readable_names)} image{plural}: {output}")
-    if broken:
+    if error_of_file:
         raise ValueError(
             f"{len(paths) - len(readable_names)} of {len(paths)} images have no prediction and are missing from "
-            f"{str(output)!r}: {'; '.join(broken.values())}"
+            f"{str(output)!r}: {'; '.join(error_of_file.values())}"
         )
 
 

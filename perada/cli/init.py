@@ -156,7 +156,7 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
     for name, (_, default) in QUESTIONS.items():
         answer = options[name]
         if answer is None:
-            answer = default if options.yes else _ask(name)
+            answer = default if options.yes else _ask_question(name)
         answers[name] = answer
     source = None
     if answers["images"]:
@@ -186,7 +186,7 @@ def _declared_options(options: Namespace) -> dict[str, list[Any]]:
     return declared
 
 
-def _ask(name: str) -> str:
+def _ask_question(name: str) -> str:
     """Ask a question until the answer is valid, and return the answer, or the default if it is empty."""
     question, default = QUESTIONS[name]
     while True:
@@ -236,7 +236,7 @@ def write_recipe(
     distils = chosen_algorithm.uses_distillation
     has_personal = chosen_algorithm.inference == "personal" or chosen_algorithm.personalization() is not None
     template = TEMPLATES.get_template("recipe.yaml.jinja")
-    values: dict[str, Any] = {
+    value_of_field: dict[str, Any] = {
         "images": images,
         "algorithm": algorithm,
         "rounds": int(rounds),
@@ -251,7 +251,7 @@ def write_recipe(
     if not images:
         if task not in ("", "classes"):
             raise ValueError(f"task={task!r} needs images with {task}, but the digits have classes; pass images")
-        return template.render(values)
+        return template.render(value_of_field)
     if source is None:
         source = read_source(images, task)
     if source.task == "masks" and epsilon:
@@ -260,8 +260,8 @@ def write_recipe(
             "BatchNorm, which mixes the images of a batch; leave epsilon out, or pass a network with GroupNorm in "
             "Python (docs/tasks.md)"
         )
-    values |= {
-        "kind": source.kind,
+    value_of_field |= {
+        "kind": source.class_name,
         "options": json.dumps(source.options, ensure_ascii=False),  # JSON is YAML
         "task": source.task,
         "unknown_labels": "unknown" in source.options,
@@ -272,7 +272,7 @@ def write_recipe(
         "public_fraction": 0.25 if source.num_images < FEW_IMAGES else 0.1,
         "num_clients": max(2, min(10, source.num_images // IMAGES_PER_CLIENT)),
     }
-    return template.render(values)
+    return template.render(value_of_field)
 
 
 def check_images(recipe: str, source: "InferredSource") -> None:
@@ -295,7 +295,7 @@ def check_images(recipe: str, source: "InferredSource") -> None:
         # Those of the list of images were shown when it was read first.
         warnings.simplefilter("ignore")
         data = division.share_out()
-    broken = {train: _positions_of(source.broken, division, train) for train in (True, False)}
+    broken = {train: _positions_of(source.unreadable_files, division, train) for train in (True, False)}
     findings = check_as_training_does(data, data_module.run_options, broken)
     if findings.rejections:
         raise ValueError(
@@ -319,23 +319,23 @@ class InferredSource:
     """How images are read.
 
     Attributes:
-        kind: Name of the class that reads them.
+        class_name: Name of the class that reads them.
         options: Its options.
         task: What is learnt from their labels.
         num_images: Number of images.
         has_clients: Whether the source names their clients.
         summary: What was found and assumed, for people.
-        broken: Files that cannot be read.
+        unreadable_files: Files that cannot be read.
         longer_side: Median of the images' longer sides in pixels; 0 if no image can be read.
     """
 
-    kind: str
+    class_name: str
     options: dict[str, Any]
     task: TaskName
     num_images: int
     has_clients: bool
     summary: str = ""
-    broken: Sequence[str] = ()
+    unreadable_files: Sequence[str] = ()
     longer_side: int = 0
 
     @property
@@ -350,7 +350,7 @@ class InferredSource:
 
 
 def read_source(
-    images: str,
+    images_path: str,
     task: str = "",
     layout: str | None = None,
     encoding: str | None = None,
@@ -360,7 +360,7 @@ def read_source(
     """Infer how images are read, and read their list.
 
     Args:
-        images: Folder or table of the images.
+        images_path: Folder or table of the images.
         task: What is learnt, one of ``TASKS``; empty to infer it.
         layout: Layout of a folder; None to infer it.
         encoding: Encoding of a table; None for UTF-8.
@@ -370,22 +370,22 @@ def read_source(
     Raises:
         ValueError: If it cannot be inferred, or an option does not fit the kind of source.
     """
-    is_table = source_class(images) is ImageTable
+    is_table = source_class(images_path) is ImageTable
     if is_table and layout is not None:
-        raise ValueError(f"--layout={layout} is for folders, but images={images!r} is a table; leave it out")
+        raise ValueError(f"--layout={layout} is for folders, but images={images_path!r} is a table; leave it out")
     if not is_table and encoding is not None:
-        raise ValueError(f"--encoding={encoding} is for tables, but images={images!r} is a folder; leave it out")
+        raise ValueError(f"--encoding={encoding} is for tables, but images={images_path!r} is a folder; leave it out")
     if not is_table and decimal is not None:
-        raise ValueError(f"--decimal={decimal} is for tables, but images={images!r} is a folder; leave it out")
+        raise ValueError(f"--decimal={decimal} is for tables, but images={images_path!r} is a folder; leave it out")
     declared = dict(declared_options or {})
     if is_table:
-        source = _read_table(images, task, declared, encoding, decimal)
+        source = _read_table(images_path, task, declared, encoding, decimal)
     else:
-        source = _read_folder(images, task, declared, layout)
+        source = _read_folder(images_path, task, declared, layout)
     if "mask_values" in declared and source.task != "masks":
         raise ValueError(
             f"--mask_values={declared['mask_values']} is for masks, but {source.task} are learnt from "
-            f"images={images!r}; leave it out"
+            f"images={images_path!r}; leave it out"
         )
     return source
 
@@ -395,11 +395,11 @@ class OpenedFiles:
     """What the beginnings of image files tell.
 
     Attributes:
-        broken: Files that cannot be read.
+        unreadable_files: Files that cannot be read.
         longer_side: Median of the longer sides of the others in pixels; 0 if there are none.
     """
 
-    broken: Sequence[str]
+    unreadable_files: Sequence[str]
     longer_side: int
 
 
@@ -416,7 +416,7 @@ def _open_files(manifest: Manifest) -> OpenedFiles:
     return OpenedFiles(broken, round(median(longer_sides)) if longer_sides else 0)
 
 
-def _summarize(manifest: Manifest, task: TaskName, broken: Sequence[str], assumed: str) -> str:
+def _describe_findings(manifest: Manifest, task: TaskName, unreadable_files: Sequence[str], assumed: str) -> str:
     """Describe what was found: images, clients, classes, files that cannot be read, and what was assumed."""
     clients = np.unique(manifest.columns.get("client", []))
     client_text = "no clients"
@@ -426,9 +426,12 @@ def _summarize(manifest: Manifest, task: TaskName, broken: Sequence[str], assume
     lines = [f"{len(manifest.paths)} images, {client_text}, learning {task}"]
     if manifest.classes is not None:
         lines[0] += f": {len(manifest.classes)} ({abbreviated([str(name) for name in manifest.classes])})"
-    if broken:
-        noun = "file" if len(broken) == 1 else "files"
-        lines.append(f"{len(broken)} {noun} cannot be read: {abbreviated(broken)}; `perada data inspect` explains them")
+    if unreadable_files:
+        noun = "file" if len(unreadable_files) == 1 else "files"
+        lines.append(
+            f"{len(unreadable_files)} {noun} cannot be read: {abbreviated(unreadable_files)}; "
+            "`perada data inspect` explains them"
+        )
     if len(clients) == 1:
         lines.append(
             "All images belong to one client; if there are several, name a folder above or below, or --layout."
@@ -466,23 +469,23 @@ def _read_table(
 
 
 def _describe_source(
-    kind: str, options: dict[str, Any], task: TaskName, has_clients: bool, manifest: Manifest
+    class_name: str, options: dict[str, Any], task: TaskName, has_clients: bool, manifest: Manifest
 ) -> InferredSource:
     """Return how images are read, after a look at their files."""
     opened = _open_files(manifest)
     return InferredSource(
-        kind=kind,
+        class_name=class_name,
         options=options,
         task=task,
         num_images=len(manifest.paths),
         has_clients=has_clients,
-        summary=_summarize(manifest, task, opened.broken, _assumptions(options)),
-        broken=opened.broken,
+        summary=_describe_findings(manifest, task, opened.unreadable_files, _describe_assumptions(options)),
+        unreadable_files=opened.unreadable_files,
         longer_side=opened.longer_side,
     )
 
 
-def _assumptions(options: dict[str, Any]) -> str:
+def _describe_assumptions(options: dict[str, Any]) -> str:
     """Describe the options that were inferred."""
     return ", ".join(f"{name}: {value}" for name, value in options.items())
 
@@ -566,15 +569,15 @@ def _check_level(folder: str, files: list[str], layout: str) -> None:
         files_in_path = files_below
 
 
-def _no_layout_message(images: str, files: list[str]) -> str:
+def _no_layout_message(images_path: str, files: list[str]) -> str:
     """Return why no layout was found for a folder of images, and the remedy."""
     if all("/" not in file for file in files):
         return (
-            f"images={images!r} has {len(files)} images but no folders, so their classes are unknown; sort them into "
-            "one folder per class (or client/class), or pass a table (.csv) that lists them"
+            f"images={images_path!r} has {len(files)} images but no folders, so their classes are unknown; sort them "
+            "into one folder per class (or client/class), or pass a table (.csv) that lists them"
         )
     return (
-        f"images={images!r} has images such as {files[0]!r}, whose folder layout cannot be inferred; set "
+        f"images={images_path!r} has images such as {files[0]!r}, whose folder layout cannot be inferred; set "
         "--layout (docs/own_images.md), or pass a table (.csv) that lists them"
     )
 
@@ -637,29 +640,29 @@ def table_options(
     return options | label_options
 
 
-def _has_comma_measurements(column: Sequence[Any]) -> bool:
+def _has_comma_measurements(cells: Sequence[Any]) -> bool:
     """Return whether a column holds measurements with decimal commas."""
-    return holds_measurements([str(cell).strip() for cell in column], ",")
+    return holds_measurements([str(cell).strip() for cell in cells], ",")
 
 
-def _label_options(values: dict[str, list[Any]], task: str, decimal: Decimal = ".") -> dict[str, Any] | None:
+def _label_options(values_of_columns: dict[str, list[Any]], task: str, decimal: Decimal = ".") -> dict[str, Any] | None:
     """Infer the options that name the labels; None if they cannot be inferred.
 
     Args:
-        values: Cells of the columns that have no other role.
+        values_of_columns: Cells of the columns that have no other role.
         task: What is learnt from the labels, one of ``TASKS``; empty to infer it.
         decimal: What separates the fraction of numbers.
     """
     if task in ("", "masks"):
-        mask = _find_mask_column(values)
+        mask = _find_mask_column(values_of_columns)
         if mask is not None:
             return {"mask": mask}
-    numbers = _find_number_column(values, task, decimal)
+    numbers = _find_number_column(values_of_columns, task, decimal)
     if numbers is not None:
         return {"numbers": numbers}
     label: str | list[str] | None = None
     if task not in ("numbers", "masks"):
-        label = _find_label_columns(values, task)
+        label = _find_label_columns(values_of_columns, task)
     if label is None:
         return None
     options: dict[str, Any] = {}
@@ -668,10 +671,10 @@ def _label_options(values: dict[str, list[Any]], task: str, decimal: Decimal = "
     if isinstance(label, list):
         cells = []
         for name in label:
-            cells += [cell.strip().lower() for cell in values[name]]
+            cells += [cell.strip().lower() for cell in values_of_columns[name]]
         options |= _policies_of_unknown(cells)
-    elif task != "classes" and all(isinstance(cell, str) for cell in values[label]):
-        separator = guess_separator(values[label])
+    elif task != "classes" and all(isinstance(cell, str) for cell in values_of_columns[label]):
+        separator = guess_separator(values_of_columns[label])
         if separator is not None:
             options["separator"] = separator
     return options
@@ -691,53 +694,53 @@ def _policies_of_unknown(cells: Sequence[str]) -> dict[str, str]:
     return policies
 
 
-def _find_common_column(role: str, names: list[str]) -> str | None:
+def _find_common_column(role: str, column_names: list[str]) -> str | None:
     """Return the column whose name is common for a role; None if there is none."""
-    by_normalized_name = {re.sub(r"[\s_-]+", "_", name.strip().lower()): name for name in names}
+    by_normalized_name = {re.sub(r"[\s_-]+", "_", name.strip().lower()): name for name in column_names}
     for common_name in COMMON_COLUMNS[role]:
         if common_name in by_normalized_name:
             return by_normalized_name[common_name]
     return None
 
 
-def _find_path_column(table: str, values: dict[str, list[Any]]) -> str:
+def _find_path_column(table: str, values_of_columns: dict[str, list[Any]]) -> str:
     """Return the column with the paths of images.
 
     Raises:
         ValueError: If there is none.
     """
-    common = _find_common_column("path", list(values))
+    common = _find_common_column("path", list(values_of_columns))
     if common is not None:
         return common
-    for name, column in values.items():
+    for name, column in values_of_columns.items():
         if isinstance(column[0], str) and column[0].lower().endswith(IMG_EXTENSIONS):
             return name
     raise ValueError(
-        f"images={table!r} has no column of image files among {', '.join(map(repr, values))}; rename the column to "
-        "'path'"
+        f"images={table!r} has no column of image files among {', '.join(map(repr, values_of_columns))}; rename the "
+        "column to 'path'"
     )
 
 
-def _find_mask_column(values: dict[str, list[Any]]) -> str | None:
+def _find_mask_column(values_of_columns: dict[str, list[Any]]) -> str | None:
     """Return the column of the files of masks; None if there is none."""
-    name = _find_common_column("mask", list(values))
-    if name is None or not str(values[name][0]).lower().endswith(IMG_EXTENSIONS):
+    name = _find_common_column("mask", list(values_of_columns))
+    if name is None or not str(values_of_columns[name][0]).lower().endswith(IMG_EXTENSIONS):
         return None
     return name
 
 
-def _find_number_column(values: dict[str, list[Any]], task: str, decimal: Decimal) -> str | None:
+def _find_number_column(values_of_columns: dict[str, list[Any]], task: str, decimal: Decimal) -> str | None:
     """Return the column of numbers to predict; None if there is none, or there are classes and no task is set."""
     if task not in ("", "numbers"):
         return None
-    cells = {name: [str(cell).strip() for cell in column] for name, column in values.items()}
-    common = _find_common_column("label", list(values))
+    cells = {name: [str(cell).strip() for cell in column] for name, column in values_of_columns.items()}
+    common = _find_common_column("label", list(values_of_columns))
     if common is not None:
         is_target = holds_measurements(cells[common], decimal)
         if task == "numbers":
             is_target = all(is_number(cell, decimal) for cell in cells[common])
         return common if is_target else None
-    if not task and _find_label_columns(values, task) is not None:
+    if not task and _find_label_columns(values_of_columns, task) is not None:
         return None
     numeric = [name for name, column in cells.items() if all(is_number(cell, decimal) for cell in column)]
     measured = [name for name in numeric if holds_measurements(cells[name], decimal)]
@@ -746,24 +749,24 @@ def _find_number_column(values: dict[str, list[Any]], task: str, decimal: Decima
     return candidates[0] if len(candidates) == 1 else None
 
 
-def _find_label_columns(values: dict[str, list[Any]], task: str) -> str | list[str] | None:
+def _find_label_columns(values_of_columns: dict[str, list[Any]], task: str) -> str | list[str] | None:
     """Return the column of the labels, or the columns of zeros and ones; None if they cannot be guessed."""
-    common = _find_common_column("label", list(values))
+    common = _find_common_column("label", list(values_of_columns))
     if common is not None:
         return common
     binary: list[str] = []
-    classes: list[str] = []
-    for name, column in values.items():
+    label_columns: list[str] = []
+    for name, column in values_of_columns.items():
         cells = {str(cell).strip().lower() for cell in column}
         if _is_binary(cells):
             binary.append(name)
         # A column that has another value in almost every row, such as a number or a date, is no class.
         if 2 * len({str(cell) for cell in column}) <= len(column):
-            classes.append(name)
+            label_columns.append(name)
     if len(binary) > 1 and task != "classes":
         return binary
-    if len(classes) == 1 and task != "labels":
-        return classes[0]
+    if len(label_columns) == 1 and task != "labels":
+        return label_columns[0]
     return None
 
 

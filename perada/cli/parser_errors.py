@@ -409,13 +409,13 @@ def _near_classes(value: str, names: Sequence[str], bases: Iterable[type]) -> li
         bases: Classes that it accepts, with their subclasses.
     """
     # Algorithms and server rules can be given by their classes too, beside the short names in the help.
-    classes: set[str] = set()
+    class_paths: set[str] = set()
     for base in bases:
-        classes |= {subclass.__name__ for subclass in subclasses(base)}
-    proposals = near_names(value, [*names, *sorted(classes)])
+        class_paths |= {subclass.__name__ for subclass in subclasses(base)}
+    proposals = near_names(value, [*names, *sorted(class_paths)])
     if not proposals and len(value) > 1:
         # A word such as csv for CSVLogger.
-        proposals = [name for name in sorted(classes) if name.lower().startswith(value.lower())]
+        proposals = [name for name in sorted(class_paths) if name.lower().startswith(value.lower())]
     return proposals
 
 

@@ -291,7 +291,7 @@ class PeradaCLI(LightningCLI):
                     metrics["clients"],
                     data.train_sizes,
                     test_mode=self.loop.test_mode,
-                    names=data.client_names,
+                    client_names=data.client_names,
                     unit=unit,
                     metric=self.model.metrics[0].name,
                     means=self.model.scores,

@@ -391,7 +391,7 @@ def checked_path(name: str, value: object) -> Path:
     raise OptionTypeError(_format_message(name, value, remedy, ""), name=name, value=value, remedy=remedy)
 
 
-def check_type(name: str, value: object, kind: type, example: str) -> None:
+def check_type(name: str, value: object, expected_type: type, example: str) -> None:
     """Reject a value that is neither ``None`` nor of a type.
 
     Raises:
@@ -401,8 +401,8 @@ def check_type(name: str, value: object, kind: type, example: str) -> None:
     Traceback (most recent call last):
     perada.core.checks.OptionTypeError: partition must be of type dict or None, got 0.1; for example {'alpha': 0.1}
     """
-    if value is not None and not isinstance(value, kind):
-        remedy = f"must be of type {kind.__name__} or None"
+    if value is not None and not isinstance(value, expected_type):
+        remedy = f"must be of type {expected_type.__name__} or None"
         message = _format_message(name, value, remedy, f"for example {example}")
         raise OptionTypeError(message, name=name, value=value, remedy=remedy)
 

@@ -86,12 +86,12 @@ class Ranks:
         """Return every rank's value on rank 0, in rank order, and an empty list on the other ranks."""
         if self.size == 1:
             return [value]
-        values: list[T] | None = None
+        collected: list[T] | None = None
         if self.rank == 0:
             # gather_object fills this list. Ranks that receive nothing must pass None.
-            values = [value] * self.size
-        torch.distributed.gather_object(value, values)
-        return values or []
+            collected = [value] * self.size
+        torch.distributed.gather_object(value, collected)
+        return collected or []
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         """Exchange tensors with other ranks.

@@ -132,18 +132,18 @@ class PrivateSampling:
     secure: bool = False
 
 
-def rows_per_batch(size: int, batch_size: BatchSize) -> int:
-    """Return the number of real rows in each batch of a client with ``size`` samples."""
-    return size if batch_size == "full" else min(size, batch_size)
+def rows_per_batch(num_samples: int, batch_size: BatchSize) -> int:
+    """Return the number of real rows in each batch of a client with ``num_samples`` samples."""
+    return num_samples if batch_size == "full" else min(num_samples, batch_size)
 
 
-def sampling_rate(size: int, batch_size: BatchSize) -> float:
+def sampling_rate(num_samples: int, batch_size: BatchSize) -> float:
     """Return the probability q = min(1, B / n) of an image to be in a Poisson batch; 1 if B is "full".
 
     >>> [sampling_rate(8, batch_size) for batch_size in (2, 16, "full")]
     [0.25, 1.0, 1.0]
     """
-    return rows_per_batch(size, batch_size) / size
+    return rows_per_batch(num_samples, batch_size) / num_samples
 
 
 def sample_cohort(
@@ -264,18 +264,18 @@ class Shares:
         return [place for place, client in enumerate(self.plan.clients) if client in local_clients]
 
 
-def batch_indices(size: int, batch_size: BatchSize, steps: int, seed: int, purpose: str, *ids: int) -> Tensor:
-    """Cut a stream of permutations of ``range(size)`` into ``steps`` batches: indices (steps, min(B, n)).
+def batch_indices(num_samples: int, batch_size: BatchSize, steps: int, seed: int, purpose: str, *ids: int) -> Tensor:
+    """Cut a stream of permutations of ``range(num_samples)`` into ``steps`` batches: indices (steps, min(B, n)).
 
     The seed, the purpose and the ids distinguish streams, as in :func:`~perada.core.seeding.derive_seed`.
 
     >>> batch_indices(3, 2, 3, 0, "batches", 0, 0).flatten()[:3].sort().values.tolist()
     [0, 1, 2]
     """
-    rows = rows_per_batch(size, batch_size)
+    rows = rows_per_batch(num_samples, batch_size)
     stream = generator(seed, purpose, *ids)
-    num_permutations = math.ceil(steps * rows / size)
-    permutations = [torch.randperm(size, generator=stream) for _ in range(num_permutations)]
+    num_permutations = math.ceil(steps * rows / num_samples)
+    permutations = [torch.randperm(num_samples, generator=stream) for _ in range(num_permutations)]
     return torch.cat(permutations)[: steps * rows].view(steps, rows)
 
 

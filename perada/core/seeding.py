@@ -28,11 +28,11 @@ _LAYOUT = "7488e7de02f18dcd010628b79fd41f56b07708ab2c3d0ec1481cf0c30840bf78"
 """SHA-256 of the 624 words for the seed 5489 (Matsumoto and Nishimura, 1998), each in 8 little-endian bytes."""
 
 
-def _hash_words(size: int, seed: int, purpose: str, *ids: int) -> bytes:
-    """Hash a seed, a purpose and indices to ``size`` bytes by SHAKE-256."""
+def _hash_words(num_bytes: int, seed: int, purpose: str, *ids: int) -> bytes:
+    """Hash a seed, a purpose and indices to ``num_bytes`` bytes by SHAKE-256."""
     # JSON, since it separates its items: ("a", 1, 2) and ("a/1", 2) have different texts.
     text = json.dumps([int(seed), purpose, *map(int, ids)])
-    return hashlib.shake_256(text.encode()).digest(size)
+    return hashlib.shake_256(text.encode()).digest(num_bytes)
 
 
 def derive_seed(seed: int, purpose: str, *ids: int) -> int:
@@ -159,8 +159,8 @@ class Streams:
         # γ must be odd.
         return cls(seeds, gammas | 1)
 
-    def __getitem__(self, places: slice) -> "Streams":
-        return Streams(self.seeds[places], self.gammas[places])
+    def __getitem__(self, selection: slice) -> "Streams":
+        return Streams(self.seeds[selection], self.gammas[selection])
 
     def fork(self, purpose: str, index: int) -> "Streams":
         """Derive independent streams of the same clients.

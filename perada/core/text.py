@@ -286,13 +286,13 @@ def _object_text(value: object) -> str:
     return _with_article(type(value).__name__)
 
 
-def quoted(names: Iterable[object]) -> str:
+def quoted(values: Iterable[object]) -> str:
     """Join names in quotes by commas, or return ``none``.
 
     >>> quoted(["age", "sex"]), quoted([])
     ("'age', 'sex'", 'none')
     """
-    return ", ".join(repr(name) for name in names) or "none"
+    return ", ".join(repr(name) for name in values) or "none"
 
 
 def near_names(word: str, names: Iterable[str], limit: int = 1) -> list[str]:

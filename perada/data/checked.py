@@ -82,12 +82,12 @@ def _hash_each(images: Tensor) -> Iterator[bytes]:
         yield hash_of_content(shape, images.dtype, content[start : start + bytes_per_image]).digest()
 
 
-def _check_no_copies(store: Store, kind: str, server_images: Mapping[bytes, str], options: str) -> None:
+def _check_no_copies(store: Store, split_name: str, server_images: Mapping[bytes, str], options: str) -> None:
     """Raise an OptionError if the server has one of the clients' images.
 
     Args:
         store: The clients' images.
-        kind: Their name in the message, such as ``"test "``.
+        split_name: Their name in the message, such as ``"test "``.
         server_images: Names of the server's images by their hash.
         options: The options that request privacy, for the message.
     """
@@ -96,7 +96,7 @@ def _check_no_copies(store: Store, kind: str, server_images: Mapping[bytes, str]
         for index, image_hash in enumerate(islice(hashes, size)):
             if image_hash in server_images:
                 raise OptionError(
-                    f"{options}: {kind}image {index} of client {client} is also {server_images[image_hash]}: the "
+                    f"{options}: {split_name}image {index} of client {client} is also {server_images[image_hash]}: the "
                     "ledgers do not account for what the server does with a client's image. Remove such images from "
                     "the server's set, or use a different set",
                     name=options,
@@ -114,7 +114,7 @@ class Checked:
     num_classes: int
     classes: list[str] | None
     task: Task
-    image: TensorFormat
+    image_format: TensorFormat
     held_out: Sequence[Dataset[Any]] = ()
     """Training images that each client holds out, and that it neither trains nor is scored on."""
 
@@ -122,14 +122,14 @@ class Checked:
     def prepared_size(self) -> Size | None:
         """Height and width of the prepared images; None for texts and other samples that are not images."""
         # The option image_size may differ from it, since only uint8 images are resized.
-        shape = self.image[0]
+        shape = self.image_format[0]
         if len(shape) != 3:
             return None
         return shape[1], shape[2]
 
     def check_channels(self, channels: int) -> None:
         """Raise a ValueError for images that do not fit the backbone's channels; a uint8 channel can be repeated."""
-        formats = {"training": self.image}
+        formats = {"training": self.image_format}
         if self.public is not None:
             formats["public"] = first_image_format(self.public)
         for name, (shape, dtype) in formats.items():
@@ -188,21 +188,21 @@ class Checked:
             The counts of ``train`` and ``test``, without a part whose labels are not all known or that would take more
             than ``COUNT_LIMIT`` numbers.
         """
-        counts: dict[str, list[list[int]]] = {}
+        counts_of_parts: dict[str, list[list[int]]] = {}
         if not self.task.has_classes:
-            return counts
+            return counts_of_parts
         for part, store in (("train", self.train), ("test", self.test)):
             if store is None or len(store.sizes) * self.num_classes > COUNT_LIMIT:
                 continue
             known_labels = [labels for labels in store.client_labels() if labels is not None]
             if len(known_labels) == len(store.sizes):
-                counts[part] = [self._count_classes(labels) for labels in known_labels]
-        return counts
+                counts_of_parts[part] = [self._count_classes(labels) for labels in known_labels]
+        return counts_of_parts
 
     def _count_classes(self, labels: Tensor) -> list[int]:
         """Count the samples (K,) of each class in labels (N,), or of each label in (N, K)."""
-        numbers: list[int] = self.task.class_counts(labels, self.num_classes).tolist()
-        return numbers
+        class_counts: list[int] = self.task.class_counts(labels, self.num_classes).tolist()
+        return class_counts
 
 
 def check(
@@ -244,7 +244,7 @@ def check(
     sets = _labelled_sets(data, resolve)
     stores: dict[str, Store] = {}
     for part, datasets in sets.items():
-        stores[part] = make_store(datasets, size=image_size, resolve=resolve, owner=_owner(part, "{client}"))
+        stores[part] = make_store(datasets, size=image_size, resolve=resolve, owner=_name_owner(part, "{client}"))
     public = None
     if data.public is not None:
         public = make_store([data.public], labelled=False, size=image_size, resolve=resolve, owner=PUBLIC_SET)
@@ -253,7 +253,7 @@ def check(
     if not num_classes and data.classes is not None:
         declared_count = len(data.classes)
     raw_labels = {part: _known_labels(part, store, declared_count, resolve) for part, store in stores.items()}
-    words = _words(raw_labels)
+    words = _collect_words(raw_labels)
     warn_of_look_alikes("labels", words or ())
     if words and data.classes is None:
         _check_words(raw_labels, data.client_names)
@@ -294,7 +294,7 @@ def check(
         num_classes=num_classes,
         classes=None if classes is None else list(classes),
         task=task,
-        image=_common_format(stores, image_size),
+        image_format=_common_format(stores, image_size),
     )
     _check_prepared_size(checked)
     return checked
@@ -577,11 +577,11 @@ def _warn_of_unknown_labels(task: Task, labels_of_clients: Sequence[Tensor], cla
         )
 
 
-def _one_class_of_pixels(classes: Sequence[int]) -> ValueError:
+def _one_class_of_pixels(class_indices: Sequence[int]) -> ValueError:
     """Return the error for training masks whose pixels have no class, or only one."""
     problem = "are ignored"
-    if classes:
-        problem = f"that count have the class {classes[0]}"
+    if class_indices:
+        problem = f"that count have the class {class_indices[0]}"
     return ValueError(
         f"all pixels of the training masks {problem}, so nothing can be learned; if a value of the masks that stands "
         "for a class is ignored, such as 255, list the values in mask_values, or set another ignore_index of the task"
@@ -693,7 +693,7 @@ def _set_up_checks_on_use(store: Store, task: Task, num_classes: int) -> None:
     store.has_classes = task.has_classes
     if isinstance(store, MapStore):
         if task.exclusive:
-            store.classes = store.classes or range(num_classes)
+            store.class_numbers = store.class_numbers or range(num_classes)
         if task.has_positions or not task.has_classes:
             store.check_target = partial(_check_target, task, num_classes)
         if task.has_positions:
@@ -739,7 +739,7 @@ def _check_prepared_size(checked: Checked) -> None:
     if not task.has_positions:
         return
     if checked.prepared_size is None:
-        shape, _ = checked.image
+        shape, _ = checked.image_format
         raise OptionError(
             f"task={task} predicts positions in images (channels, height, width), but the samples have the shape "
             f"{shape}; choose another task",
@@ -786,7 +786,7 @@ def _common_format(stores: Mapping[str, Store], size: int | None) -> TensorForma
             clients = np.flatnonzero(store.sizes).tolist()
         for client in clients:
             image_format = first_image_format(store, client, size)
-            check_same_format(_owner(part, client), image_format, common or image_format)
+            check_same_format(_name_owner(part, client), image_format, common or image_format)
             common = image_format
     assert common is not None
     return common
@@ -847,7 +847,7 @@ def _known_labels(part: str, store: Store, num_classes: int | None, resolve: Res
                 declared = labels_at(declared, rows)
                 # The declared labels of an ImageSet are trusted, so that no item has to be read.
                 is_certain = size == 0 or isinstance(base, ImageSet)
-                if not is_certain and not _labels_match_items(declared, dataset, _owner(part, client)):
+                if not is_certain and not _labels_match_items(declared, dataset, _name_owner(part, client)):
                     declared = None
             if declared is not None:
                 labels_of_clients.append(declared)
@@ -859,7 +859,7 @@ def _known_labels(part: str, store: Store, num_classes: int | None, resolve: Res
                     "dataset"
                 )
             num_read = size if reads_all else min(1, size)
-            owner = _owner(part, client)
+            owner = _name_owner(part, client)
             labels = [_read_label(dataset, owner, index) for index in range(min(1, num_read))]
             if labels and _is_mask(labels[0]):
                 # Masks are too large to be kept, and are checked when they are read.
@@ -891,18 +891,18 @@ def _require_num_classes(client: int, num_classes: int | None) -> None:
         )
 
 
-def _owner(part: str, client: int | str) -> str:
+def _name_owner(part: str, client: int | str) -> str:
     """Name the owner of samples for a message; ``client`` is its number, or ``{client}`` in a template of names."""
     if part == "validation":
         return VALIDATION_SET
     return f"client {client}: the test set" if part == "test" else f"client {client}"
 
 
-def _check_one_label_format(owner: str, labels: Sequence[Tensor]) -> None:
+def _check_one_label_format(owner: str, label_tensors: Sequence[Tensor]) -> None:
     """Raise a ValueError if labels (...) of single samples cannot be stacked, such as vectors of several lengths."""
-    for index, label in enumerate(labels):
+    for index, label in enumerate(label_tensors):
         label_format = tensor_format(label, 0)
-        first_format = tensor_format(labels[0], 0)
+        first_format = tensor_format(label_tensors[0], 0)
         if label_format != first_format:
             raise ValueError(
                 f"{owner}, sample {index}: the label is {format_text(label_format)}, that of the first sample is "
@@ -930,7 +930,7 @@ def _read_label(dataset: Dataset[Any], owner: str, index: int) -> str | Tensor:
         raise TypeError(f"{owner}, sample {index}: {error}") from None
 
 
-def _words(labels_of_parts: Mapping[str, list[Labels]]) -> list[str] | None:
+def _collect_words(labels_of_parts: Mapping[str, list[Labels]]) -> list[str] | None:
     """Return all words that are labels, sorted, or None if all labels are numbers.
 
     Raises:
@@ -1006,7 +1006,7 @@ def _number_labels(store: Store, labels_of_clients: list[Labels], class_numbers:
     A MapStore gets the class numbers, and the labels of clients of which all are known.
     """
     if isinstance(store, MapStore):
-        store.classes = class_numbers
+        store.class_numbers = class_numbers
     numbered: list[Tensor] = []
     for client, labels in enumerate(labels_of_clients):
         if isinstance(labels, Tensor):

@@ -277,9 +277,9 @@ class FederatedDataModule(pl.LightningDataModule):
             TypeError: If images or labels have an unsupported type.
         """
         with collection_paused():
-            return self._checked()
+            return self._check_data()
 
-    def _checked(self) -> Checked:
+    def _check_data(self) -> Checked:
         """Divide and check the data; see :attr:`checked`."""
         if self.division is not None:
             divided = self.division.share_out()
@@ -309,7 +309,7 @@ class FederatedDataModule(pl.LightningDataModule):
             self.conditions = conditions(self.shifts, checked, self.image_size)
         else:
             self.conditions = []
-        shape, _ = checked.image
+        shape, _ = checked.image_format
         self.prepare.check_shape(shape)
         if self.prepare.augment_public and checked.public is not None:
             public_shape, _ = first_image_format(checked.public)
@@ -366,12 +366,12 @@ class FederatedDataModule(pl.LightningDataModule):
             return self.division.record(data, held_out, resolve)
         record: dict[str, Any] = {
             "num_clients": len(data.train),
-            "train_sizes": _sizes(data.train, resolve),
-            "test_sizes": _sizes(data.test, resolve) or [0] * len(data.train),
+            "train_sizes": _count_items(data.train, resolve),
+            "test_sizes": _count_items(data.test, resolve) or [0] * len(data.train),
             "public_size": 0 if data.public is None else len(resolve(data.public).rows),
         }
         if held_out:
-            record["client_validation_sizes"] = _sizes(held_out, resolve)
+            record["client_validation_sizes"] = _count_items(held_out, resolve)
         return record
 
     def configure_rounds(
@@ -380,7 +380,7 @@ class FederatedDataModule(pl.LightningDataModule):
         seed: int,
         clients_per_round: int | None,
         phases: Sequence[Phase],
-        image: ImageConfig | None = None,
+        image_config: ImageConfig | None = None,
         private: PrivateSampling | None = None,
         eligible: Eligible | None = None,
         dtype: torch.dtype | None = None,
@@ -391,7 +391,7 @@ class FederatedDataModule(pl.LightningDataModule):
             seed: The run's seed.
             clients_per_round: Clients C drawn in each round; None for all.
             phases: The phases of local training in a round.
-            image: Image size and normalisation of the backbone.
+            image_config: Image size and normalisation of the backbone.
             private: How batches are drawn in private training, with the streams of each phase.
             eligible: Returns those of the given clients that may still take part; None if all may.
             dtype: Type that floating-point images are converted to; None keeps theirs.
@@ -409,15 +409,15 @@ class FederatedDataModule(pl.LightningDataModule):
         )
         if not phases:
             raise ValueError("there are no phases of local training; pass at least one")
-        if image is not None:
-            checked.check_channels(image.input_size[0])
+        if image_config is not None:
+            checked.check_channels(image_config.input_size[0])
         self._clients_per_round = clients_per_round
         self._phases = phases
         self._private = private
         self._eligible = eligible
         self._shares = None
         secure = private is not None and private.secure
-        self.prepare = replace(self.prepare, image=image, seed=seed, secure=secure, dtype=dtype)
+        self.prepare = replace(self.prepare, image_config=image_config, seed=seed, secure=secure, dtype=dtype)
 
     def plan(self, round: int) -> RoundPlan:
         """Draw a round's clients, as a function of the run's seed, the round and the eligible clients.
@@ -528,7 +528,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
         A batch has the client that each image belongs to, which is 0 for images of another set.
         """
-        if not condition.kind:
+        if not condition.corruption:
             return self._evaluation_loader(self.samples_of(condition.store))
         return self._evaluation_loader(CorruptedStore(condition, self.prepare.seed, self.image_size))
 
@@ -545,7 +545,7 @@ class FederatedDataModule(pl.LightningDataModule):
     @property
     def tokens(self) -> bool:
         """Whether samples are texts (L,) of int64 tokens instead of images."""
-        _, dtype = self.checked.image
+        _, dtype = self.checked.image_format
         return dtype == torch.int64
 
     @property
@@ -591,11 +591,11 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
-        return self._labelled(self.checked.server_validation, device)
+        return self._read_labelled_images(self.checked.server_validation, device)
 
     def test_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the images that clients are evaluated on, prepared, and their labels, on ``device``; each once."""
-        return self._labelled(self.checked.test, device)
+        return self._read_labelled_images(self.checked.test, device)
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -628,14 +628,14 @@ class FederatedDataModule(pl.LightningDataModule):
         return self.prepare(batch)
 
     def use_features(
-        self, encode: Callable[[Tensor], Tensor] | None, size: int = 0, image: tuple[int, ...] = ()
+        self, encode: Callable[[Tensor], Tensor] | None, num_features: int = 0, image_shape: tuple[int, ...] = ()
     ) -> None:
         """Serve features (F,) from now on instead of images that are not augmented.
 
         Args:
             encode: Computes features (B, F) of images (B, ...) as they are stored; None serves images again.
-            size: Number of features F of an image.
-            image: Shape of the prepared images that ``encode`` supports. Other images are served as they are.
+            num_features: Number of features F of an image.
+            image_shape: Shape of the prepared images that ``encode`` supports. Other images are served as they are.
         """
         if encode is None:
             self._features = None
@@ -643,12 +643,12 @@ class FederatedDataModule(pl.LightningDataModule):
         self._features = FeatureCache(
             encode,
             self.prepare.prepare_targets,
-            size,
+            num_features,
             limit_bytes=self.device_cache_mb * BYTES_PER_MB,
-            supports=lambda images: tuple(self.prepare(images).shape[1:]) == image,
+            supports=lambda images: tuple(self.prepare(images).shape[1:]) == image_shape,
         )
 
-    def _labelled(self, store: Store | None, device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
+    def _read_labelled_images(self, store: Store | None, device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
         if store is not None:
             for x, y, _ in self._evaluation_loader(self.samples_of(store)):
                 targets = self.prepare.prepare_targets(to_device_async(y, device), x)
@@ -717,6 +717,6 @@ def _find_held_out_seed(
     return default if client_validation_seed is None else client_validation_seed
 
 
-def _sizes(datasets: Sequence[Dataset[Any]], resolve: Resolve) -> list[int]:
+def _count_items(datasets: Sequence[Dataset[Any]], resolve: Resolve) -> list[int]:
     """Return the number of items of each dataset."""
     return [len(resolve(dataset).rows) for dataset in datasets]

@@ -13,9 +13,9 @@ from perada.core.checks import checked_names
 from perada.core.text import abbreviated, case_variants, look_alike
 
 
-def warn_of_look_alikes(what: str, names: Iterable[Any]) -> None:
+def warn_of_look_alikes(what: str, client_names: Iterable[Any]) -> None:
     """Warn about names that look the same or differ in case; ``what`` is their plural noun, such as ``classes``."""
-    texts = [str(name) for name in names]
+    texts = [str(name) for name in client_names]
     for group in case_variants(texts):
         warnings.warn(
             f"the {what} {' and '.join(map(ascii, group))} are different {what}, but differ only in capitals and "

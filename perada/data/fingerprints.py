@@ -47,11 +47,11 @@ _CHUNK = 4096  # images of a tensor that are gathered at a time
 Fingerprint = dict[str, Any]
 
 
-def fingerprint_of(data: Checked, client_names: Sequence[str] | None, evaluated: str) -> Fingerprint:
+def fingerprint_of(checked: Checked, client_names: Sequence[str] | None, evaluated: str) -> Fingerprint:
     """Compute the fingerprint of checked data.
 
     Args:
-        data: The data.
+        checked: The data.
         client_names: Names of the clients, or None.
         evaluated: Which images clients are evaluated on, ``test`` or ``validation``.
 
@@ -61,10 +61,10 @@ def fingerprint_of(data: Checked, client_names: Sequence[str] | None, evaluated:
     """
     fingerprint: Fingerprint = {
         "clients": None if client_names is None else list(client_names),
-        "classes": data.classes,
-        "train": part_fingerprint(data.train),
+        "classes": checked.classes,
+        "train": part_fingerprint(checked.train),
     }
-    other_parts = {evaluated: data.test, "public": data.public, "server_validation": data.server_validation}
+    other_parts = {evaluated: checked.test, "public": checked.public, "server_validation": checked.server_validation}
     for part, store in other_parts.items():
         if store is not None:
             fingerprint[part] = part_fingerprint(store)
@@ -86,7 +86,7 @@ def _fingerprint_of_tensors(store: TensorStore) -> dict[str, list[str] | None]:
     if store.labels is not None:
         labels = store.labels[store.table.to(store.labels.device)]
         label_hashes = []
-        for size, content in zip(store.sizes, _contents(labels, store.sizes), strict=True):
+        for size, content in zip(store.sizes, _split_bytes(labels, store.sizes), strict=True):
             # One value: the client's labels.
             label_hashes.append(hash_of_content((size, *labels.shape[1:]), labels.dtype, content).hexdigest())
     if limit >= len(store.table) and max(store.sizes) <= _CHUNK:
@@ -111,16 +111,16 @@ def _hashes_of_small_clients(store: TensorStore) -> list[str]:
     """
     hashes: list[str] = []
     start = 0
-    for group in _groups(store.sizes):
+    for group in _group_sizes(store.sizes):
         stop = start + sum(group)
         images = store.images[store.table[start:stop].to(store.images.device)]
-        for content in _contents(images, group):
+        for content in _split_bytes(images, group):
             hashes.append(hash_of_content(tuple(images.shape[1:]), images.dtype, content).hexdigest())
         start = stop
     return hashes
 
 
-def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
+def _group_sizes(sizes: Sequence[int]) -> Iterator[list[int]]:
     """Divide sizes, none above a chunk, into consecutive groups whose sums are at most a chunk."""
     group: list[int] = []
     total = 0
@@ -134,7 +134,7 @@ def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
     yield group
 
 
-def _contents(values: Tensor, sizes: Sequence[int]) -> Iterator[memoryview]:
+def _split_bytes(values: Tensor, sizes: Sequence[int]) -> Iterator[memoryview]:
     """Yield the bytes of ``sizes[0]`` values (N, ...), of the next ``sizes[1]``, and so on."""
     content = bytes_of(values)
     bytes_of_value = len(content) // max(1, len(values))
@@ -149,8 +149,8 @@ def _contents(values: Tensor, sizes: Sequence[int]) -> Iterator[memoryview]:
 class _ClientHashes:
     """Hashes of a client's labels and images; None for what cannot be compared."""
 
-    labels: str | None
-    images: str | None
+    labels_hash: str | None
+    images_hash: str | None
 
 
 def _fingerprint_of_items(store: MapStore) -> dict[str, list[str] | None]:
@@ -161,8 +161,8 @@ def _fingerprint_of_items(store: MapStore) -> dict[str, list[str] | None]:
     label_hashes = []
     for client in range(len(store.sizes)):
         hashes = _hash_client(store, client, total, read=client in clients_to_read)
-        image_hashes.append(hashes.images)
-        label_hashes.append(hashes.labels)
+        image_hashes.append(hashes.images_hash)
+        label_hashes.append(hashes.labels_hash)
     labels = None
     if store.labelled:
         labels = _all_or_none(label_hashes)
@@ -185,7 +185,7 @@ def _hash_client(store: MapStore, client: int, total: int, read: bool) -> _Clien
         if known_labels is not None:
             labels_hash = hash_of(known_labels).hexdigest()
     if not read:
-        return _ClientHashes(labels=NOT_READ if labels_hash is None else labels_hash, images=NOT_READ)
+        return _ClientHashes(labels_hash=NOT_READ if labels_hash is None else labels_hash, images_hash=NOT_READ)
 
     size = store.sizes[client]
     base, rows = resolve_subset(store.datasets[client])
@@ -274,28 +274,28 @@ def difference_in_names(former: Mapping[str, Any], here: Mapping[str, Any]) -> s
     return None
 
 
-def _change_of_names(before: object, now: object) -> str:
+def _change_of_names(former: object, now: object) -> str:
     """Describe how two lists of names differ; anything but a list stands for data without names."""
-    if not isinstance(before, list) or not isinstance(now, list):
-        return f"are {_names(before)}, but here they are {_names(now)}"
-    if sorted(map(str, before)) == sorted(map(str, now)):
-        return f"are {abbreviated(before)} in this order, but here they are {abbreviated(now)}"
-    return f"are {_names(before)}, but here they are {_names(now)}{_first_change(before, now)}"
+    if not isinstance(former, list) or not isinstance(now, list):
+        return f"are {_describe_names(former)}, but here they are {_describe_names(now)}"
+    if sorted(map(str, former)) == sorted(map(str, now)):
+        return f"are {abbreviated(former)} in this order, but here they are {abbreviated(now)}"
+    return f"are {_describe_names(former)}, but here they are {_describe_names(now)}{_first_change(former, now)}"
 
 
-def _first_change(before: Sequence[object], now: Sequence[object]) -> str:
+def _first_change(former: Sequence[object], now: Sequence[object]) -> str:
     """Describe the first difference of two lists in parentheses; an empty string if one begins with the other."""
-    for old, new in zip(before, now, strict=False):
+    for old, new in zip(former, now, strict=False):
         if old != new:
             return f" ({old!r} became {new!r})"
     return ""
 
 
-def _names(names: object) -> str:
+def _describe_names(value: object) -> str:
     """Return a list of names for a message, abbreviated if it is long."""
-    if not isinstance(names, list):
+    if not isinstance(value, list):
         return "without names"
-    return abbreviated(list(map(str, names)))
+    return abbreviated(list(map(str, value)))
 
 
 def difference_in_content(former: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
@@ -338,11 +338,11 @@ def changed_content(former: Mapping[str, Any], here: Mapping[str, Any]) -> str |
     return None
 
 
-def _changed_clients(old: Sequence[str], new: Sequence[str], names: Sequence[str] | None) -> str:
+def _changed_clients(old: Sequence[str], new: Sequence[str], client_names: Sequence[str] | None) -> str:
     """Name the clients whose hashes differ, and the first one whose data were another client's before."""
     labels = [str(client) for client in range(len(new))]
-    if names is not None:
-        labels = [repr(name) for name in names]
+    if client_names is not None:
+        labels = [repr(name) for name in client_names]
     changed = [client for client, value in enumerate(new) if client >= len(old) or old[client] != value]
     noun = "clients" if len(changed) > 1 else "client"
     text = f"{noun} {abbreviated([labels[client] for client in changed])} differ from those of the checkpoint"

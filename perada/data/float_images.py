@@ -28,7 +28,7 @@ def warn_of_raw_floats(stores: Mapping[str, Store | None]) -> None:
         stores: The sets by their names; those that are None are left out.
     """
     for name, store in stores.items():
-        extremes = None if store is None else _extremes(store)
+        extremes = None if store is None else _find_extremes(store)
         if extremes is not None and max(map(abs, extremes)) > LARGEST_PREPARED_VALUE:
             low, high = extremes
             warnings.warn(
@@ -40,7 +40,7 @@ def warn_of_raw_floats(stores: Mapping[str, Store | None]) -> None:
             return
 
 
-def _extremes(store: Store) -> tuple[float, float] | None:
+def _find_extremes(store: Store) -> tuple[float, float] | None:
     """Return the smallest and the largest value of some images; None if they are not floating-point images."""
     if isinstance(store, MapStore):
         images = []

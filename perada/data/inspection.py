@@ -85,7 +85,8 @@ class Inspection:
     Attributes:
         clients: Names of the clients, or their numbers.
         classes: Names of the classes, or their numbers.
-        train: Number of training images (M, K) of each client and class; with several labels, of those that have each.
+        train: Number of training images (M, K) of each client and class; with several labels, of those that have
+            each.
         test: Number of test images (M, K) of each client and class.
         unknown_train: Number of training images (M, K) of each client and label for which it is unknown.
         unknown_test: The same of test images.
@@ -146,7 +147,7 @@ class _ImageFacts(NamedTuple):
     Attributes:
         name: Path of the file, or position in its set.
         digest: Hash of the decoded pixels, in the size of the file.
-        size: Width and height.
+        image_size: Width and height.
         mode: Pillow's mode, or the number of channels.
         error: Why the image cannot be read; empty if it can.
         num_frames: Number of pictures in the file.
@@ -155,7 +156,7 @@ class _ImageFacts(NamedTuple):
 
     name: str
     digest: bytes = b""
-    size: tuple[int, int] = (0, 0)
+    image_size: tuple[int, int] = (0, 0)
     mode: str = ""
     error: str = ""
     num_frames: int = 1
@@ -199,7 +200,7 @@ def inspect_division(division: Division, options: RunOptions | None = None) -> I
         unknown_train=np.stack([_unknown_counts(dataset, task, num_classes) for dataset in data.train]),
         unknown_test=np.stack([_unknown_counts(dataset, task, num_classes) for dataset in test]),
         images=np.array([[length(dataset) for dataset in pair] for pair in zip(data.train, test, strict=True)]),
-        sizes=np.array([facts.size for facts in readable], dtype=np.int64).reshape(-1, 2),
+        sizes=np.array([facts.image_size for facts in readable], dtype=np.int64).reshape(-1, 2),
         modes=Counter(facts.mode for facts in readable),
         broken=[facts.error for facts in train_facts + test_facts if facts.error],
         notes=list(dict.fromkeys(messages)),
@@ -207,11 +208,11 @@ def inspect_division(division: Division, options: RunOptions | None = None) -> I
     )
     full_scale = getattr(train_set, "full_scale", None) or WHOLE_SCALE
     inspection.notes += _notes_on_modes(readable, full_scale)
-    broken = {
+    unreadable_rows = {
         True: {position for position, facts in enumerate(train_facts) if facts.error},
         False: {position for position, facts in enumerate(test_facts) if facts.error},
     }
-    findings = check_as_training_does(data, options, broken)
+    findings = check_as_training_does(data, options, unreadable_rows)
     inspection.rejections = findings.rejections
     inspection.notes += [message for message in findings.warnings if message not in inspection.notes]
     if task.per_pixel:
@@ -235,35 +236,35 @@ class _LabelledImage:
     """An image that was read, with its label.
 
     Attributes:
-        facts: What the file showed.
+        image_facts: What the file showed.
         label: The label, a vector of labels, or a mask.
     """
 
-    facts: _ImageFacts
+    image_facts: _ImageFacts
     label: torch.Tensor
 
 
-def _find_contradictions(images: Sequence[_LabelledImage], task: Task) -> list[tuple[str, str]]:
+def _find_contradictions(labelled_images: Sequence[_LabelledImage], task: Task) -> list[tuple[str, str]]:
     """Return pairs of names of images whose pixels are equal, but whose known labels are not."""
     first_of_digest: dict[bytes, _LabelledImage] = {}
     pairs = []
-    for image in images:
-        if image.facts.error:
+    for image in labelled_images:
+        if image.image_facts.error:
             continue
-        first = first_of_digest.setdefault(image.facts.digest, image)
+        first = first_of_digest.setdefault(image.image_facts.digest, image)
         if torch.equal(first.label, image.label):
             continue
         both_known = task.known(first.label.unsqueeze(0)) & task.known(image.label.unsqueeze(0))
         if bool(((first.label != image.label) & both_known[0]).any()):
-            pairs.append((image.facts.name, first.facts.name))
+            pairs.append((image.image_facts.name, first.image_facts.name))
     return pairs
 
 
-def _read_all(images: ImageSet) -> list[_ImageFacts]:
+def _read_all(image_set: ImageSet) -> list[_ImageFacts]:
     """Read all images of a set with a thread per processor, and show the progress."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = pool.map(partial(_read_facts, images), range(len(images)))
-        return list(tqdm(results, total=len(images), desc="reading", leave=False, disable=None))
+        results = pool.map(partial(_read_facts, image_set), range(len(image_set)))
+        return list(tqdm(results, total=len(image_set), desc="reading", leave=False, disable=None))
 
 
 def _class_counts(dataset: Dataset[Any], task: Task, num_classes: int) -> Array:
@@ -289,21 +290,21 @@ def _unknown_counts(dataset: Dataset[Any], task: Task, num_classes: int) -> Arra
 
 def _find_duplicates(
     inspection: Inspection,
-    train: list[_ImageFacts],
-    test: list[_ImageFacts],
+    train_facts: list[_ImageFacts],
+    test_facts: list[_ImageFacts],
     owners: Mapping[int, int],
 ) -> None:
     """Add images whose pixels are equal to an inspection.
 
     Args:
         inspection: Its duplicates are filled in.
-        train: All images of the training split.
-        test: All images of the test split.
+        train_facts: All images of the training split.
+        test_facts: All images of the test split.
         owners: Client of each training image by position. Images that no client has are missing.
     """
     names_of_digest: dict[bytes, list[str]] = defaultdict(list)
     owners_of_digest: dict[bytes, set[int | None]] = defaultdict(set)
-    for position, facts in enumerate(train):
+    for position, facts in enumerate(train_facts):
         owner = owners.get(position)
         copies = names_of_digest[facts.digest]
         if copies and not facts.error:
@@ -314,15 +315,15 @@ def _find_duplicates(
                 inspection.shared.append(pair)
         copies.append(facts.name)
         owners_of_digest[facts.digest].add(owner)
-    for facts in test:
+    for facts in test_facts:
         if not facts.error and facts.digest in names_of_digest:
             inspection.leaks.append((facts.name, names_of_digest[facts.digest][0]))
 
 
-def _notes_on_modes(images: list[_ImageFacts], white: float) -> list[str]:
+def _notes_on_modes(image_facts: list[_ImageFacts], white: float) -> list[str]:
     """Return remarks on dark grey images, and on files with several pictures."""
     notes = []
-    brightest_pixels = [facts.brightest for facts in images if facts.brightest]
+    brightest_pixels = [facts.brightest for facts in image_facts if facts.brightest]
     if brightest_pixels and 2 * max(brightest_pixels) < white:
         brightest = max(brightest_pixels)
         proposed_full_scale = 2 ** brightest.bit_length() - 1
@@ -330,37 +331,37 @@ def _notes_on_modes(images: list[_ImageFacts], white: float) -> list[str]:
             f"the brightest pixel of the {len(brightest_pixels)} grey images of more than 8 bits is {brightest}, but "
             f"white is {white:g}, so they are dark: set full_scale to the value of white, such as {proposed_full_scale}"
         )
-    multi_frame = [facts.name for facts in images if facts.num_frames > 1]
+    multi_frame = [facts.name for facts in image_facts if facts.num_frames > 1]
     if multi_frame:
         notes.append(f"only the first picture of files with several ({abbreviated(multi_frame)}) is read")
     return notes
 
 
-def _read_facts(images: ImageSet, row: int) -> _ImageFacts:
+def _read_facts(image_set: ImageSet, row: int) -> _ImageFacts:
     """Read an image of a set."""
-    if not isinstance(images, ImageFiles):
-        item = images[row]
+    if not isinstance(image_set, ImageFiles):
+        item = image_set[row]
         image = to_image(item[0] if isinstance(item, tuple) else item)
         if image.ndim != 3:
             raise ValueError(
-                f"{type(images).__name__} has no images, and only images can be inspected; use a set of images"
+                f"{type(image_set).__name__} has no images, and only images can be inspected; use a set of images"
             )
         channels, height, width = image.shape
         pixels = image.contiguous().view(torch.uint8).numpy().tobytes()
         return _ImageFacts(
-            name=f"{split_of(images)}, image {row}",
+            name=f"{split_of(image_set)}, image {row}",
             digest=hashlib.sha256(pixels).digest(),
-            size=(width, height),
+            image_size=(width, height),
             mode="1 channel" if channels == 1 else f"{channels} channels",
         )
-    path = images.manifest.paths[row]
+    path = image_set.manifest.paths[row]
     try:
-        images.read(path)
-        content = images.content(path)
+        image_set.read(path)
+        content = image_set.content(path)
     except (OSError, ValueError) as error:
         return _ImageFacts(path, error=str(error))
     with Image.open(io.BytesIO(content)) as picture:
-        decoded = decode(picture, images.mode, images.full_scale).contiguous()
+        decoded = decode(picture, image_set.mode, image_set.full_scale).contiguous()
         shape = tuple(decoded.shape)
         brightest = 0
         if picture.mode.startswith("I"):
@@ -368,7 +369,7 @@ def _read_facts(images: ImageSet, row: int) -> _ImageFacts:
         return _ImageFacts(
             name=path,
             digest=hashlib.sha256(f"{shape} ".encode() + decoded.numpy().tobytes()).digest(),
-            size=picture.size,
+            image_size=picture.size,
             mode=picture.mode,
             num_frames=_count_frames(picture),
             brightest=brightest,
@@ -410,7 +411,7 @@ def without_broken(
     check_datasets(data)
     parts = data.parts()
     # Clients often have Subsets of one dataset, whose items are read once. Each entry is a dataset and its rows in it.
-    bases = [_resolved(name, dataset, resolve) for name, dataset in parts]
+    bases = [_resolve_named(name, dataset, resolve) for name, dataset in parts]
     problems_of_base = _find_problems([name for name, _ in parts], bases, workers, image_size)
     if not any(problems_of_base.values()):
         return data
@@ -473,7 +474,7 @@ def _find_problems(
     return problems_of_base
 
 
-def _resolved(name: str, dataset: Dataset[Any], resolve: Resolve) -> ResolvedSubset:
+def _resolve_named(name: str, dataset: Dataset[Any], resolve: Resolve) -> ResolvedSubset:
     """Resolve a dataset; an error begins with the dataset's name."""
     try:
         return resolve(dataset)
@@ -571,16 +572,16 @@ class _Unread:
 
     Attributes:
         base: The dataset.
-        rows: Its rows that are used.
+        row_indices: Its rows that are used.
         rows_of_owner: The rows of each owner, by its name. Clients may share a dataset.
     """
 
     base: Dataset[Any]
-    rows: list[int]
+    row_indices: list[int]
     rows_of_owner: dict[str, np.ndarray[Any, Any]]
 
     @cached_property
-    def _owners(self) -> dict[int, str]:
+    def _first_owners(self) -> dict[int, str]:
         """The name of the first owner of each row."""
         owners: dict[int, str] = {}
         for name, rows in self.rows_of_owner.items():
@@ -590,7 +591,7 @@ class _Unread:
 
     def owner_of(self, row: int) -> str:
         """Return the name of the first owner of a row."""
-        return self._owners[row]
+        return self._first_owners[row]
 
 
 def _find_broken_items(datasets: Sequence[_Unread], workers: int, image_size: int | None) -> list[dict[int, str]]:
@@ -604,7 +605,7 @@ def _find_broken_items(datasets: Sequence[_Unread], workers: int, image_size: in
     Raises:
         ValueError: If the images of a dataset's items have different shapes or types.
     """
-    places = [(number, row) for number, dataset in enumerate(datasets) for row in dataset.rows]
+    places = [(number, row) for number, dataset in enumerate(datasets) for row in dataset.row_indices]
     if not places:
         return [{} for _ in datasets]
     progress = None
@@ -631,21 +632,21 @@ def _find_broken_items(datasets: Sequence[_Unread], workers: int, image_size: in
 
 def _unique_rows(rows_of_datasets: Sequence[np.ndarray[Any, Any]]) -> list[int]:
     """Return the rows that are in any of the arrays, ascending."""
-    rows: list[int] = np.unique(np.concatenate(rows_of_datasets)).tolist()
-    return rows
+    row_indices: list[int] = np.unique(np.concatenate(rows_of_datasets)).tolist()
+    return row_indices
 
 
-def _find_broken_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
+def _find_broken_files(image_set: ImageFiles, row_indices: list[int]) -> dict[int, str]:
     """Return a description of each file that cannot be read, by row. The result is cached until a file changes."""
-    paths = {row: os.path.abspath(base.manifest.paths[row]) for row in rows}
-    cache = _cache_file(base, paths.values())
+    paths = {row: os.path.abspath(image_set.manifest.paths[row]) for row in row_indices}
+    cache = _cache_file(image_set, paths.values())
     if cache is not None:
         with suppress(OSError, ValueError):  # the files have not been read in their present state
             cached_problems = json.loads(cache.read_text(encoding="utf-8"))
             return {row: str(cached_problems[path]) for row, path in paths.items() if path in cached_problems}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = _show_progress(pool.map(partial(_problem_of_file, base), rows), len(rows))
-        errors = {row: error for row, error in zip(rows, results, strict=True) if error is not None}
+        results = _show_progress(pool.map(partial(_problem_of_file, image_set), row_indices), len(row_indices))
+        errors = {row: error for row, error in zip(row_indices, results, strict=True) if error is not None}
     # A list of problems ends with one remedy for all.
     problems = {row: error.problem for row, error in errors.items()}
     # A missing file has no state to compare later, and one that the disk failed to deliver may be intact next time.
@@ -658,9 +659,9 @@ def _find_broken_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
     return problems
 
 
-def _cache_file(base: ImageFiles, paths: Iterable[str]) -> Path | None:
+def _cache_file(image_set: ImageFiles, paths: Iterable[str]) -> Path | None:
     """Return the cache file for these files in their present state; None if one of them has no state."""
-    digest = hashlib.sha256(repr((type(base).__name__, base.mode, base.full_scale)).encode())
+    digest = hashlib.sha256(repr((type(image_set).__name__, image_set.mode, image_set.full_scale)).encode())
     try:
         for path in paths:
             state = os.stat(path)
@@ -673,14 +674,14 @@ def _cache_file(base: ImageFiles, paths: Iterable[str]) -> Path | None:
     return root / "perada" / "read" / f"{digest.hexdigest()[:32]}.json"
 
 
-def _problem_of_file(base: ImageFiles, row: int) -> UnreadableImageError | MissingImageError | None:
+def _problem_of_file(image_set: ImageFiles, row: int) -> UnreadableImageError | MissingImageError | None:
     """Read a file and return the error, if there is one."""
     try:
-        base.read(base.manifest.paths[row])
+        image_set.read(image_set.manifest.paths[row])
     except (UnreadableImageError, MissingImageError) as error:
         return error
     except OSError as error:  # a source that reads its own files
-        return UnreachableImageError(f"{base.manifest.paths[row]} could not be read ({error})")
+        return UnreachableImageError(f"{image_set.manifest.paths[row]} could not be read ({error})")
     return None
 
 

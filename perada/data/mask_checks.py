@@ -88,32 +88,32 @@ class MaskValues:
     Attributes:
         owner: Name of the client for messages.
         part: Part of its data: ``training``, ``test`` or ``validation``.
-        counts: Its pixels and masks.
+        counter: Its pixels and masks.
     """
 
     owner: str
     part: str
-    counts: MaskCounter
+    counter: MaskCounter
 
     @property
     def values(self) -> list[int]:
         """All values, ascending."""
-        return sorted(self.counts.pixels)
+        return sorted(self.counter.pixels)
 
     @property
     def ignored(self) -> int:
         """The value of pixels that do not count."""
-        return self.counts.ignored
+        return self.counter.ignored
 
     @property
     def classes(self) -> frozenset[int]:
         """The values that stand for classes."""
-        return frozenset(self.counts.pixels) - {self.ignored}
+        return frozenset(self.counter.pixels) - {self.ignored}
 
     @property
     def has_ignored(self) -> bool:
         """Whether there are pixels that do not count."""
-        return self.ignored in self.counts.pixels
+        return self.ignored in self.counter.pixels
 
     @property
     def lacks_classes(self) -> bool:
@@ -122,21 +122,21 @@ class MaskValues:
 
     def share(self, value: int) -> float:
         """Return the share of a value among the pixels that count."""
-        num_pixels = sum(self.counts.pixels[number] for number in self.classes)
-        return self.counts.pixels[value] / max(1, num_pixels)
+        num_pixels = sum(self.counter.pixels[number] for number in self.classes)
+        return self.counter.pixels[value] / max(1, num_pixels)
 
 
 def side_by_side(values_of_clients: Sequence[MaskValues]) -> str:
     """Return the values of the first clients for a message, those with values that few others have first."""
     frequencies = Counter(tuple(client.values) for client in values_of_clients)
     rarest_first = sorted(values_of_clients, key=lambda client: frequencies[tuple(client.values)])
-    descriptions = [f"{client.owner}: {_listed(client.values)}" for client in rarest_first]
+    descriptions = [f"{client.owner}: {_list_values(client.values)}" for client in rarest_first]
     shown = "; ".join(descriptions[:_MAX_CLIENTS])
     num_hidden = len(descriptions) - _MAX_CLIENTS
     return f"{shown}; and {num_hidden} more" if num_hidden > 0 else shown
 
 
-def _listed(values: Iterable[int]) -> str:
+def _list_values(values: Iterable[int]) -> str:
     """Return the first values for a message."""
     return abbreviated([str(value) for value in values])
 
@@ -191,7 +191,7 @@ def _reject_suspect(
     same_part = [values for values in values_of_clients if values.part == suspect.part]
     problem = (
         f"the {suspect.part} masks of {suspect.owner} have only {own_classes}{suspect.ignored}, which is ignored, but "
-        f"other clients have the classes {_listed(classes_of_others)} ({side_by_side(same_part)})"
+        f"other clients have the classes {_list_values(classes_of_others)} ({side_by_side(same_part)})"
     )
     remedy = "write each class with the same number at all clients"
     is_surely_wrong = suspect.ignored == _COMMON_FOREGROUND and not any(values.has_ignored for values in others)
@@ -206,7 +206,7 @@ def _reject_suspect(
 
 def _warn_of_mixed_masks(values_of_clients: Sequence[MaskValues]) -> None:
     """Warn if masks have either ignored pixels or a foreground, as if some had the ignored value as foreground."""
-    counts = [values.counts for values in values_of_clients]
+    counts = [values.counter for values in values_of_clients]
     with_ignored = sum(count.with_ignored for count in counts)
     with_foreground = sum(count.with_foreground for count in counts)
     with_both = sum(count.with_both for count in counts)
@@ -229,7 +229,7 @@ def _warn_of_swapped_classes(values_of_clients: Sequence[MaskValues]) -> None:
     """
     training = [values for values in values_of_clients if values.part == "training"]
     classes = sorted(frozenset[int]().union(*(values.classes for values in training)))
-    compared = [values for values in training if values.counts.masks >= _MIN_MASKS and values.classes]
+    compared = [values for values in training if values.counter.masks >= _MIN_MASKS and values.classes]
     if len(classes) != 2:
         return
     background = classes[0]
@@ -243,15 +243,15 @@ def _warn_of_swapped_classes(values_of_clients: Sequence[MaskValues]) -> None:
             swapped = with_majority
             others = with_minority
         warnings.warn(
-            f"class {background} covers {_percentages(swapped, background)} of the pixels in the masks of "
-            f"{abbreviated([values.owner for values in swapped])}, but {_percentages(others, background)} at "
+            f"class {background} covers {_format_percentages(swapped, background)} of the pixels in the masks of "
+            f"{abbreviated([values.owner for values in swapped])}, but {_format_percentages(others, background)} at "
             f"{abbreviated([values.owner for values in others])}, as if background and foreground were swapped: write "
             "each class with the same number at all clients, unless their images differ so much",
             stacklevel=5,
         )
 
 
-def _percentages(values_of_clients: Sequence[MaskValues], value: int) -> str:
+def _format_percentages(values_of_clients: Sequence[MaskValues], value: int) -> str:
     """Return the smallest and the largest share that a value has at clients, in percent."""
     shares = [100 * values.share(value) for values in values_of_clients]
     smallest = f"{min(shares):.0f}"
@@ -278,8 +278,8 @@ def _check_numbering(values_of_clients: Sequence[MaskValues], has_option: bool) 
     num_unused = largest + 1 - len(all_classes)
     if num_unused:
         problem = (
-            f"the masks have the classes {_listed(all_classes)}, which implies {largest + 1} classes, but {num_unused} "
-            f"of them occur in no mask ({side_by_side(training)})"
+            f"the masks have the classes {_list_values(all_classes)}, which implies {largest + 1} classes, but "
+            f"{num_unused} of them occur in no mask ({side_by_side(training)})"
         )
         remedy = "number the classes from 0 without gaps, with the same numbers at all clients"
         if has_option and len(all_classes) > 1:

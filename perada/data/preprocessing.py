@@ -169,12 +169,12 @@ class Preprocessing:
             prepared = [x.float() for x in prepared]
         return torch.stack(prepared)
 
-    def _warn_of_raw_floats(self, images: list[Tensor]) -> None:
+    def _warn_of_raw_floats(self, float_images: list[Tensor]) -> None:
         """Warn of floating-point images in [0, 1], which are probably not normalised."""
         normalisation_changes_values = set(self.mean) != {0.0} or set(self.std) != {1.0}
-        if not images or not normalisation_changes_values:
+        if not float_images or not normalisation_changes_values:
             return
-        if all(0 <= x.min() and x.max() <= 1 for x in images):
+        if all(0 <= x.min() and x.max() <= 1 for x in float_images):
             warnings.warn(
                 "the floating-point images are in [0, 1], but are assumed to be normalised already, as in training: "
                 f"pass uint8 images, or subtract mean {list(self.mean)} and divide by std {list(self.std)}",
@@ -198,7 +198,7 @@ class Preprocessing:
             pixels = x.cpu().permute(1, 2, 0).contiguous().numpy()
             if num_channels == 1:
                 pixels = pixels[:, :, 0]
-            x = self._decode(Image.fromarray(pixels))
+            x = self._decode_image(Image.fromarray(pixels))
         for step in self.resize:
             if step.rounded:
                 x = resize_uint8(x, (step.height, step.width))
@@ -223,40 +223,40 @@ class Preprocessing:
                 return step.height
         return None
 
-    def _as_tensor(self, image: object) -> Tensor:
+    def _as_tensor(self, value: object) -> Tensor:
         """Return an image as a tensor: uint8 (Ch, H, W), or a prepared sample."""
-        if isinstance(image, str | Path | Image.Image):
-            return self._decode(image)
-        if isinstance(image, np.ndarray):
-            if image.dtype == np.uint16 and image.ndim == 2:
-                return self._decode(Image.fromarray(image))
+        if isinstance(value, str | Path | Image.Image):
+            return self._decode_image(value)
+        if isinstance(value, np.ndarray):
+            if value.dtype == np.uint16 and value.ndim == 2:
+                return self._decode_image(Image.fromarray(value))
             # (H, W, Ch), unless only the first axis fits the model's channels.
-            has_channels_first = image.ndim == 3 and image.shape[0] == self.shape[0] != image.shape[2]
-            if image.ndim == 3 and not has_channels_first:
-                image = image.transpose(2, 0, 1)
+            has_channels_first = value.ndim == 3 and value.shape[0] == self.shape[0] != value.shape[2]
+            if value.ndim == 3 and not has_channels_first:
+                value = value.transpose(2, 0, 1)
             # A copy, since torch warns of arrays that cannot be written to.
-            image = torch.from_numpy(np.array(image, order="C"))
-        x = to_image(image)
+            value = torch.from_numpy(np.array(value, order="C"))
+        x = to_image(value)
         if x.ndim == 2:
             x = x.unsqueeze(0)
         if x.dtype == torch.uint8 and (x.ndim != 3 or not x.numel()):
             raise ValueError(f"a uint8 image must have the shape (channels, height, width), got {tuple(x.shape)}")
         return x
 
-    def _decode(self, image: str | Path | Image.Image) -> Tensor:
+    def _decode_image(self, image_or_path: str | Path | Image.Image) -> Tensor:
         """Decode a file or an image of Pillow to the channels of the training images."""
         if self.kind != "uint8" or self.channels not in (1, 3):
             description = "an image of Pillow or 16 bits"
-            if isinstance(image, str | Path):
-                description = repr(str(image))
+            if isinstance(image_or_path, str | Path):
+                description = repr(str(image_or_path))
             raise ValueError(
                 f"{description} cannot be decoded: the run was trained on {self.kind} samples of shape {self.shape}, "
                 "and how they were made from files is unknown; pass such tensors"
             )
         mode = "L" if self.channels == 1 else "RGB"
-        if isinstance(image, Image.Image):
-            return decode_opened(image, mode, self.full_scale)
-        return read_image(image, "fix it, or leave it out", mode, self.full_scale)
+        if isinstance(image_or_path, Image.Image):
+            return decode_opened(image_or_path, mode, self.full_scale)
+        return read_image(image_or_path, "fix it, or leave it out", mode, self.full_scale)
 
     def _check_prepared(self, x: Tensor) -> Tensor:
         """Check that a sample is prepared for the model, and return it.
@@ -279,40 +279,40 @@ class Preprocessing:
         return x
 
 
-def preprocessing_of(data: Checked, preparation: Preparation, full_scale: float | None = None) -> Preprocessing:
+def preprocessing_of(checked: Checked, preparation: Preparation, full_scale: float | None = None) -> Preprocessing:
     """Return the preprocessing of the clients' images, without augmentation.
 
     Args:
-        data: The clients' images.
+        checked: The clients' images.
         preparation: The data module's preparation of batches.
         full_scale: The value of white in grey images of more than 8 bits, if files are read.
     """
-    shape, dtype = data.image
-    return _preprocessing(
+    shape, dtype = checked.image_format
+    return _make_preprocessing(
         shape,
         dtype,
-        by_item=isinstance(data.train, MapStore),
-        stored_size=_stored_size(data, preparation.image_size),
+        by_item=isinstance(checked.train, MapStore),
+        stored_size=_stored_size(checked, preparation.image_size),
         preparation=preparation,
         full_scale=full_scale,
     )
 
 
-def preprocessing_of_set(images: ImageSet, preparation: Preparation) -> Preprocessing:
+def preprocessing_of_set(image_set: ImageSet, preparation: Preparation) -> Preprocessing:
     """Return the preprocessing of the images of a set. Image files are not opened.
 
     Raises:
         FileNotFoundError: If the files of another set are missing.
     """
     stored_size: tuple[int, int] | None = None
-    if isinstance(images, ImageFiles):
-        channels = 1 if images.mode == "L" else 3
-        shape: tuple[int, ...] = (channels, images.size, images.size)
+    if isinstance(image_set, ImageFiles):
+        channels = 1 if image_set.mode == "L" else 3
+        shape: tuple[int, ...] = (channels, image_set.size, image_set.size)
         dtype = torch.uint8
-        by_item = not images.in_memory
-        stored_size = (images.size, images.size)
+        by_item = not image_set.in_memory
+        stored_size = (image_set.size, image_set.size)
     else:
-        store = make_store([images])
+        store = make_store([image_set])
         by_item = isinstance(store, MapStore)
         if isinstance(store, MapStore):
             first_image, _ = store.item(0, 0, resize=False)
@@ -322,17 +322,17 @@ def preprocessing_of_set(images: ImageSet, preparation: Preparation) -> Preproce
         # Items that are read one by one may have other sizes than the first.
         if dtype == torch.uint8 and not (by_item and preparation.image_size):
             stored_size = (shape[-2], shape[-1])
-    return _preprocessing(
+    return _make_preprocessing(
         shape,
         dtype,
         by_item=by_item,
         stored_size=stored_size,
         preparation=preparation,
-        full_scale=getattr(images, "full_scale", None),
+        full_scale=getattr(image_set, "full_scale", None),
     )
 
 
-def _preprocessing(
+def _make_preprocessing(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     *,
@@ -364,28 +364,28 @@ def _preprocessing(
     channels = shape[0]
     mean: tuple[float, ...] = (0.5,) * channels
     std: tuple[float, ...] = (0.5,) * channels
-    if preparation.image is not None:
-        mean = preparation.image.mean
-        std = preparation.image.std
+    if preparation.image_config is not None:
+        mean = preparation.image_config.mean
+        std = preparation.image_config.std
     last_step = steps[-1]
     model_shape = (len(mean), last_step.height, last_step.width)
     return Preprocessing("uint8", model_shape, channels, tuple(steps), mean, std, full_scale)
 
 
-def _stored_size(data: Checked, size: int | None) -> tuple[int, int] | None:
+def _stored_size(checked: Checked, size: int | None) -> tuple[int, int] | None:
     """Return height and width of uint8 training images before the data module resizes them.
 
     None for other samples, which are not resized, and if the sizes may differ.
     """
-    shape, dtype = data.image
+    shape, dtype = checked.image_format
     if dtype != torch.uint8:
         return None
-    if isinstance(data.train, TensorStore):
-        height, width = data.train.images.shape[-2:]
+    if isinstance(checked.train, TensorStore):
+        height, width = checked.train.images.shape[-2:]
         return height, width
     if size is None:  # then all images have the same size
         return shape[-2], shape[-1]
-    base = resolve_subset(data.train.datasets[0]).base
+    base = resolve_subset(checked.train.datasets[0]).base
     if isinstance(base, ImageFiles):
         return base.size, base.size
     return None

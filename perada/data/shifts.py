@@ -106,14 +106,14 @@ class Condition(NamedTuple):
     Attributes:
         shift: Name of the shift.
         store: The images, before they are corrupted.
-        kind: Kind of the corruption; empty for none.
+        corruption: Kind of the corruption; empty for none.
         severity: Severity of the corruption.
         others: Whether a client's model is evaluated on the images of the other clients only.
     """
 
     shift: str
     store: Store
-    kind: str = ""
+    corruption: str = ""
     severity: int = 0
     others: bool = False
 
@@ -124,7 +124,7 @@ def as_shifts(options: Mapping[str, ShiftOption]) -> dict[str, Shift | ImageSet]
     Raises:
         OptionError: If a name is not allowed, or a value is not a shift.
     """
-    shifts: dict[str, Shift | ImageSet] = {}
+    converted: dict[str, Shift | ImageSet] = {}
     for name, value in options.items():
         is_text = isinstance(name, str)
         is_reserved = is_text and (name.startswith(RESERVED_PREFIXES) or name.endswith(SPREADS))
@@ -135,11 +135,11 @@ def as_shifts(options: Mapping[str, ShiftOption]) -> dict[str, Shift | ImageSet]
                 name="shifts",
             )
         if isinstance(value, Shift | ImageSet):
-            shifts[name] = value
+            converted[name] = value
         elif value == LABEL_SHIFT:
-            shifts[name] = LabelShift()
+            converted[name] = LabelShift()
         elif isinstance(value, list) or value in (*GROUPS, *GROUPS["all"]):
-            shifts[name] = Corruptions(value)
+            converted[name] = Corruptions(value)
         else:
             raise OptionError(
                 f"shifts: {name}={value_text(value)} is not a shift; use {LABEL_SHIFT!r}, a kind of corruption "
@@ -147,7 +147,7 @@ def as_shifts(options: Mapping[str, ShiftOption]) -> dict[str, Shift | ImageSet]
                 name=f"shifts: {name}",
                 value=value,
             )
-    return shifts
+    return converted
 
 
 def check_movements(shifts: Mapping[str, Shift | ImageSet], task: Task) -> None:
@@ -214,7 +214,7 @@ def _check_corruptible(name: str, checked: Checked) -> None:
             f"({error}); install perada[shifts] and the system libraries that OpenCV requires (on Debian libgl1 and "
             "libxcb1), or leave the corruptions out"
         ) from error
-    shape, dtype = checked.image
+    shape, dtype = checked.image_format
     is_supported = dtype == torch.uint8 and len(shape) == 3 and shape[0] in (1, 3)
     if not is_supported or min(shape[1:]) < MIN_SIZE:
         raise OptionError(
@@ -224,9 +224,9 @@ def _check_corruptible(name: str, checked: Checked) -> None:
         )
 
 
-def _labelled_test_set(name: str, images: ImageSet, checked: Checked, size: int | None) -> Store:
+def _labelled_test_set(name: str, image_set: ImageSet, checked: Checked, size: int | None) -> Store:
     """Return the test split of another set, after checking that its labels are of the clients' classes."""
-    test = images.with_split(False)
+    test = image_set.with_split(False)
     title = f"shifts: {name!r} ({split_of(test)})"
     if not len(test):
         raise ValueError(f"{title} has no images; use a set of labelled images")
@@ -253,13 +253,13 @@ def _labelled_test_set(name: str, images: ImageSet, checked: Checked, size: int 
     return checked_set.train
 
 
-def corrupt(image: Tensor, kind: str, severity: int, seed: int) -> Tensor:
+def corrupt(image: Tensor, corruption: str, severity: int, seed: int) -> Tensor:
     """Corrupt an image with ImageNet-C's functions and parameters, from the library imagecorruptions-imaug.
 
     Args:
         image: uint8 (1 or 3, H, W) on the CPU, with sides of at least ``MIN_SIZE`` pixels. A grey image is corrupted as
             an RGB image with three equal channels, of which the green one is returned.
-        kind: Kind of corruption.
+        corruption: Kind of corruption.
         severity: From 1, the mildest, to 5.
         seed: Seed of all draws. The global streams are restored.
     """
@@ -269,7 +269,7 @@ def corrupt(image: Tensor, kind: str, severity: int, seed: int) -> Tensor:
     if get_worker_info() is not None:
         cv2.setNumThreads(0)  # the threads of OpenCV do not survive the fork of a worker
     pixels = image.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
-    function = corruption_dict[kind]
+    function = corruption_dict[corruption]
     options = {}
     # Two of the functions take a seed instead of drawing from NumPy's stream.
     if "seed" in inspect.signature(function).parameters:
@@ -304,7 +304,7 @@ class CorruptedStore(Samples):
         self.store = store
         self.sizes = store.sizes
         self.has_classes = store.has_classes
-        self.kind = condition.kind
+        self.kind = condition.corruption
         self.severity = condition.severity
         self.seed = seed
         self.size = size

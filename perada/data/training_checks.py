@@ -40,22 +40,23 @@ class Findings:
 
 
 def check_as_training_does(
-    data: FederatedData, options: RunOptions, broken: Mapping[bool, AbstractSet[int]]
+    data: FederatedData, options: RunOptions, unreadable_rows: Mapping[bool, AbstractSet[int]]
 ) -> Findings:
     """Check data as the set-up of a run does.
 
     Args:
         data: The data, of which images that cannot be read are left out.
         options: Options of the run.
-        broken: Positions of images that cannot be read, in the training split (True) and in the test split (False).
+        unreadable_rows: Positions of images that cannot be read, in the training split (True) and in the test split
+            (False).
     """
     readable = replace(
         data,
-        train=[_without(dataset, broken[True]) for dataset in data.train],
-        test=[_without(dataset, broken[False]) for dataset in data.test],
+        train=[_leave_out(dataset, unreadable_rows[True]) for dataset in data.train],
+        test=[_leave_out(dataset, unreadable_rows[False]) for dataset in data.test],
     )
     findings = Findings()
-    if broken[True] and any(len(resolve_subset(dataset).rows) == 0 for dataset in readable.train):
+    if unreadable_rows[True] and any(len(resolve_subset(dataset).rows) == 0 for dataset in readable.train):
         # The broken images are reported, and hide what else may be wrong with the client.
         return findings
     with warnings.catch_warnings(record=True) as recorded_warnings:
@@ -68,7 +69,7 @@ def check_as_training_does(
     return findings
 
 
-def _without(dataset: Dataset[Any], positions: AbstractSet[int]) -> Dataset[Any]:
+def _leave_out(dataset: Dataset[Any], positions: AbstractSet[int]) -> Dataset[Any]:
     """Return a client's images without those at some positions of the set that they are taken from."""
     if not positions:
         return dataset
@@ -76,13 +77,15 @@ def _without(dataset: Dataset[Any], positions: AbstractSet[int]) -> Dataset[Any]
     return Subset(base, [row for row in rows.tolist() if row not in positions])
 
 
-def shares_of_values(datasets: Sequence[Dataset[Any]], ignored: int, values: Sequence[int] | None) -> dict[int, float]:
+def shares_of_values(
+    datasets: Sequence[Dataset[Any]], ignored: int, mask_values: Sequence[int] | None
+) -> dict[int, float]:
     """Return the share of a client's pixels that have each value in its masks, by ascending value.
 
     Args:
         datasets: The client's training and test images.
         ignored: The value of pixels that do not count.
-        values: The value of each class in the files; None for its number.
+        mask_values: The value of each class in the files; None for its number.
     """
     counter = MaskCounter(ignored)
     for dataset in datasets:
@@ -90,9 +93,9 @@ def shares_of_values(datasets: Sequence[Dataset[Any]], ignored: int, values: Seq
         assert isinstance(labels, torch.Tensor)
         counter.add(labels)
     num_pixels = max(1, sum(counter.pixels.values()))
-    shares: dict[int, float] = {}
+    share_of_value: dict[int, float] = {}
     for number, count in counter.pixels.items():
-        is_listed = values is not None and number < len(values)
-        value = values[number] if values is not None and is_listed else number
-        shares[value] = count / num_pixels
-    return dict(sorted(shares.items()))
+        is_listed = mask_values is not None and number < len(mask_values)
+        value = mask_values[number] if mask_values is not None and is_listed else number
+        share_of_value[value] = count / num_pixels
+    return dict(sorted(share_of_value.items()))

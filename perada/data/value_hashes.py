@@ -14,10 +14,10 @@ def new_hash() -> "hashlib.blake2b":
     return hashlib.blake2b(digest_size=16)
 
 
-def add_to_hash(target: "hashlib.blake2b", shape: tuple[int, ...], dtype: torch.dtype, content: memoryview) -> None:
+def add_to_hash(hasher: "hashlib.blake2b", shape: tuple[int, ...], dtype: torch.dtype, content: memoryview) -> None:
     """Add values to a hash: the shape and the dtype of a value, then the bytes of one or several."""
-    target.update(f"{shape} {dtype} ".encode())
-    target.update(content)
+    hasher.update(f"{shape} {dtype} ".encode())
+    hasher.update(content)
 
 
 def hash_of_content(shape: tuple[int, ...], dtype: torch.dtype, content: memoryview) -> "hashlib.blake2b":

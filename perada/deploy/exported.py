@@ -48,7 +48,7 @@ def export_site_run(client: Client, run_state: RunState, name: str) -> Run:
         rounds=training.num_rounds,
         num_clients=1,
         clients_per_round=None,
-        images=[client.size],
+        num_images=[client.size],
         preprocessing=preprocessing_of(data.checked, data.prepare, _full_scale(client)),
         classes=data.classes,
         client_names=[name],
@@ -90,7 +90,7 @@ def export_server_run(recipe: ServerRecipe, progress: RunProgress, saved_states:
         rounds=progress.done,
         num_clients=len(members),
         clients_per_round=settings.clients_per_round,
-        images=sizes if len(sizes) == len(members) else None,
+        num_images=sizes if len(sizes) == len(members) else None,
         preprocessing=_preprocessing_of_server(recipe),
         classes=recipe.classes,
         client_names=names,
@@ -131,7 +131,7 @@ def _preprocessing_of_server(recipe: ServerRecipe) -> Preprocessing:
     """Return how sites preprocess images, as far as the recipe specifies it."""
     division = recipe.data.division
     assert division is not None and recipe.module.adapted is not None
-    preparation = replace(recipe.data.prepare, image=recipe.module.adapted.backbone.image)
+    preparation = replace(recipe.data.prepare, image_config=recipe.module.adapted.backbone.image_config)
     return preprocessing_of_set(division.dataset, preparation)
 
 

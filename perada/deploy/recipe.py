@@ -155,7 +155,9 @@ class Recipe:
         """Return the public images, prepared for the network, which must be built."""
         assert self.module.adapted is not None
         preparation = replace(
-            self.prepare or self.data.prepare, image=self.module.adapted.backbone.image, seed=self.loop.seed
+            self.prepare or self.data.prepare,
+            image_config=self.module.adapted.backbone.image_config,
+            seed=self.loop.seed,
         )
         return PublicImages(self.public, preparation)
 

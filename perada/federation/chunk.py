@@ -39,7 +39,7 @@ from perada.privacy.protection import PrivateRound
 class LocalRound:
     """What all chunks of a round's C clients have in common: what they train from, and what is counted in each step.
 
-    Chunks read their rows of the states, and write only their rows of ``broken``, ``losses`` and ``num_losses``, so
+    Chunks read their rows of the states, and write only their rows of ``is_broken``, ``losses`` and ``num_losses``, so
     that several threads need no lock.
 
     Attributes:
@@ -55,7 +55,7 @@ class LocalRound:
         private: Noisy gradients, where training is private.
         scales: Loss scales, in float16.
         streams: Random streams (C,) of dropout, by role.
-        broken: Whether a client's loss became NaN or infinite, (C,), on the device.
+        is_broken: Whether a client's loss became NaN or infinite, (C,), on the device.
         losses: Sums of losses over steps, (C,) by role, on the device.
         num_losses: Numbers of these losses, (C,) by role, on the CPU.
     """
@@ -72,7 +72,7 @@ class LocalRound:
     private: PrivateRound | None
     scales: LossScales | None
     streams: dict[str, Streams]
-    broken: Tensor
+    is_broken: Tensor
     losses: dict[str, Tensor]
     num_losses: dict[str, Tensor]
 
@@ -136,7 +136,7 @@ class LocalRound:
             private=private,
             scales=trainer.scales.open("clients", clients, device),
             streams=streams,
-            broken=torch.zeros(clients, dtype=torch.bool, device=device),
+            is_broken=torch.zeros(clients, dtype=torch.bool, device=device),
             losses=losses,
             num_losses=num_losses,
         )
@@ -218,7 +218,7 @@ class Chunk:
     def close(self) -> ChunkResult:
         """Return what the clients keep and send, computed while their states are still in the processor's caches."""
         local_round = self._local_round
-        finite = ~local_round.broken[self.start : self.stop]
+        finite = ~local_round.is_broken[self.start : self.stop]
         checked: set[int] = set()
         for stacked in self.full.values():
             # Weights that the server merges into are not trained.
@@ -297,7 +297,7 @@ class Chunk:
         self._class_counts = batch.classes
         self.received = _slice_rows(local_round.received, self.start, stop)
         self.client_state = _rows_of_roles(local_round.client_state, self.start, stop)
-        self._finite = torch.ones_like(local_round.broken[self._rows])
+        self._finite = torch.ones_like(local_round.is_broken[self._rows])
         # Number of passes of this step that drew from each random stream.
         self._num_passes: Counter[str] = Counter()
 
@@ -456,7 +456,7 @@ class Chunk:
     def _observe_losses(self, roles: tuple[str, ...], losses: Tensor) -> None:
         """Add the losses (c,) of the step to those of the round, and mark clients whose loss is not finite."""
         local_round = self._local_round
-        local_round.broken[self._rows] |= ~losses.isfinite()
+        local_round.is_broken[self._rows] |= ~losses.isfinite()
         if local_round.private is not None:
             # No ledger counts a loss on private images.
             return

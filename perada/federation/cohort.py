@@ -51,7 +51,7 @@ class ClientResults:
         finite: Whether each client's training stayed finite, (C,).
         accepted: Whether the update counts, (C,): whether the client stayed finite. Where training is private, whether
             the update is, since the server may learn nothing of what is not sent.
-        broken: Clients whose training became NaN or infinite.
+        broken_clients: Clients whose training became NaN or infinite.
         losses: Mean loss over a client's steps, (C,) by role; only roles that have a loss.
         skipped: Number of steps that were skipped in float16, (C,); None in other precisions.
         failed: Clients of whom a sample could not be read, with the reason.
@@ -62,7 +62,7 @@ class ClientResults:
     finite_here: Tensor
     finite: Tensor
     accepted: Tensor
-    broken: list[int]
+    broken_clients: list[int]
     losses: dict[str, Tensor]
     skipped: Tensor | None
     failed: dict[int, str]
@@ -316,7 +316,7 @@ class Cohort:
             finite_here=self._finite,
             finite=finite,
             accepted=totals.accepted.bool(),
-            broken=broken,
+            broken_clients=broken,
             losses=losses,
             skipped=None if scales is None else totals.skipped,
             failed=failed,

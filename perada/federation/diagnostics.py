@@ -44,12 +44,14 @@ def check_diagnostics(choice: bool | Sequence[Diagnostic]) -> None:
         check_choice("diagnostics", name, ALL)
 
 
-def obstacles(settings: Settings, public: bool, has_test_images: bool, factors: str = "") -> dict[Diagnostic, str]:
+def obstacles(
+    settings: Settings, has_public_images: bool, has_test_images: bool, factors: str = ""
+) -> dict[Diagnostic, str]:
     """Find the diagnostics that a run cannot measure, each with the reason and the remedy.
 
     Args:
         settings: The options of the run.
-        public: Whether there are public images.
+        has_public_images: Whether there are public images.
         has_test_images: Whether there are test images.
         factors: Reason why clients do not send LoRA factors; empty if they do.
 
@@ -84,7 +86,7 @@ def obstacles(settings: Settings, public: bool, has_test_images: bool, factors: 
         return dict.fromkeys(ALL, reason)
     if algorithm.inference != "personal":
         reasons["personal_distance"] = f"clients of {name} have no personal models; choose PerAda or Ditto"
-    if not public:
+    if not has_public_images:
         reasons |= dict.fromkeys(ON_PUBLIC, "the data has no public set; provide one (public=...)")
     if not has_test_images:
         reasons["ensemble_error"] = "the data has no test images; provide some (test=[...])"
@@ -166,12 +168,12 @@ class DiagnosticsPass:
     num_clients: int
     task: Task
 
-    def measure(self, names: Collection[str]) -> dict[str, float]:
+    def measure(self, selected_metrics: Collection[str]) -> dict[str, float]:
         """Measure diagnostics by their names. A collective: all processes must call this."""
         metrics: dict[str, float] = {}
-        if ON_PUBLIC & set(names):
-            metrics |= self._measure_distances(names)
-        if "ensemble_error" in names:
+        if ON_PUBLIC & set(selected_metrics):
+            metrics |= self._measure_distances(selected_metrics)
+        if "ensemble_error" in selected_metrics:
             metrics |= self._ensemble_error()
         return metrics
 
@@ -180,7 +182,7 @@ class DiagnosticsPass:
         """Device of the models."""
         return device_of(self.globals)
 
-    def _measure_distances(self, names: Collection[str]) -> dict[str, float]:
+    def _measure_distances(self, selected_metrics: Collection[str]) -> dict[str, float]:
         """Measure distances between models in one pass over the public set.
 
         The ensemble distillation distance of a global model (section 5, before Theorem 1), from 0 to 2, is
@@ -195,7 +197,7 @@ class DiagnosticsPass:
         for rows in torch.split(torch.arange(size), IMAGES_AT_ONCE):
             x = self.federation_data.public_images(rows, self._model_device)
             g_GBK = probabilities(self.engine.shared_logits(self.globals, x), self.task)
-            if "distillation_distance" in names:
+            if "distillation_distance" in selected_metrics:
                 _, h_BK = self._mean_outputs(x, g_GBK.shape[-1])
                 ensemble_distances += (g_GBK - h_BK).abs().sum((1, 2)).to(ensemble_distances)
             if places:
@@ -204,11 +206,11 @@ class DiagnosticsPass:
                 personal_distances[places] += distances_CB.sum(1).to(personal_distances)
         self.updates.ranks.sum_([personal_distances])
         metrics: dict[str, float] = {}
-        if "distillation_distance" in names:
+        if "distillation_distance" in selected_metrics:
             # The global models are the averaged one and, with distillation, the distilled one.
             metric_names = ["theory/averaged_distance", "theory/distilled_distance"]
             metrics = dict(zip(metric_names, (ensemble_distances / size).tolist(), strict=False))
-        if "personal_distance" in names:
+        if "personal_distance" in selected_metrics:
             metrics |= mean_and_spread("theory/personal_distance", personal_distances / size)
         return metrics
 
@@ -376,13 +378,13 @@ def gradient_norms(
 
 
 def _squared_mean_gradient(
-    gradients: FullGradients, names: Collection[str], weighting: Weighting, shares: Shares, ranks: Ranks
+    gradients: FullGradients, tensor_names: Collection[str], weighting: Weighting, shares: Shares, ranks: Ranks
 ) -> float:
     """Compute the squared norm of the clients' mean gradient at the first point. A collective.
 
     Args:
         gradients: Gradients of this rank's clients.
-        names: Names of the tensors that count.
+        tensor_names: Names of the tensors that count.
         weighting: How clients are weighted.
         shares: Division of the round's clients among the ranks.
         ranks: The processes that share the work.
@@ -395,7 +397,7 @@ def _squared_mean_gradient(
     weights = client_weights(weighting, num_images.int().tolist())[places]
     mean_gradient = {}
     for name, value in gradients.at_points[0].items():
-        if name in names:
+        if name in tensor_names:
             mean_gradient[name] = (value[:num_local_clients] * _per_client(weights, value)).sum(0)
     ranks.sum_(mean_gradient.values())
     return float(sum(value.square().sum() for value in mean_gradient.values()))

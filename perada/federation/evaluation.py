@@ -74,12 +74,12 @@ class EvaluationPass:
         # Of the models with which clients predict, each on its client's images.
         self._client_scores = Scores(metrics, self.task, num_groups=self.num_clients)
         # Of the personal models, and of the global model, on everyone's images.
-        self._everywhere_scores = Scores(metrics, self.task, models=len(self.everywhere))
+        self._everywhere_scores = Scores(metrics, self.task, num_models=len(self.everywhere))
         self._global_scores = Scores(metrics, self.task)
         # Of the global model on each client's images, beside the personal ones.
         self._global_client_scores = Scores(metrics[:1], self.task, num_groups=self.num_clients)
         # Of single members of an ensemble.
-        self._member_scores = Scores(metrics[:1], self.task, models=num_members)
+        self._member_scores = Scores(metrics[:1], self.task, num_models=num_members)
         self._entropies: list[Tensor] = []
 
         # Clients that have one model predict with it.
@@ -87,7 +87,7 @@ class EvaluationPass:
         self._both = both if has_both_models else None
         # Of predictions with both models, on their client's images and on everyone's.
         self._both_client_scores = Scores(metrics, self.task, num_groups=self.num_clients)
-        self._both_everywhere_scores = Scores(metrics, self.task, models=len(self.everywhere))
+        self._both_everywhere_scores = Scores(metrics, self.task, num_models=len(self.everywhere))
         # The number of images that are typical of each client: of its own, and of everyone's.
         self._num_typical = torch.zeros(self.num_clients, dtype=torch.int64)
         self._num_typical_everywhere = torch.zeros(self.num_clients, dtype=torch.int64)
@@ -441,11 +441,11 @@ class ClientScores:
 
     Attributes:
         scores: Score (M,) of each client, NaN for those that were not scored.
-        failed: Mask (M,) of the clients with outputs that are NaN or infinite.
+        has_failed: Mask (M,) of the clients with outputs that are NaN or infinite.
     """
 
     scores: Tensor
-    failed: Tensor
+    has_failed: Tensor
 
 
 @dataclass(frozen=True)
@@ -495,13 +495,13 @@ class ShiftedEvaluation:
         task = federation.settings.training.task
         # How often the global model is scored: once, or as the model of each client.
         self._global_places = range(federation.num_clients if others else 1)
-        self._personal = Scores(metrics, task, models=len(everywhere))
-        self._global = Scores(metrics, task, models=len(self._global_places))
+        self._personal = Scores(metrics, task, num_models=len(everywhere))
+        self._global = Scores(metrics, task, num_models=len(self._global_places))
 
         # Clients that have one model predict with it.
         has_both_models = federation.personalized and federation.settings.algorithm.global_model
         self._both = both if has_both_models else None
-        self._both_scores = Scores(metrics, task, models=len(everywhere))
+        self._both_scores = Scores(metrics, task, num_models=len(everywhere))
         # Numbers of images on which each client was scored, and of those that are typical of it.
         self._num_images = torch.zeros(federation.num_clients, dtype=torch.int64)
         self._num_typical = torch.zeros(federation.num_clients, dtype=torch.int64)
@@ -697,13 +697,13 @@ def _clients_at_once(federation: Federation, x: Tensor) -> int:
     return max(1, min(CLIENTS_AT_ONCE, PIXELS_AT_ONCE // (len(x) * height * width)))
 
 
-def _owned_among(federation: Federation, clients: Iterable[int]) -> set[int]:
+def _owned_among(federation: Federation, client_ids: Iterable[int]) -> set[int]:
     """Return those of some clients whose personal states this process holds.
 
     A batch has images of a few clients: unlike :meth:`.Federation.owned`, this does not look at all of the federation.
     """
     store = federation.store if federation.tuned is None else federation.tuned
-    return {client for client in clients if store.holder(client) == federation.ranks.rank}
+    return {client for client in client_ids if store.holder(client) == federation.ranks.rank}
 
 
 def shared_logits(federation: Federation, x: Tensor) -> Tensor:

@@ -182,8 +182,8 @@ class Federation:
             updates = cohort.sums
             sent_by_one = cohort.sums.example
         metrics = self._round_metrics(local_round.opened, local_round.received, sent_by_one, results)
-        self.store.scatter(shares.parts, results.broken, results.client_state)
-        self._note_participation(plan, results.broken)
+        self.store.scatter(shares.parts, results.broken_clients, results.client_state)
+        self._note_participation(plan, results.broken_clients)
 
         context = RoundContext(
             plan=plan,
@@ -200,21 +200,23 @@ class Federation:
             metrics |= self._measure_diagnostics(server.updates, federation_data, server.student)
         metrics |= self._gradient_norms | self.protection.metrics()
         # Whose training fails depends on the images, so a private run logs no number of failures.
-        if results.broken and not self.settings.private:
-            metrics |= {"clients/drawn": len(plan.clients), "clients/failed": len(results.broken)}
-        return RoundReport(server_result=server, broken=results.broken, failed=results.failed, metrics=metrics)
+        if results.broken_clients and not self.settings.private:
+            metrics |= {"clients/drawn": len(plan.clients), "clients/failed": len(results.broken_clients)}
+        return RoundReport(
+            server_result=server, broken_clients=results.broken_clients, failed=results.failed, metrics=metrics
+        )
 
-    def _note_participation(self, plan: RoundPlan, broken: Sequence[int]) -> None:
+    def _note_participation(self, plan: RoundPlan, broken_clients: Sequence[int]) -> None:
         """Count a round, and record which clients took part.
 
         Args:
             plan: The plan of the round.
-            broken: Clients whose training failed. In a private run they are recorded too: which ones these are depends
-                on the images, and no ledger accounts for that.
+            broken_clients: Clients whose training failed. In a private run they are recorded too: which ones these are
+                depends on the images, and no ledger accounts for that.
         """
         self.rounds_done = plan.round + 1
         for client in plan.clients:
-            if self.settings.private or client not in broken:
+            if self.settings.private or client not in broken_clients:
                 self.last_rounds[client] = self.rounds_done
 
     def _round_metrics(
@@ -294,7 +296,7 @@ class Federation:
         assert tuning is not None
         algorithm, _ = tuning
         self.tuned = self._make_store(algorithm, tuned=True)
-        broken: list[int] = []
+        broken_clients: list[int] = []
         failed: dict[int, str] = {}
         for plan in plans:
             shares = Shares.of(plan, self.ranks.size, self.ranks.rank)
@@ -310,10 +312,10 @@ class Federation:
             if cohort.drew_side_by_side():
                 cohort = cohort.trained_again(loader(shares.local_plan), None)
             results = cohort.finish(shares, self.ranks)
-            self.tuned.scatter(shares.parts, results.broken, results.client_state)
-            broken += results.broken
+            self.tuned.scatter(shares.parts, results.broken_clients, results.client_state)
+            broken_clients += results.broken_clients
             failed |= results.failed
-        return broken, failed
+        return broken_clients, failed
 
     def personal_states(self, clients: Sequence[int]) -> State:
         """Return the states (C, ...) that ``clients`` predict with."""

@@ -62,7 +62,7 @@ def check_drop_outliers(
 
 
 def find_outliers(
-    names: Iterable[str],
+    parameter_names: Iterable[str],
     updates: Updates,
     received: State,
     plan: RoundPlan,
@@ -72,8 +72,8 @@ def find_outliers(
     """Find outliers (:func:`outliers_of_norms`) among updates. A collective.
 
     Args:
-        names: Names of trained parameters. Running statistics are left out, since those of an honest client with two
-            images may be far from all others.
+        parameter_names: Names of trained parameters. Running statistics are left out, since those of an honest client
+            with two images may be far from all others.
         updates: Updates of C clients.
         received: States (c, ...) that this rank's clients among them had received.
         plan: The round's clients and their steps.
@@ -83,7 +83,7 @@ def find_outliers(
     Returns:
         For each outlier, by client, its change's norm divided by the median norm; and the metrics.
     """
-    changes = _norms_and_cosines(names, updates, received, with_metrics)
+    changes = _norms_and_cosines(parameter_names, updates, received, with_metrics)
     norms = changes.norms
     cosines = changes.cosines
     outliers = outliers_of_norms(norms, plan, places)
@@ -139,11 +139,13 @@ class _MeasuredChanges:
     cosines: Tensor | None
 
 
-def _norms_and_cosines(names: Iterable[str], updates: Updates, received: State, with_cosines: bool) -> _MeasuredChanges:
+def _norms_and_cosines(
+    parameter_names: Iterable[str], updates: Updates, received: State, with_cosines: bool
+) -> _MeasuredChanges:
     """Measure the clients' changes. A collective.
 
     Args:
-        names: Names of trained parameters.
+        parameter_names: Names of trained parameters.
         updates: Updates of C clients.
         received: States (c, ...) that this rank's clients among them had received.
         with_cosines: Whether to compare each change with the mean change too.
@@ -161,10 +163,10 @@ def _norms_and_cosines(names: Iterable[str], updates: Updates, received: State, 
     mean_square = torch.zeros((), dtype=dtype, device=device)
     rows = to_device_async(torch.tensor(updates.places, dtype=torch.int64), device)
     if updates.local_rows:
-        squares[rows] = squared_changes(names, updates.local_rows, received)
+        squares[rows] = squared_changes(parameter_names, updates.local_rows, received)
     compared: list[str] = []
     if with_cosines:
-        compared = names_with_change(names, updates.local_rows, received)
+        compared = names_with_change(parameter_names, updates.local_rows, received)
     for name in compared:
         sent_rows = as_matrix(updates.local_rows[name])
         received_rows = as_matrix(received[name])

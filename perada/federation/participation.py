@@ -61,11 +61,11 @@ class Participation:
                 stale.append(client)
         return stale
 
-    def warning(self, names: Sequence[str] | None = None, anonymous: bool = False) -> str | None:
+    def warning(self, client_names: Sequence[str] | None = None, anonymous: bool = False) -> str | None:
         """Return a warning about clients with stale personal models, with a remedy; None if there are none.
 
         Args:
-            names: Names of the clients; by default their numbers.
+            client_names: Names of the clients; by default their numbers.
             anonymous: Whether to state only the number of such clients, as in private runs.
         """
         stale = self.stale
@@ -75,7 +75,7 @@ class Participation:
         if not anonymous:
             descriptions = []
             for client in stale:
-                name = names[client] if names else str(client)
+                name = client_names[client] if client_names else str(client)
                 last_round = self.last_rounds[client]
                 descriptions.append(f"{name} since round {last_round}" if last_round else f"{name} never")
             which = f" (client {abbreviated(descriptions, 10)})"

@@ -101,13 +101,13 @@ class RoundReport:
 
     Attributes:
         server_result: Results of the server.
-        broken: Clients that were left out because their training became NaN or infinite.
+        broken_clients: Clients that were left out because their training became NaN or infinite.
         failed: Clients of whom a sample could not be read, with the reason; in a private run they train without it.
         metrics: Training losses, numbers of parameters, megabytes sent, and what the server measured.
     """
 
     server_result: ServerResult
-    broken: list[int] = field(default_factory=list)
+    broken_clients: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -531,18 +531,18 @@ def parameter_counts(
     statistics = set(tensor_names.keys) - set(tensor_names.parameters)
     sent_numbers = {name: value for name, value in sent.items() if value.is_floating_point()}
     sent_sizes = mean_numel(sent_numbers, tensor_names, lora_ranks)
-    sizes: dict[tuple[str, str], float] = {}
+    size_of_tensor: dict[tuple[str, str], float] = {}
     for role, stacked in opened.items():
         one_client = {name: value[0] for name, value in stacked.items()}
         for name, size in mean_numel(one_client, tensor_names, lora_ranks).items():
-            sizes[role, name] = size
+            size_of_tensor[role, name] = size
     trained: set[tuple[str, str]] = set()
     for role in opened:
         for phase in phases:
             names = algorithm.trainable_keys(role, phase.name, tensor_names, round)
-            trained.update((role, name) for name in names if (role, name) in sizes)
+            trained.update((role, name) for name in names if (role, name) in size_of_tensor)
     # fsum is exact in any order. The order of a set of strings differs between processes.
     return {
-        "params/trained": fsum(sizes[key] for key in trained),
+        "params/trained": fsum(size_of_tensor[key] for key in trained),
         "params/sent": fsum(size for name, size in sent_sizes.items() if name not in statistics),
     }

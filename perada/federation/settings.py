@@ -262,8 +262,8 @@ def lora_ranks(
     algorithm: Algorithm,
     tensor_names: TensorNames,
     initial: State,
-    names: Iterable[str],
-    sizes: Iterable[int | None],
+    client_names: Iterable[str],
+    num_images: Iterable[int | None],
 ) -> tuple[int, ...]:
     """Return the LoRA rank of each client, in the order of the clients; empty if all have the adapter's rank.
 
@@ -271,8 +271,8 @@ def lora_ranks(
         algorithm: The algorithm, which chooses the ranks.
         tensor_names: Names of the model's tensors.
         initial: State of the model, for the adapter's rank.
-        names: Name of each client.
-        sizes: Number of training images of each client; None if it must stay unknown.
+        client_names: Name of each client.
+        num_images: Number of training images of each client; None if it must stay unknown.
 
     Raises:
         ValueError: If the algorithm cannot determine a rank, or its ranks do not fit the adapter.
@@ -281,7 +281,7 @@ def lora_ranks(
     if not adapter_rank:
         return ()
     lora_ranks: tuple[int, ...] = ()
-    for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
+    for number, (name, size) in enumerate(zip(client_names, num_images, strict=True)):
         rank = algorithm.lora_rank(number, name, size, adapter_rank)
         if rank is not None:
             lora_ranks += (rank,)
@@ -322,19 +322,19 @@ def check_average(settings: Settings) -> None:
     settings.training.task.ensemble(blank_logits, settings.algorithm.average)
 
 
-def check_server_images(settings: Settings, public: int, labelled: int) -> None:
+def check_server_images(settings: Settings, num_public_images: int, labelled: int) -> None:
     """Raise a ValueError if an option requires images that the server does not have.
 
     Args:
         settings: Options of the run.
-        public: Number of public images.
+        num_public_images: Number of public images.
         labelled: Number of labelled images of the server.
     """
     rule = settings.rule
     algorithm = settings.algorithm
     distillation = settings.distillation
     lacking = ""
-    if rule.needs == "public" and not public:
+    if rule.needs == "public" and not num_public_images:
         lacking = "on public images, but the data has none; provide a public set (public=...)"
     if rule.needs == "labelled" and not labelled:
         lacking = (
@@ -354,7 +354,7 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
             name="server_rule",
             value=type(rule).__name__,
         )
-    if algorithm.uses_distillation and distillation.steps and not public:
+    if algorithm.uses_distillation and distillation.steps and not num_public_images:
         raise ValueError(
             f"{type(algorithm).__name__} distils {distillation.steps} steps per round, but the data has no public "
             "set; provide one (public=...) or set distillation.steps=0"
@@ -389,13 +389,13 @@ def _check_validation(validate_every: int, has_classes: bool, labelled: int) -> 
         )
 
 
-def check_distilled_batch_norm(settings: Settings, tensor_names: TensorNames, public: int) -> None:
+def check_distilled_batch_norm(settings: Settings, tensor_names: TensorNames, num_public_images: int) -> None:
     """Raise a ValueError if distillation runs BatchNorm layers on single images, which have no statistics.
 
     Args:
         settings: Options of the run.
         tensor_names: Names of the model's tensors.
-        public: Number of public images.
+        num_public_images: Number of public images.
     """
     distillation = settings.distillation
     modes = (distillation.student_mode, distillation.teacher_mode)
@@ -406,7 +406,7 @@ def check_distilled_batch_norm(settings: Settings, tensor_names: TensorNames, pu
     one_image_at_once = distillation.batch_size == 1 and ("train" in modes or distillation.steps == 1)
     if not any(key.endswith("running_var") for key in tensor_names.keys):
         return
-    if public == 1:
+    if num_public_images == 1:
         cause = "the public set has 1 image"
     elif one_image_at_once:
         cause = "distillation: batch_size is 1"

@@ -69,24 +69,24 @@ class SharedStore:
         """Move all states to rank 0. A collective."""
         self._move_clients(dict.fromkeys(self._holders, 0))
 
-    def scatter(self, plans: Sequence[RoundPlan], broken: Collection[int], stacks: Stacks) -> None:
+    def scatter(self, plans: Sequence[RoundPlan], broken_clients: Collection[int], stacks: Stacks) -> None:
         """Store the new states that clients keep.
 
         Args:
             plans: The plan of each rank.
-            broken: Clients whose training failed, which keep their former states.
+            broken_clients: Clients whose training failed, which keep their former states.
             stacks: States (C, ...) that the clients of this rank's plan keep, by role, in the plan's order.
         """
         # Every rank records the clients of all ranks, so that the tables stay equal.
         for rank, share in enumerate(plans):
             for client in share.clients:
-                if client not in broken:
+                if client not in broken_clients:
                     self._holders[client] = rank
 
         finite_clients = []
         finite_places = []
         for place, client in enumerate(plans[self.ranks.rank].clients):
-            if client not in broken:
+            if client not in broken_clients:
                 finite_clients.append(client)
                 finite_places.append(place)
         finite_rows = {}
@@ -127,7 +127,7 @@ class SharedStore:
     def grow(
         self,
         saved: dict[str, Any],
-        numbers: Sequence[int],
+        new_numbers: Sequence[int],
         new_clients: Sequence[int],
         client_state: Stacks,
     ) -> None:
@@ -135,7 +135,7 @@ class SharedStore:
 
         Args:
             saved: Result of :meth:`state_dict` on rank 0.
-            numbers: New number of each saved client.
+            new_numbers: New number of each saved client.
             new_clients: Numbers of the clients that were not saved.
             client_state: States that each new client keeps, by role and without a client axis.
         """
@@ -144,7 +144,7 @@ class SharedStore:
             rows[client] = self.local.read(client, path)
         renumbered = {}
         for client, row in rows.items():
-            renumbered[numbers[client]] = row.clone()
+            renumbered[new_numbers[client]] = row.clone()
         self.load_state_dict({"header": saved["header"], "initial": saved["initial"], "rows": renumbered})
 
         # New clients are written, since a client without a row would have the saved initial state.
@@ -210,24 +210,24 @@ class SharedStore:
             self.local.drop(group)
 
 
-def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def joined(saved_parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Merge saved stores of several processes, each with different clients, into one."""
-    store: dict[str, Any] = {}
-    for part in parts:
+    joined_store: dict[str, Any] = {}
+    for part in saved_parts:
         by_client: dict[str, Any] = {}
         for name in ("rows", "files"):
             if name in part:
-                by_client[name] = store.get(name, {}) | part[name]
+                by_client[name] = joined_store.get(name, {}) | part[name]
         # All other entries are equal in all parts.
-        store |= part
-        store |= by_client
-    return store
+        joined_store |= part
+        joined_store |= by_client
+    return joined_store
 
 
-def restricted(saved: dict[str, Any], clients: Collection[int]) -> dict[str, Any]:
+def restricted(saved: dict[str, Any], client_ids: Collection[int]) -> dict[str, Any]:
     """Return a saved store with only some of its clients."""
     restricted_store = dict(saved)
     for name in ("rows", "files"):
         if name in saved:
-            restricted_store[name] = {client: value for client, value in saved[name].items() if client in clients}
+            restricted_store[name] = {client: value for client, value in saved[name].items() if client in client_ids}
     return restricted_store

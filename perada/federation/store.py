@@ -66,14 +66,14 @@ class ClientStore:
     def __init__(self, initial: Stacks, host: bool = False) -> None:
         self.host = host
         # Role and key of each tensor, by its name in the file.
-        names: dict[str, tuple[str, str]] = {}
+        role_and_key_of_name: dict[str, tuple[str, str]] = {}
         copies: dict[str, Tensor] = {}
         self._like: Stacks = {}
         for role, state in initial.items():
             self._like[role] = {}
             for key, value in state.items():
                 name = f"{role}/{key}"
-                names[name] = (role, key)
+                role_and_key_of_name[name] = (role, key)
                 # Copies, since safetensors rejects tensors that share memory.
                 copies[name] = value.detach().clone(memory_format=torch.contiguous_format)
                 self._like[role][key] = value.to("meta")
@@ -85,8 +85,8 @@ class ClientStore:
         self._fields: list[_Field] = []
         for name, entry in json.loads(content[SIZE_BYTES:begin]).items():
             # The metadata is an entry of the header, too.
-            if name in names:
-                role, key = names[name]
+            if name in role_and_key_of_name:
+                role, key = role_and_key_of_name[name]
                 start, stop = entry["data_offsets"]
                 self._fields.append(_Field(role, key, start, stop))
         # A copy, since an array on bytes is read-only.

@@ -106,19 +106,19 @@ class ImageStatistics:
             if self.trunk is None or self._encode is None:
                 return statistics_of_map(x, _axes_after_channels(x.dim()))
             features = x if self.trunk.holds(x) else self._encode(x)
-            outputs: dict[str, Tensor] = {}
+            layer_outputs: dict[str, Tensor] = {}
             for path, output in self.trunk.parts(features).items():
-                outputs[path] = output.view(-1, *self.trunk.shapes[path])
-            return self.of_outputs(outputs)
+                layer_outputs[path] = output.view(-1, *self.trunk.shapes[path])
+            return self.of_outputs(layer_outputs)
 
-    def of_outputs(self, outputs: Mapping[str, Tensor]) -> Tensor:
+    def of_outputs(self, layer_outputs: Mapping[str, Tensor]) -> Tensor:
         """Compute the statistics (B, D) of images, given the outputs (B, ...) of the trunk's needed layers by path."""
         assert self.trunk is not None, "without frozen layers, images are compared by their pixels"
         statistics: list[Tensor] = []
         for path in self.trunk.needed:
             axes = _position_axes(self.trunk.shapes[path], self.trunk.image)
             # Sums in another order would have other last bits.
-            output = outputs[path].contiguous()
+            output = layer_outputs[path].contiguous()
             statistics.append(statistics_of_map(output, axes))
         return torch.cat(statistics, 1)
 

@@ -31,7 +31,7 @@ class Worker(Protocol):
 
     engine: Engine
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None]) -> None:
         """Run a task, now or later.
 
         Raises:
@@ -59,9 +59,9 @@ class SameThread:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None]) -> None:
         """Run a task."""
-        task()
+        job()
 
     def wait(self) -> None:
         """Do nothing: all tasks have run."""
@@ -87,7 +87,7 @@ class WorkerThread:
         # set_num_threads is per thread, but new threads, such as data loaders', inherit the last value: restore it.
         torch.set_num_threads(threads)
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None]) -> None:
         """Queue a task, and wait while too many are queued."""
         # Tasks that have ended are taken out too: result() raises their errors, in the order of the tasks.
         while self._pending and (len(self._pending) >= MAX_QUEUED or self._pending[0].done()):
@@ -96,15 +96,15 @@ class WorkerThread:
         precision = torch.autocast(
             "cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
         )
-        self._pending.append(self._executor.submit(self._run_task, task, precision))
+        self._pending.append(self._executor.submit(self._run_task, job, precision))
 
-    def _run_task(self, task: Callable[[], None], precision: torch.autocast) -> None:
+    def _run_task(self, job: Callable[[], None], precision: torch.autocast) -> None:
         """Run a task in the thread, unless an earlier one has failed: it would continue what that one left behind."""
         if self._has_failed:
             return
         try:
             with precision:
-                task()
+                job()
         except BaseException:
             self._has_failed = True
             raise

@@ -277,10 +277,10 @@ class PredictionFile(pl.Callback):
             self._keep_examples(is_right.cpu(), predictions["owner"])
         entries_of_columns = []
         for column, is_predicted in zip(columns, has_prediction, strict=True):
-            entries: list[Any] = []
+            cells: list[Any] = []
             for value, predicted in zip(column.tolist(), is_predicted.tolist(), strict=True):
-                entries.append(value if predicted else None)
-            entries_of_columns.append(entries)
+                cells.append(value if predicted else None)
+            entries_of_columns.append(cells)
         for entries_of_row in zip(*entries_of_columns, strict=True):
             self._rows.append([len(self._rows), *entries_of_row])
 
@@ -310,10 +310,10 @@ class PredictionFile(pl.Callback):
 
     def _add_distances(self, folder: Path, trainer: pl.Trainer) -> None:
         """Write the pictures of the most distant images, and add the columns with the distances and their paths."""
-        numbers: list[int] = []
+        image_numbers: list[int] = []
         for images in self._foreign_images.values():
-            numbers += [image.number for image in images]
-        path_of_image = _write_test_pictures(folder, FOREIGN_FOLDER, sorted(numbers), trainer)
+            image_numbers += [image.number for image in images]
+        path_of_image = _write_test_pictures(folder, FOREIGN_FOLDER, sorted(image_numbers), trainer)
         self._header += ["distance", "foreign_picture"]
         for number, row in enumerate(self._rows):
             ratio = self._distance_ratios[number]
@@ -321,10 +321,10 @@ class PredictionFile(pl.Callback):
 
     def _add_examples(self, folder: Path, trainer: pl.Trainer) -> None:
         """Write the pictures of the examples, and add the column with their paths."""
-        numbers: list[int] = []
+        image_numbers: list[int] = []
         for examples in self._examples.values():
-            numbers += examples
-        path_of_image = _write_test_pictures(folder, EXAMPLE_FOLDER, sorted(numbers), trainer)
+            image_numbers += examples
+        path_of_image = _write_test_pictures(folder, EXAMPLE_FOLDER, sorted(image_numbers), trainer)
         self._header.append("example_picture")
         for number, row in enumerate(self._rows):
             row.append(path_of_image.get(number, ""))
@@ -379,18 +379,20 @@ class PredictionFile(pl.Callback):
             csv.writer(file).writerows([self._header, *zip(*cells_of_columns, strict=True)])
 
 
-def _write_test_pictures(folder: Path, subfolder: str, numbers: Sequence[int], trainer: pl.Trainer) -> dict[int, str]:
+def _write_test_pictures(
+    folder: Path, subfolder: str, image_numbers: Sequence[int], trainer: pl.Trainer
+) -> dict[int, str]:
     """Write test images as PNG files, and return the path of each by its number in the table.
 
     Returns:
         The paths; empty if the inputs are texts, or not those of a :class:`.FederatedDataModule`.
     """
     datamodule = getattr(trainer, "datamodule", None)
-    if not numbers or not isinstance(datamodule, FederatedDataModule):
+    if not image_numbers or not isinstance(datamodule, FederatedDataModule):
         return {}
     path_of_image: dict[int, str] = {}
-    for start in range(0, len(numbers), datamodule.eval_batch_size):
-        batch = numbers[start : start + datamodule.eval_batch_size]
+    for start in range(0, len(image_numbers), datamodule.eval_batch_size):
+        batch = image_numbers[start : start + datamodule.eval_batch_size]
         x = datamodule.pictures("test", torch.tensor(batch))
         if not _has_pictures(x):
             return {}
@@ -426,7 +428,7 @@ def _pictures_of(images: Tensor, trainer: pl.Trainer) -> Tensor:
     """
     x = images.float().cpu()
     datamodule = getattr(trainer, "datamodule", None)
-    image = datamodule.prepare.image if isinstance(datamodule, FederatedDataModule) else None
+    image = datamodule.prepare.image_config if isinstance(datamodule, FederatedDataModule) else None
     if image is not None and len(image.mean) == x.shape[1]:
         mean = torch.tensor(image.mean).view(-1, 1, 1)
         std = torch.tensor(image.std).view(-1, 1, 1)
@@ -439,7 +441,7 @@ def _pictures_of(images: Tensor, trainer: pl.Trainer) -> Tensor:
     return scaled.round().to(torch.uint8)
 
 
-def _csv_cells(entries: Sequence[Any]) -> list[str]:
+def _csv_cells(cells: Sequence[Any]) -> list[str]:
     """Return the cells of a column: labels, paths, 0/1 labels, or numbers; empty for None.
 
     Several labels or numbers (K,) of an image are separated by spaces.
@@ -447,7 +449,7 @@ def _csv_cells(entries: Sequence[Any]) -> list[str]:
     >>> _csv_cells([3, None]), _csv_cells([[0.0, 1.5], None, [1.0, 2.0]])
     (['3', ''], ['0 1.5', '', '1 2'])
     """
-    present = [entry for entry in entries if entry is not None]
+    present = [entry for entry in cells if entry is not None]
     if present and isinstance(present[0], list):
         columns = [_csv_cells(column) for column in zip(*present, strict=True)]
         texts = iter([" ".join(cells) for cells in zip(*columns, strict=True)])
@@ -456,4 +458,4 @@ def _csv_cells(entries: Sequence[Any]) -> list[str]:
         texts = iter(number_cells(present))
     else:
         texts = iter([str(entry) for entry in present])
-    return ["" if entry is None else next(texts) for entry in entries]
+    return ["" if entry is None else next(texts) for entry in cells]

@@ -229,13 +229,13 @@ def remap_clients(saved: dict[str, Any], data: FederatedDataModule, allowed: Seq
     former_sizes = saved["belongs"]["clients' numbers of images"]
     new_numbers = []
     for former_number, (name, former_size) in enumerate(zip(former_names, former_sizes, strict=True)):
-        size: int | str = "none"
+        num_images: int | str = "none"
         if name in number_of:
-            size = data.train_sizes[number_of[name]]
-        if former_size != size:
+            num_images = data.train_sizes[number_of[name]]
+        if former_size != num_images:
             raise ValueError(
-                f"client {name} had {former_size} training images when the checkpoint was written but has {size} now; "
-                "resume with all original clients and their original images, and any new clients"
+                f"client {name} had {former_size} training images when the checkpoint was written but has {num_images} "
+                "now; resume with all original clients and their original images, and any new clients"
             )
         number = number_of[name]
         # In this order: the fingerprint of large data takes a while.

@@ -119,7 +119,7 @@ def check_first_images(context: RunContext, images: Tensor) -> None:
         examples["public images"] = data.public_images(first)
     for condition in data.conditions:
         # Corruptions and label shifts are made of the clients' own test images.
-        is_other_set = not (condition.kind or condition.others)
+        is_other_set = not (condition.corruption or condition.others)
         if is_other_set:
             image, _ = condition.store.take(first, first)
             examples[f"images of the shift {condition.shift!r}"] = data.prepare(image)
@@ -133,12 +133,13 @@ def _warn_if_not_normalized(context: RunContext, images: Tensor) -> None:
     backbone = context.adapted.backbone
     is_users_network = isinstance(context.module.backbone, nn.Module)
     is_pretrained = context.module.pretrained is not False and not is_users_network
-    if backbone.image is None or not is_pretrained or not images.is_floating_point():
+    if backbone.image_config is None or not is_pretrained or not images.is_floating_point():
         return
-    if float(images.min()) >= 0 and float(images.max()) <= 1 and any(backbone.image.mean):
+    if float(images.min()) >= 0 and float(images.max()) <= 1 and any(backbone.image_config.mean):
         rank_zero_warn(
             f"images have values from 0 to 1, but the weights of backbone {backbone.name!r} expect mean "
-            f"{backbone.image.mean} and standard deviation {backbone.image.std}; pass uint8 images, or normalise them"
+            f"{backbone.image_config.mean} and standard deviation {backbone.image_config.std}; pass uint8 images, or "
+            "normalise them"
         )
 
 

@@ -468,7 +468,7 @@ class FederatedLoop(pl.Callback):
             # All processes log the same values, those of all clients.
             log_exactly(context.module, name, value, prog_bar=name in PROGRESS_METRICS)
         self.history.append({"round": plan.round, "step": trainer.global_step, **report.metrics})
-        self._failures.append(Failures(len(plan.clients), len(report.broken)))
+        self._failures.append(Failures(len(plan.clients), len(report.broken_clients)))
         check_failures(self._failures, self.max_failures)
 
     def on_validation_batch_start(

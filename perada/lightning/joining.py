@@ -125,15 +125,15 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
     _make_trainer(loop, rounds, accelerator, progress).fit(module, datamodule=datamodule)
 
     client_run = loop.outcome(module)
-    before: float | None = None
+    score_before: float | None = None
     after: float | None = None
     if datamodule.val_dataloader():
-        before = _local_score(loop.client_scores.initial)
+        score_before = _local_score(loop.client_scores.initial)
         after = _local_score(client_run.metrics["clients"])
-    if before is not None and after is not None:
+    if score_before is not None and after is not None:
         test = datamodule.checked.test
         images = 0 if test is None else sum(test.sizes)
-        _warn_if_worse(name, before, after, images, module)
+        _warn_if_worse(name, score_before, after, images, module)
     num_images = datamodule.train_sizes[0]
     steps_per_round = sum(phase.local_steps(num_images, datamodule.batch_size) for phase in phases)
     record = {
@@ -142,7 +142,7 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
         "algorithm": base.kind,
         "rounds": rounds,
         "steps": rounds * steps_per_round,
-        "before": before,
+        "before": score_before,
         "after": after,
     }
     return run.with_client(client_run, record)
@@ -193,11 +193,11 @@ def check_name_of_new_client(run: Run, name: str | None) -> None:
         check_new_name("name", name, run.info.get("clients"), run.num_clients)
 
 
-def _mean_participation(training: Mapping[str, Any]) -> int:
+def _mean_participation(training_record: Mapping[str, Any]) -> int:
     """Return the number of rounds that a client of the run took part in on average, rounded up."""
-    num_clients: int = training["num_clients"]
-    per_round: int = training["clients_per_round"] or num_clients
-    rounds: int = training["rounds"]
+    num_clients: int = training_record["num_clients"]
+    per_round: int = training_record["clients_per_round"] or num_clients
+    rounds: int = training_record["rounds"]
     return max(1, math.ceil(rounds * per_round / num_clients))
 
 
@@ -241,22 +241,22 @@ def _local_score(scores_by_metric: Mapping[str, Sequence[float]]) -> float | Non
     return scores_by_metric[LOCAL_SCORE][0]
 
 
-def _warn_if_worse(name: str, before: float, after: float, num_images: int, module: FederatedClassifier) -> None:
+def _warn_if_worse(name: str, score_before: float, after: float, num_images: int, module: FederatedClassifier) -> None:
     """Warn if the client's model is worse after training than before.
 
     Args:
         name: Name of the client.
-        before: Score of the model before training.
+        score_before: Score of the model before training.
         after: Score of the model after training.
         num_images: Number of test images that the model is scored on.
         module: The module that was trained, whose first metric the scores are.
     """
-    is_worse = after > before if module.metrics[0].lower_is_better else after < before
+    is_worse = after > score_before if module.metrics[0].lower_is_better else after < score_before
     unit = unit_of(module.task.record())
     # The scores before training are rounded when they are recorded, so equal scores may differ a little.
-    if is_worse and not math.isclose(after, before, abs_tol=1e-4):
+    if is_worse and not math.isclose(after, score_before, abs_tol=1e-4):
         rank_zero_warn(
             f"client {name!r}: its personal model is worse than the global model on its {num_images} test images, "
-            f"{unit.text(after)} after {unit.text(before)}; use the global model for it, or train less or with "
+            f"{unit.text(after)} after {unit.text(score_before)}; use the global model for it, or train less or with "
             "different options (rounds, local_steps, lr)"
         )

@@ -17,14 +17,14 @@ class ShiftScores:
         scores: Scores by name, as they are logged.
         per_client: Scores of each client (M,) by name.
         kinds: By shift and kind of corruption, the scores at each severity.
-        shifts: The ``repr`` of each shift by name: scores of other shifts are outdated.
+        repr_of_shift: The ``repr`` of each shift by name: scores of other shifts are outdated.
         seconds: Time that scoring took.
     """
 
     scores: dict[str, float]
     per_client: dict[str, Tensor]
     kinds: dict[str, dict[str, Any]]
-    shifts: dict[str, str]
+    repr_of_shift: dict[str, str]
     seconds: float
 
     def state_dict(self) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class ShiftScores:
             "scores": self.scores,
             "per_client": self.per_client,
             "kinds": self.kinds,
-            "of": self.shifts,
+            "of": self.repr_of_shift,
             "seconds": self.seconds,
         }
 

@@ -13,19 +13,19 @@ from perada.lightning.run_context import RunContext
 from perada.scores.failed_outputs import REMEDY, describe_failed, describe_failed_teachers
 
 
-def warn_of_failed_clients(when: str, clients: list[int], consequence: str, unreadable: dict[int, str]) -> None:
+def warn_of_failed_clients(when: str, client_ids: list[int], consequence: str, unreadable: dict[int, str]) -> None:
     """Warn of the clients whose training failed, and of the consequence.
 
     Args:
         when: When it failed, such as ``round 3``.
-        clients: All clients whose training failed.
+        client_ids: All clients whose training failed.
         consequence: Consequence for the clients and their adapters.
         unreadable: Those that failed because a sample could not be read, and why. The loss of the others was not
             finite.
     """
     for reason in unreadable.values():
         rank_zero_warn(f"{when}: {reason}; {consequence}")
-    diverged = [str(client) for client in clients if client not in unreadable]
+    diverged = [str(client) for client in client_ids if client not in unreadable]
     if diverged:
         rank_zero_warn(
             f"{when}: the loss of client {', '.join(diverged)} became NaN or infinite; {consequence}. Lower the "
@@ -33,7 +33,9 @@ def warn_of_failed_clients(when: str, clients: list[int], consequence: str, unre
         )
 
 
-def warn_of_round(round: int, report: RoundReport, settings: Settings, names: Sequence[str] | None = None) -> None:
+def warn_of_round(
+    round: int, report: RoundReport, settings: Settings, client_names: Sequence[str] | None = None
+) -> None:
     """Warn of what went wrong in a round.
 
     In a private run clients whose training failed or whose images cannot be read are not named: others than the clients
@@ -44,12 +46,12 @@ def warn_of_round(round: int, report: RoundReport, settings: Settings, names: Se
         round: Number of the round, counted from 0.
         report: What happened in it.
         settings: Settings of the run.
-        names: Names of the clients.
+        client_names: Names of the clients.
     """
     when = f"round {round + 1}"
     if not settings.private:
         consequence = "its adapter is unchanged and the round continues without it"
-        warn_of_failed_clients(when, report.broken, consequence, report.failed)
+        warn_of_failed_clients(when, report.broken_clients, consequence, report.failed)
     if settings.drop_outliers:
         outlier_note = "It was dropped (drop_outliers)."
     else:
@@ -59,7 +61,9 @@ def warn_of_round(round: int, report: RoundReport, settings: Settings, names: Se
             f"{when}: client {client} sent a change whose norm is {ratio:,.0f} times the round's median. {outlier_note}"
         )
     if report.server_result.failed_teachers:
-        teachers = describe_failed_teachers(report.server_result.failed_teachers, names, anonymous=settings.private)
+        teachers = describe_failed_teachers(
+            report.server_result.failed_teachers, client_names, anonymous=settings.private
+        )
         rank_zero_warn(
             f"{when}: the distillation became NaN or infinite, since the outputs of {teachers} on public images are; "
             f"the round continues with the clients' average. Remedy: {REMEDY}."

@@ -137,7 +137,7 @@ def run_info(context: RunContext) -> dict[str, Any]:
         rounds=context.federation.rounds_done,
         num_clients=context.federation.num_clients,
         clients_per_round=context.settings.clients_per_round,
-        images=list(data.train_sizes),
+        num_images=list(data.train_sizes),
         preprocessing=data.preprocessing,
         classes=data.classes,
         client_names=data.client_names,
@@ -158,7 +158,7 @@ class RunFacts:
         rounds: Number of rounds that are done.
         num_clients: Number of clients.
         clients_per_round: Number of clients drawn for a round; None for all.
-        images: Number of training images of each client; None if unknown.
+        num_images: Number of training images of each client; None if unknown.
         preprocessing: How images are prepared.
         classes: Names of the classes.
         client_names: Names of the clients.
@@ -168,7 +168,7 @@ class RunFacts:
     rounds: int
     num_clients: int
     clients_per_round: int | None
-    images: list[int] | None
+    num_images: list[int] | None
     preprocessing: Preprocessing
     classes: Sequence[str] | None
     client_names: Sequence[str] | None
@@ -223,26 +223,26 @@ def _describe_training(
     facts: RunFacts,
 ) -> dict[str, Any]:
     """Return how clients trained, for clients that join later."""
-    training: dict[str, Any] = {
+    training_record: dict[str, Any] = {
         "algorithm": algorithm_record(settings.algorithm),
         "phases": [asdict(phase) for phase in settings.phases],
         "rounds": facts.rounds,
         "num_clients": facts.num_clients,
         "clients_per_round": facts.clients_per_round,
     }
-    if facts.images is not None:
-        training["images"] = facts.images
-    training["batch_size"] = data.batch_size
-    training["crop_padding"] = data.prepare.crop_padding
-    training["flip"] = data.prepare.flip
-    training["mixup"] = data.prepare.mixing.mixup
-    training["cutmix"] = data.prepare.mixing.cutmix
-    training["sampling"] = data.sampling
+    if facts.num_images is not None:
+        training_record["images"] = facts.num_images
+    training_record["batch_size"] = data.batch_size
+    training_record["crop_padding"] = data.prepare.crop_padding
+    training_record["flip"] = data.prepare.flip
+    training_record["mixup"] = data.prepare.mixing.mixup
+    training_record["cutmix"] = data.prepare.mixing.cutmix
+    training_record["sampling"] = data.sampling
     for option in RECORDED_OPTIONS:
-        training[option] = getattr(module.training_options, option)
-    training["distillation_steps"] = settings.distillation.steps if settings.algorithm.uses_distillation else 0
-    training["metric"] = module.evaluation.metric
+        training_record[option] = getattr(module.training_options, option)
+    training_record["distillation_steps"] = settings.distillation.steps if settings.algorithm.uses_distillation else 0
+    training_record["metric"] = module.evaluation.metric
     # JSON has no infinity.
     clip_norm = module.training_options.clip_norm
-    training["clip_norm"] = None if clip_norm == math.inf else clip_norm
-    return training
+    training_record["clip_norm"] = None if clip_norm == math.inf else clip_norm
+    return training_record

@@ -175,7 +175,7 @@ def restore_scores(context: RunContext, saved: dict[str, Any]) -> None:
     metrics = saved["metrics"]
     results.shifted = ShiftScores.from_state_dict(saved["shifted"])
     outdated: set[str] = set()
-    if results.shifted is not None and results.shifted.shifts != _shift_reprs(context):
+    if results.shifted is not None and results.shifted.repr_of_shift != _shift_reprs(context):
         outdated = {*results.shifted.scores, *results.shifted.per_client}
         results.shifted = None
     results.scores = {name: value for name, value in saved["scores"].items() if name not in outdated}
@@ -227,7 +227,7 @@ def _combine_scores(
                 if not client_scores_of_sets:
                     continue
                 client_scores = _mean_over_sets(client_scores_of_sets)
-                if client_scores.failed.any() or not client_scores.scores.isnan().all():
+                if client_scores.has_failed.any() or not client_scores.scores.isnan().all():
                     mean, std = _mean_and_std(client_scores)
                     per_client[f"{kind_of_prediction}/{name}"] = client_scores.scores
                     scores[f"{kind_of_prediction}/{name}"] = mean
@@ -240,7 +240,7 @@ def _combine_scores(
             if not typical_shares.isnan().all():
                 per_client[f"typical/{shift}"] = typical_shares
                 scores[f"typical/{shift}"] = float(typical_shares.nanmean())
-        if shift_results[0].condition.kind:
+        if shift_results[0].condition.corruption:
             kinds[shift] = _severity_curves(shift_results, metrics[0])
     return ShiftScores(scores, per_client, kinds, shifts, seconds)
 
@@ -261,7 +261,7 @@ def _severity_curves(condition_scores: Sequence[_ConditionScores], metric: str) 
             values["both_std"] = std_of_both
         if result.typical_shares is not None:
             values["typical"] = float(result.typical_shares.nanmean())
-        curve = curves.setdefault(result.condition.kind, {"severity": []})
+        curve = curves.setdefault(result.condition.corruption, {"severity": []})
         curve["severity"].append(result.condition.severity)
         for name, value in values.items():
             curve.setdefault(name, []).append(value)
@@ -273,7 +273,7 @@ def _severity_curves(condition_scores: Sequence[_ConditionScores], metric: str) 
 
 def _mean_over_sets(client_scores_of_sets: Sequence[ClientScores]) -> ClientScores:
     """Return the clients' mean scores over several shifted sets."""
-    failed = torch.stack([client_scores.failed for client_scores in client_scores_of_sets]).any(0)
+    failed = torch.stack([client_scores.has_failed for client_scores in client_scores_of_sets]).any(0)
     means = torch.stack([client_scores.scores for client_scores in client_scores_of_sets]).nanmean(0)
     # Not the mean over those sets on which the outputs are finite.
     return ClientScores(means.masked_fill(failed, math.nan), failed)
@@ -282,7 +282,7 @@ def _mean_over_sets(client_scores_of_sets: Sequence[ClientScores]) -> ClientScor
 def _mean_and_std(client_scores: ClientScores) -> tuple[float, float]:
     """Return mean and standard deviation over the clients that have a score; NaN if none has, or one has failed."""
     scores = client_scores.scores[~client_scores.scores.isnan()].double()
-    if len(scores) == 0 or client_scores.failed.any():
+    if len(scores) == 0 or client_scores.has_failed.any():
         return math.nan, math.nan
     return float(scores.mean()), float(scores.std(correction=0))
 
@@ -354,7 +354,7 @@ def _score_last_round(context: RunContext, history: History, tuned: bool) -> boo
     is_scored = not history or any(name.startswith("personal/") for name in history[-1])
     needs_scores = tuned or not is_scored
     shifted = context.results.shifted
-    are_outdated = shifted is None or shifted.shifts != _shift_reprs(context)
+    are_outdated = shifted is None or shifted.repr_of_shift != _shift_reprs(context)
     has_shifts = bool(context.data.conditions) and context.data.shifts_when != "test"
     needs_shifts = has_shifts and bool(history) and are_outdated
     # A resumed run that stopped at once has not compared any images yet.

@@ -140,7 +140,7 @@ def configure_rounds(context: RunContext, protection: Protection) -> None:
         seed=context.settings.seed,
         clients_per_round=context.settings.clients_per_round,
         phases=context.settings.phases,
-        image=context.adapted.backbone.image,
+        image_config=context.adapted.backbone.image_config,
         private=None if images is None else images.sampling(),
         eligible=protection.affordable if protection.limited else None,
         # Images of NumPy are often in double precision, and networks rarely are.
@@ -148,12 +148,12 @@ def configure_rounds(context: RunContext, protection: Protection) -> None:
     )
 
 
-def _choose_chunks(context: RunContext, image: Tensor | None) -> Chunks:
+def _choose_chunks(context: RunContext, first_image: Tensor | None) -> Chunks:
     """Choose how many clients train together, and how many such chunks train side by side.
 
     Args:
         context: The run.
-        image: A prepared image of the run (channels, height, width). Not needed if training is private.
+        first_image: A prepared image of the run (channels, height, width). Not needed if training is private.
     """
     settings = context.settings
     engine = context.module.engine
@@ -178,17 +178,17 @@ def _choose_chunks(context: RunContext, image: Tensor | None) -> Chunks:
     if settings.private:
         # Private training limits the images in a pass by what their gradients take.
         return Chunks(None)
-    assert image is not None
-    image_bytes = activation_bytes(context.module.model, image)
+    assert first_image is not None
+    image_bytes = activation_bytes(context.module.model, first_image)
     if image_bytes is None:
         return Chunks(None)
     batch_size = context.data.batch_size
     if isinstance(batch_size, str):
         # "full": all images of a client.
-        images: int = max(context.data.train_sizes)
+        num_images: int = max(context.data.train_sizes)
     else:
-        images = batch_size
-    return chunks_in_memory(image_bytes * images * _models_in_step(context), clients_per_round, threads)
+        num_images = batch_size
+    return chunks_in_memory(image_bytes * num_images * _models_in_step(context), clients_per_round, threads)
 
 
 def _models_in_step(context: RunContext) -> int:

@@ -16,14 +16,14 @@ class Backbone:
         model: The network, which maps images (B, channels, height, width) to logits (B, K).
         name: Its timm name, ``hf:`` and its transformers name, or its class name.
         head: Full name of the classification head in the model.
-        image: Format of its images; None for a network that the caller built.
+        image_config: Format of its images; None for a network that the caller built.
         decoder: Full name of a decoder without pretrained weights, which is trained as a part of the head.
     """
 
     model: nn.Module
     name: str
     head: str
-    image: ImageConfig | None
+    image_config: ImageConfig | None
     decoder: str | None = None
 
     @property

@@ -370,7 +370,7 @@ def return_logits(model: nn.Module, num_classes: int, per_pixel: bool = False) -
 
 
 def _extract_logits(
-    num_classes: int, ndim: int, module: nn.Module, arguments: tuple[object, ...], output: object
+    num_classes: int, ndim: int, module: nn.Module, model_arguments: tuple[object, ...], output: object
 ) -> Tensor:
     """Return the logits (B, classes, ...), with so many axes, in the output of a model."""
     if isinstance(output, Tensor):
@@ -382,15 +382,15 @@ def _extract_logits(
             return cast(Tensor, output[name])
     if hasattr(output, "logits"):
         return cast(Tensor, output.logits)
-    outputs: list[object] = []
+    candidates: list[object] = []
     if isinstance(output, tuple | list):
-        outputs = list(output)
+        candidates = list(output)
     logits = [
-        part for part in outputs if isinstance(part, Tensor) and part.ndim == ndim and part.shape[1] == num_classes
+        part for part in candidates if isinstance(part, Tensor) and part.ndim == ndim and part.shape[1] == num_classes
     ]
     if len(logits) == 1:
         return logits[0]
-    description = value_text(outputs) if outputs else value_text(output)
+    description = value_text(candidates) if candidates else value_text(output)
     raise TypeError(
         f"backbone {type(module).__name__!r} returns {description}, and {len(logits)} of its parts are logits (B, "
         f"{num_classes}{', H, W' if ndim == 4 else ''}); return the logits, or an object with .logits"
@@ -496,9 +496,9 @@ def _timm_weights(name: str, pretrained_cfg: PretrainedCfg | None, pretrained: b
     return {}
 
 
-def _fit_channels(values: Iterable[float], in_chans: int) -> tuple[float, ...]:
+def _fit_channels(statistics: Iterable[float], in_chans: int) -> tuple[float, ...]:
     """Fit normalisation constants to another number of channels: their mean for one channel, else cyclically."""
-    constants = [float(value) for value in values]
+    constants = [float(value) for value in statistics]
     if in_chans == 1:
         return (sum(constants) / len(constants),)
     return tuple(constants[index % len(constants)] for index in range(in_chans))

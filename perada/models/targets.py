@@ -220,21 +220,21 @@ def _uncalled_layers(backbone: Backbone) -> set[str]:
 
 def _probable_image_shapes(backbone: Backbone) -> list[tuple[int, int, int]]:
     """Return shapes (channels, height, width) of images that may fit a network, the most probable first."""
-    if backbone.image is not None:
-        return [backbone.image.input_size]
+    if backbone.image_config is not None:
+        return [backbone.image_config.input_size]
     model = backbone.model
     convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
     if not convolutions:
         return []
     channels = convolutions[0].in_channels
     # timm keeps the size that a network was built for and that of its weights here, and transformers the size.
-    sizes: list[object] = [getattr(getattr(model, "patch_embed", None), "img_size", None)]
+    image_sizes: list[object] = [getattr(getattr(model, "patch_embed", None), "img_size", None)]
     timm_config = getattr(model, "pretrained_cfg", None)
     if isinstance(timm_config, Mapping):
-        sizes.append(tuple(timm_config.get("input_size") or ())[1:])
-    sizes.append(getattr(getattr(model, "config", None), "image_size", None))
+        image_sizes.append(tuple(timm_config.get("input_size") or ())[1:])
+    image_sizes.append(getattr(getattr(model, "config", None), "image_size", None))
     shapes = []
-    for size in [*sizes, 224, 64, 32, 28]:
+    for size in [*image_sizes, 224, 64, 32, 28]:
         if isinstance(size, int):
             shapes.append((channels, size, size))
         elif isinstance(size, tuple | list) and len(size) == 2:

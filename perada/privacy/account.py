@@ -185,11 +185,11 @@ class Budget(ABC):
         history.update(self._planned_history(client, rounds, tunings, options.ledger))
         return history_epsilon(history, options.delta, options.accountant)
 
-    def epsilons(self, clients: Iterable[int]) -> dict[str, list[float]]:
+    def epsilons(self, client_ids: Iterable[int]) -> dict[str, list[float]]:
         """Return the ε that each client has spent so far, by ledger."""
         epsilons = {}
         for name, ledger in ledgers_by_name(self.ledgers).items():
-            epsilon_of_client = ledger.epsilons(self.options.delta, self.options.accountant, clients)
+            epsilon_of_client = ledger.epsilons(self.options.delta, self.options.accountant, client_ids)
             epsilons[name] = list(epsilon_of_client.values())
         return epsilons
 
@@ -420,20 +420,20 @@ class Account(Budget):
         self.least_noise = [min(pair) for pair in zip(self.noise_multipliers, state["least_noise"], strict=True)]
         super().load_state_dict(state, rounds_done, tuned)
 
-    def _count_steps(self, size: int, tuning: bool) -> tuple[_NoisySteps, ...]:
-        """Return the noisy steps that a client with ``size`` images takes in a round, or in the fine-tuning."""
+    def _count_steps(self, num_images: int, tuning: bool) -> tuple[_NoisySteps, ...]:
+        """Return the noisy steps that a client with ``num_images`` images takes in a round, or in the fine-tuning."""
         plan = self.query_plan(tuning)
-        steps_of_phases = [phase.local_steps(size, self.batch_size) for phase in plan.phases]
+        steps_of_phases = [phase.local_steps(num_images, self.batch_size) for phase in plan.phases]
         is_sent = {stream: not tuning and stream not in plan.unsent for stream in plan.streams}
         counted = []
         if self.options.sampling == "shuffle":
-            rows = rows_per_batch(size, self.batch_size)
+            rows = rows_per_batch(num_images, self.batch_size)
             # A stream continues from one of its phases to the next, so its passes are counted over all of them.
             for stream, sent in is_sent.items():
                 most_queries = max(queries.get(stream, 0) for queries in plan.queries)
                 phases = zip(steps_of_phases, plan.queries, strict=True)
                 steps = sum(steps for steps, queries in phases if stream in queries)
-                counted.append(_NoisySteps(most_queries, passes(size, rows, steps), sent))
+                counted.append(_NoisySteps(most_queries, passes(num_images, rows, steps), sent))
             return tuple(counted)
         for steps, queries in zip(steps_of_phases, plan.queries, strict=True):
             for stream, count in queries.items():

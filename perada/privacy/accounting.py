@@ -218,16 +218,16 @@ def check_delta(delta: float, section: str = "") -> None:
     check_number(f"{section}delta", delta, gt=0, lt=1, hint="use less than 1 / number of images, such as 1e-5")
 
 
-def check_target_epsilon(name: str, target: float | None, optional: bool = False) -> None:
+def check_target_epsilon(name: str, target_epsilon: float | None, optional: bool = False) -> None:
     """Raise a ValueError if noise cannot be calibrated for a target ε.
 
     Args:
         name: Name of the option.
-        target: The target.
+        target_epsilon: The target.
         optional: Whether None is accepted.
     """
     hint = f"typical budgets are 1 to 10, and more than {LARGEST_TARGET} protects nobody; or set noise_multiplier"
-    check_number(name, target, gt=0, le=LARGEST_TARGET, optional=optional, hint=hint)
+    check_number(name, target_epsilon, gt=0, le=LARGEST_TARGET, optional=optional, hint=hint)
 
 
 def check_delta_covers(section: str, delta: float, count: int, what: str) -> None:

@@ -133,16 +133,16 @@ def clip_to_grid(change: State, max_norm: float, secure: SecureSums) -> GridChan
     return GridChange(integers, norm)
 
 
-def integer_noise(shape: torch.Size, deviation: float, source: torch.Generator | None) -> Tensor:
+def integer_noise(shape: torch.Size, deviation: float, generator: torch.Generator | None) -> Tensor:
     """Return Gaussian noise that is rounded to integers (int64); nothing is drawn for a deviation of 0.
 
     Args:
         shape: Shape of the tensor.
         deviation: Standard deviation in units of the grid.
-        source: Generator on the CPU; None for the cryptographic generator.
+        generator: Generator on the CPU; None for the cryptographic generator.
     """
     zeros = torch.zeros(shape, dtype=torch.float64)
-    return with_noise(zeros, deviation, source).round().to(torch.int64)
+    return with_noise(zeros, deviation, generator).round().to(torch.int64)
 
 
 def example_contribution(sent: Mapping[str, Tensor], adaptive: bool) -> State:
@@ -161,12 +161,12 @@ def example_contribution(sent: Mapping[str, Tensor], adaptive: bool) -> State:
     return example
 
 
-def check_grid(secure: SecureSums, size: float, deviation: float, sites: int, what: str) -> None:
+def check_grid(secure: SecureSums, magnitude: float, deviation: float, sites: int, what: str) -> None:
     """Raise a ValueError if the grid of a sum is too coarse for the noise, or if the sum could overflow.
 
     Args:
         secure: Options of the sum.
-        size: Largest magnitude of an element without noise.
+        magnitude: Largest magnitude of an element without noise.
         deviation: Standard deviation of one client's noise.
         sites: Number of clients in the sum.
         what: Name of the summed quantity, for the message.
@@ -180,7 +180,7 @@ def check_grid(secure: SecureSums, size: float, deviation: float, sites: int, wh
             f"least {MIN_GRID_STEPS:g}; set secure_sums.fraction_bits={bits} or more, or a larger max_norm",
             name="client_privacy",
         )
-    largest = size + MAX_DRAW * deviation
+    largest = magnitude + MAX_DRAW * deviation
     if largest >= secure.limit(sites):
         raise OptionError(
             f"client_privacy: {what} of one of {sites} clients may reach {largest:.3g}, but "

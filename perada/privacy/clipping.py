@@ -194,13 +194,13 @@ def noisy_mean(
     return result
 
 
-def with_noise(values: Tensor, std: float, source: torch.Generator | None, added: Tensor | None = None) -> Tensor:
+def with_noise(values: Tensor, std: float, generator: torch.Generator | None, added: Tensor | None = None) -> Tensor:
     """Return ``values`` + ``added`` + std · N(0, 1) in double precision, not yet rounded to the dtype of ``values``.
 
     Args:
         values: Tensor of any shape.
         std: Standard deviation of the noise; nothing is drawn if it is 0.
-        source: Generator on the CPU; None for the cryptographic generator.
+        generator: Generator on the CPU; None for the cryptographic generator.
         added: Tensor of the same shape; None for 0.
     """
     exact = double(values)
@@ -208,10 +208,10 @@ def with_noise(values: Tensor, std: float, source: torch.Generator | None, added
         exact = exact + double(added)
     if not std:
         return exact
-    if source is None:
+    if generator is None:
         noise = secure_noise(values)
     else:
-        noise = torch.randn(values.shape, generator=source, dtype=values.dtype)
+        noise = torch.randn(values.shape, generator=generator, dtype=values.dtype)
     return exact + std * noise.to(exact)
 
 

@@ -70,19 +70,19 @@ class Query:
             dropout=self.dropout[row],
         )
 
-    def blocks(self, size: int | None) -> Iterator["Query"]:
+    def blocks(self, max_rows: int | None) -> Iterator["Query"]:
         """Split the rows of the batch into blocks.
 
         Args:
-            size: Maximum number of rows per client in a block; None for a single block.
+            max_rows: Maximum number of rows per client in a block; None for a single block.
 
         Yields:
             A query for each block; none if no client has rows.
         """
         longest = max(self.counts)
-        size = size or max(1, longest)
-        for index, start in enumerate(range(0, longest, size)):
-            stop = min(start + size, longest)
+        max_rows = max_rows or max(1, longest)
+        for index, start in enumerate(range(0, longest, max_rows)):
+            stop = min(start + max_rows, longest)
             # The real rows of a client may end within the block or before it.
             counts = [max(0, min(count, stop) - start) for count in self.counts]
             yield replace(
@@ -129,10 +129,10 @@ class SampleGradients:
         self.options = options
         self.engine = engine
         self.task = task
-        kind: str = options.engine
-        if kind == "auto":
-            kind = engine.kind
-        self.one_by_one = kind != "folded"
+        engine_kind: str = options.engine
+        if engine_kind == "auto":
+            engine_kind = engine.kind
+        self.one_by_one = engine_kind != "folded"
         if not self.one_by_one and engine.kind != "folded":
             raise OptionError(
                 "privacy: engine='folded' requires a folded training engine; choose engine='opacus' or 'auto' for "
@@ -309,13 +309,13 @@ def _find_places(model: nn.Module, names_of_key: dict[str, list[str]]) -> dict[s
         The places of each tensor, by its key.
     """
     modules = dict(_modules_behind_clones(model))
-    places: dict[str, list[_Place]] = {}
+    places_of_module: dict[str, list[_Place]] = {}
     for key, aliases in names_of_key.items():
-        places[key] = []
+        places_of_module[key] = []
         for alias in aliases:
             path, _, name = alias.rpartition(".")
-            places[key].append(_Place(modules[path], name))
-    return places
+            places_of_module[key].append(_Place(modules[path], name))
+    return places_of_module
 
 
 @dataclass(frozen=True)

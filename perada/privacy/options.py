@@ -139,11 +139,11 @@ def test_mode(*sections: Privacy | ClientPrivacy | None) -> bool:
 T = TypeVar("T")
 
 
-def options_of(kind: type[T], section: str, options: T | Mapping[str, Any] | None) -> T | None:
+def options_of(options_class: type[T], section: str, options: T | Mapping[str, Any] | None) -> T | None:
     """Return options as an object of their class; a dictionary of its fields is converted.
 
     Args:
-        kind: Class of the options, a dataclass.
+        options_class: Class of the options, a dataclass.
         section: Name of the section, for messages.
         options: An object of this class, a dictionary of its fields, or None.
 
@@ -151,17 +151,18 @@ def options_of(kind: type[T], section: str, options: T | Mapping[str, Any] | Non
         ValueError: If a field is unknown or invalid.
         TypeError: If the options are of another type.
     """
-    if options is None or isinstance(options, kind):
+    if options is None or isinstance(options, options_class):
         return options
     if not isinstance(options, Mapping):
         raise TypeError(
-            f"{section} must be of type {kind.__name__} or a dictionary of its fields, got {value_text(options)}"
+            f"{section} must be of type {options_class.__name__} or a dictionary of its fields, got "
+            f"{value_text(options)}"
         )
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    names = [field.name for field in fields(options_class)]  # type: ignore[arg-type]  # a dataclass
     for name in options:
         if name not in names:
             raise ValueError(f"{section} has no option {name!r}; its options are {', '.join(names)}")
-    return kind(**options)
+    return options_class(**options)
 
 
 def _check_common(section: str, privacy: Privacy | ClientPrivacy) -> None:

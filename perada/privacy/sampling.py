@@ -102,15 +102,15 @@ def shuffled_batches(
     ([2, 2, 1, 2], [0, 1, 2, 3, 4])
     """
     source = generator(seed, f"shuffle/{role}", round, client)
-    batches: list[Tensor] = []
+    index_batches: list[Tensor] = []
     for _ in range(passes(num_images, batch_size, steps)):
         if secure:
             order = secure_permutation(num_images)
         else:
             order = torch.randperm(num_images, generator=source)
-        batches += torch.split(order, batch_size)
+        index_batches += torch.split(order, batch_size)
     # The last pass may have more batches than there are steps left.
-    return batches[:steps]
+    return index_batches[:steps]
 
 
 def passes(num_images: int, batch_size: int, steps: int) -> int:

@@ -90,20 +90,20 @@ class BothFiles:
     compared_maps: Sequence[ComparedMap]
 
 
-def prediction_code(task: Record) -> str:
+def prediction_code(task_record: Record) -> str:
     """Return a Python expression of a task's predictions, given the ``outputs`` of a network, from the task's record.
 
     >>> prediction_code({"class_path": "Regression", "init_args": {"mean": [1.5], "std": None}})
     'outputs + torch.tensor([1.5])'
     """
-    expression = PREDICTIONS_IN_CODE[task["class_path"]]
-    if task["class_path"] == "Keypoints":
+    expression = PREDICTIONS_IN_CODE[task_record["class_path"]]
+    if task_record["class_path"] == "Keypoints":
         points = "outputs.unflatten(1, (-1, 2))"
-        scale = _scale_of_keypoints(task["init_args"])
+        scale = _scale_of_keypoints(task_record["init_args"])
         return f"({points} * torch.tensor({scale.half}) + torch.tensor({scale.center})).flatten(1)"
-    if task["class_path"] == "Regression":
+    if task_record["class_path"] == "Regression":
         for name, operator in (("std", "*"), ("mean", "+")):
-            numbers = task["init_args"].get(name)
+            numbers = task_record["init_args"].get(name)
             if numbers is not None:
                 values = [float(number) for number in (numbers if isinstance(numbers, Sequence) else [numbers])]
                 expression += f" {operator} torch.tensor({values})"
@@ -155,11 +155,11 @@ def metric_title(info: Record) -> str:
     return score_title(name) if re.fullmatch("[a-z0-9_]+", name) else code(name)
 
 
-def task_words(task: Record) -> TaskWords:
+def task_words(task_record: Record) -> TaskWords:
     """Return the words for a task in a card, from its record (:meth:`.Task.record`)."""
-    unit = unit_of(task)
-    if task["class_path"] == "Keypoints":
-        scale = _scale_of_keypoints(task["init_args"])
+    unit = unit_of(task_record)
+    if task_record["class_path"] == "Keypoints":
+        scale = _scale_of_keypoints(task_record["init_args"])
         return TaskWords(
             sentence="Keypoints in images. The number of coordinates, x and y of each point, is",
             targets="",
@@ -170,8 +170,8 @@ def task_words(task: Record) -> TaskWords:
             ),
             pipeline_tag="keypoint-detection",
         )
-    if not task.get("has_classes", True):
-        options = task["init_args"]
+    if not task_record.get("has_classes", True):
+        options = task_record["init_args"]
         predictions = "they are the predictions"
         if options.get("std") is not None or options.get("mean") is not None:
             std = _number_text(options.get("std"), 1.0)
@@ -188,28 +188,28 @@ def task_words(task: Record) -> TaskWords:
     sentence = "Image classification. Each image may have several of"
     predictions = "a softmax over the classes makes probabilities of them"
     pipeline_tag = "image-classification"
-    if task.get("per_pixel", False):
+    if task_record.get("per_pixel", False):
         sentence = "Image segmentation. Each pixel has one of"
         pipeline_tag = "image-segmentation"
-    elif task.get("exclusive", True):
+    elif task_record.get("exclusive", True):
         sentence = "Image classification. Each image has one of"
     else:
         predictions = "a sigmoid of each makes probabilities of them"
     return TaskWords(sentence, "classes", unit, predictions, pipeline_tag)
 
 
-def _number_text(numbers: Sequence[float] | float | None, default: float) -> str:
+def _number_text(value: Sequence[float] | float | None, default: float) -> str:
     """Return a number, or several in brackets, from a file that may be hostile."""
-    if isinstance(numbers, Sequence) and not isinstance(numbers, str):
-        if len(numbers) == 1:
-            return f"{float(numbers[0]):.7g}"
-        return f"({', '.join(f'{float(number):.7g}' for number in numbers)})"
-    number = default if numbers is None else float(numbers)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) == 1:
+            return f"{float(value[0]):.7g}"
+        return f"({', '.join(f'{float(number):.7g}' for number in value)})"
+    number = default if value is None else float(value)
     return f"{number:.7g}"
 
 
 @cache
-def _template(name: str) -> jinja2.Template:
+def _load_template(name: str) -> jinja2.Template:
     """Load a template of this package, with the functions that templates call."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("perada.results"),
@@ -227,7 +227,7 @@ def _template(name: str) -> jinja2.Template:
 
 def render_template(name: str, **content: Any) -> str:
     """Render a template of this package, stripped, with at most one empty line in a row, and safe to show."""
-    text = printable_lines(_template(name).render(content))
+    text = printable_lines(_load_template(name).render(content))
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
@@ -273,20 +273,20 @@ class Cards:
             backbone: Path of the backbone's weights relative to the card; None if they can be downloaded.
             both: What is beside a client's adapter to predict with both models; None without it.
         """
-        self._write(path, self._text(client, backbone, both))
+        self._write_card(path, self._compose_text(client, backbone, both))
 
     def write_run(self, path: Path) -> None:
         """Write the card of a run with the states of all clients; see :meth:`write`."""
         text = render_template(
             "run",
-            scores=_scores(self.run.metrics, None) if self.scores else None,
+            scores=_collect_scores(self.run.metrics, None) if self.scores else None,
             num_clients=self.run.num_clients,
             privacy=privacy_lines(self.run.info.get("privacy"), self._images_of_joined),
             **self._facts,
         )
-        self._write(path, text)
+        self._write_card(path, text)
 
-    def _write(self, path: Path, written_text: str) -> None:
+    def _write_card(self, path: Path, written_text: str) -> None:
         """Write a card, or replace the header's fields and the part that perada wrote in an existing one."""
         text = "---\nlibrary_name: peft\n---\n"
         if path.is_file():
@@ -300,7 +300,7 @@ class Cards:
         written_part = f"{_CARD_START}\n{written_text}\n{_CARD_END}\n"
         path.write_text(f"{other_parts}\n\n{written_part}", encoding="utf-8")
 
-    def _text(self, client: int | None, backbone: str | None, both: BothFiles | None) -> str:
+    def _compose_text(self, client: int | None, backbone: str | None, both: BothFiles | None) -> str:
         info = self.run.info
         names = info.get("clients")
         client_images = None
@@ -315,7 +315,7 @@ class Cards:
             client_name = code(info["adapter_of"])
         # A copy of the global adapter reveals no more of a client than that.
         private_client = client if client in self._clients_with_adapter else None
-        scores = _scores(self.run.metrics, client) if self.scores else None
+        scores = _collect_scores(self.run.metrics, client) if self.scores else None
         return render_template(
             "adapter",
             client=client,
@@ -352,7 +352,7 @@ def _set_header(text: str, license: str, base: str | None, pipeline_tag: str) ->
     return str(card).rstrip() + "\n"
 
 
-def _scores(metrics: Record, client: int | None) -> dict[str, float]:
+def _collect_scores(metrics: Record, client: int | None) -> dict[str, float]:
     """Return the scores of a client, or of the global adapter, by a description of the test images."""
     scores: dict[str, float] = {}
     if client is None:
@@ -436,7 +436,7 @@ def _render_privacy(
         values["sent"] = sent
         values["others"] = _largest_of_others(level, content, client)
         levels[level] = values
-    text = _template(name).render(
+    text = _load_template(name).render(
         sample_level=levels["sample"],
         client_level=levels["client"],
         client=client,

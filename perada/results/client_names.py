@@ -8,20 +8,20 @@ from perada.core.checks import check_integer
 from perada.core.text import abbreviated, near_names
 
 
-def client_index(client: int | str | None, names: Sequence[str] | None, num_clients: int) -> int:
+def client_index(client: int | str | None, client_names: Sequence[str] | None, num_clients: int) -> int:
     """Return the number of a client, given its number, also as text, or its name.
 
     Raises:
         ValueError: If there is no such client.
     """
-    if names is not None and client in names:
-        return list(names).index(str(client))
+    if client_names is not None and client in client_names:
+        return list(client_names).index(str(client))
     if isinstance(client, str) and not client.isdecimal():
-        similar = near_names(client, names or ())
+        similar = near_names(client, client_names or ())
         if similar:
             hint = f"did you mean {similar[0]!r}?"
-        elif names:
-            hint = f"the clients are {abbreviated(names)}"
+        elif client_names:
+            hint = f"the clients are {abbreviated(client_names)}"
         else:
             hint = f"the clients have no names: pass a number from 0 to {num_clients - 1}"
         raise ValueError(f"client={client!r} is unknown; {hint}")
@@ -55,17 +55,17 @@ def available_client(client: int | str | None, info: Mapping[str, Any], num_clie
     return number
 
 
-def check_new_name(option: str, name: str, names: Sequence[str] | None, num_clients: int) -> None:
+def check_new_name(option: str, name: str, client_names: Sequence[str] | None, num_clients: int) -> None:
     """Raise a ValueError if a name is empty, or is the name or the number of a client of a run.
 
     Args:
         option: Name of the option for the message.
         name: Name of a new client.
-        names: Names of the run's clients; None if they have none.
+        client_names: Names of the run's clients; None if they have none.
         num_clients: Number of clients of the run.
     """
     is_number_of_client = name.isdecimal() and int(name) < num_clients
-    if name == "" or name in (names or ()) or is_number_of_client:
+    if name == "" or name in (client_names or ()) or is_number_of_client:
         raise ValueError(
             f"{option}={name!r} is empty or already the name or number of a client of the run; choose a different name"
         )

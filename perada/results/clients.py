@@ -62,10 +62,10 @@ def _edit_metric(name: str, value: Any, edit: EditList) -> Any:  # noqa: ANN401 
 def _without_client(metrics: Mapping[str, Any], client: int) -> dict[str, Any]:
     """Return the metrics with NaN or zeros in place of a client's values, except for its ε."""
 
-    def clear(name: str, values: list[Any], empty: Any) -> list[Any]:  # noqa: ANN401  # a number or a row
+    def clear(name: str, entries: list[Any], empty: Any) -> list[Any]:  # noqa: ANN401  # a number or a row
         if name.startswith("clients/privacy/"):
-            return values
-        return [*values[:client], empty, *values[client + 1 :]]
+            return entries
+        return [*entries[:client], empty, *entries[client + 1 :]]
 
     cleared = _edit_client_lists(metrics, clear)
     # The calibration of predictions is that of all images together.
@@ -141,11 +141,11 @@ def with_joined(run: Models, single: Models, record: dict[str, Any]) -> tuple[di
         entries["global/local_test"] = math.nan
     entries["test_images"] = single.metrics.get("test_images", [0])[0]
 
-    def append_entry(name: str, values: list[Any], empty: Any) -> list[Any]:  # noqa: ANN401  # a number or a row
+    def append_entry(name: str, joined_entries: list[Any], empty: Any) -> list[Any]:  # noqa: ANN401  # a number or a row
         entry = entries.get(name)
         if entry is None:
             entry = empty
-        return [*values, entry]
+        return [*joined_entries, entry]
 
     metrics = _edit_client_lists(run.metrics, append_entry)
     failed_outputs = [entry | {"client": client} for entry in single.metrics.get(FAILED_OUTPUTS, [])]

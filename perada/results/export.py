@@ -232,16 +232,16 @@ def load_typical(path: Path) -> State:
 def _shared_facts(config: PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, object]:
     """Return the facts that all adapters of a run share, by their names in messages: options and tensor shapes."""
     ignored = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
-    facts: dict[str, object] = {}
+    shared_facts: dict[str, object] = {}
     for name, value in vars(config).items():
         if name not in ignored:
             # PEFT writes sets as lists in any order.
             if isinstance(value, list):
                 value = sorted(map(str, value))
-            facts[f"its {name}"] = value
+            shared_facts[f"its {name}"] = value
     for name, tensor in tensors.items():
-        facts[repr(name)] = list(tensor.shape)
-    return facts
+        shared_facts[repr(name)] = list(tensor.shape)
+    return shared_facts
 
 
 def _check_equal_facts(folder: Path, actual: Mapping[str, object], expected_facts: Mapping[str, object]) -> None:

@@ -158,16 +158,16 @@ def _path_cell(path: str) -> str:
     return path
 
 
-def save_mask(mask: Tensor, path: Path, size: tuple[int, int] | None = None) -> None:
+def save_mask(mask: Tensor, path: Path, image_size: tuple[int, int] | None = None) -> None:
     """Write a mask (H, W) as a PNG file.
 
     Args:
         mask: Classes of the pixels.
         path: The file, whose folder is created.
-        size: Height and width to resize the mask to, by nearest neighbour; None keeps them.
+        image_size: Height and width to resize the mask to, by nearest neighbour; None keeps them.
     """
-    if size is not None:
-        mask = resize_masks(mask, size)
+    if image_size is not None:
+        mask = resize_masks(mask, image_size)
     dtype = np.uint8 if int(mask.max()) < 256 else np.uint16
     pixels = mask.cpu().numpy().astype(dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,14 +240,14 @@ class PlacedImage:
 
 
 def read_batch(
-    preprocessing: Preprocessing, placed_images: list[PlacedImage], broken: dict[Any, str] | None
+    preprocessing: Preprocessing, placed_images: list[PlacedImage], error_of_image: dict[Any, str] | None
 ) -> tuple[Tensor | None, list[PlacedImage]]:
     """Prepare a batch of the images that can be read.
 
     Args:
         preprocessing: The run's preprocessing.
         placed_images: The images.
-        broken: Receives the errors of the other images; None to raise the first of them.
+        error_of_image: Receives the errors of the other images; None to raise the first of them.
 
     Returns:
         The batch, None if it is empty, and its images.
@@ -255,7 +255,7 @@ def read_batch(
     try:
         return preprocessing.batch([placed.image for placed in placed_images]), placed_images
     except (OSError, ValueError):
-        if broken is None:
+        if error_of_image is None:
             raise
     # Find the images that cannot be read one by one.
     prepared = []
@@ -265,25 +265,25 @@ def read_batch(
             prepared.append(preprocessing.batch([placed.image]))
             readable_images.append(placed)
         except (OSError, ValueError) as error:
-            broken[placed.key] = str(error)
+            error_of_image[placed.key] = str(error)
     if not prepared:
         return None, []
     return torch.cat(prepared), readable_images
 
 
 def check_outputs(
-    logits: Tensor, placed_images: Sequence[PlacedImage], broken: dict[Any, str] | None, model_name: str
+    logits: Tensor, placed_images: Sequence[PlacedImage], error_of_image: dict[Any, str] | None, model_name: str
 ) -> Tensor:
     """Return a mask of the images for which all outputs of a model are finite, since others have no prediction.
 
     Args:
         logits: Logits (N, K), or (N, H, W, K) of pixels.
         placed_images: The N images.
-        broken: Receives an error for each of the other images; None to raise a single one.
+        error_of_image: Receives an error for each of the other images; None to raise a single one.
         model_name: Name of the model in messages.
 
     Raises:
-        FailedOutputsError: If some outputs are NaN or infinite and ``broken`` is None, or some of each image.
+        FailedOutputsError: If some outputs are NaN or infinite and ``error_of_image`` is None, or some of each image.
     """
     is_finite = finite_outputs(logits)
     failed = [placed for placed, finite in zip(placed_images, is_finite.tolist(), strict=True) if not finite]
@@ -291,15 +291,15 @@ def check_outputs(
         raise FailedOutputsError(
             f"the outputs of {model_name} are NaN or infinite for all {len(placed_images)} images; {REMEDY}"
         )
-    if failed and broken is None:
+    if failed and error_of_image is None:
         names = abbreviated([placed.name for placed in failed])
         raise FailedOutputsError(
             f"the outputs of {model_name} are NaN or infinite for {len(failed)} of {len(placed_images)} images "
             f"({names}); pass broken={{}} to predict the others, or {REMEDY}"
         )
     for placed in failed:
-        assert broken is not None
-        broken[placed.key] = f"{placed.name}: the outputs of {model_name} are NaN or infinite"
+        assert error_of_image is not None
+        error_of_image[placed.key] = f"{placed.name}: the outputs of {model_name} are NaN or infinite"
     return is_finite
 
 
@@ -322,13 +322,13 @@ def check_device(device: torch.device | str) -> torch.device:
     return checked
 
 
-def as_list(images: object) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     """Return one image, a batch with four axes, or several images as a list of images."""
-    if isinstance(images, Tensor | np.ndarray):
-        return list(images) if images.ndim == 4 else [images]
-    if isinstance(images, str | Path | Image.Image | Mapping) or not isinstance(images, Iterable):
-        return [images]
-    return list(images)
+    if isinstance(value, Tensor | np.ndarray):
+        return list(value) if value.ndim == 4 else [value]
+    if isinstance(value, str | Path | Image.Image | Mapping) or not isinstance(value, Iterable):
+        return [value]
+    return list(value)
 
 
 def find_images(source: Path, column: str = "path", encoding: str | None = None) -> tuple[list[str], list[Path]]:

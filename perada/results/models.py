@@ -378,7 +378,7 @@ class Models:
     def _make_model(self, state: State) -> nn.Module:
         model = copy.deepcopy(self._adapted.model).to(memory_format=torch.contiguous_format)
         set_state(model, state)
-        setattr(model, IMAGE, self._adapted.backbone.image)
+        setattr(model, IMAGE, self._adapted.backbone.image_config)
         return model.eval()
 
 

@@ -166,9 +166,9 @@ NUMBERS = ScoreUnit(factor=1, symbol="", format_spec=".4g")
 """Unit of scores of predicted numbers, which have the unit of the targets."""
 
 
-def unit_of(task: Mapping[str, Any]) -> ScoreUnit:
+def unit_of(task_record: Mapping[str, Any]) -> ScoreUnit:
     """Return the unit of the scores of a task, from its record (:meth:`.Task.record`)."""
-    return SHARES if task.get("has_classes", True) else NUMBERS
+    return SHARES if task_record.get("has_classes", True) else NUMBERS
 
 
 def first_metric(info: Mapping[str, Any]) -> str:
@@ -213,7 +213,7 @@ def title(name: str) -> str:
             return f"{TITLES[score]}, {score_title(name.removeprefix(f'{score}_'))}"
     group, _, metric = name.partition("/")
     if group == "train" and metric.endswith("_loss"):
-        return f"training loss, {_spaced(metric.removesuffix('_loss'))}"
+        return f"training loss, {_replace_underscores(metric.removesuffix('_loss'))}"
     # Other scores are on a shifted test set, whose name users choose.
     if group == "personal" and metric:
         return f"{metric}, personal models"
@@ -224,8 +224,8 @@ def title(name: str) -> str:
     if name.startswith(TYPICAL_SHARES) and metric:
         return f"{metric}, images that look typical"
     if metric:
-        return f"{_spaced(group)}: {_spaced(metric)}"
-    return _spaced(name)
+        return f"{_replace_underscores(group)}: {_replace_underscores(metric)}"
+    return _replace_underscores(name)
 
 
 def title_with_metric(name: str, metric: str) -> str:
@@ -247,10 +247,10 @@ def score_title(metric: str) -> str:
     >>> score_title("balanced_accuracy"), score_title("auroc")
     ('balanced accuracy', 'AUROC')
     """
-    return SCORE_TITLES.get(metric) or _spaced(metric)
+    return SCORE_TITLES.get(metric) or _replace_underscores(metric)
 
 
-def _spaced(name: str) -> str:
+def _replace_underscores(name: str) -> str:
     return name.replace("_", " ")
 
 
@@ -355,7 +355,7 @@ def client_table(
     scores: Mapping[str, Sequence[float]],
     sizes: Sequence[int],
     test_mode: bool = False,
-    names: Sequence[str] | None = None,
+    client_names: Sequence[str] | None = None,
     unit: ScoreUnit = SHARES,
     metric: str = "accuracy",
     means: Mapping[str, float] | None = None,
@@ -366,16 +366,16 @@ def client_table(
         scores: Each client's scores by name, NaN if it has none; ε if the name begins with ``privacy/``.
         sizes: Training images of each client.
         test_mode: Whether to add :data:`TEST_MODE`.
-        names: Names of the clients; their numbers by default.
+        client_names: Names of the clients; their numbers by default.
         unit: Unit of the scores.
         metric: The metric of the scores, the first of several.
         means: Means over the clients by name. Of those that are NaN no mean over the other clients is shown.
     """
-    names = names or [str(client) for client in range(len(sizes))]
+    client_names = client_names or [str(client) for client in range(len(sizes))]
     rows = []
     for client, size in enumerate(sizes[:ROWS]):
         cells = [cell(name, values[client], unit) for name, values in scores.items()]
-        rows.append([names[client], str(size), *cells])
+        rows.append([client_names[client], str(size), *cells])
     if len(sizes) > ROWS:
         empty_cells = [""] * (1 + len(scores))
         rows.append([f"… {len(sizes) - ROWS} more", *empty_cells])

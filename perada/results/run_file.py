@@ -278,14 +278,14 @@ class RunFile:
         self._check_metrics()
         if not isinstance(self.files, dict):
             raise TypeError("files is not a mapping of paths to digests")
-        check_list([*self.files.values()], None, kind=str)
+        check_list([*self.files.values()], None, value_type=str)
         if not all(_TENSORS_FILE.fullmatch(name) for name in self.files):
             raise KeyError("files has a name that does not belong to a saved run")
         if self.layout not in get_args(Layout):
             raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {str(self.layout)[:40]!r}")
         self._check_states()
-        check_list(self.train_sizes or [0] * self.num_clients, self.num_clients, kind=int)
-        check_list(self.command, None, kind=str)
+        check_list(self.train_sizes or [0] * self.num_clients, self.num_clients, value_type=int)
+        check_list(self.command, None, value_type=str)
 
     def _check_states(self) -> None:
         num_rows = {GLOBAL: self.global_models, PERSONAL: self.num_clients, FIXED: 1, TYPICAL: self.num_clients}
@@ -294,13 +294,13 @@ class RunFile:
             if STATE_FILE.fullmatch(name) is None:
                 raise KeyError(f"states has {name[:40]!r}, which is not the name of a file of states")
             kind = kind_of(name)
-            check_list(part.rows, None, kind=int)
+            check_list(part.rows, None, value_type=int)
             for number in part.rows:
                 check_integer(f"a row of {name}", number, 0, le=num_rows[kind] - 1)
             if len({*part.rows} - seen[kind]) < len(part.rows):
                 raise ValueError(f"{name} has a row twice, or one of another file")
             seen[kind].update(part.rows)
-            check_list(part.sha256, len(part.rows) if part.sha256 else None, kind=str)
+            check_list(part.sha256, len(part.rows) if part.sha256 else None, value_type=str)
             if not all(_DIGEST.fullmatch(digest) for digest in part.sha256):
                 raise ValueError(f"{name} has a digest that is not a SHA-256")
 
@@ -310,22 +310,22 @@ class RunFile:
         check_integer("global_models", self.global_models, le=_MAX_COUNT)
         check_integer("num_classes", info["num_classes"], le=_MAX_COUNT)
         check_integer("built_for", info["built_for"], optional=True)
-        check_list(info.get("lora_ranks", []), None, kind=int)
+        check_list(info.get("lora_ranks", []), None, value_type=int)
         for rank in info.get("lora_ranks", []):
             check_integer("a rank", rank)
         if info.get("classes") is not None:
-            check_list(info["classes"], info["num_classes"], kind=str)
+            check_list(info["classes"], info["num_classes"], value_type=str)
         if info.get("clients") is not None:
-            check_list(info["clients"], self.num_clients, kind=str)
+            check_list(info["clients"], self.num_clients, value_type=str)
         numbers = [record["client"] for record in info.get("joined", [])]
         for name in ("forgotten", "elsewhere", "own_adapters"):
             numbers += info.get(name, [])
         for number in numbers:
             check_integer("client", number, 0, le=self.num_clients - 1)
-        check_list([info.get("adapter_of", ""), *(info.get("training") or {}).keys()], None, kind=str)
+        check_list([info.get("adapter_of", ""), *(info.get("training") or {}).keys()], None, value_type=str)
         task = info.get("task") or {}
-        check_list([task.get("class_path", ""), task.get("default_metric", "")], 2, kind=str)
-        check_list([task.get(name, True) for name in ("has_classes", "exclusive", "per_pixel")], 3, kind=bool)
+        check_list([task.get("class_path", ""), task.get("default_metric", "")], 2, value_type=str)
+        check_list([task.get(name, True) for name in ("has_classes", "exclusive", "per_pixel")], 3, value_type=bool)
         if not isinstance(task.get("init_args", {}), dict):
             raise TypeError("the options of the task are not a mapping")
         missing = _REQUIRED_INFO - set(info)
@@ -334,16 +334,16 @@ class RunFile:
 
     def _check_metrics(self) -> None:
         metrics = self.metrics
-        check_list([row["round"] for row in metrics["rounds"]], None, kind=int)
+        check_list([row["round"] for row in metrics["rounds"]], None, value_type=int)
         check_list([[*row.values()] for row in metrics["rounds"]], None, None)
         scores_of_clients = [*metrics["clients"].values(), *metrics.get("initial", {}).values()]
         for row in metrics.get("by_round", []):
-            check_list([row["round"]], 1, kind=int)
+            check_list([row["round"]], 1, value_type=int)
             scores_of_clients.append(row["personal/local_test"])
         if "global/local_test" in metrics:
             scores_of_clients.append(metrics["global/local_test"])
         check_list(scores_of_clients, None, self.num_clients)
-        check_list(metrics.get("test_images", [0] * self.num_clients), self.num_clients, kind=int)
+        check_list(metrics.get("test_images", [0] * self.num_clients), self.num_clients, value_type=int)
         for entry in metrics.get("failed_outputs", []):
             check_choice("failed_outputs: model", entry["model"], ("personal", "global"))
             check_integer("failed_outputs: client", entry["client"], 0, le=self.num_clients - 1)
@@ -374,14 +374,16 @@ def first_difference(actual: Mapping[str, object], expected_values: Mapping[str,
     return None
 
 
-def check_list(values: object, length: int | None, *inner: int | None, kind: type | UnionType = int | float) -> None:
+def check_list(
+    values: object, length: int | None, *inner: int | None, value_type: type | UnionType = int | float
+) -> None:
     """Check a list, which may hold further lists.
 
     Args:
         values: The list.
         length: Its length; None for any.
         *inner: The length of the lists in it, of the lists in these, and so on.
-        kind: Type of the values. Values of type int must not be negative.
+        value_type: Type of the values. Values of type int must not be negative.
 
     Raises:
         TypeError: If it is not such a list.
@@ -390,8 +392,8 @@ def check_list(values: object, length: int | None, *inner: int | None, kind: typ
         raise TypeError(f"{str(values)[:40]!r} is not a list of {length or 'any length'}")
     for value in values:
         if inner:
-            check_list(value, *inner, kind=kind)
-        elif not isinstance(value, kind) or (kind is int and isinstance(value, int) and value < 0):
+            check_list(value, *inner, value_type=value_type)
+        elif not isinstance(value, value_type) or (value_type is int and isinstance(value, int) and value < 0):
             raise TypeError(f"{str(value)[:40]!r} is not a valid value there")
 
 

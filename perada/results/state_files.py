@@ -31,7 +31,7 @@ _RESTORE = "restore an intact copy of the folder, or save the run again"
 def write_states(
     folder: Path,
     kind: str,
-    numbers: Sequence[int],
+    state_numbers: Sequence[int],
     state_of: Callable[[int], State],
     taken: Collection[str] = (),
     shard_bytes: int = SHARD_BYTES,
@@ -41,7 +41,7 @@ def write_states(
     Args:
         folder: Folder of the files.
         kind: Kind of the states.
-        numbers: Number of the client, or of the global model, of each state.
+        state_numbers: Number of the client, or of the global model, of each state.
         state_of: Returns a state, given its number.
         taken: Names of files that must not be used.
         shard_bytes: Maximum size of the tensors of a file in bytes; a single state may be larger.
@@ -50,20 +50,20 @@ def write_states(
         The rows of the files that were written.
     """
     index: StateIndex = {}
-    if not numbers:
+    if not state_numbers:
         return index
-    first_state = state_of(numbers[0])
+    first_state = state_of(state_numbers[0])
     row_bytes = max(1, sum(value.nbytes for value in first_state.values()))
     rows_of_file = max(1, shard_bytes // row_bytes)
     # The first state is not requested again.
-    cached = {numbers[0]: first_state}
+    cached = {state_numbers[0]: first_state}
     shard = 0
-    for start in range(0, len(numbers), rows_of_file):
+    for start in range(0, len(state_numbers), rows_of_file):
         name = None
         while name is None or name in taken:
             shard += 1
             name = f"{kind}.safetensors" if shard == 1 else f"{kind}_{shard}.safetensors"
-        rows = list(numbers[start : start + rows_of_file])
+        rows = list(state_numbers[start : start + rows_of_file])
         states = (cached.pop(number) if number in cached else state_of(number) for number in rows)
         digests = _write_file(folder / name, len(rows), first_state, states, max(1, _BUFFER_BYTES // row_bytes))
         index[name] = StateRows(rows, digests)
@@ -183,13 +183,13 @@ class StateFiles:
         """Numbers of the states."""
         return self._places.keys()
 
-    def require(self, numbers: Iterable[int]) -> None:
+    def require(self, state_numbers: Iterable[int]) -> None:
         """Raise a ValueError if a state is in no file, according to ``run.json``.
 
         Args:
-            numbers: Numbers of the states, which are taken one by one: a broken file may name millions.
+            state_numbers: Numbers of the states, which are taken one by one: a broken file may name millions.
         """
-        for number in numbers:
+        for number in state_numbers:
             if number not in self._places:
                 raise ValueError(
                     f"{str(self._folder / RUN_FILE)!r} is broken: its entry 'states' lists no file with {self._kind} "

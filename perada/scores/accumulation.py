@@ -58,19 +58,19 @@ class Scores:
     Args:
         metrics: The metrics.
         task: What the models predict.
-        models: Number P of models.
+        num_models: Number P of models.
         num_groups: Number G of groups.
     """
 
-    def __init__(self, metrics: Sequence[Metric], task: Task, models: int = 1, num_groups: int = 1) -> None:
+    def __init__(self, metrics: Sequence[Metric], task: Task, num_models: int = 1, num_groups: int = 1) -> None:
         self.metrics = metrics
         self.task = task
-        self._num_models = models
+        self._num_models = num_models
         # A metric belongs to one of these three, which differ in what they keep of a batch.
-        self._accuracy = _Accuracy(task, models, num_groups)
-        self._statistics = _MetricStatistics(metrics, task, models, num_groups)
-        self._predictions = _StoredPredictions(metrics, task, models, num_groups)
-        self._failed_images = torch.zeros(models, num_groups, dtype=torch.int64)
+        self._accuracy = _Accuracy(task, num_models, num_groups)
+        self._statistics = _MetricStatistics(metrics, task, num_models, num_groups)
+        self._predictions = _StoredPredictions(metrics, task, num_models, num_groups)
+        self._failed_images = torch.zeros(num_models, num_groups, dtype=torch.int64)
         self._has_accuracy = any(metric.is_accuracy for metric in metrics)
 
     def __bool__(self) -> bool:
@@ -175,8 +175,8 @@ class _Accuracy:
         counts: Numbers of right and of all predictions, (2, P, G).
     """
 
-    def __init__(self, task: Task, models: int, num_groups: int) -> None:
-        self.counts = torch.zeros(2, models, num_groups, dtype=torch.int64)
+    def __init__(self, task: Task, num_models: int, num_groups: int) -> None:
+        self.counts = torch.zeros(2, num_models, num_groups, dtype=torch.int64)
         self._task = task
 
     def __bool__(self) -> bool:
@@ -213,10 +213,10 @@ class _Accuracy:
 class _MetricStatistics:
     """Metrics that are computed from statistics of the images, which are copied to the host only at the end."""
 
-    def __init__(self, metrics: Sequence[Metric], task: Task, models: int, num_groups: int) -> None:
+    def __init__(self, metrics: Sequence[Metric], task: Task, num_models: int, num_groups: int) -> None:
         self._metrics = {metric.name: metric.summed for metric in metrics if metric.summed is not None}
         self._task = task
-        self._num_models = models
+        self._num_models = num_models
         self._num_groups = num_groups
         # Statistics (P, G, S) by metric; empty before the first batch.
         self._statistics: dict[str, Tensor] = {}
@@ -287,10 +287,10 @@ class _Predictions:
 class _StoredPredictions:
     """Metrics such as AUROC that are not sums over batches, for which all predictions are stored on the CPU."""
 
-    def __init__(self, metrics: Sequence[Metric], task: Task, models: int, num_groups: int) -> None:
+    def __init__(self, metrics: Sequence[Metric], task: Task, num_models: int, num_groups: int) -> None:
         self._functions = {metric.name: metric.compute for metric in metrics if metric.compute is not None}
         self._task = task
-        self._num_models = models
+        self._num_models = num_models
         self._num_groups = num_groups
         self._batches: list[_Predictions] = []
 

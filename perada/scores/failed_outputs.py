@@ -35,18 +35,18 @@ class FailedOutputs:
     images: int
     since: int
 
-    def describe(self, names: Sequence[str] | None = None) -> str:
+    def describe(self, client_names: Sequence[str] | None = None) -> str:
         """Describe model, images and round for a message.
 
         Args:
-            names: Names of the clients.
+            client_names: Names of the clients.
 
         >>> FailedOutputs("global", 1, 1, 0).describe(["A", "B"])
         "the global model on 1 test image of client 1 ('B'), since before round 1"
         >>> FailedOutputs("personal", 0, 12, 3).describe()
         'the model of client 0 on 12 test images, since round 3'
         """
-        client = _label_client(self.client, names)
+        client = _label_client(self.client, client_names)
         plural = "" if self.images == 1 else "s"
         images = f"{self.images} test image{plural}"
         round = f"since round {self.since}" if self.since else "since before round 1"
@@ -59,11 +59,11 @@ class FailedOutputs:
         return asdict(self)
 
 
-def _label_client(client: int, names: Sequence[str] | None) -> str:
+def _label_client(client: int, client_names: Sequence[str] | None) -> str:
     """Return the number of a client, with its name if there are names."""
-    if names is None:
+    if client_names is None:
         return f"client {client}"
-    return f"client {client} ({names[client]!r})"
+    return f"client {client} ({client_names[client]!r})"
 
 
 def failed_of_records(records: Sequence[Mapping[str, Any]]) -> list[FailedOutputs]:
@@ -72,29 +72,31 @@ def failed_of_records(records: Sequence[Mapping[str, Any]]) -> list[FailedOutput
 
 
 def describe_failed(
-    failed_outputs: Sequence[FailedOutputs], names: Sequence[str] | None, anonymous: bool = False
+    failed_outputs: Sequence[FailedOutputs], client_names: Sequence[str] | None, anonymous: bool = False
 ) -> str:
     """Return a message about outputs that are NaN or infinite.
 
     Args:
         failed_outputs: The models, at least one.
-        names: Names of the clients.
+        client_names: Names of the clients.
         anonymous: Whether to say only how many there are: in a private run no log may name clients.
     """
     if anonymous:
         personal = [entry for entry in failed_outputs if entry.model == "personal"]
         whose = f"the models of {len(personal)} clients" if personal else "the global model"
     else:
-        whose = abbreviated([entry.describe(names) for entry in failed_outputs])
+        whose = abbreviated([entry.describe(client_names) for entry in failed_outputs])
     return f"outputs are NaN or infinite: {whose}. Such a model has no score, and means that include it are NaN"
 
 
-def describe_failed_teachers(teachers: Sequence[int | None], names: Sequence[str] | None, anonymous: bool) -> str:
+def describe_failed_teachers(
+    teachers: Sequence[int | None], client_names: Sequence[str] | None, anonymous: bool
+) -> str:
     """Describe the teachers of a distillation whose outputs are NaN or infinite.
 
     Args:
         teachers: The client whose model each of them is; None for the model of no single client. At least one.
-        names: Names of the clients.
+        client_names: Names of the clients.
         anonymous: Whether to say only how many there are: in a private run no log may name clients.
 
     >>> describe_failed_teachers([1, None, None], ["A", "B"], anonymous=False)
@@ -107,7 +109,7 @@ def describe_failed_teachers(teachers: Sequence[int | None], names: Sequence[str
     described = []
     for client in teachers:
         if client is not None:
-            described.append(_label_client(client, names))
+            described.append(_label_client(client, client_names))
     num_others = teachers.count(None)
     parts = []
     if described:

@@ -290,16 +290,16 @@ def _parse_entry(entry: object) -> _Entry:
     return _Entry(name, kind, class_options)
 
 
-def _suggest_names(kind: object, short_names: Sequence[str]) -> str:
+def _suggest_names(name: object, short_names: Sequence[str]) -> str:
     """Return a suggestion of names for an unknown metric."""
     import torchmetrics.classification
 
     classes = [name for name in dir(torchmetrics.classification) if _torchmetrics_class(name)]
     # The name may be that of a class without its task, such as F1Score.
-    for_tasks = [name for name in classes if name in (f"Multiclass{kind}", f"Multilabel{kind}")]
-    close = [*near_names(str(kind), short_names, limit=2), *for_tasks]
+    for_tasks = [name for name in classes if name in (f"Multiclass{name}", f"Multilabel{name}")]
+    close = [*near_names(str(name), short_names, limit=2), *for_tasks]
     if not close:
-        close = near_names(str(kind), classes, limit=3)
+        close = near_names(str(name), classes, limit=3)
     if close:
         return f"did you mean {', '.join(close)}?"
     return f"choose from {', '.join(short_names)}"

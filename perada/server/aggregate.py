@@ -233,10 +233,10 @@ class UpdateSums:
             if name not in self.example:
                 self.example[name] = value.new_empty(value.shape[1:])
             if value.is_floating_point():
-                before: Tensor | None = None
+                summed_before: Tensor | None = None
                 if name in measured:
-                    before = received[name].detach()[:clients]
-                self._add_numbers(name, value, weights, accepted, before, squares)
+                    summed_before = received[name].detach()[:clients]
+                self._add_numbers(name, value, weights, accepted, summed_before, squares)
             else:
                 largest = _largest_over_clients(value, accepted)
                 if name in self._largest:
@@ -245,7 +245,7 @@ class UpdateSums:
         self._squares[start] = squares
 
     def _add_numbers(
-        self, name: str, value: Tensor, weights: Tensor, accepted: Tensor, before: Tensor | None, squares: Tensor
+        self, name: str, value: Tensor, weights: Tensor, accepted: Tensor, summed_before: Tensor | None, squares: Tensor
     ) -> None:
         """Add the rows of a stack to the sum of its name, and the squared norms of its changes to ``squares``.
 
@@ -256,11 +256,11 @@ class UpdateSums:
             value: The stack (c, ...).
             weights: Weights (c,) of the clients.
             accepted: Mask (c,) of the clients to add.
-            before: The stack (c, ...) before training; None if its change is not measured.
+            summed_before: The stack (c, ...) before training; None if its change is not measured.
             squares: Squared norms (c,) of the clients' changes so far; changed in place.
         """
         rows = as_matrix(value)
-        rows_before = None if before is None else as_matrix(_read_once(before))
+        rows_before = None if summed_before is None else as_matrix(_read_once(summed_before))
         # On a GPU always, since the host would have to wait for it to find out whether all clients are accepted.
         excludes = rows.device.type != "cpu" or not accepted.all()
         excluded = ~accepted.unsqueeze(1)
@@ -372,33 +372,33 @@ def _largest_over_clients(value: Tensor, accepted: Tensor | None = None) -> Tens
     return value.amax(0)
 
 
-def names_with_change(names: Iterable[str], sent: State, received: State) -> list[str]:
+def names_with_change(tensor_names: Iterable[str], sent: State, received: State) -> list[str]:
     """Return the names of tensors that clients received and sent in the same shape, so their change can be measured.
 
     Args:
-        names: Names to select from.
+        tensor_names: Names to select from.
         sent: What the clients sent, (C, ...).
         received: What they had received, (C, ...).
     """
     measurable = []
-    for name in names:
+    for name in tensor_names:
         if name in sent and name in received and received[name].shape == sent[name].shape:
             measurable.append(name)
     return measurable
 
 
-def squared_changes(names: Iterable[str], sent: State, received: State) -> Tensor:
+def squared_changes(tensor_names: Iterable[str], sent: State, received: State) -> Tensor:
     """Return the squared norms (C,) of the clients' changes, in double precision.
 
     Args:
-        names: Names of the tensors to measure, as far as clients received them in the same shape.
+        tensor_names: Names of the tensors to measure, as far as clients received them in the same shape.
         sent: What the clients sent, (C, ...).
         received: What they had received, (C, ...).
     """
     first_stack = next(iter(sent.values()))
     device = first_stack.device
     squares = torch.zeros(len(first_stack), dtype=double_dtype(device), device=device)
-    for name in names_with_change(names, sent, received):
+    for name in names_with_change(tensor_names, sent, received):
         sent_rows = as_matrix(sent[name])
         received_rows = as_matrix(received[name])
         # Block by block: changes of all clients in double precision would not fit the caches.

@@ -277,27 +277,27 @@ class TrustRegion:
 
     Attributes:
         center: State in the center.
-        radius: Largest Euclidean distance, over the tensors ``names`` together.
-        names: Names of the tensors that count in the distance.
+        radius: Largest Euclidean distance, over the tensors ``tensor_names`` together.
+        tensor_names: Names of the tensors that count in the distance.
     """
 
     center: State
     radius: float
-    names: tuple[str, ...]
+    tensor_names: tuple[str, ...]
 
     @classmethod
-    def around(cls, average: State, previous: State, names: Iterable[str], share: float) -> "TrustRegion":
+    def around(cls, average: State, previous: State, tensor_names: Iterable[str], share: float) -> "TrustRegion":
         """Return the region around an average.
 
         Args:
             average: State in the center.
             previous: Global state before the round.
-            names: Names of the tensors that count in distances.
+            tensor_names: Names of the tensors that count in distances.
             share: Radius as a share of the distance between the two states.
         """
-        names = tuple(name for name in names if name in previous)
-        radius = share * _distance_between(average, previous, names)
-        return cls(average, radius, names)
+        tensor_names = tuple(name for name in tensor_names if name in previous)
+        radius = share * _distance_between(average, previous, tensor_names)
+        return cls(average, radius, tensor_names)
 
     def project(self, state: State) -> State:
         """Move a state outside of the region back along the straight line to the center; counters are unchanged.
@@ -306,7 +306,7 @@ class TrustRegion:
         >>> region.project({"w": torch.tensor([0.0, 4.0])})["w"].tolist()
         [0.0, 1.0]
         """
-        distance = _distance_between(state, self.center, self.names)
+        distance = _distance_between(state, self.center, self.tensor_names)
         # Not `distance <= radius`: a state with NaN is returned as it is, so that the caller can detect it.
         if not distance > self.radius:
             return state
@@ -318,9 +318,9 @@ class TrustRegion:
         return projected
 
 
-def _distance_between(first_state: State, second_state: State, names: Iterable[str]) -> float:
-    """Return the Euclidean distance between two states, over the tensors ``names`` together."""
-    squares = [(double(first_state[name]) - double(second_state[name])).square().sum() for name in names]
+def _distance_between(first_state: State, second_state: State, tensor_names: Iterable[str]) -> float:
+    """Return the Euclidean distance between two states, over the tensors ``tensor_names`` together."""
+    squares = [(double(first_state[name]) - double(second_state[name])).square().sum() for name in tensor_names]
     if not squares:
         return 0.0
     return math.sqrt(float(torch.stack(squares).sum()))

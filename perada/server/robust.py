@@ -178,25 +178,25 @@ class NormClipping(ComposedRule):
         return self._aggregate_inner(replace(aggregation, updates=Updates(clipped)))
 
 
-def _clip_changes(aggregation: Aggregation, names: Collection[str], max_norm: float | None = None) -> State:
+def _clip_changes(aggregation: Aggregation, tensor_names: Collection[str], max_norm: float | None = None) -> State:
     """Clip the clients' changes of some tensors, with the norm over these tensors together. A collective.
 
     Args:
         aggregation: The updates and the state before the round.
-        names: Names of the tensors.
+        tensor_names: Names of the tensors.
         max_norm: Maximum norm; None for the median of the clients' norms.
 
     Returns:
         The updates (C, ...) of these tensors, clipped.
     """
-    norms = inner_products(aggregation, names).diagonal().clamp(min=0).sqrt()
+    norms = inner_products(aggregation, tensor_names).diagonal().clamp(min=0).sqrt()
     limit = norms.nanmedian() if max_norm is None else max_norm
     # 0 / 0 is NaN: a client that changed nothing, where the limit is 0 too.
     scale = (limit / norms).clamp(max=1).nan_to_num(1.0)
     # A client whose change is not finite keeps the state before the round.
     scale = scale.where(norms.isfinite(), 0)
     clipped = {}
-    for name in names:
+    for name in tensor_names:
         update = aggregation.updates.gathered(name)
         clipped[name] = _scale_change(update, aggregation.previous[name], scale)
     return clipped
@@ -265,12 +265,12 @@ class FLTrust(ServerRule):
         return cosines.clamp(min=0).where(finite, 0)
 
 
-def inner_products(aggregation: Aggregation, names: Collection[str] | None = None) -> Tensor:
+def inner_products(aggregation: Aggregation, tensor_names: Collection[str] | None = None) -> Tensor:
     """Compute the inner products of the clients' changes, over all floating-point tensors together. A collective.
 
     Args:
         aggregation: The updates of C clients and the state before the round.
-        names: Names of the tensors to include; None for all.
+        tensor_names: Names of the tensors to include; None for all.
 
     Returns:
         The products (C, C), in double precision on the CPU.
@@ -280,7 +280,7 @@ def inner_products(aggregation: Aggregation, names: Collection[str] | None = Non
     for name, value in aggregation.updates.gathered_all().items():
         if not value.is_floating_point() or name not in aggregation.previous:
             continue
-        if names is not None and name not in names:
+        if tensor_names is not None and name not in tensor_names:
             continue
         # The products of changes rather than of states: those are nearly equal, and their differences would be lost.
         previous = double(aggregation.previous[name]).to(value.device)

@@ -85,9 +85,9 @@ def check_format(file: Path | str, version: object, supported: int) -> None:
         )
 
 
-def write_sums(folder: Path, names: Collection[str]) -> dict[str, str]:
+def write_sums(folder: Path, file_names: Collection[str]) -> dict[str, str]:
     """Write the digests of files into the folder that holds them, and return them by name."""
-    digests = {name: digest_of(folder / name) for name in names}
+    digests = {name: digest_of(folder / name) for name in file_names}
     text = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
     (folder / SUMS_FILE).write_text(text, encoding="utf-8")
     return digests

@@ -146,7 +146,7 @@ def check_output_file(option: str, file: Path, example: str) -> None:
     check_output_folder(option, file.parent)
 
 
-def check_new_files(folder: Path, names: Iterable[str]) -> None:
+def check_new_files(folder: Path, file_names: Iterable[str]) -> None:
     """Check that files can be created in a folder, which need not exist, and that none of them exists.
 
     Raises:
@@ -155,7 +155,7 @@ def check_new_files(folder: Path, names: Iterable[str]) -> None:
         PermissionError: If this user may not write to it.
     """
     check_output_folder("folder", folder)
-    for name in names:
+    for name in file_names:
         file = folder / name
         if file.exists():
             raise FileExistsError(f"{str(file)!r} already exists; choose a different folder, or move it away")
@@ -282,12 +282,12 @@ def removing_new(paths: Iterable[Path]) -> Iterator[None]:
         raise
 
 
-def check_space(path: Path, size: int) -> None:
+def check_space(path: Path, num_bytes: int) -> None:
     """Check that a file of some size can be written in place of another one, by writing and deleting such a file.
 
     Args:
         path: The other file, which is not changed.
-        size: Number of bytes.
+        num_bytes: Number of bytes.
 
     Raises:
         OSError: If it cannot be written; the error contains the path.
@@ -297,7 +297,7 @@ def check_space(path: Path, size: int) -> None:
         partial.unlink(missing_ok=True)
         try:
             with writing(path), open(partial, "xb", opener=opener(0o600)) as file:
-                file.write(bytes(size))
+                file.write(bytes(num_bytes))
                 file.flush()
                 os.fsync(file.fileno())
         finally:

@@ -318,19 +318,19 @@ class Task(ABC):
         if not (self.has_classes or self.has_positions):
             self.check_moved_images(options, "training images")
 
-    def check_moved_images(self, changes: Sequence[str], images: str) -> None:
+    def check_moved_images(self, changes: Sequence[str], description: str) -> None:
         """Raise an OptionError if changes of images that move their content would make the targets wrong.
 
         Classes do not depend on them.
 
         Args:
             changes: Corruptions or scanners that move the content of images, without their targets.
-            images: What these images are, for the message.
+            description: What these images are, for the message.
         """
         if changes and (self.has_positions or not self.has_classes):
             names = " and ".join(changes)
             raise OptionError(
-                f"{names} would move the content of {images}, but not the targets of {self}: leave {names} out",
+                f"{names} would move the content of {description}, but not the targets of {self}: leave {names} out",
                 name=changes[0],
                 value=True,
             )
@@ -529,10 +529,10 @@ def make_task(record: Mapping[str, Any]) -> Task:
 
 def _concrete_tasks(parent: type) -> dict[str, type[Task]]:
     """Return the concrete classes below ``parent`` by name."""
-    classes: dict[str, type[Task]] = {}
+    class_of_name: dict[str, type[Task]] = {}
     children: Sequence[type[Task]] = parent.__subclasses__()
     for child in children:
         if not inspect.isabstract(child):
-            classes[child.__name__] = child
-        classes |= _concrete_tasks(child)
-    return classes
+            class_of_name[child.__name__] = child
+        class_of_name |= _concrete_tasks(child)
+    return class_of_name

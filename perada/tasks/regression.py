@@ -148,13 +148,13 @@ class Regression(NumberTask):
         """Raise an OptionError for augmentations that the targets may not be invariant to."""
         self.check_moved_images(options, "training images")
 
-    def check_moved_images(self, changes: Sequence[str], images: str) -> None:
+    def check_moved_images(self, changes: Sequence[str], description: str) -> None:
         """Raise an OptionError for changes that the targets may not be invariant to."""
         changing = [change for change in changes if change not in self.invariant_to]
         if changing:
             listed = ", ".join(repr(change) for change in dict.fromkeys((*self.invariant_to, *changing)))
             raise OptionError(
-                f"{' and '.join(changing)} would move the content of {images}, but not the numbers to predict, "
+                f"{' and '.join(changing)} would move the content of {description}, but not the numbers to predict, "
                 f"which is wrong for coordinates: leave {' and '.join(changing)} out or, if the numbers do not depend "
                 f"on it, as an age, set task=Regression(invariant_to=[{listed}])",
                 name=changing[0],
@@ -255,29 +255,29 @@ def _checked_movements(options: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _checked_numbers(name: str, numbers: Numbers | None, gt: float | None = None) -> Numbers | None:
+def _checked_numbers(name: str, value: Numbers | None, gt: float | None = None) -> Numbers | None:
     """Return the value of an option as a number, a tuple of numbers or None; raise an OptionError otherwise."""
-    if numbers is None:
+    if value is None:
         return None
-    has_axes = bool(getattr(numbers, "shape", None))  # a tensor or an array, but not one of its numbers
-    if has_axes and hasattr(numbers, "tolist"):
-        numbers = numbers.tolist()
-    if isinstance(numbers, Sequence) and not isinstance(numbers, str) and numbers:
-        for number in numbers:
+    has_axes = bool(getattr(value, "shape", None))  # a tensor or an array, but not one of its numbers
+    if has_axes and hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str) and value:
+        for number in value:
             check_number(name, number, gt=gt)
-        return tuple(float(number) for number in numbers)
-    check_number(name, numbers, gt=gt)
-    assert not isinstance(numbers, Sequence)
-    return float(numbers)
+        return tuple(float(number) for number in value)
+    check_number(name, value, gt=gt)
+    assert not isinstance(value, Sequence)
+    return float(value)
 
 
-def _per_target(numbers: Numbers, targets: int) -> tuple[float, ...]:
+def _per_target(value: Numbers, targets: int) -> tuple[float, ...]:
     """Return a number for each target."""
-    if isinstance(numbers, Sequence):
-        return tuple(numbers)
-    return (numbers,) * targets
+    if isinstance(value, Sequence):
+        return tuple(value)
+    return (value,) * targets
 
 
-def _convert_like(numbers: Numbers, values: Tensor) -> Tensor:
+def _convert_like(value: Numbers, values: Tensor) -> Tensor:
     """Return a number, or one for each target (D,), in the dtype and on the device of values (..., D)."""
-    return to_device_async(torch.tensor(numbers, dtype=values.dtype), values.device)
+    return to_device_async(torch.tensor(value, dtype=values.dtype), values.device)

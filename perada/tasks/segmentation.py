@@ -124,11 +124,11 @@ class Segmentation(ClassTask):
                 value=self.ignore_index,
             )
 
-    def check_moved_images(self, changes: Sequence[str], images: str) -> None:
+    def check_moved_images(self, changes: Sequence[str], description: str) -> None:
         """Raise an OptionError: masks are not moved with their images."""
         if changes:
             raise OptionError(
-                f"{' and '.join(changes)} would move the content of {images}, but not the masks: leave "
+                f"{' and '.join(changes)} would move the content of {description}, but not the masks: leave "
                 f"{' and '.join(changes)} out",
                 name=changes[0],
                 value=True,

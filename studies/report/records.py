@@ -398,7 +398,7 @@ def _record_of_run(folder: Path, run_file: RunFile) -> RunRecord:
         _check_number_bins(bins_of_targets, num_classes)
         if bins_of_targets:
             numbers[model] = bins_of_targets
-    check_list(list(partition.values()), None, run_file.num_clients, num_classes, kind=int)
+    check_list(list(partition.values()), None, run_file.num_clients, num_classes, value_type=int)
     _check_confusion(confusion, run_file.num_clients, num_classes)
     for bins in calibration.values():
         check_list([bins["count"], bins["right"], bins["confidence"]], 3, len(bins["count"]))
@@ -439,7 +439,7 @@ def _record_of_run(folder: Path, run_file: RunFile) -> RunRecord:
 
 def _check_confusion(confusion: dict[str, Counts], num_clients: int, num_classes: int) -> None:
     """Check that the rows of client, class, predicted class and images are numbers in range."""
-    check_list(list(confusion.values()), None, None, 4, kind=int)
+    check_list(list(confusion.values()), None, None, 4, value_type=int)
     for rows in confusion.values():
         for client, label, predicted, _ in rows:
             if client >= num_clients or label >= num_classes or predicted >= num_classes:
@@ -452,8 +452,8 @@ def _check_number_bins(bins_of_targets: Sequence[NumberBins], num_targets: int) 
         raise ValueError(f"numbers has {len(bins_of_targets)} targets instead of {num_targets}")
     for bins in bins_of_targets:
         num_bins = len(bins.counts)
-        check_list(bins.counts, num_bins, num_bins, kind=int)
-        check_list(bins.residual_counts, None, kind=int)
+        check_list(bins.counts, num_bins, num_bins, value_type=int)
+        check_list(bins.residual_counts, None, value_type=int)
         check_list(bins.edges, num_bins + 1)
         check_list(bins.residual_edges, len(bins.residual_counts) + 1)
         check_list([bins.residual_mean, bins.residual_std], 2)
@@ -477,7 +477,7 @@ def _record_of_comparison(path: Path, entry: dict[str, Any]) -> RunRecord:
     for row in rounds:
         check_list(list(row.values()), None)
     test_images = entry.get("test_images", [])
-    check_list(test_images, None, kind=int)
+    check_list(test_images, None, value_type=int)
     label = str(entry["label"])
     variant = [str(word) for word in entry.get("variant", [])]
     return RunRecord(

@@ -180,7 +180,7 @@ def prepared(data):
     module = perada.FederatedClassifier("test_resnet", pretrained=False)
     module.build(10, Classification(), 0)
     data.configure_rounds(
-        seed=3, clients_per_round=None, phases=[perada.data.Phase()], image=module.adapted.backbone.image
+        seed=3, clients_per_round=None, phases=[perada.data.Phase()], image_config=module.adapted.backbone.image_config
     )
     return [data.prepare(batch) for batch in data.val_dataloader()]
 

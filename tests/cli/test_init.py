@@ -628,6 +628,6 @@ def test_small_images_are_enlarged_at_most_four_times(shapes, expected_size):
             Image.new("L", (width, height), number).save(folder / f"{number}.png")
         (folder / "broken.png").write_bytes(b"no image")
     source = read_source("all")
-    assert len(source.broken) == 4
+    assert len(source.unreadable_files) == 4
     recipe = yaml.safe_load(write_recipe("all", "fedavg", "1", "", source=source))
     assert recipe["data"]["image_size"] == expected_size

@@ -60,7 +60,7 @@ def pictures(noisy=False):
 
 def module(data, **options):
     datamodule = FederatedDataModule(data, batch_size=4, eval_batch_size=5, **options)
-    datamodule.configure_rounds(seed=3, clients_per_round=None, phases=[Phase(epochs=2)], image=None)
+    datamodule.configure_rounds(seed=3, clients_per_round=None, phases=[Phase(epochs=2)], image_config=None)
     return datamodule
 
 
@@ -299,7 +299,7 @@ class Listener(pl.LightningModule):
 
 def test_lightning_sees_a_round_as_an_epoch(tmp_path):
     listener, data = Listener(), digits(batch_size=32, flip=True, crop_padding=1)
-    data.configure_rounds(seed=1, clients_per_round=2, phases=[Phase()], image=None)
+    data.configure_rounds(seed=1, clients_per_round=2, phases=[Phase()], image_config=None)
     pl.Trainer(
         max_epochs=3,
         accelerator="cpu",

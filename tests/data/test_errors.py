@@ -51,7 +51,7 @@ KINDS = [lambda dataset: dataset, items, declared, lambda dataset: Subset(declar
 def rejected(data, *facts, error=ValueError, image=None, **options):
     with raises_naming(error, *facts):
         FederatedDataModule(data, **options).configure_rounds(
-            seed=0, clients_per_round=None, phases=[Phase()], image=image
+            seed=0, clients_per_round=None, phases=[Phase()], image_config=image
         )
 
 
@@ -219,9 +219,9 @@ def test_more_clients_a_round_than_there_are():
     module = FederatedDataModule(FederatedData([client()] * 3))
     for wrong in (4, 0, -1):
         with rejects("clients_per_round", wrong):
-            module.configure_rounds(seed=0, clients_per_round=wrong, phases=[Phase()], image=None)
+            module.configure_rounds(seed=0, clients_per_round=wrong, phases=[Phase()], image_config=None)
     with raises_naming(ValueError, "no phases"):
-        module.configure_rounds(seed=0, clients_per_round=3, phases=[], image=None)
+        module.configure_rounds(seed=0, clients_per_round=3, phases=[], image_config=None)
 
 
 def test_augmentation_of_what_is_no_image():

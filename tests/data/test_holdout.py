@@ -50,7 +50,7 @@ def numbered(sizes=SIZES, start=0):
 
 def module(data=None, run_seed=5, **options):
     datamodule = FederatedDataModule(data, batch_size="full", **options)
-    datamodule.configure_rounds(seed=run_seed, clients_per_round=None, phases=[Phase(epochs=1)], image=None)
+    datamodule.configure_rounds(seed=run_seed, clients_per_round=None, phases=[Phase(epochs=1)], image_config=None)
     return datamodule
 
 

@@ -130,5 +130,5 @@ def test_all_clients_fit_one_of_two_ranges():
         if found is not None:
             num_found += 1
             assert found.higher_numbers == [number + 1 for number in found.numbers]
-            assert not {*found.clients} & {*found.higher_clients}
+            assert not {*found.client_names} & {*found.higher_client_names}
     assert num_found > 50

@@ -33,7 +33,7 @@ def batch(clients=(0, 1), counts=COUNTS, step=0):
 
 
 def mixed(options, **changes):
-    return Mixing(**options)(batch(**changes), seed=3, task=Classification(), classes=CLASSES)
+    return Mixing(**options)(batch(**changes), seed=3, task=Classification(), num_classes=CLASSES)
 
 
 @pytest.mark.parametrize("options", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}], ids=str)

@@ -49,7 +49,7 @@ def folder_of_images(root):
 def set_up(data, channels=3):
     constants = (MEAN, STD) if channels == 3 else ((0.3,), (0.2,))
     data.configure_rounds(
-        seed=0, clients_per_round=None, phases=[Phase()], image=ImageConfig((channels, 9, 9), *constants)
+        seed=0, clients_per_round=None, phases=[Phase()], image_config=ImageConfig((channels, 9, 9), *constants)
     )
     return data
 

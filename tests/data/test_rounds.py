@@ -30,7 +30,7 @@ TWO_EPOCHS = (Phase(epochs=2),)
 
 def datamodule(phases=TWO_EPOCHS, clients_per_round=None, batch_size=B, seed=5, **options):
     module = FederatedDataModule(FederatedData(train=numbered()), batch_size=batch_size, **options)
-    module.configure_rounds(seed=seed, clients_per_round=clients_per_round, phases=phases, image=None)
+    module.configure_rounds(seed=seed, clients_per_round=clients_per_round, phases=phases, image_config=None)
     return module
 
 

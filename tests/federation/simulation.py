@@ -167,7 +167,11 @@ def simulate(
         protection = Protection(image_account=account)
         private_sampling = account.sampling()
     served.configure_rounds(
-        seed=0, clients_per_round=None, phases=phases, image=adapted.backbone.image, private=private_sampling
+        seed=0,
+        clients_per_round=None,
+        phases=phases,
+        image_config=adapted.backbone.image_config,
+        private=private_sampling,
     )
 
     model = adapted.model.to(device)

@@ -102,7 +102,7 @@ def test_rounds_go_on_without_the_broken_client():
 def test_nothing_changes_where_all_clients_break():
     federated, served = federation("perada", task(broken=range(4)))
     before = {key: value.clone() for key, value in federated.global_state.items()}
-    assert sorted(run_round(federated, served, 0).broken) == [0, 1, 2, 3]
+    assert sorted(run_round(federated, served, 0).broken_clients) == [0, 1, 2, 3]
     assert equal(federated.global_state, before)
     assert not federated.store.local.written
 

@@ -49,11 +49,11 @@ def test_timm_by_name(name, head):
 
 
 def test_images_are_normalised_as_the_model_says():
-    image = build_backbone("resnet18", pretrained=False, image_size=32).image
+    image = build_backbone("resnet18", pretrained=False, image_size=32).image_config
     assert (image.input_size, image.mean, image.std) == ((3, 32, 32), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    image = build_backbone("test_vit", pretrained=False).image
+    image = build_backbone("test_vit", pretrained=False).image_config
     assert (image.input_size, image.mean) == ((3, 160, 160), (0.5, 0.5, 0.5))
-    image = build_backbone("resnet18", pretrained=False, in_chans=1).image
+    image = build_backbone("resnet18", pretrained=False, in_chans=1).image_config
     assert (image.input_size, image.mean) == ((1, 224, 224), pytest.approx(((0.485 + 0.456 + 0.406) / 3,)))
 
 
@@ -113,7 +113,7 @@ def test_a_damaged_file_is_rejected(tmp_path):
 def test_a_folders_own_normalisation_counts(tmp_path):
     save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}}')
-    assert build_backbone("test_resnet", 4, pretrained=str(tmp_path)).image.mean == (0.1, 0.2, 0.3)
+    assert build_backbone("test_resnet", 4, pretrained=str(tmp_path)).image_config.mean == (0.1, 0.2, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -171,16 +171,20 @@ def test_the_hubs_cache_needs_no_hub(tmp_path, monkeypatch):
 def test_transformers_by_folder(tmp_path):
     original = tiny_vit(tmp_path).eval()
     built = build_backbone(f"hf:{tmp_path}", 3)
-    assert (built.head, built.image.input_size, built.image.mean) == ("classifier", (3, 32, 32), (0.5, 0.5, 0.5))
+    assert (built.head, built.image_config.input_size, built.image_config.mean) == (
+        "classifier",
+        (3, 32, 32),
+        (0.5, 0.5, 0.5),
+    )
     assert torch.equal(built.model(IMAGES), original(IMAGES).logits)
     assert set(built.model.state_dict()) == set(original.state_dict())
     assert build_backbone(f"hf:{tmp_path}", 5).model(IMAGES).shape == (2, 5)
     random = build_backbone(f"hf:{tmp_path}", 5, pretrained=False, image_size=64, in_chans=1)
     assert random.model(torch.rand(2, 1, 64, 64)).shape == (2, 5)
-    assert random.image.input_size == (1, 64, 64)
+    assert random.image_config.input_size == (1, 64, 64)
     processor = '{"image_processor_type": "ViTImageProcessor", "image_mean": [0.1, 0.2, 0.3], "image_std": [1, 1, 1]}'
     (tmp_path / "preprocessor_config.json").write_text(processor)
-    assert build_backbone(f"hf:{tmp_path}").image.mean == (0.1, 0.2, 0.3)
+    assert build_backbone(f"hf:{tmp_path}").image_config.mean == (0.1, 0.2, 0.3)
 
 
 def test_transformers_half_precision_is_loaded_in_full(tmp_path):
@@ -215,7 +219,7 @@ def test_transformers_that_accept_any_image_size(tmp_path, kind):
     original.save_pretrained(tmp_path)
     for size in (42, 70):
         built = build_backbone(f"hf:{tmp_path}", 3, image_size=size)
-        assert built.image.input_size == (3, size, size)
+        assert built.image_config.input_size == (3, size, size)
         images = torch.rand(2, 3, size, size)
         assert torch.equal(built.model(images), original(images).logits)
     images = torch.rand(2, 3, 42, 42)
@@ -234,7 +238,7 @@ def test_transformers_resnet(tmp_path):
 def test_a_network_of_the_callers_own():
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 3))
     built = build_backbone(net, 3)
-    assert (built.name, built.head, built.image) == ("Sequential", "3", None)
+    assert (built.name, built.head, built.image_config) == ("Sequential", "3", None)
     assert all(parameter.requires_grad for parameter in net.parameters())
     assert not any(parameter.requires_grad for parameter in built.model.parameters())
     assert build_backbone(net).head == "3"
@@ -253,7 +257,7 @@ def test_efficientnet_lite0_knows_its_photographs():
     photographs = [load_sample_image(name) for name in ("china.jpg", "flower.jpg")]
     x = torch.from_numpy(np.stack(photographs)).permute(0, 3, 1, 2).float() / 255
     x = nn.functional.interpolate(x, size=(256, 384), mode="bilinear", antialias=True)[:, :, 16:240, 80:304]
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (built.image.mean, built.image.std))
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (built.image_config.mean, built.image_config.std))
     with torch.no_grad():
         logits = built.model((x - mean) / std)
     assert logits.argmax(1).tolist() == [698, 985]  # ImageNet's palace and daisy

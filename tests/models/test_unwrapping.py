@@ -43,7 +43,9 @@ def test_another_run_begins_with_the_same_logits_and_trains(backbone, adapter):
     trained = perada.finetune(before, data(size), **sections(rounds=1, lr_local=0.1, **own)).global_model()
     with torch.no_grad():
         assert (trained(x) - before(x)).abs().max() > 1e-3
-    assert build_backbone(before, 3).image == run.adapted().backbone.image  # so that images are normalised alike
+    assert (
+        build_backbone(before, 3).image_config == run.adapted().backbone.image_config
+    )  # so that images are normalised alike
 
 
 FORMER = [("test_resnet", "residual"), ("test_vit", "bottleneck"), ("test_vit", "prompt"), ("test_vit", "dual_lora")]

@@ -138,8 +138,8 @@ def test_what_two_processes_count_adds_up(metric, multilabel):
         counted = owner != 1 if rank == 0 else owner == 1
         scores.update(owners_logits(logits, owner), y, owner, counted=counted)
 
-    assert torch.equal(merged(some_models, models=MODELS), whole)
-    assert torch.equal(merged(some_batches, models=MODELS), whole)
+    assert torch.equal(merged(some_models, num_models=MODELS), whole)
+    assert torch.equal(merged(some_batches, num_models=MODELS), whole)
     assert torch.equal(merged(some_images, num_groups=MODELS), whole_local)
 
 
@@ -165,7 +165,7 @@ def test_auroc_ranks_confident_predictions():
 def test_only_the_images_that_count_are_scored(metric, multilabel):
     logits, y, owner = task(multilabel)
     counted = owner != 1
-    scores = Scores(make_metrics(metric, task_of(multilabel), CLASSES), task_of(multilabel), models=1)
+    scores = Scores(make_metrics(metric, task_of(multilabel), CLASSES), task_of(multilabel), num_models=1)
     scores.update(logits[:1], y, models=[0], counted=counted)
     (found,) = scores.means().values()
     assert found.item() == pytest.approx(reference(metric, logits[0, counted], y[counted]), abs=1e-6)
@@ -175,7 +175,7 @@ def test_only_the_images_that_count_are_scored(metric, multilabel):
 def test_a_label_as_likely_as_not_is_not_predicted_as_in_torchmetrics():
     logits, y, _ = task(multilabel=True)
     logits = logits.round()  # many are 0
-    scores = Scores(make_metrics("accuracy", MultiLabel(), CLASSES), MultiLabel(), models=MODELS)
+    scores = Scores(make_metrics("accuracy", MultiLabel(), CLASSES), MultiLabel(), num_models=MODELS)
     scores.update(logits, y)
     (found,) = scores.means().values()
     expected = [multilabel_accuracy(model.sigmoid(), y, num_labels=CLASSES, average="micro") for model in logits]
@@ -186,7 +186,7 @@ def test_scores_are_in_the_order_of_the_metrics():
     """Whatever they are computed from: names of scores on shifted sets have no suffix for the first metric."""
     names = ["auroc", "accuracy"]
     logits, y, _ = task(multilabel=False)
-    scores = Scores(make_metrics(names, task_of(False), CLASSES), task_of(False), models=MODELS)
+    scores = Scores(make_metrics(names, task_of(False), CLASSES), task_of(False), num_models=MODELS)
     scores.update(logits, y)
     assert list(scores.means()) == names
 
@@ -239,12 +239,12 @@ def test_a_model_with_outputs_that_are_not_finite_has_no_score(kind, value):
     if kind in ("labels", "numbers"):
         y = torch.randint(0, 2, (30, 3), generator=random).float()
     groups = torch.arange(30) % 3
-    whole = Scores(make_metrics(names, task, 3), task, models=2, num_groups=4)
+    whole = Scores(make_metrics(names, task, 3), task, num_models=2, num_groups=4)
     whole.update(logits, y, groups)
     assert not whole.failed_images.any()
     # A single output of model 1 for an image of group 2, in the first of two batches.
     logits[(1, 2, *[0] * len(pixels), 0)] = value
-    scores = Scores(make_metrics(names, task, 3), task, models=2, num_groups=4)
+    scores = Scores(make_metrics(names, task, 3), task, num_models=2, num_groups=4)
     for rows in torch.arange(30).split(20):
         scores.update(logits[:, rows], y[rows], groups[rows])
     expected_failures = torch.zeros(2, 4, dtype=torch.int64)

@@ -303,7 +303,7 @@ def test_vectors_are_what_timm_gives_its_head(head):
     settings, _ = head
     model = build_backbone("test_resnet", pretrained="perada:fashion_test_resnet", image_size=32)
     found = local_gd_head.extract_features(settings)
-    images = prepare_images(Digits(False).images[:9], model.image, 32)
+    images = prepare_images(Digits(False).images[:9], model.image_config, 32)
     with torch.no_grad():
         expected = model.model.forward_head(model.model.forward_features(images), pre_logits=True)
     torch.testing.assert_close(found.test_features[:9], expected)

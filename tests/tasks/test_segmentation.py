@@ -159,7 +159,7 @@ def test_a_class_that_no_mask_has_gets_no_score():
 
 def test_scores_of_groups_and_models_are_separate():
     metrics = make_metrics(["dice", "miou"], Segmentation(), CLASSES)
-    together = Scores(metrics, Segmentation(), models=2, num_groups=2)
+    together = Scores(metrics, Segmentation(), num_models=2, num_groups=2)
     groups = torch.tensor([0, 1, 0, 1, 1])
     together.update(torch.stack([LOGITS, TEACHER]), MASKS, groups)
     for model, logits in enumerate([LOGITS, TEACHER]):

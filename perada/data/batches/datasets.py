@@ -279,11 +279,11 @@ def declared_labels(dataset: Dataset[Any]) -> Labels | None:
     return None if labels is None else labels_at(labels, rows)
 
 
-def labels_at(labels: Labels, rows: np.ndarray[Any, Any]) -> Labels:
+def labels_at(base_labels: Labels, rows: np.ndarray[Any, Any]) -> Labels:
     """Return the labels of the items at ``rows`` (N,)."""
-    if isinstance(labels, Tensor):
-        return labels[torch.from_numpy(rows)]
-    return [labels[row] for row in rows.tolist()]
+    if isinstance(base_labels, Tensor):
+        return base_labels[torch.from_numpy(rows)]
+    return [base_labels[row] for row in rows.tolist()]
 
 
 def labels_of_base(base: Dataset[Any]) -> Labels | None:
@@ -323,8 +323,8 @@ def image_and_label(item: object, labelled: bool) -> tuple[Any, Any]:
         TypeError: If the item is neither.
     """
     if isinstance(item, Mapping):
-        image = _entry(item, "image", IMAGE_KEYS)
-        label = _entry(item, "label", LABEL_KEYS) if labelled else None
+        image = _find_entry(item, "image", IMAGE_KEYS)
+        label = _find_entry(item, "label", LABEL_KEYS) if labelled else None
         return image, label
     if not labelled:
         image = item[0] if isinstance(item, tuple | list) else item
@@ -334,7 +334,7 @@ def image_and_label(item: object, labelled: bool) -> tuple[Any, Any]:
     return item[0], item[1]
 
 
-def _entry(item: Mapping[str, Any], name: str, accepted_keys: Sequence[str]) -> object:
+def _find_entry(item: Mapping[str, Any], name: str, accepted_keys: Sequence[str]) -> object:
     """Return the entry under the one accepted key that the item has."""
     keys = [key for key in accepted_keys if key in item]
     if len(keys) != 1:
@@ -398,8 +398,8 @@ def size_of_targets(dataset: object, index: int) -> tuple[int, int] | None:
     original_size = getattr(dataset, "original_size", None)
     if original_size is None:
         return None
-    size: tuple[int, int] | None = original_size(index)
-    return size
+    target_size: tuple[int, int] | None = original_size(index)
+    return target_size
 
 
 def tensor_format(tensor: Tensor, skip: int = 1) -> TensorFormat:

@@ -22,7 +22,7 @@ class FeatureCache:
     Args:
         encode: Computes features (B, F) of images (B, ...) as they are stored.
         prepare_targets: Scales targets with images as they are stored (:meth:`.Preparation.prepare_targets`).
-        size: Number of features F of an image.
+        num_features: Number of features F of an image.
         limit_bytes: Memory limit for all features together.
         supports: Whether ``encode`` accepts images (1, ...).
     """
@@ -31,13 +31,13 @@ class FeatureCache:
         self,
         encode: Callable[[Tensor], Tensor],
         prepare_targets: Callable[[Tensor, Tensor], Tensor],
-        size: int,
+        num_features: int,
         limit_bytes: int,
         supports: Callable[[Tensor], bool],
     ) -> None:
         self.encode = encode
         self.prepare_targets = prepare_targets
-        self.size = size
+        self.num_features = num_features
         self.available_bytes = limit_bytes
         self.supports = supports
         self.stores: dict[int, Samples] = {}
@@ -45,7 +45,7 @@ class FeatureCache:
     def __call__(self, store: TensorStore) -> Samples:
         """Return the store's features, or the store itself if they do not fit or its images are not supported."""
         if id(store) not in self.stores:
-            needed_bytes = BYTES_PER_FEATURE * self.size * sum(store.sizes)
+            needed_bytes = BYTES_PER_FEATURE * self.num_features * sum(store.sizes)
             if 0 < needed_bytes <= self.available_bytes and self.supports(store.images[:1]):
                 self.available_bytes -= needed_bytes
                 self.stores[id(store)] = FeatureStore(store, self.encode, self.prepare_targets)
@@ -89,7 +89,7 @@ class FeatureStore(Samples):
         positions = self.starts[owners] + indices
         blocks = torch.unique(positions // BLOCK)
         for block in blocks[~self._is_computed[blocks]].tolist():
-            self._compute(block)
+            self._compute_block(block)
         assert self._features is not None
         device = self._features.device
         labels = self.store.labels
@@ -98,7 +98,7 @@ class FeatureStore(Samples):
             labels = self.prepare_targets(to_device_async(labels[rows], device), self.store.images[:1])
         return self._features[positions.to(device)], labels, {}
 
-    def _compute(self, block: int) -> None:
+    def _compute_block(self, block: int) -> None:
         """Compute and store the features of a block of samples."""
         samples = slice(block * BLOCK, (block + 1) * BLOCK)
         rows = self.store.table[samples].to(self.store.images.device)

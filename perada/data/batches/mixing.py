@@ -44,14 +44,14 @@ class Mixing:
         """Whether images are mixed at all."""
         return self.mixup > 0 or self.cutmix > 0
 
-    def __call__(self, batch: CohortBatch, seed: int, task: Task, classes: int) -> CohortBatch:
+    def __call__(self, batch: CohortBatch, seed: int, task: Task, num_classes: int) -> CohortBatch:
         """Mix the images and targets of a prepared batch; padding stays.
 
         Args:
             batch: A step of C clients, with images (C, B, Ch, H, W).
             seed: The run's seed.
             task: Mixes the targets.
-            classes: Number of classes K.
+            num_classes: Number of classes K.
         """
         num_clients, rows, _, height, width = batch.x.shape
         shares = torch.ones(num_clients, height, width)
@@ -69,7 +69,7 @@ class Mixing:
         clients = torch.arange(num_clients, device=device).unsqueeze(1)
         mixed_images = image_shares * batch.x + (1 - image_shares) * batch.x[clients, partners]
         mixed_targets = task.mix(
-            batch.y, batch.y[clients, partners], to_device_async(target_shares, device).unsqueeze(1), classes
+            batch.y, batch.y[clients, partners], to_device_async(target_shares, device).unsqueeze(1), num_classes
         )
         return batch._replace(x=mixed_images, y=mixed_targets)
 

@@ -147,8 +147,8 @@ class TensorStore(Samples):
     def __init__(self, sources: Sequence[Source]) -> None:
         # Clients often have Subsets of the same tensors, which are concatenated once.
         first_row_of: dict[tuple[int, int], int] = {}
-        images: list[Tensor] = []
-        labels: list[Tensor] = []
+        image_tensors: list[Tensor] = []
+        label_tensors: list[Tensor] = []
         first_rows = []
         num_rows = 0
         for source in sources:
@@ -156,14 +156,14 @@ class TensorStore(Samples):
             if base not in first_row_of:
                 first_row_of[base] = num_rows
                 num_rows += len(source.images)
-                images.append(source.images)
+                image_tensors.append(source.images)
                 if source.labels is not None:
-                    labels.append(as_labels(source.labels))
+                    label_tensors.append(as_labels(source.labels))
             first_rows.append(first_row_of[base])
-        self.images = _concatenate(images)
+        self.images = _join_tensors(image_tensors)
         if self.images.dtype == torch.uint8 and self.images.ndim == 3:
             self.images = self.images.unsqueeze(1)
-        self.labels = _concatenate(labels) if labels else None
+        self.labels = _join_tensors(label_tensors) if label_tensors else None
         self.sizes = tuple(source.rows.numel() for source in sources)
         # One sum for all clients, of whom there may be 100,000.
         rows = torch.cat([source.rows for source in sources])
@@ -208,7 +208,7 @@ class TensorStore(Samples):
             self.labels = self.labels.to(device)
 
 
-def _concatenate(tensors: list[Tensor]) -> Tensor:
+def _join_tensors(tensors: list[Tensor]) -> Tensor:
     """Concatenate tensors; a single one is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
@@ -224,7 +224,7 @@ class MapStore(Samples):
         owner: Name of the samples' owner in messages, in which ``{client}`` stands for the number of the client.
 
     Attributes:
-        classes: Number of each label, if an image has a single label. Set by the checks of the data.
+        class_numbers: Number of each label, if an image has a single label. Set by the checks of the data.
         check_target: Raises a ValueError for an invalid label that is not a class, given the height and width that it
             refers to. Set by the checks of the data.
         resize_target: Scales a label with positions, such as a mask, with its image; see :meth:`.Task.resized`. Set by
@@ -249,7 +249,7 @@ class MapStore(Samples):
         self.owner = owner
         self.size = size
         self.sizes = tuple(len(resolve(dataset).rows) for dataset in datasets)
-        self.classes: Mapping[str, int] | range | None = None
+        self.class_numbers: Mapping[str, int] | range | None = None
         self.check_target: Callable[[Tensor, Size], None] | None = None
         self.resize_target: Callable[[Tensor, Size, Size], Tensor] | None = None
         self.known_labels: list[Tensor | None] = [None] * len(datasets)
@@ -302,7 +302,7 @@ class MapStore(Samples):
             image = resize_uint8(image, self.size)
             if self.resize_target is not None and isinstance(label, Tensor):
                 label = self.resize_target(label, size, _size_of(image))
-        if label is not None and self.classes is not None:
+        if label is not None and self.class_numbers is not None:
             label = self.class_number(owner, label)
         return image, label
 
@@ -333,26 +333,26 @@ class MapStore(Samples):
         Raises:
             ValueError: If the label is not one of the classes.
         """
-        assert self.classes is not None
+        assert self.class_numbers is not None
         value: Any = label if isinstance(label, str) else int(label)
-        if value not in self.classes:
-            allowed = f"0..{len(self.classes) - 1}"
+        if value not in self.class_numbers:
+            allowed = f"0..{len(self.class_numbers) - 1}"
             option = "num_classes"
-            if not isinstance(self.classes, range):
-                allowed = abbreviated([repr(name) for name in self.classes])
+            if not isinstance(self.class_numbers, range):
+                allowed = abbreviated([repr(name) for name in self.class_numbers])
                 option = "classes"
             raise ValueError(
                 f"{self._owner_name(owner)} has the label {value!r}, outside {allowed}: correct the label or {option}"
             )
-        return torch.tensor(self.classes[value])
+        return torch.tensor(self.class_numbers[value])
 
     def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
         """Read samples one by one.
 
         The error of a sample is raised if no sample was read before, since the format of its replacement is unknown.
         """
-        rows: list[tuple[Tensor, Tensor | None] | None] = []
-        failed: dict[int, Exception] = {}
+        items: list[tuple[Tensor, Tensor | None] | None] = []
+        error_of_row: dict[int, Exception] = {}
         expected = None if self._blank is None else tensor_format(self._blank[0], 0)
         with isolated_randomness():
             for position, (owner, index) in enumerate(zip(owners.tolist(), indices.tolist(), strict=True)):
@@ -366,21 +366,21 @@ class MapStore(Samples):
                     expected = expected or image_format
                     check_same_format(self._owner_name(owner), image_format, expected)
                 except Exception as error:  # whatever a dataset raises concerns one client only
-                    failed[position] = error
-                    rows.append(self._blank)
+                    error_of_row[position] = error
+                    items.append(self._blank)
                     continue
                 if self._blank is None:
                     blank_label = None if label is None else torch.zeros_like(label)
                     self._blank = (torch.zeros_like(image), blank_label)
-                rows.append((image, label))
+                items.append((image, label))
         if self.progress is not None:
             self.progress.end()
-        complete_rows = [row for row in rows if row is not None]
-        if len(complete_rows) < len(rows):
-            raise next(iter(failed.values()))
-        images = torch.stack([image for image, _ in complete_rows])
-        labels = [label for _, label in complete_rows if label is not None]
-        return images, torch.stack(labels) if labels else None, failed
+        complete_samples = [sample for sample in items if sample is not None]
+        if len(complete_samples) < len(items):
+            raise next(iter(error_of_row.values()))
+        images = torch.stack([image for image, _ in complete_samples])
+        labels = [label for _, label in complete_samples if label is not None]
+        return images, torch.stack(labels) if labels else None, error_of_row
 
     def _item_seed(self, key: tuple[int, ...], owner: int, index: int) -> int:
         """Derive the seed for a dataset's random draws of one sample; the key begins with the run's seed."""
@@ -525,7 +525,7 @@ class RoundBatches(Dataset[AnyBatch]):
         for stream in {stream for streams in streams_of_phases for stream in streams}:
             phases = [phase for phase, streams in enumerate(streams_of_phases) if stream in streams]
             batches_of_stream[stream] = [
-                iter(self._draw(stream, client, sum(plan.steps[phase][position] for phase in phases)))
+                iter(self._draw_batches(stream, client, sum(plan.steps[phase][position] for phase in phases)))
                 for position, client in enumerate(plan.clients)
             ]
         self.indices: list[dict[str, list[Tensor]]] = []
@@ -544,7 +544,7 @@ class RoundBatches(Dataset[AnyBatch]):
         # Chunks that train side by side have one core each.
         cores = on_one_core() if self.plan.chunks_at_a_time > 1 else nullcontext()
         with cores:
-            batches = {stream: self._batch(stream, step) for stream in self.indices[step]}
+            batches = {stream: self._read_batch(stream, step) for stream in self.indices[step]}
         return batches[""] if self.private is None else batches
 
     def request(self, step: int) -> "RoundBatches":
@@ -569,7 +569,7 @@ class RoundBatches(Dataset[AnyBatch]):
         batches.indices = [indices]
         return batches[0]
 
-    def _draw(self, stream: str, client: int, steps: int) -> Sequence[Tensor]:
+    def _draw_batches(self, stream: str, client: int, steps: int) -> Sequence[Tensor]:
         """Draw all batches of a stream for one client, as indices into its samples."""
         size = self.store.sizes[client]
         round = self.plan.round
@@ -601,7 +601,7 @@ class RoundBatches(Dataset[AnyBatch]):
             secure=self.private.secure,
         )
 
-    def _batch(self, stream: str, index: int) -> CohortBatch:
+    def _read_batch(self, stream: str, index: int) -> CohortBatch:
         """Read a stream's batch in a step of the round.
 
         Samples that cannot be read are zeros in ordinary training, and left out in private training.

@@ -119,7 +119,7 @@ def upright(image: Image.Image) -> Image.Image:
     ``ImageOps.exif_transpose`` is not used: it rewrites the metadata, which fails if any field has a value of the wrong
     type, such as a text in a numeric field.
     """
-    transpose = _TRANSPOSE_BY_ORIENTATION.get(_orientation(image) or 1)
+    transpose = _TRANSPOSE_BY_ORIENTATION.get(_read_orientation(image) or 1)
     return image if transpose is None else image.transpose(transpose)
 
 
@@ -129,11 +129,11 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
         # Pillow rotates some of them itself, at the end of load().
         load_pixels(image)
     width, height = image.size
-    is_turned_by_90_degrees = (_orientation(image) or 1) >= 5
+    is_turned_by_90_degrees = (_read_orientation(image) or 1) >= 5
     return (height, width) if is_turned_by_90_degrees else (width, height)
 
 
-def _orientation(image: Image.Image) -> int | None:
+def _read_orientation(image: Image.Image) -> int | None:
     """Return the orientation in the EXIF or XMP metadata; None if there is none or it is no integer."""
     # A damaged field makes the first call fail with one of many errors. The second returns the fields before it.
     for _ in range(2):
@@ -239,7 +239,7 @@ def read_image(
             return _decode_file(io.BytesIO(Path(path).read_bytes()), mode, full_scale)
         except Exception as error:
             problem = error
-    raise _unreadable(problem, name, remedy) from None
+    raise _make_unreadable_error(problem, name, remedy) from None
 
 
 def _decode_file(file: str | Path | IO[bytes], mode: str | None, full_scale: float | None) -> Tensor:
@@ -258,10 +258,10 @@ def decode_opened(image: Image.Image, mode: str | None = None, full_scale: float
         return decode(image, mode, full_scale)
     except Exception as error:  # Pillow's decoders raise many types
         name = getattr(image, "filename", "") or f"an image of mode {image.mode} and size {image.size}"
-        raise _unreadable(error, str(name), "fix it, or leave it out") from None
+        raise _make_unreadable_error(error, str(name), "fix it, or leave it out") from None
 
 
-def _unreadable(error: Exception, name: str, remedy: str) -> "UnreadableImageError":
+def _make_unreadable_error(error: Exception, name: str, remedy: str) -> "UnreadableImageError":
     """Return the error for an image for which Pillow raised ``error``."""
     # Pillow's own OSErrors have no number. One with a number comes from the operating system.
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
@@ -314,11 +314,11 @@ class MissingImageError(_OneLineError, FileNotFoundError):
     """Raised if a file does not exist."""
 
 
-def to_image(image: object) -> Tensor:
+def to_image(value: object) -> Tensor:
     """Convert the image of a dataset's item to a tensor.
 
     Args:
-        image: A PIL image (see :func:`.decode`), a NumPy array of uint8, (H, W) or (H, W, Ch), or a tensor.
+        value: A PIL image (see :func:`.decode`), a NumPy array of uint8, (H, W) or (H, W, Ch), or a tensor.
 
     Returns:
         uint8 (Ch, H, W), or floating-point values or int64 tokens (L,) unchanged.
@@ -330,21 +330,21 @@ def to_image(image: object) -> Tensor:
     >>> to_image(np.zeros((4, 5, 3), dtype=np.uint8)).shape
     torch.Size([3, 4, 5])
     """
-    if isinstance(image, Image.Image):
-        return decode_opened(image)
-    if isinstance(image, np.ndarray):
-        if image.dtype == np.uint8 and image.ndim == 3:
-            image = image.transpose(2, 0, 1)
-        image = torch.from_numpy(np.ascontiguousarray(image))
-    if not isinstance(image, Tensor):
+    if isinstance(value, Image.Image):
+        return decode_opened(value)
+    if isinstance(value, np.ndarray):
+        if value.dtype == np.uint8 and value.ndim == 3:
+            value = value.transpose(2, 0, 1)
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if not isinstance(value, Tensor):
         remedy = ""
-        if isinstance(image, Mapping | tuple | list | Dataset):
+        if isinstance(value, Mapping | tuple | list | Dataset):
             remedy = "; pass the images without labels, such as [image for image, _ in dataset]"
-        raise TypeError(f"an image must be a tensor, an array or a PIL image, got {value_text(image)}{remedy}")
-    check_dtype(image.unsqueeze(0))
-    if image.dtype == torch.uint8 and image.ndim == 2:
-        return image.unsqueeze(0)
-    return image
+        raise TypeError(f"an image must be a tensor, an array or a PIL image, got {value_text(value)}{remedy}")
+    check_dtype(value.unsqueeze(0))
+    if value.dtype == torch.uint8 and value.ndim == 2:
+        return value.unsqueeze(0)
+    return value
 
 
 def is_tokens(samples: Tensor) -> bool:
@@ -375,13 +375,13 @@ def resize_uint8(image: Tensor, size: int | tuple[int, int]) -> Tensor:
     return resized
 
 
-def prepare_images(images: Tensor, image: ImageConfig | None = None, size: int | None = None) -> Tensor:
+def prepare_images(images: Tensor, image_config: ImageConfig | None = None, size: int | None = None) -> Tensor:
     """Prepare uint8 images for the model: scale to [0, 1], resize, normalise, and repeat one channel if it takes three.
 
     Args:
         images: Images (..., Ch, H, W). If they are not uint8, they are assumed to be prepared and returned unchanged.
-        image: Channels and normalisation of the backbone; None keeps the channels, with mean and standard deviation
-            0.5.
+        image_config: Channels and normalisation of the backbone; None keeps the channels, with mean and standard
+            deviation 0.5.
         size: Height and width to resize to (bilinear, antialiased); None keeps them.
 
     Returns:
@@ -396,11 +396,11 @@ def prepare_images(images: Tensor, image: ImageConfig | None = None, size: int |
     x = images.reshape(-1, *images.shape[-3:]).float().div_(255)
     if size is not None and tuple(x.shape[-2:]) != (size, size):
         x = functional.interpolate(x, (size, size), mode="bilinear", antialias=True)
-    if image is None:
+    if image_config is None:
         x = (x - 0.5) / 0.5
     else:
-        constants = to_device_async(torch.tensor([image.mean, image.std], dtype=torch.float32), x.device)
-        if image.input_size[0] == 1:  # a one-channel model takes the average of an RGB model's
+        constants = to_device_async(torch.tensor([image_config.mean, image_config.std], dtype=torch.float32), x.device)
+        if image_config.input_size[0] == 1:  # a one-channel model takes the average of an RGB model's
             constants = constants.mean(1, keepdim=True)
         mean, std = constants.view(2, -1, 1, 1)
         # Broadcasting repeats a single channel.
@@ -443,7 +443,7 @@ class Preparation:
     :func:`prepare_images`. Padding stays zero.
 
     Args:
-        image: Channels and normalisation of the backbone.
+        image_config: Channels and normalisation of the backbone.
         image_size: See :class:`.FederatedDataModule`.
         crop_padding: See :class:`.FederatedDataModule`.
         flip: See :class:`.FederatedDataModule`.
@@ -461,7 +461,7 @@ class Preparation:
         dtype: Type that floating-point images are converted to; None keeps theirs.
     """
 
-    image: ImageConfig | None = None
+    image_config: ImageConfig | None = None
     image_size: int | None = None
     crop_padding: int = 0
     flip: bool = False
@@ -524,14 +524,14 @@ class Preparation:
 
     def _prepare_images(self, images: Tensor) -> Tensor:
         """Return images (..., Ch, H, W), or texts, as the model takes them."""
-        x = prepare_images(images, self.image, self.image_size)
+        x = prepare_images(images, self.image_config, self.image_size)
         return x if self.dtype is None or not x.is_floating_point() else x.to(self.dtype)
 
     def _prepare_cohort(self, batch: CohortBatch, stream: str | None = None) -> CohortBatch:
         """Augment and normalise the images of a batch; rows of padding stay zero."""
         if not batch.clients:
             return batch
-        batch = self._augment(batch, stream)
+        batch = self._augment_batch(batch, stream)
         x = self._prepare_images(batch.x)
         y = self.prepare_targets(batch.y, batch.x)
         width = x.shape[1]
@@ -558,7 +558,7 @@ class Preparation:
         height, width = images.shape[-2:]
         return self.task.resized(targets, (height, width), self.prepared_size)
 
-    def _augment(self, batch: CohortBatch, stream: str | None) -> CohortBatch:
+    def _augment_batch(self, batch: CohortBatch, stream: str | None) -> CohortBatch:
         """Shift and mirror the images (C, B, Ch, H, W) at random, if configured, and targets that move with them."""
         if not self.augments:
             return batch

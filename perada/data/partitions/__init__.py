@@ -285,9 +285,9 @@ class FromFile(Partition):
         return rows
 
 
-def _as_integers(values: Sequence[object]) -> list[int]:
+def _as_integers(column_values: Sequence[object]) -> list[int]:
     """Convert a list from a JSON file; raises NumPy's error for anything but integers."""
-    integers: list[int] = np.array(values, np.int64).reshape(-1).tolist()
+    integers: list[int] = np.array(column_values, np.int64).reshape(-1).tolist()
     return integers
 
 
@@ -315,7 +315,7 @@ class LabelPartition(Partition):
         """
         check_enough(len(train), self.num_clients, 1)
         rng = partition_rng(seed)
-        train_labels, test_labels = self._labels(train, test)
+        train_labels, test_labels = self._read_labels(train, test)
         classes, test_classes = categories(train_labels, test_labels, self.merge_below)
         num_classes = int(max(classes.max(), test_classes.max(initial=0))) + 1
         sizes = np.bincount(classes, minlength=num_classes)
@@ -333,7 +333,7 @@ class LabelPartition(Partition):
         test_rows = assign_samples(test_classes, test_counts, rng)
         return train_rows, test_rows
 
-    def _labels(self, train: Split, test: Split) -> tuple[Array, Array]:
+    def _read_labels(self, train: Split, test: Split) -> tuple[Array, Array]:
         """Return what each split is divided by: its labels (N,) or (N, K), or the numbered values (N, 1) of a column.
 
         The second axis makes :func:`categories` merge rare values of a column as it merges combinations of labels.
@@ -685,11 +685,12 @@ class DominantClass(LabelPartition):
         return counts
 
 
-def categories(train: Array, test: Array, merge_below: int = 0) -> tuple[Array, Array]:
+def categories(train_labels: Array, test: Array, merge_below: int = 0) -> tuple[Array, Array]:
     """Number the classes from 0.
 
     Args:
-        train: Classes (N,) of the training samples, or several labels (N, K), whose combinations count as classes.
+        train_labels: Classes (N,) of the training samples, or several labels (N, K), whose combinations count as
+            classes.
         test: The same of the test samples.
         merge_below: Combinations with fewer training samples, or none, become one class, the last.
 
@@ -700,13 +701,13 @@ def categories(train: Array, test: Array, merge_below: int = 0) -> tuple[Array, 
     >>> categories(labels, labels[:1], merge_below=2)
     (array([0, 0, 1, 1]), array([0]))
     """
-    if train.ndim == 1:
-        return train.astype(np.int64), test.astype(np.int64).reshape(-1)
-    labels = np.concatenate([train, test.reshape(-1, train.shape[1])])
+    if train_labels.ndim == 1:
+        return train_labels.astype(np.int64), test.astype(np.int64).reshape(-1)
+    labels = np.concatenate([train_labels, test.reshape(-1, train_labels.shape[1])])
     _, combinations = np.unique(labels, axis=0, return_inverse=True)
     combinations = combinations.reshape(-1)  # NumPy 2.0 returned the shape of the labels
-    sizes = np.bincount(combinations[: len(train)], minlength=int(combinations.max()) + 1)
+    sizes = np.bincount(combinations[: len(train_labels)], minlength=int(combinations.max()) + 1)
     is_class = sizes >= max(merge_below, 1)
     class_of_combination = np.where(is_class, np.cumsum(is_class) - 1, is_class.sum())
     classes = class_of_combination[combinations]
-    return classes[: len(train)], classes[len(train) :]
+    return classes[: len(train_labels)], classes[len(train_labels) :]

@@ -75,7 +75,7 @@ class Division:
             )
 
         # The server's shares are drawn from the limited training set, before the clients get the others.
-        limited_index = self._sample("train", len(train_set), self.train_limit)
+        limited_index = self._sample_positions("train", len(train_set), self.train_limit)
         server_counts = []
         for name in ("public_fraction", "validation_fraction"):
             share = getattr(self, name)
@@ -87,7 +87,7 @@ class Division:
         groups = groups_of(Subset(train_set, limited_index.tolist()))
         public_rows, validation_rows, client_rows = split_by_group(groups, server_counts, rng)
         train_index = limited_index[client_rows]
-        test_index = self._sample("test", len(test_set), self.test_limit)
+        test_index = self._sample_positions("test", len(test_set), self.test_limit)
 
         train_split = _as_split(train_set, train_index)
         test_split = _as_split(test_set, test_index)
@@ -135,29 +135,29 @@ class Division:
             record["client_validation"] = [positions(dataset, resolve) for dataset in held_out]
         return record
 
-    def _sample(self, purpose: str, total: int, limit: int | None) -> Array:
+    def _sample_positions(self, purpose: str, total: int, limit: int | None) -> Array:
         """Draw the positions of at most ``limit`` of ``total`` images, ascending."""
         if limit is None or limit >= total:
             return np.arange(total)
         rng = np.random.default_rng(derive_seed(self.seed, f"{purpose}_limit"))
         return np.sort(rng.permutation(total)[:limit])
 
-    def public_images(self, train: ImageSet, held_out: list[int]) -> Dataset[Any] | None:
+    def public_images(self, train_set: ImageSet, held_out: list[int]) -> Dataset[Any] | None:
         """Return the public set: ``public`` up to its limit, else the held-out training images, or None."""
         if self.public is None:
-            return Subset(train, held_out) if held_out else None
-        limited_index = self._sample("public", len(self.public), self.public_limit)
+            return Subset(train_set, held_out) if held_out else None
+        limited_index = self._sample_positions("public", len(self.public), self.public_limit)
         if len(limited_index) == len(self.public):
             return self.public
         return Subset(self.public, limited_index.tolist())
 
 
-def _as_split(images: ImageSet, index: Array) -> Split:
+def _as_split(image_set: ImageSet, index: Array) -> Split:
     """Return the view that a partition gets of the images at ``index``."""
-    assert images.labels is not None
-    columns = checked_columns(split_of(images), images.columns, len(images))
+    assert image_set.labels is not None
+    columns = checked_columns(split_of(image_set), image_set.columns, len(image_set))
     chosen_columns = {name: column[index] for name, column in columns.items()}
-    return Split(images.labels.numpy()[index], index, chosen_columns, type(images).__name__)
+    return Split(image_set.labels.numpy()[index], index, chosen_columns, type(image_set).__name__)
 
 
 def divide(partition: Partition, train: Split, test: Split, seed: int) -> Assignment:
@@ -198,13 +198,13 @@ def _invalid_split(name: str, returned: str) -> ValueError:
     )
 
 
-def _checked_rows(name: str, part: str, rows_of_clients: Any, size: int) -> list[Array]:  # noqa: ANN401  # from users
-    """Return the rows of each client as int64 arrays, after checking them against the ``size`` of the split."""
+def _checked_rows(name: str, part: str, rows_of_clients: Any, num_rows: int) -> list[Array]:  # noqa: ANN401  # from users
+    """Return the rows of each client as int64 arrays, after checking them against the ``num_rows`` of the split."""
     if not isinstance(rows_of_clients, Sequence | np.ndarray) or isinstance(rows_of_clients, str):
         raise _invalid_split(name, f"the {part} rows as {value_text(rows_of_clients)}")
     clients = [_as_array(rows) for rows in rows_of_clients]
-    if not _are_disjoint_rows(clients, size):
-        raise _invalid_split(name, _first_invalid_rows(part, clients, size))
+    if not _are_disjoint_rows(clients, num_rows):
+        raise _invalid_split(name, _first_invalid_rows(part, clients, num_rows))
     return [rows.astype(np.int64) for rows in clients]
 
 
@@ -216,35 +216,35 @@ def _as_array(rows: object) -> Array:
         return np.empty((), dtype=object)
 
 
-def _is_row_array(rows: Array) -> bool:
+def _is_row_array(value: Array) -> bool:
     """Return whether an array is a list of integers, or empty: numpy converts an empty list to floats."""
-    return rows.ndim == 1 and (len(rows) == 0 or np.issubdtype(rows.dtype, np.integer))
+    return value.ndim == 1 and (len(value) == 0 or np.issubdtype(value.dtype, np.integer))
 
 
-def _are_disjoint_rows(clients: Sequence[Array], size: int) -> bool:
-    """Return whether clients have rows of a split of ``size``, each at most once."""
-    if not all(_is_row_array(rows) for rows in clients):
+def _are_disjoint_rows(rows_of_clients: Sequence[Array], num_rows: int) -> bool:
+    """Return whether clients have rows of a split of ``num_rows``, each at most once."""
+    if not all(_is_row_array(rows) for rows in rows_of_clients):
         return False
-    nonempty = [rows.astype(np.int64) for rows in clients if len(rows)]
+    nonempty = [rows.astype(np.int64) for rows in rows_of_clients if len(rows)]
     if not nonempty:
         return True
     # All at once: there may be 100,000 clients, and millions of rows.
     all_rows = np.concatenate(nonempty)
-    if all_rows.min() < 0 or all_rows.max() >= size:
+    if all_rows.min() < 0 or all_rows.max() >= num_rows:
         return False
     return bool(np.bincount(all_rows).max() == 1)
 
 
-def _first_invalid_rows(part: str, clients: Sequence[Array], size: int) -> str:
+def _first_invalid_rows(part: str, rows_of_clients: Sequence[Array], num_rows: int) -> str:
     """Describe the first invalid rows of a client for a message; the rows must not pass :func:`_are_disjoint_rows`."""
     owner_of_row: dict[int, int] = {}
-    for client, rows in enumerate(clients):
+    for client, rows in enumerate(rows_of_clients):
         if not _is_row_array(rows):
             hint = " (np.flatnonzero makes rows of a mask)" if rows.dtype == bool else ""
             return f"an array {rows.shape} of {rows.dtype}{hint} as the {part} rows of client {client}"
         for row in rows.tolist():
-            if not 0 <= row < size:
-                return f"the {part} row {row} for client {client}, outside 0..{size - 1}"
+            if not 0 <= row < num_rows:
+                return f"the {part} row {row} for client {client}, outside 0..{num_rows - 1}"
             if row in owner_of_row:
                 return f"the {part} row {row} for the clients {owner_of_row[row]} and {client}"
             owner_of_row[row] = client
@@ -295,7 +295,7 @@ def groups_of(dataset: Dataset[Any]) -> Array:
     return groups
 
 
-def _fingerprint(dataset: Dataset[Any]) -> int:
+def _hash_first_image(dataset: Dataset[Any]) -> int:
     """Return a hash of a client's first image. It distinguishes most clients and needs only one read."""
     # A dataset that draws at random returns the same image at every call.
     with isolated_randomness():
@@ -341,22 +341,22 @@ def hold_out(
             name="client_validation",
             value=share,
         )
-    train: list[Dataset[Any]] = []
+    train_sets: list[Dataset[Any]] = []
     validation: list[Dataset[Any]] = []
     for client, (dataset, client_groups) in enumerate(zip(datasets, groups, strict=True)):
         size = len(client_groups)
         if identities[client] is None:
-            rng = np.random.default_rng(derive_seed(seed, "client_validation", _fingerprint(dataset)))
+            rng = np.random.default_rng(derive_seed(seed, "client_validation", _hash_first_image(dataset)))
             held_out, _ = split_by_group(client_groups, [round(size * share)], rng, min_groups=1)
         else:
             held_out = hashed_share(
                 client_groups.tolist(),
-                clients=[client] * size,
-                classes=[[]] * size,
+                clients_of_rows=[client] * size,
+                classes_of_rows=[[]] * size,
                 share=share,
                 seed=derive_seed(seed, "client_validation"),
             )
         trained = np.setdiff1d(np.arange(size), held_out)
-        train.append(Subset(dataset, trained.tolist()))
+        train_sets.append(Subset(dataset, trained.tolist()))
         validation.append(Subset(dataset, held_out.tolist()))
-    return train, validation
+    return train_sets, validation

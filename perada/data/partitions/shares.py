@@ -13,12 +13,12 @@ from perada.core.seeding import derive_seed
 Array = np.ndarray[Any, Any]
 
 
-def check_enough(samples: int, clients: int, minimum: int) -> None:
+def check_enough(num_samples: int, num_clients: int, minimum: int) -> None:
     """Raise a ValueError if there are too few samples to give every client ``minimum`` of them."""
-    if samples < clients * minimum:
+    if num_samples < num_clients * minimum:
         raise ValueError(
-            f"{clients} clients with at least {minimum} training samples each need {clients * minimum}, got {samples}: "
-            "lower num_clients or the minimum, or raise train_limit"
+            f"{num_clients} clients with at least {minimum} training samples each need {num_clients * minimum}, got "
+            f"{num_samples}: lower num_clients or the minimum, or raise train_limit"
         )
 
 
@@ -64,7 +64,7 @@ def split_evenly(total: int, num_parts: int, rng: np.random.Generator) -> Array:
 
 
 def raise_to_minimum(
-    counts: Array,
+    class_counts: Array,
     minimum: int,
     preference: Array,
     spare: Array | None = None,
@@ -76,7 +76,7 @@ def raise_to_minimum(
     the client that can give most of the class. The caller makes sure that there are enough samples.
 
     Args:
-        counts: Number (M, K) of samples of each of M clients and K classes. Not modified.
+        class_counts: Number (M, K) of samples of each of M clients and K classes. Not modified.
         minimum: Smallest number of samples that a client may have afterwards.
         preference: Preference (M, K) of each client for each class; classes are tried from the highest to the lowest.
         spare: Number (K,) of unassigned samples of each class; None if all are assigned.
@@ -88,12 +88,12 @@ def raise_to_minimum(
     >>> raise_to_minimum(np.array([[0, 0], [3, 2]]), 1, np.array([[0.1, 0.2], [1, 1]])).tolist()
     [[0, 1], [3, 1]]
     """
-    counts = counts.copy()
-    totals = counts.sum(1)
+    class_counts = class_counts.copy()
+    totals = class_counts.sum(1)
     if spare is None:
-        spare = np.zeros(counts.shape[1], dtype=np.int64)
+        spare = np.zeros(class_counts.shape[1], dtype=np.int64)
     spare = spare.copy()
-    offers_by_class = _offers(counts, minimum, keep)
+    offers_by_class = _collect_offers(class_counts, minimum, keep)
     for client in np.flatnonzero(totals < minimum):
         preferred_classes = np.argsort(-preference[client], kind="stable")
         for k in preferred_classes:
@@ -102,37 +102,37 @@ def raise_to_minimum(
             spare[k] -= received
             while received < needed and offers_by_class[k]:
                 negative_offer, donor = heapq.heappop(offers_by_class[k])
-                available = min(counts[donor, k] - keep, totals[donor] - minimum)
+                available = min(class_counts[donor, k] - keep, totals[donor] - minimum)
                 transferred = 0
                 # What a client can give only ever decreases. If it has given samples since it made this offer, it may
                 # no longer be the largest donor: its lower offer goes back into the heap, and the next one is tried.
                 if available == -negative_offer:
                     transferred = min(needed - received, available)
-                counts[donor, k] -= transferred
+                class_counts[donor, k] -= transferred
                 totals[donor] -= transferred
                 received += transferred
                 if available > transferred:
                     heapq.heappush(offers_by_class[k], (transferred - available, donor))
-            counts[client, k] += received
+            class_counts[client, k] += received
             totals[client] += received
             if totals[client] == minimum:
                 break
-    return counts
+    return class_counts
 
 
-def _offers(counts: Array, minimum: int, keep: int) -> list[list[tuple[int, int]]]:
+def _collect_offers(class_counts: Array, minimum: int, keep: int) -> list[list[tuple[int, int]]]:
     """Return a heap of offers for each class, the largest offer first.
 
     Args:
-        counts: Number (M, K) of samples of each client and class.
+        class_counts: Number (M, K) of samples of each client and class.
         minimum: Smallest number of samples that a client may have afterwards.
         keep: Number of samples of each class that a client never gives away.
 
     Returns:
         A heap of ``(-offer, client)`` for each class. Offers are negative because ``heapq`` pops the smallest entry.
     """
-    surplus = counts.sum(1) - minimum
-    can_give = np.minimum(counts - keep, surplus[:, None])
+    surplus = class_counts.sum(1) - minimum
+    can_give = np.minimum(class_counts - keep, surplus[:, None])
     heaps = []
     for column in can_give.T.tolist():
         offers = [(-offer, client) for client, offer in enumerate(column) if offer > 0]
@@ -141,12 +141,12 @@ def _offers(counts: Array, minimum: int, keep: int) -> list[list[tuple[int, int]
     return heaps
 
 
-def assign_samples(classes: Array, counts: Array, rng: np.random.Generator) -> list[Array]:
+def assign_samples(sample_classes: Array, sample_counts: Array, rng: np.random.Generator) -> list[Array]:
     """Draw at random which samples each client gets, given how many of each class it gets.
 
     Args:
-        classes: Class (N,) of each sample, from 0 to K − 1.
-        counts: Number (M, K) of samples of each client and class.
+        sample_classes: Class (N,) of each sample, from 0 to K − 1.
+        sample_counts: Number (M, K) of samples of each client and class.
         rng: Source of the draws.
 
     Returns:
@@ -158,46 +158,48 @@ def assign_samples(classes: Array, counts: Array, rng: np.random.Generator) -> l
     """
     drawn_rows = []
     drawn_owners = []
-    for k, class_counts in enumerate(counts.T):
-        rows_of_class = rng.permutation(np.flatnonzero(classes == k))
+    for k, class_counts in enumerate(sample_counts.T):
+        rows_of_class = rng.permutation(np.flatnonzero(sample_classes == k))
         drawn_rows.append(rows_of_class[: class_counts.sum()])
-        drawn_owners.append(np.repeat(np.arange(len(counts)), class_counts))
+        drawn_owners.append(np.repeat(np.arange(len(sample_counts)), class_counts))
     rows = np.concatenate(drawn_rows)
     owners = np.concatenate(drawn_owners)
     # The last key of lexsort is the primary one: by client, and within a client by row.
     order = np.lexsort((rows, owners))
-    client_ends = np.cumsum(counts.sum(1))
+    client_ends = np.cumsum(sample_counts.sum(1))
     return np.split(rows[order], client_ends[:-1])
 
 
-def rows_by_value(values: Array, column: Array) -> list[Array]:
+def rows_by_value(distinct_values: Array, column_values: Array) -> list[Array]:
     """Find the rows that hold each of some values.
 
     Args:
-        values: The values (V,), sorted and unique.
-        column: Value (N,) of each row.
+        distinct_values: The values (V,), sorted and unique.
+        column_values: Value (N,) of each row.
 
     Returns:
         For each value the indices of its rows, ascending. Rows with another value are in none of the lists.
     """
     # A value above all of `values` would be inserted after the last one, an index that does not exist.
-    value_index = np.minimum(np.searchsorted(values, column), len(values) - 1)
-    matching_rows = np.flatnonzero(values[value_index] == column)
+    value_index = np.minimum(np.searchsorted(distinct_values, column_values), len(distinct_values) - 1)
+    matching_rows = np.flatnonzero(distinct_values[value_index] == column_values)
     value_index = value_index[matching_rows]
     sorted_rows = matching_rows[np.argsort(value_index, kind="stable")]
-    sizes = np.bincount(value_index, minlength=len(values))
+    sizes = np.bincount(value_index, minlength=len(distinct_values))
     return np.split(sorted_rows, np.cumsum(sizes)[:-1])
 
 
-def split_by_group(groups: Array, counts: Sequence[int], rng: np.random.Generator, min_groups: int = 0) -> list[Array]:
-    """Draw disjoint parts of about ``counts`` rows without splitting a group.
+def split_by_group(
+    groups: Array, part_sizes: Sequence[int], rng: np.random.Generator, min_groups: int = 0
+) -> list[Array]:
+    """Draw disjoint parts of about ``part_sizes`` rows without splitting a group.
 
     Each part ends at the group where its size is closest to the requested one, so groups of one row give the exact
     counts.
 
     Args:
         groups: Group (N,) of each row.
-        counts: Requested number of rows of each part.
+        part_sizes: Requested number of rows of each part.
         rng: Source of the draw.
         min_groups: Smallest number of groups in each part and in the remainder. The caller makes sure that there are
             enough groups.
@@ -219,11 +221,11 @@ def split_by_group(groups: Array, counts: Sequence[int], rng: np.random.Generato
     rank_of_row = rank_of_group[group_index]
     parts = []
     start = 0
-    for i, requested in enumerate(np.cumsum(counts)):
+    for i, requested in enumerate(np.cumsum(part_sizes)):
         closest_end = int(np.abs(running_sizes - requested).argmin())
         # Leave enough groups for this part and those before it, and for those after it and the remainder.
         earliest_end = min_groups * (i + 1)
-        latest_end = num_groups - min_groups * (len(counts) - i)
+        latest_end = num_groups - min_groups * (len(part_sizes) - i)
         end = min(max(closest_end, earliest_end), latest_end)
         parts.append(np.flatnonzero((rank_of_row >= start) & (rank_of_row < end)))
         start = end
@@ -265,13 +267,13 @@ Stratum = tuple[Hashable, ...]
 
 def _strata_of_keys(
     keys: Sequence[str],
-    clients: Sequence[Hashable],
-    classes: Sequence[Iterable[Hashable]],
+    clients_of_rows: Sequence[Hashable],
+    classes_of_rows: Sequence[Iterable[Hashable]],
     protect_classes: bool,
 ) -> dict[str, set[Stratum]]:
     """Return the strata that each key's rows belong to; the arguments are those of :func:`hashed_share`."""
     strata_of: dict[str, set[Stratum]] = defaultdict(set)
-    for key, client, classes_of_row in zip(keys, clients, classes, strict=True):
+    for key, client, classes_of_row in zip(keys, clients_of_rows, classes_of_rows, strict=True):
         strata_of[key].add(("client", client))
         for name in classes_of_row:
             strata_of[key].add(("part", client, name))
@@ -282,8 +284,8 @@ def _strata_of_keys(
 
 def hashed_share(
     keys: Sequence[str],
-    clients: Sequence[Hashable],
-    classes: Sequence[Iterable[Hashable]],
+    clients_of_rows: Sequence[Hashable],
+    classes_of_rows: Sequence[Iterable[Hashable]],
     share: float,
     seed: int,
     preset: Mapping[str, bool] | None = None,
@@ -301,8 +303,8 @@ def hashed_share(
 
     Args:
         keys: Key of each row.
-        clients: Client of each row.
-        classes: Classes of each row, possibly none.
+        clients_of_rows: Client of each row.
+        classes_of_rows: Classes of each row, possibly none.
         share: Share to choose, above 0 and below 1.
         seed: Seed of the hashes.
         preset: Keys that are chosen (True) or not (False) regardless of their hashes, unless an exception applies.
@@ -317,20 +319,20 @@ def hashed_share(
     [1, 3]
     """
     preset = preset or {}
-    strata_of = _strata_of_keys(keys, clients, classes, protect_classes)
+    strata_of = _strata_of_keys(keys, clients_of_rows, classes_of_rows, protect_classes)
     hashes = {key: derive_seed(seed, f"share/{key}") / 2**128 for key in strata_of}
 
-    sizes: Counter[Stratum] = Counter()
+    size_of_stratum: Counter[Stratum] = Counter()
     for strata in strata_of.values():
-        sizes.update(strata)
+        size_of_stratum.update(strata)
     # Strata that must have a chosen key, and have none yet.
     unrepresented: set[Stratum] = set()
-    for stratum, size in sizes.items():
+    for stratum, size in size_of_stratum.items():
         if stratum[0] == "client" or share * size >= 2:
             unrepresented.add(stratum)
     # Number of keys of each stratum that are not chosen yet, of which the last one must be left out.
-    remaining = sizes.copy()
-    for stratum, size in sizes.items():
+    remaining = size_of_stratum.copy()
+    for stratum, size in size_of_stratum.items():
         # A client's part of a class with a single key may be chosen entirely.
         if stratum[0] == "part" and size == 1:
             remaining[stratum] = 2

@@ -158,7 +158,7 @@ class CIFAR10(Downloadable):
     @property
     def classes(self) -> tuple[str, ...] | None:  # type: ignore[override]  # read from a file
         """Names of the classes, or None if the files of the binary layout come without them."""
-        _ = self._tensors  # reads the files
+        _ = self._images_and_labels  # reads the files
         return self._class_names
 
     def _load(self) -> tuple[Tensor, Tensor]:
@@ -276,7 +276,7 @@ class _TestSet(ImageSet):
         checked_path("root", root)
         self.root = root
 
-    def _read(self, names: Sequence[str], labels_name: str, count: int) -> tuple[list[Tensor], Tensor]:
+    def _read_files(self, file_names: Sequence[str], labels_name: str, count: int) -> tuple[list[Tensor], Tensor]:
         """Read files of ``count`` images each, which share their labels.
 
         Returns:
@@ -285,7 +285,7 @@ class _TestSet(ImageSet):
         root = Path(self.root)
         folder = find_folder([root / name for name in self._subfolders], self._file_pattern) or root
         images = []
-        for name in names:
+        for name in file_names:
             channels_last = map_array(folder / name, (count, 32, 32, 3), self._source)
             images.append(channels_last.permute(0, 3, 1, 2))
         labels = map_array(folder / labels_name, (count,), self._source)
@@ -314,7 +314,7 @@ class CIFAR10_1(_TestSet):
     def _load(self) -> tuple[Tensor, Tensor]:
         prefix = f"cifar10.1_{self.version}"
         count = 2000 if self.version == "v6" else 2021
-        (images,), labels = self._read([f"{prefix}_data.npy"], f"{prefix}_labels.npy", count)
+        (images,), labels = self._read_files([f"{prefix}_data.npy"], f"{prefix}_labels.npy", count)
         return images.contiguous(), labels
 
 
@@ -345,7 +345,7 @@ class CIFAR10C(_TestSet):
 
     def _load(self) -> tuple[Tensor, Tensor]:
         corruptions = _GROUPS.get(self.corruption, (self.corruption,))
-        images_of_files, labels = self._read([f"{name}.npy" for name in corruptions], "labels.npy", 50_000)
+        images_of_files, labels = self._read_files([f"{name}.npy" for name in corruptions], "labels.npy", 50_000)
         rows = slice(None)
         if self.severity is not None:
             rows = slice((self.severity - 1) * 10_000, self.severity * 10_000)

@@ -90,18 +90,18 @@ class ImageSet(Dataset[Any], ABC):
         """
 
     @cached_property
-    def _tensors(self) -> tuple[Tensor | None, Tensor | None]:
+    def _images_and_labels(self) -> tuple[Tensor | None, Tensor | None]:
         return checked_tensors(split_of(self), self._load())
 
     @property
     def images(self) -> Tensor | None:
         """All images, uint8 (N, Ch, H, W), or None if they are read one by one."""
-        return self._tensors[0]
+        return self._images_and_labels[0]
 
     @property
     def labels(self) -> Tensor | None:
         """All labels (N,), or None if the set has none."""
-        return self._tensors[1]
+        return self._images_and_labels[1]
 
     @property
     def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
@@ -115,7 +115,7 @@ class ImageSet(Dataset[Any], ABC):
         """Return the training or the test split of the same set, made from the same arguments."""
         if train == self.train:
             return self
-        other = self._rebuilt("train", train)
+        other = self._copy_with("train", train)
         other.train = train  # for a class without this argument
         return other
 
@@ -127,9 +127,9 @@ class ImageSet(Dataset[Any], ABC):
         has_option = "seed" in inspect.signature(type(self)).parameters
         if not has_option or getattr(self, "seed", 0) is not None:
             return self
-        return self._rebuilt("seed", seed)
+        return self._copy_with("seed", seed)
 
-    def _rebuilt(self, name: str, value: object) -> Self:
+    def _copy_with(self, name: str, value: object) -> Self:
         """Return a set made from the same arguments but for one, which is left unchanged if the class lacks it."""
         bound = self._bound_arguments()
         parameters = bound.signature.parameters
@@ -165,22 +165,22 @@ class ImageSet(Dataset[Any], ABC):
     def __repr__(self) -> str:
         bound = self._bound_arguments()
         arguments = bound.arguments | bound.kwargs
-        options = [f"{name}={_plain(value)!r}" for name, value in arguments.items() if name in vars(self)]
+        options = [f"{name}={_as_plain_value(value)!r}" for name, value in arguments.items() if name in vars(self)]
         return f"{type(self).__name__}({', '.join(options)})"
 
 
-def _check_option_names(kind: type, options: Mapping[str, Any]) -> None:
+def _check_option_names(image_class: type, options: Mapping[str, Any]) -> None:
     """Raise a TypeError for an option that a class hands on to its base classes, and none of them has.
 
     Python's own error would name the base class instead of the class that the caller knows.
     """
-    names: list[str] = []
-    for base in kind.__mro__:
+    option_names: list[str] = []
+    for base in image_class.__mro__:
         constructor = vars(base).get("__init__")
         if constructor is None:
             continue
         parameters = [*inspect.signature(constructor).parameters.values()][1:]
-        names += [
+        option_names += [
             option.name for option in parameters if option.kind in (option.POSITIONAL_OR_KEYWORD, option.KEYWORD_ONLY)
         ]
         if not any(option.kind is option.VAR_KEYWORD for option in parameters):
@@ -188,13 +188,13 @@ def _check_option_names(kind: type, options: Mapping[str, Any]) -> None:
     else:
         return
     for name in options:
-        if name not in names:
-            near = near_names(name, names)
-            remedy = f"did you mean {near[0]}?" if near else f"its options are {', '.join(dict.fromkeys(names))}"
-            raise TypeError(f"{kind.__name__} has no option {name!r}; {remedy}")
+        if name not in option_names:
+            near = near_names(name, option_names)
+            remedy = f"did you mean {near[0]}?" if near else f"its options are {', '.join(dict.fromkeys(option_names))}"
+            raise TypeError(f"{image_class.__name__} has no option {name!r}; {remedy}")
 
 
-def _plain(value: object) -> object:
+def _as_plain_value(value: object) -> object:
     """Return an argument of a set as a recipe has it: a path as text, and a number of NumPy as one of Python."""
     return str(value) if isinstance(value, PurePath) else plain_number(value)
 
@@ -241,9 +241,9 @@ class Manifest:
         )
 
 
-def split_of(images: ImageSet) -> str:
+def split_of(image_set: ImageSet) -> str:
     """Return the class of an image set and its split, for messages."""
-    return f"{type(images).__name__}, {'training' if images.train else 'test'} split"
+    return f"{type(image_set).__name__}, {'training' if image_set.train else 'test'} split"
 
 
 def checked_tensors(who: str, loaded: Any) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401  # whatever a set gives
@@ -326,21 +326,21 @@ def _as_tensor(prefix: str, values: object) -> Tensor | None:
         ) from None
 
 
-def checked_columns(who: str, columns: object, size: int) -> dict[str, np.ndarray[Any, Any]]:
+def checked_columns(who: str, value: object, num_images: int) -> dict[str, np.ndarray[Any, Any]]:
     """Convert the columns of a set to arrays, and check that they have one value for each image.
 
     Args:
         who: Name of the set for messages.
-        columns: The columns by name.
-        size: Number of images.
+        value: The columns by name.
+        num_images: Number of images.
 
     Raises:
         ValueError: If a column has another length.
-        TypeError: If ``columns`` is not a mapping.
+        TypeError: If ``value`` is not a mapping.
     """
-    if not isinstance(columns, Mapping):
-        raise TypeError(f"{who}: columns is {value_text(columns)}; return {{name: array (N,)}} from a @property")
-    arrays = {name: np.asarray(column) for name, column in columns.items()}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{who}: columns is {value_text(value)}; return {{name: array (N,)}} from a @property")
+    arrays = {name: np.asarray(column) for name, column in value.items()}
     for name, array in arrays.items():
         blank = _blank_rows(array)
         if blank:
@@ -348,22 +348,22 @@ def checked_columns(who: str, columns: object, size: int) -> dict[str, np.ndarra
                 f"{who}: the column {name!r} has no value (None or NaN) for {len(blank)} images, such as image "
                 f"{blank[0]}; give each image of the split one, such as 'unknown'"
             )
-        if array.shape[:1] != (size,):
+        if array.shape[:1] != (num_images,):
             raise ValueError(
-                f"{who}: the column {name!r} has shape {array.shape} for {size} images; return one value for each "
-                "image of the split in self.train"
+                f"{who}: the column {name!r} has shape {array.shape} for {num_images} images; return one value for "
+                "each image of the split in self.train"
             )
     return arrays
 
 
-def _blank_rows(column: np.ndarray[Any, Any]) -> list[int]:
+def _blank_rows(column_values: np.ndarray[Any, Any]) -> list[int]:
     """Return the rows of a column (N, ...) that have no value: None, or NaN."""
-    if column.dtype.kind == "f":
-        rows: list[int] = np.flatnonzero(np.isnan(column)).tolist()
-        return rows
-    if column.dtype.kind != "O":
+    if column_values.dtype.kind == "f":
+        row_indices: list[int] = np.flatnonzero(np.isnan(column_values)).tolist()
+        return row_indices
+    if column_values.dtype.kind != "O":
         return []
-    values = column.tolist()
+    values = column_values.tolist()
     return [row for row, value in enumerate(values) if value is None or (isinstance(value, float) and isnan(value))]
 
 
@@ -443,20 +443,20 @@ def number_labels(words: Sequence[Any], classes: tuple[str, ...] | None = None) 
     return classes, labels
 
 
-def renumber_labels(manifest: Manifest, classes: Sequence[str], source: str) -> Manifest:
-    """Renumber the labels of a manifest in the order of ``classes``.
+def renumber_labels(manifest: Manifest, class_names: Sequence[str], source: str) -> Manifest:
+    """Renumber the labels of a manifest in the order of ``class_names``.
 
     Args:
         manifest: The images.
-        classes: All classes in the new order; some may have no images.
+        class_names: All classes in the new order; some may have no images.
         source: Name of the source for messages.
 
     Raises:
         ValueError: If an image has another class.
     """
     assert manifest.labels is not None and manifest.classes is not None
-    unknown = [name for name in manifest.classes if name not in classes]
-    class_by_form = {visible_form(name): name for name in classes}
+    unknown = [name for name in manifest.classes if name not in class_names]
+    class_by_form = {visible_form(name): name for name in class_names}
     for name in unknown:
         twin = class_by_form.get(visible_form(name))
         if twin is not None:
@@ -464,7 +464,7 @@ def renumber_labels(manifest: Manifest, classes: Sequence[str], source: str) -> 
                 f"{source} has images of {name!a}, which looks like the class {twin!a} but is a different name: rename "
                 "one of them so that both have the same code points"
             )
-    class_of_number = {number_of(name): name for name in classes}
+    class_of_number = {number_of(name): name for name in class_names}
     for name in unknown:
         number = number_of(name)
         if number is not None and number in class_of_number:
@@ -474,13 +474,13 @@ def renumber_labels(manifest: Manifest, classes: Sequence[str], source: str) -> 
             )
     if unknown:
         raise ValueError(
-            f"{source} has images of {abbreviated(unknown)}, but the classes are {abbreviated(classes)}: rename them, "
-            "remove the images, or add the classes"
+            f"{source} has images of {abbreviated(unknown)}, but the classes are {abbreviated(class_names)}: rename "
+            "them, remove the images, or add the classes"
         )
-    new_numbers = np.array([list(classes).index(name) for name in manifest.classes], dtype=np.int64)
+    new_numbers = np.array([list(class_names).index(name) for name in manifest.classes], dtype=np.int64)
     if manifest.labels.ndim == 1:
         labels = new_numbers[manifest.labels]
     else:
         # One row of the identity matrix moves one column of the labels.
-        labels = manifest.labels @ np.eye(len(classes), dtype="f")[new_numbers]
-    return replace(manifest, labels=labels, classes=tuple(classes))
+        labels = manifest.labels @ np.eye(len(class_names), dtype="f")[new_numbers]
+    return replace(manifest, labels=labels, classes=tuple(class_names))

@@ -65,5 +65,5 @@ class DerivedSet(ImageSet):
     def with_seed(self, seed: int) -> Self:
         """Return the set drawn by this seed, and the set behind it, each unless it has a seed of its own."""
         inner_set = self.dataset.with_seed(seed)
-        derived = self if inner_set is self.dataset else self._rebuilt("dataset", inner_set)
+        derived = self if inner_set is self.dataset else self._copy_with("dataset", inner_set)
         return super(DerivedSet, derived).with_seed(seed)

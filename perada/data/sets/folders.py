@@ -185,18 +185,18 @@ class ImageMasks(OwnImages):
         root = Path(self.root)
         files = list_images(root)
         pairs = self._pair_folders(files)
-        pair_of_images = {(*pair.parent, pair.images): pair for pair in pairs}
+        pair_of_images = {(*pair.parent, pair.image_folder): pair for pair in pairs}
         if len(pair_of_images) < len(pairs):
-            names = sorted({pair.masks for pair in pairs})
+            names = sorted({pair.mask_folder for pair in pairs})
             raise ValueError(
                 f"{root} has several folders that may hold the masks of the same images: {abbreviated(names)}; set "
                 "images and masks to the names of the folders"
             )
         masks_of_pairs = _list_masks(files, pairs)
-        images: list[str] = []
-        masks: list[str] = []
+        image_paths: list[str] = []
+        mask_paths: list[str] = []
         without_mask: list[str] = []
-        facts: list[dict[str, str]] = []
+        fields_of_images: list[dict[str, str]] = []
         for file in files:
             parts = PurePosixPath(file).with_suffix("").parts
             pair = _pair_of(parts[:-1], pair_of_images)
@@ -208,16 +208,16 @@ class ImageMasks(OwnImages):
             if stem is None:
                 without_mask.append(file)
                 continue
-            images.append(file)
-            masks.append(file_of_stem[stem])
-            facts.append(_facts_of(parts, place, pair.split, self.shared_groups is True))
-        self._check_pairs(images, masks, without_mask, pair_of_images)
-        self._warn_of_unused(files, [*images, *masks])
+            image_paths.append(file)
+            mask_paths.append(file_of_stem[stem])
+            fields_of_images.append(_facts_of(parts, place, pair.split, self.shared_groups is True))
+        self._check_pairs(image_paths, mask_paths, without_mask, pair_of_images)
+        self._warn_of_unused(files, [*image_paths, *mask_paths])
         self._warn_of_high_root(pairs)
-        columns = self._complete_columns(facts)
+        columns = self._complete_columns(fields_of_images)
         split = columns.pop("split", None)
-        paths = [f"{root}/{file}" for file in images]
-        return Manifest(paths, columns=columns, split=split, masks=[f"{root}/{file}" for file in masks])
+        paths = [f"{root}/{file}" for file in image_paths]
+        return Manifest(paths, columns=columns, split=split, masks=[f"{root}/{file}" for file in mask_paths])
 
     def _pair_folders(self, files: Sequence[str]) -> list[MaskFolders]:
         """Return the folders of images with those of their masks; raise a FileNotFoundError if there are none."""
@@ -242,16 +242,16 @@ class ImageMasks(OwnImages):
 
     def _check_pairs(
         self,
-        images: Sequence[str],
-        masks: Sequence[str],
+        image_paths: Sequence[str],
+        mask_paths: Sequence[str],
         without_mask: Sequence[str],
         pair_of_images: Mapping[tuple[str, ...], MaskFolders],
     ) -> None:
         """Raise an error for images without mask, and for a mask of several images.
 
         Args:
-            images: Images with a mask.
-            masks: Their masks.
+            image_paths: Images with a mask.
+            mask_paths: Their masks.
             without_mask: Images without a mask.
             pair_of_images: The folders by that of images.
         """
@@ -260,13 +260,13 @@ class ImageMasks(OwnImages):
             pair = _pair_of(first.parts[:-1], pair_of_images)
             assert pair is not None
             place = len(pair.parent)
-            expected = PurePosixPath(*pair.parent, pair.masks, *first.parts[place + 1 :])
+            expected = PurePosixPath(*pair.parent, pair.mask_folder, *first.parts[place + 1 :])
             raise FileNotFoundError(
-                f"{len(without_mask)} of {len(images) + len(without_mask)} images in {self.root} have no mask: "
+                f"{len(without_mask)} of {len(image_paths) + len(without_mask)} images in {self.root} have no mask: "
                 f"{abbreviated(without_mask)}; add masks such as {expected}.png, or remove the images"
             )
-        counts = Counter(masks)
-        shared = [image for image, mask in zip(images, masks, strict=True) if counts[mask] > 1]
+        counts = Counter(mask_paths)
+        shared = [image for image, mask in zip(image_paths, mask_paths, strict=True) if counts[mask] > 1]
         if shared:
             raise ValueError(
                 f"several images in {self.root} have the same mask: {abbreviated(shared)}; combine the channels of an "
@@ -278,7 +278,7 @@ class ImageMasks(OwnImages):
         unused = []
         for file in sorted({*files}.difference(used)):
             roles = [role_of(folder) for folder in PurePosixPath(file).parts[:-1]]
-            kinds = [role.kind for role in roles if role is not None]
+            kinds = [role.content for role in roles if role is not None]
             if kinds and kinds[-1] == IMAGES:
                 unused.append(file)
         if unused:
@@ -299,24 +299,24 @@ class ImageMasks(OwnImages):
                 stacklevel=2,
             )
 
-    def _complete_columns(self, facts: Sequence[Mapping[str, str]]) -> dict[str, Array]:
+    def _complete_columns(self, fields_of_images: Sequence[Mapping[str, str]]) -> dict[str, Array]:
         """Return the columns of what the folders name; raise a ValueError for one that only some images have."""
-        columns: dict[str, list[str]] = {}
-        for facts_of_image in facts:
-            for name, value in facts_of_image.items():
-                columns.setdefault(name, []).append(value)
-        incomplete = sorted(name for name, values in columns.items() if len(values) < len(facts))
+        values_of_columns: dict[str, list[str]] = {}
+        for fields_of_image in fields_of_images:
+            for name, value in fields_of_image.items():
+                values_of_columns.setdefault(name, []).append(value)
+        incomplete = sorted(name for name, values in values_of_columns.items() if len(values) < len(fields_of_images))
         if incomplete:
             raise ValueError(
                 f"only some of the images in {self.root} are in a folder for the {incomplete[0]}; use the same levels "
                 "of folders for all images"
             )
-        return {name: np.array(values) for name, values in columns.items()}
+        return {name: np.array(values) for name, values in values_of_columns.items()}
 
 
 def _list_masks(files: Iterable[str], pairs: Sequence[MaskFolders]) -> dict[MaskFolders, dict[str, str]]:
     """Return the files of the masks of each pair of folders, by their names without extension."""
-    pair_of_masks = {(*pair.parent, pair.masks): pair for pair in pairs}
+    pair_of_masks = {(*pair.parent, pair.mask_folder): pair for pair in pairs}
     masks_of_pairs: dict[MaskFolders, dict[str, str]] = {pair: {} for pair in pairs}
     for file in files:
         parts = PurePosixPath(file).with_suffix("").parts
@@ -344,21 +344,21 @@ def _facts_of(parts: Sequence[str], place: int, split: str, shared_groups: bool)
         split: Split in the name of this folder, if it has one.
         shared_groups: Whether a group of the same name is the same group in the folders of all clients.
     """
-    facts: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for folder in parts[:place]:
         if folder.lower() in SPLITS:
-            facts["split"] = folder
+            fields["split"] = folder
         else:
-            facts.setdefault("client", folder)
+            fields.setdefault("client", folder)
     if split:
-        facts["split"] = split
+        fields["split"] = split
     below = parts[place + 1 : -1]
     if below:
-        facts["group"] = "/".join(below)
-        if "client" in facts and not shared_groups:
+        fields["group"] = "/".join(below)
+        if "client" in fields and not shared_groups:
             # Patients of different clients may have the same number.
-            facts["group"] = f"{facts['client']}/{facts['group']}"
-    return facts
+            fields["group"] = f"{fields['client']}/{fields['group']}"
+    return fields
 
 
 def have_masks(files: Iterable[str]) -> bool:
@@ -397,30 +397,30 @@ def _check_no_masks(root: Path, files: Sequence[str], manifest: Manifest) -> Non
     clients = sorted({*manifest.columns.get("client", ())})
     for names in (classes, clients):
         roles = [role_of(name) for name in names]
-        kinds = {role.kind for role in roles if role is not None}
+        kinds = {role.content for role in roles if role is not None}
         if None not in roles and len(kinds) > 1:
             _check_beside_each_other(root, files, classes)
     for name in classes:
         role = role_of(name)
-        if role is not None and role.kind == MASKS:
+        if role is not None and role.content == MASKS:
             _check_not_masks_of_others(root, files, name, classes)
 
 
-def _check_beside_each_other(root: Path, files: Sequence[str], classes: Sequence[str]) -> None:
+def _check_beside_each_other(root: Path, files: Sequence[str], class_folders: Sequence[str]) -> None:
     """Raise a ValueError if folders named like those of images and of masks are beside each other.
 
     Args:
         root: The folder, for the message.
         files: Paths of all images below it.
-        classes: All classes.
+        class_folders: All classes.
     """
-    confirmation = f"if they are classes, declare classes: {list(classes)}"
+    confirmation = f"if they are classes, declare classes: {list(class_folders)}"
     pairs = find_mask_folders(files)
     if pairs:
         first = pairs[0]
         raise ValueError(
-            f"{root} has images and their masks in folders such as {'/'.join((*first.parent, first.images))} and "
-            f"{'/'.join((*first.parent, first.masks))}, which would be classes: read them with ImageMasks; "
+            f"{root} has images and their masks in folders such as {'/'.join((*first.parent, first.image_folder))} and "
+            f"{'/'.join((*first.parent, first.mask_folder))}, which would be classes: read them with ImageMasks; "
             f"{confirmation}"
         )
     # The first file of each kind, by the folders above both.
@@ -430,7 +430,7 @@ def _check_beside_each_other(root: Path, files: Sequence[str], classes: Sequence
         for depth, folder in enumerate(folders):
             role = role_of(folder)
             if role is not None:
-                first_files.setdefault(folders[:depth], {}).setdefault(role.kind, file)
+                first_files.setdefault(folders[:depth], {}).setdefault(role.content, file)
     for first_of_kind in first_files.values():
         if len(first_of_kind) > 1:
             raise ValueError(
@@ -440,14 +440,14 @@ def _check_beside_each_other(root: Path, files: Sequence[str], classes: Sequence
             )
 
 
-def _check_not_masks_of_others(root: Path, files: Sequence[str], name: str, classes: Sequence[str]) -> None:
+def _check_not_masks_of_others(root: Path, files: Sequence[str], name: str, class_folders: Sequence[str]) -> None:
     """Raise a ValueError if the files of a class have the names of those in a folder beside it, which are their masks.
 
     Args:
         root: The folder, for the message.
         files: Paths of all images below it.
         name: A class that is named like a folder of masks.
-        classes: All classes.
+        class_folders: All classes.
     """
     stems_of_folders: dict[PurePosixPath, dict[str, str]] = {}
     for file in files:
@@ -455,7 +455,7 @@ def _check_not_masks_of_others(root: Path, files: Sequence[str], name: str, clas
         stems_of_folders.setdefault(path.parent, {})[path.stem] = file
     for folder, images in stems_of_folders.items():
         # A class no_mask is the opposite of mask, and not its images.
-        if folder.name not in classes or name.lower() in folder.name.lower():
+        if folder.name not in class_folders or name.lower() in folder.name.lower():
             continue
         masks = stems_of_folders.get(folder.parent / name, {})
         image_of_mask: dict[str, str] = {}
@@ -471,7 +471,7 @@ def _check_not_masks_of_others(root: Path, files: Sequence[str], name: str, clas
             f"{root} has the class {name!r}, whose files have the names of those in {folder.name!r}, such as "
             f"{masks[mask_stem]} and {image}, as if they were their masks: rename {folder.name!r} to "
             f"{IMAGES!r}, or read them with ImageMasks, images: {folder.name} and masks: {name}; if they are classes, "
-            f"declare classes: {list(classes)}"
+            f"declare classes: {list(class_folders)}"
         )
 
 

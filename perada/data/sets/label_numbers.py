@@ -14,26 +14,27 @@ class Shift:
     Attributes:
         numbers: The numbers of the others.
         higher_numbers: The same numbers plus 1.
-        clients: Clients that have the smallest of all numbers.
-        higher_clients: Clients that have the largest of all numbers.
+        client_names: Clients that have the smallest of all numbers.
+        higher_client_names: Clients that have the largest of all numbers.
     """
 
     numbers: list[int]
     higher_numbers: list[int]
-    clients: list[str]
-    higher_clients: list[str]
+    client_names: list[str]
+    higher_client_names: list[str]
 
     def describe(self, confirmation: str) -> str:
         """Return a sentence with the remedy; ``confirmation`` is what to do if the classes are different ones."""
-        higher_clients = abbreviated(self.higher_clients)
+        higher_clients = abbreviated(self.higher_client_names)
         return (
-            f"the classes {_listed(self.higher_numbers)} of {higher_clients} look like the classes "
-            f"{_listed(self.numbers)} of {abbreviated(self.clients)} plus 1: number each class alike at all clients, "
-            f"here by subtracting 1 from each label of {higher_clients}; if they are different classes, {confirmation}"
+            f"the classes {_list_numbers(self.higher_numbers)} of {higher_clients} look like the classes "
+            f"{_list_numbers(self.numbers)} of {abbreviated(self.client_names)} plus 1: number each class alike at all "
+            f"clients, here by subtracting 1 from each label of {higher_clients}; if they are different classes, "
+            f"{confirmation}"
         )
 
 
-def _listed(numbers: list[int]) -> str:
+def _list_numbers(numbers: list[int]) -> str:
     """Return the first numbers for a message."""
     return abbreviated([str(number) for number in numbers])
 
@@ -68,6 +69,6 @@ def find_shift(numbers_of_clients: Mapping[str, Set[int]]) -> Shift | None:
     return Shift(
         numbers=sorted(lower),
         higher_numbers=sorted(higher),
-        clients=[client for client, numbers in numbers_of_clients.items() if smallest in numbers],
-        higher_clients=[client for client, numbers in numbers_of_clients.items() if largest in numbers],
+        client_names=[client for client, numbers in numbers_of_clients.items() if smallest in numbers],
+        higher_client_names=[client for client, numbers in numbers_of_clients.items() if largest in numbers],
     )

@@ -84,7 +84,7 @@ class ImageFiles(ImageSet):
         if size == self.size:
             return self
         try:
-            other = self._rebuilt("size", size)
+            other = self._copy_with("size", size)
         except (TypeError, ValueError):
             # It hands its keyword arguments on to a class that has no such option.
             return self
@@ -131,11 +131,11 @@ class ImageFiles(ImageSet):
     def digest(self, path: str) -> str:
         """Return a digest of a file's content, or of its path if the file cannot be read."""
         try:
-            return self._digest(path)
+            return self._hash_image(path)
         except OSError:
             return hashlib.sha256(path.encode()).hexdigest()
 
-    def _digest(self, path: str) -> str:
+    def _hash_image(self, path: str) -> str:
         state = os.stat(path)
         return _digest_of_file(path, state.st_size, state.st_mtime_ns)
 
@@ -155,10 +155,10 @@ class ImageFiles(ImageSet):
         for path, mask, palette in zip(paths, masks, palettes, strict=True):
             if palette is None:
                 continue
-            numbers: list[int] = mask.unique().tolist()
-            values = numbers
+            pixel_values: list[int] = mask.unique().tolist()
+            values = pixel_values
             if self.mask_values is not None:
-                values = [self.mask_values[number] for number in numbers if number < len(self.mask_values)]
+                values = [self.mask_values[number] for number in pixel_values if number < len(self.mask_values)]
             colours_of_files[path] = colours_of_values(palette, values)
         check_palettes(colours_of_files, values_are_declared=self.mask_values is not None)
 
@@ -368,8 +368,8 @@ class OwnImages(ImageFiles):
             classes_of_images = [[label] for label in manifest.labels.tolist()]
         test_rows = hashed_share(
             keys=manifest.identities.tolist(),
-            clients=manifest.columns.get(self._client_column, no_clients).tolist(),
-            classes=classes_of_images,
+            clients_of_rows=manifest.columns.get(self._client_column, no_clients).tolist(),
+            classes_of_rows=classes_of_images,
             share=self.test_share,
             seed=self.seed,
             preset=self.fixed_splits,
@@ -404,12 +404,14 @@ class OwnImages(ImageFiles):
         """The column of groups, if there is one."""
         return "group" if "group" in self.columns else None
 
-    def _normalise_split(self, manifest: Manifest, names: list[str]) -> Array:
+    def _normalise_split(self, manifest: Manifest, split_names: list[str]) -> Array:
         """Translate the source's names of splits to ``train``, ``test`` or ``val`` (N,), and check the splits."""
-        split = np.array([SPLITS.get(name.lower(), "") for name in names])
+        split = np.array([SPLITS.get(name.lower(), "") for name in split_names])
         if "" in split:
             row = int(np.argmax(split == ""))
-            raise ValueError(f"{manifest.paths[row]}: split must be one of {', '.join(SPLITS)}, got {names[row]!r}")
+            raise ValueError(
+                f"{manifest.paths[row]}: split must be one of {', '.join(SPLITS)}, got {split_names[row]!r}"
+            )
         sizes = Counter(split.tolist())
         missing = ""
         if not sizes["train"]:
@@ -583,9 +585,9 @@ class ListedImages(OwnImages):
         self.reject_rows(empty, f"{name} is empty", remedy)
         return values
 
-    def reject_rows(self, rows: Iterable[int], problem: str, remedy: str) -> None:
-        """Raise a ValueError that names ``rows``, if there are any."""
-        names = [str(self.listing.row_names[row]) for row in rows]
+    def reject_rows(self, row_indices: Iterable[int], problem: str, remedy: str) -> None:
+        """Raise a ValueError that names ``row_indices``, if there are any."""
+        names = [str(self.listing.row_names[row]) for row in row_indices]
         if names:
             noun = "row" if len(names) == 1 else "rows"
             raise ValueError(f"{self.source_name}, {noun} {abbreviated(names)}: {problem}; {remedy}")

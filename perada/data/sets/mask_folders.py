@@ -35,11 +35,11 @@ class FolderRole(NamedTuple):
     """What the name of a folder says of its files.
 
     Attributes:
-        kind: ``images`` or ``masks``.
+        content: ``images`` or ``masks``.
         split: ``train``, ``test`` or ``val``; empty if the name has none.
     """
 
-    kind: Literal["images", "masks"]
+    content: Literal["images", "masks"]
     split: str
 
 
@@ -65,14 +65,14 @@ class MaskFolders:
 
     Attributes:
         parent: The folders above both.
-        images: Name of the folder of images.
-        masks: Name of the folder of masks.
+        image_folder: Name of the folder of images.
+        mask_folder: Name of the folder of masks.
         split: ``train``, ``test`` or ``val``, if their names have it.
     """
 
     parent: tuple[str, ...]
-    images: str
-    masks: str
+    image_folder: str
+    mask_folder: str
     split: str = ""
 
 
@@ -86,9 +86,9 @@ def find_mask_folders(files: Iterable[str]) -> list[MaskFolders]:
         files: Paths below a folder, with ``/``.
 
     >>> find_mask_folders(["a/imagesTr/1_0000.png", "a/labelsTr/1.png", "b/images/1.png", "b/texts/1.png"])
-    [MaskFolders(parent=('a',), images='imagesTr', masks='labelsTr', split='train')]
+    [MaskFolders(parent=('a',), image_folder='imagesTr', mask_folder='labelsTr', split='train')]
     """
-    # By the folders above, and then by the folder's own name.
+    # The keys are the folders above, and then the folder's own name.
     stems_of_folders: dict[tuple[str, ...], dict[str, set[str]]] = {}
     for file in files:
         parts = PurePosixPath(file).with_suffix("").parts
@@ -100,7 +100,7 @@ def find_mask_folders(files: Iterable[str]) -> list[MaskFolders]:
     for parent, siblings in stems_of_folders.items():
         for images, image_stems in siblings.items():
             role = role_of(images)
-            if role is None or role.kind != IMAGES:
+            if role is None or role.content != IMAGES:
                 continue
             for masks, mask_stems in siblings.items():
                 if role_of(masks) != FolderRole("masks", role.split):
@@ -135,12 +135,12 @@ def find_masks_beside_images(files: Iterable[str]) -> dict[str, str]:
     {'a/1_mask.png': 'a/1.jpg', 'a/1_mask_2.png': 'a/1.jpg'}
     """
     file_of_stem = {str(PurePosixPath(file).with_suffix("")): file for file in files}
-    images: dict[str, str] = {}
+    image_of_mask: dict[str, str] = {}
     for stem, file in file_of_stem.items():
         match = _MASK_BESIDE_IMAGE.fullmatch(stem)
         if match is not None and match["image"] in file_of_stem:
-            images[file] = file_of_stem[match["image"]]
-    return images
+            image_of_mask[file] = file_of_stem[match["image"]]
+    return image_of_mask
 
 
 def folder_of_clients(parents: Iterable[tuple[str, ...]], splits: Set[str]) -> tuple[str, ...]:
@@ -156,14 +156,14 @@ def folder_of_clients(parents: Iterable[tuple[str, ...]], splits: Set[str]) -> t
     ((), ())
     """
     folders = [list(parent) for parent in parents]
-    shared: list[str] = []
+    common_names: list[str] = []
     while folders and all(folders):
         first_folders = {parent[0] for parent in folders}
         if any(name.lower() in splits for name in first_folders):
             return ()
         if len(first_folders) > 1:
-            return tuple(shared)
-        shared.append(folders[0][0])
+            return tuple(common_names)
+        common_names.append(folders[0][0])
         folders = [parent[1:] for parent in folders]
     return ()
 
@@ -179,6 +179,6 @@ def find_masks(files: Sequence[str]) -> set[str]:
     """
     masks = set(find_masks_beside_images(files))
     for pair in find_mask_folders(files):
-        folder = "/".join((*pair.parent, pair.masks, ""))
+        folder = "/".join((*pair.parent, pair.mask_folder, ""))
         masks.update(file for file in files if file.startswith(folder))
     return masks

@@ -48,35 +48,35 @@ def check_mask_values(values: object) -> tuple[int, ...] | None:
     return tuple(values)
 
 
-def read_mask(path: str, image_path: str, size: int, values: Sequence[int] | None) -> Tensor:
+def read_mask(path: str, image_path: str, size: int, mask_values: Sequence[int] | None) -> Tensor:
     """Read the file of a mask; see :func:`decode_mask`.
 
     Args:
         path: File of the mask.
         image_path: File of its image, which must have the same size.
         size: Height and width to resize the mask to.
-        values: Value of each class in the file.
+        mask_values: Value of each class in the file.
 
     Raises:
         MissingImageError: If a file does not exist.
         UnreadableImageError: See :func:`decode_mask`.
     """
     try:
-        return decode_mask(path, image_path, size, values, path)
+        return decode_mask(path, image_path, size, mask_values, path)
     except FileNotFoundError as error:
         raise MissingImageError(f"{error.filename} does not exist", "add it, or remove the other of the pair") from None
 
 
 def decode_mask(
-    mask: str | IO[bytes], image: str | IO[bytes], size: int, values: Sequence[int] | None, name: str
+    mask_source: str | IO[bytes], image_source: str | IO[bytes], size: int, mask_values: Sequence[int] | None, name: str
 ) -> Tensor:
     """Decode a mask of grey values or of a palette, whose numbers are the classes.
 
     Args:
-        mask: Path or content of the mask.
-        image: Path or content of its image, which must have the same size.
+        mask_source: Path or content of the mask.
+        image_source: Path or content of its image, which must have the same size.
         size: Height and width to resize the mask to, by nearest neighbour.
-        values: Value of each class in the mask; None for its number. 255 stays 255 unless it is listed.
+        mask_values: Value of each class in the mask; None for its number. 255 stays 255 unless it is listed.
         name: Name of the mask in messages.
 
     Returns:
@@ -87,9 +87,9 @@ def decode_mask(
         UnreadableImageError: If it is not a mask, has another size than the image, or a value that is not listed.
     """
     try:
-        with Image.open(mask) as opened_mask:
-            pixels = mask_pixels(opened_mask, name, values)
-        with Image.open(image) as opened_image:
+        with Image.open(mask_source) as opened_mask:
+            pixels = mask_pixels(opened_mask, name, mask_values)
+        with Image.open(image_source) as opened_image:
             # Images are rotated according to their metadata, and labelling tools show them so.
             image_size = upright_size(opened_image)
     except (FileNotFoundError, UnreadableImageError):
@@ -103,20 +103,20 @@ def decode_mask(
             f"{name} has {width} x {height} pixels, but its image has {image_size[0]} x {image_size[1]}",
             "save masks in the size of their images",
         )
-    if values is not None:
-        pixels = _number_values(pixels, values, name)
+    if mask_values is not None:
+        pixels = _number_values(pixels, mask_values, name)
     resized = resize_masks(torch.from_numpy(pixels), size)
     # Many masks are in memory together.
     return stack_integers([resized])[0]
 
 
-def mask_pixels(opened: Image.Image, name: str, values: Sequence[int] | None = None) -> Pixels:
+def mask_pixels(opened: Image.Image, name: str, mask_values: Sequence[int] | None = None) -> Pixels:
     """Return the value int64 (H, W) of each pixel of an opened mask, exactly as it is stored.
 
     Args:
         opened: The mask. Its pixels need not be loaded.
         name: Name of the mask in messages.
-        values: All values that the mask may have, if they are known.
+        mask_values: All values that the mask may have, if they are known.
 
     Raises:
         UnreadableImageError: If the file has several pictures or colours, values with a fraction, or was compressed
@@ -131,7 +131,7 @@ def mask_pixels(opened: Image.Image, name: str, values: Sequence[int] | None = N
     load_pixels(opened)
     stored = np.asarray(upright(opened))
     lossy_format = _lossy_format(opened)
-    if lossy_format and (values is None or not np.isin(stored, list({*values, UNLISTED})).all()):
+    if lossy_format and (mask_values is None or not np.isin(stored, list({*mask_values, UNLISTED})).all()):
         raise UnreadableImageError(
             f"{name} is a {lossy_format} file, whose compression changes the numbers of classes",
             "save masks without losses, as PNG, from the original annotations",
@@ -175,17 +175,17 @@ def _with_sign(pixels: Pixels, opened: TiffImagePlugin.TiffImageFile) -> Pixels:
     return pixels
 
 
-def _number_values(pixels: Pixels, values: Sequence[int], name: str) -> Pixels:
+def _number_values(pixels: Pixels, mask_values: Sequence[int], name: str) -> Pixels:
     """Return the place of each pixel's value in the list; raise an UnreadableImageError for others.
 
     Args:
         pixels: Values of the pixels.
-        values: The value of each class.
+        mask_values: The value of each class.
         name: Name of the mask in messages.
     """
-    listed_values = {*values}
+    listed_values = {*mask_values}
     # With more classes, 255 is the number of one of them.
-    if len(values) <= UNLISTED:
+    if len(mask_values) <= UNLISTED:
         listed_values.add(UNLISTED)
     unknown = sorted({*np.unique(pixels).tolist()} - listed_values)
     if unknown:
@@ -194,7 +194,7 @@ def _number_values(pixels: Pixels, values: Sequence[int], name: str) -> Pixels:
             "list them, or correct the mask",
         )
     numbers = np.full(pixels.shape, UNLISTED, dtype=np.int64)
-    for number, value in enumerate(values):
+    for number, value in enumerate(mask_values):
         numbers[pixels == value] = number
     return numbers
 

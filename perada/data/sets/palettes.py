@@ -39,13 +39,13 @@ def palette_of(mask: str | IO[bytes]) -> list[Colour] | None:
     return [tuple(entries[start : start + channels]) for start in range(0, len(entries), channels)]
 
 
-def colours_of_values(palette: Sequence[Colour], values: Sequence[int]) -> dict[int, Colour]:
+def colours_of_values(palette: Sequence[Colour], mask_values: Sequence[int]) -> dict[int, Colour]:
     """Return the colour of each value that a mask has, without colours that several of its values share.
 
     >>> colours_of_values([(0, 0, 0), (9, 0, 0), (9, 0, 0)], [0, 1, 2])
     {0: (0, 0, 0)}
     """
-    colours = {value: palette[value] for value in values if 0 <= value < len(palette)}
+    colours = {value: palette[value] for value in mask_values if 0 <= value < len(palette)}
     seen = list(colours.values())
     return {value: colour for value, colour in colours.items() if seen.count(colour) == 1}
 
@@ -72,8 +72,8 @@ def check_palettes(colours_of_files: Mapping[str, Mapping[int, Colour]], values_
                 return
             same_value = first_with_value.setdefault(value, entry)
             if colour != same_value.colour and not other_colour:
-                first_colour = _hex(same_value.colour)
-                other_colour = f"{value} is {first_colour} in {same_value.file}, but {_hex(colour)} in {file}"
+                first_colour = _format_hex(same_value.colour)
+                other_colour = f"{value} is {first_colour} in {same_value.file}, but {_format_hex(colour)} in {file}"
     if other_colour and not values_are_declared:
         warnings.warn(
             f"masks have palettes of different colours: {other_colour}. The numbers are the classes, whatever their "
@@ -86,7 +86,7 @@ def check_palettes(colours_of_files: Mapping[str, Mapping[int, Colour]], values_
 def _reject_moved_colour(first: PaletteEntry, second: PaletteEntry, values_are_declared: bool) -> None:
     """Raise a ValueError for a colour that has two numbers, or warn of it if values are declared."""
     problem = (
-        f"masks have swapped palettes: the colour {_hex(first.colour)} is {first.value} in {first.file}, but "
+        f"masks have swapped palettes: the colour {_format_hex(first.colour)} is {first.value} in {first.file}, but "
         f"{second.value} in {second.file}"
     )
     if values_are_declared:
@@ -98,10 +98,10 @@ def _reject_moved_colour(first: PaletteEntry, second: PaletteEntry, values_are_d
     )
 
 
-def _hex(colour: Colour) -> str:
+def _format_hex(colour: Colour) -> str:
     """Return a colour as in HTML.
 
-    >>> _hex((255, 0, 16))
+    >>> _format_hex((255, 0, 16))
     '#ff0010'
     """
     return "#" + "".join(f"{channel:02x}" for channel in colour)

@@ -64,13 +64,13 @@ class RandomPart(DerivedSet):
     def identities(self) -> Array | None:  # type: ignore[override]  # an attribute of other sets
         """Identity (N,) of each image, or None if the set has none."""
         identities = self._whole_split.identities
-        return None if identities is None else np.asarray(identities)[self._rows]
+        return None if identities is None else np.asarray(identities)[self._row_indices]
 
     @property
     def columns(self) -> Mapping[str, Array]:
         """The set's own columns."""
         columns = self._columns_of_split
-        return {name: column[self._rows] for name, column in columns.items()}
+        return {name: column[self._row_indices] for name, column in columns.items()}
 
     @property
     def paths(self) -> list[str | None]:
@@ -78,7 +78,7 @@ class RandomPart(DerivedSet):
         paths = getattr(self._whole_split, "paths", None)
         if not isinstance(paths, list):
             return [None] * len(self)
-        return [paths[row] for row in self._rows.tolist()]
+        return [paths[row] for row in self._row_indices.tolist()]
 
     @cached_property
     def _whole_split(self) -> ImageSet:
@@ -89,7 +89,7 @@ class RandomPart(DerivedSet):
         return checked_columns(split_of(self._whole_split), self._whole_split.columns, len(self._whole_split))
 
     @cached_property
-    def _rows(self) -> Array:
+    def _row_indices(self) -> Array:
         """Rows (N,) of the part in its split of the set, ascending."""
         num_images = len(self._whole_split)
         groups = np.arange(num_images)
@@ -113,16 +113,16 @@ class RandomPart(DerivedSet):
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
         images = self._whole_split.images
         labels = self._whole_split.labels
-        rows = torch.from_numpy(self._rows)
+        rows = torch.from_numpy(self._row_indices)
         images_of_part = None if images is None else images[rows]
         labels_of_part = None if labels is None else labels[rows]
         return images_of_part, labels_of_part
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._row_indices)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Tensor:
         # A range turns a negative index into the place that it stands for, and raises beyond the end.
         place = range(len(self))[index]
-        item: tuple[Tensor, Tensor] | Tensor = self._whole_split[int(self._rows[place])]
+        item: tuple[Tensor, Tensor] | Tensor = self._whole_split[int(self._row_indices[place])]
         return item

@@ -294,24 +294,24 @@ class Shakespeare(ImageSet):
         self.root = root
 
     def _load(self) -> tuple[Tensor, Tensor]:
-        tokens, labels, _ = self._read
+        tokens, labels, _ = self._tokens_and_roles
         return tokens, labels
 
     @property
     def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
         """The role of each sample, ``client`` (N,)."""
-        _, _, roles = self._read
+        _, _, roles = self._tokens_and_roles
         return {"client": roles}
 
     @cached_property
-    def _read(self) -> tuple[Tensor, Tensor, np.ndarray[Any, Any]]:
+    def _tokens_and_roles(self) -> tuple[Tensor, Tensor, np.ndarray[Any, Any]]:
         """Return tokens int64 (N, 80), the tokens that follow them int64 (N,), and the roles (N,)."""
         path = Path(self.root)
         samples: list[_RoleSamples] = []
         if path.is_file():
             samples += _read_plain_text(path, self.train)
         else:
-            for file in self._files():
+            for file in self._find_files():
                 samples += _read_leaf_file(file)
         if not samples and self.train:
             raise ValueError(
@@ -324,7 +324,7 @@ class Shakespeare(ImageSet):
         sizes = [0, *(len(part.labels) for part in samples)]
         return tokens, labels, np.repeat(role_names, sizes)
 
-    def _files(self) -> list[Path]:
+    def _find_files(self) -> list[Path]:
         split = "train" if self.train else "test"
         for folder in (Path(self.root), Path(self.root) / "data"):
             files = sorted((folder / split).glob("*.json"))

@@ -29,7 +29,7 @@ _BILINEAR = Image.Resampling.BILINEAR
 _AT_ONCE = 1000  # images
 
 
-def _sampled(images: Array, matrix: tuple[int, int, int, int], denominator: int) -> Array:
+def _resample_images(images: Array, matrix: tuple[int, int, int, int], denominator: int) -> Array:
     """Resample images (N, Ch, S, S) along an affine map around their centre, bilinear; what lies outside is black.
 
     The value at (row, column) is that of the images at ``matrix / denominator`` times it, both counted from the centre.
@@ -67,20 +67,20 @@ def _sampled(images: Array, matrix: tuple[int, int, int, int], denominator: int)
     return rounded
 
 
-def _plain(images: Array, seeds: Sequence[int]) -> Array:
+def _leave_unchanged(images: Array, seeds: Sequence[int]) -> Array:
     return images
 
 
-def _negative(images: Array, seeds: Sequence[int]) -> Array:
+def _invert_images(images: Array, seeds: Sequence[int]) -> Array:
     return WHITE - images
 
 
-def _turned(images: Array, seeds: Sequence[int]) -> Array:
+def _turn_left(images: Array, seeds: Sequence[int]) -> Array:
     """Turn by 90 degrees, counter-clockwise."""
     return np.rot90(images, axes=(2, 3))
 
 
-def _noisy(images: Array, seeds: Sequence[int]) -> Array:
+def _add_noise(images: Array, seeds: Sequence[int]) -> Array:
     """Add noise with a standard deviation of 59 grey levels: the sum of four uniform numbers, nearly normal."""
     noise = np.empty_like(images)
     for index, seed in enumerate(seeds):
@@ -92,7 +92,7 @@ def _noisy(images: Array, seeds: Sequence[int]) -> Array:
     return noisy
 
 
-def _thick(images: Array, seeds: Sequence[int]) -> Array:
+def _thicken_strokes(images: Array, seeds: Sequence[int]) -> Array:
     """Give each pixel the largest value within a sixteenth of the image's side."""
     radius = max(1, images.shape[-1] // 16)
     for axis in (2, 3):
@@ -104,16 +104,16 @@ def _thick(images: Array, seeds: Sequence[int]) -> Array:
     return images
 
 
-def _faint(images: Array, seeds: Sequence[int]) -> Array:
+def _reduce_contrast(images: Array, seeds: Sequence[int]) -> Array:
     """Leave a fifth of the contrast, around a dark grey."""
     return images // 5 + 2 * WHITE // 5
 
 
-def _mirrored(images: Array, seeds: Sequence[int]) -> Array:
+def _mirror_images(images: Array, seeds: Sequence[int]) -> Array:
     return images[:, :, :, ::-1]
 
 
-def _blurred(images: Array, seeds: Sequence[int]) -> Array:
+def _blur_images(images: Array, seeds: Sequence[int]) -> Array:
     """Average with triangular weights that reach an eighth of the image's side."""
     reach = max(2, images.shape[-1] // 8)
     weights = reach - np.abs(np.arange(1 - reach, reach))
@@ -128,21 +128,21 @@ def _blurred(images: Array, seeds: Sequence[int]) -> Array:
     return averaged
 
 
-def _upside_down_negative(images: Array, seeds: Sequence[int]) -> Array:
+def _flip_and_invert(images: Array, seeds: Sequence[int]) -> Array:
     return WHITE - images[:, :, ::-1, ::-1]
 
 
-def _sheared(images: Array, seeds: Sequence[int]) -> Array:
+def _shear_rows(images: Array, seeds: Sequence[int]) -> Array:
     """Move each row sideways by half of its distance from the middle row."""
-    return _sampled(images, (2, 0, 1, 2), 2)
+    return _resample_images(images, (2, 0, 1, 2), 2)
 
 
-def _small(images: Array, seeds: Sequence[int]) -> Array:
+def _shrink_images(images: Array, seeds: Sequence[int]) -> Array:
     """Halve both sides, in the middle of a black image."""
-    return _sampled(images, (2, 0, 0, 2), 1)
+    return _resample_images(images, (2, 0, 0, 2), 1)
 
 
-def _lit(images: Array, seeds: Sequence[int]) -> Array:
+def _light_one_side(images: Array, seeds: Sequence[int]) -> Array:
     """Halve the contrast and add light that grows from the left edge to the right one."""
     size = images.shape[-1]
     light: Array = np.arange(size) * WHITE // max(1, size - 1)
@@ -153,30 +153,30 @@ def _lit(images: Array, seeds: Sequence[int]) -> Array:
 Device = Callable[[Array, Sequence[int]], Array]
 """What a scanner makes of int64 images (N, Ch, S, S) from 0 to 255, with a seed for each."""
 DEVICES: dict[str, Device] = {
-    "plain": _plain,
-    "negative": _negative,
-    "turned": _turned,
-    "noisy": _noisy,
-    "thick": _thick,
-    "faint": _faint,
-    "mirrored": _mirrored,
-    "blurred": _blurred,
-    "upside_down_negative": _upside_down_negative,
-    "sheared": _sheared,
-    "small": _small,
-    "lit": _lit,
+    "plain": _leave_unchanged,
+    "negative": _invert_images,
+    "turned": _turn_left,
+    "noisy": _add_noise,
+    "thick": _thicken_strokes,
+    "faint": _reduce_contrast,
+    "mirrored": _mirror_images,
+    "blurred": _blur_images,
+    "upside_down_negative": _flip_and_invert,
+    "sheared": _shear_rows,
+    "small": _shrink_images,
+    "lit": _light_one_side,
 }
 """The scanners by name, in the order in which ``kinds`` takes them."""
 MOVING = ("turned", "mirrored", "upside_down_negative", "sheared", "small")
 """The scanners that move the content of images."""
 
 
-def scan(images: Tensor, kind: str, seeds: Sequence[int]) -> Tensor:
+def scan(images: Tensor, scanner: str, seeds: Sequence[int]) -> Tensor:
     """Transform images as a scanner does.
 
     Args:
         images: uint8 (N, Ch, S, S).
-        kind: Name of a scanner, or several joined by ``+``, which work one after another.
+        scanner: Name of a scanner, or several joined by ``+``, which work one after another.
         seeds: One for each image, from which a noisy scanner draws.
 
     Returns:
@@ -186,7 +186,7 @@ def scan(images: Tensor, kind: str, seeds: Sequence[int]) -> Tensor:
     [[[[245, 255], [225, 235]]]]
     """
     pixels = images.numpy().astype(np.int64)
-    for name in kind.split("+"):
+    for name in scanner.split("+"):
         pixels = DEVICES[name](pixels, seeds)
     return torch.from_numpy(np.ascontiguousarray(pixels).astype(np.uint8))
 
@@ -196,9 +196,9 @@ class _Scans:
     """Locations of a split's images: the set (N,) among ``sources``, the row (N,) in it, and the scanner (N,)."""
 
     sources: tuple[ImageSet, ...]
-    source: Array
-    row: Array
-    scanner: Array
+    source_index: Array
+    row_index: Array
+    scanner_index: Array
 
 
 class Scanners(DerivedSet):
@@ -241,7 +241,7 @@ class Scanners(DerivedSet):
         train: bool = True,
     ) -> None:
         super().__init__(dataset, train)
-        self.names = _names(kinds)
+        self.names = _select_scanners(kinds)
         check_number("alpha", alpha, gt=0, optional=True, hint="0.1 is very unequal, 100 even")
         check_integer("min_per_scanner", min_per_scanner)
         check_number("test_share", test_share, gt=0, lt=1, optional=True, hint="it is a share of all images")
@@ -258,11 +258,11 @@ class Scanners(DerivedSet):
     def identities(self) -> Array | None:  # type: ignore[override]  # those of the set
         """Identity (N,) of each image, or None if the set has none."""
         identities = []
-        for source in self._scans.sources:
+        for source in self._assigned_scans.sources:
             if source.identities is None:
                 return None
             identities.append(source.identities)
-        return self._gathered(identities)
+        return self._gather_entries(identities)
 
     @property
     def movements(self) -> Sequence[str]:  # type: ignore[override]  # they follow from the scanners
@@ -276,24 +276,24 @@ class Scanners(DerivedSet):
         return 0 if self.seed is None else self.seed
 
     @cached_property
-    def _scans(self) -> _Scans:
+    def _assigned_scans(self) -> _Scans:
         """Assign each image of this split to a scanner."""
         if self.test_share is not None:
             return self._divided_anew(self.test_share)
         source = self.dataset.with_split(self.train)
         if self.alpha is None:
-            scanner = self._even(len(source), int(self.train))
+            scanner = self._draw_evenly(len(source), int(self.train))
         else:
             # Both splits have the same proportions, and are assigned together.
             train = self.dataset.with_split(True)
             test = self.dataset.with_split(False)
-            scanners = self._dirichlet([train, test])
+            scanners = self._draw_by_class([train, test])
             scanner = scanners[0] if self.train else scanners[1]
         return _Scans(
             sources=(source,),
-            source=np.zeros(len(source), dtype=np.int64),
-            row=np.arange(len(source)),
-            scanner=scanner,
+            source_index=np.zeros(len(source), dtype=np.int64),
+            row_index=np.arange(len(source)),
+            scanner_index=scanner,
         )
 
     def _divided_anew(self, test_share: float) -> _Scans:
@@ -309,9 +309,9 @@ class Scanners(DerivedSet):
         source = np.repeat([0, 1], [len(train), len(test)])
         row = np.concatenate([np.arange(len(train)), np.arange(len(test))])
         if self.alpha is None:
-            scanner = self._even(len(row), 0)
+            scanner = self._draw_evenly(len(row), 0)
         else:
-            scanner = np.concatenate(self._dirichlet([train, test]))
+            scanner = np.concatenate(self._draw_by_class([train, test]))
 
         rng = np.random.default_rng(derive_seed(self._seed_of_draws, "scanners/test"))
         is_test = np.zeros(len(scanner), dtype=bool)
@@ -319,18 +319,18 @@ class Scanners(DerivedSet):
         in_split = np.flatnonzero(is_test != self.train)
         return _Scans(
             sources=(train, test),
-            source=source[in_split],
-            row=row[in_split],
-            scanner=scanner[in_split],
+            source_index=source[in_split],
+            row_index=row[in_split],
+            scanner_index=scanner[in_split],
         )
 
-    def _even(self, count: int, part: int) -> Array:
+    def _draw_evenly(self, count: int, part: int) -> Array:
         """Draw the scanners (N,) of so many images; the scanners' numbers of images differ by at most one."""
         rng = np.random.default_rng(derive_seed(self._seed_of_draws, "scanners", part))
         scanner: Array = rng.permutation(count) % len(self.names)
         return scanner
 
-    def _dirichlet(self, parts: Sequence[ImageSet]) -> list[Array]:
+    def _draw_by_class(self, parts: Sequence[ImageSet]) -> list[Array]:
         """Draw the scanners (N,) of the images of each split, in proportions that differ by class."""
         assert self.alpha is not None
         splits = []
@@ -354,32 +354,36 @@ class Scanners(DerivedSet):
     @property
     def columns(self) -> Mapping[str, Array]:
         """The set's own columns and ``scanner``."""
-        scans = self._scans
-        columns: dict[str, Array] = {COLUMN: np.array(self.names)[scans.scanner]}
+        scans = self._assigned_scans
+        all_columns: dict[str, Array] = {COLUMN: np.array(self.names)[scans.scanner_index]}
         columns_of_sources = []
         for source in scans.sources:
             columns_of_sources.append(checked_columns(split_of(source), source.columns, len(source)))
         for name in columns_of_sources[0]:
             in_all_sources = all(name in source_columns for source_columns in columns_of_sources)
             if in_all_sources and name != COLUMN:
-                columns[name] = self._gathered([source_columns[name] for source_columns in columns_of_sources])
-        return columns
+                all_columns[name] = self._gather_entries(
+                    [source_columns[name] for source_columns in columns_of_sources]
+                )
+        return all_columns
 
-    def _gathered(self, values: Sequence[Array]) -> Array:
+    def _gather_entries(self, arrays_of_sources: Sequence[Array]) -> Array:
         """Return an entry (N, ...) for each image of this split, from one array for each source."""
-        scans = self._scans
+        scans = self._assigned_scans
         sizes = [len(source) for source in scans.sources]
         # Where each source begins in the arrays behind one another.
         starts = np.cumsum(sizes) - sizes
-        gathered: Array = np.concatenate(values)[starts[scans.source] + scans.row]
+        gathered: Array = np.concatenate(arrays_of_sources)[starts[scans.source_index] + scans.row_index]
         return gathered
 
     @property
     def paths(self) -> list[str | None]:
         """Paths of the images for messages; None if the set does not name them."""
-        paths_of_sources = [getattr(source, "paths", None) for source in self._scans.sources]
+        paths_of_sources = [getattr(source, "paths", None) for source in self._assigned_scans.sources]
         paths = []
-        for source, row in zip(self._scans.source.tolist(), self._scans.row.tolist(), strict=True):
+        for source, row in zip(
+            self._assigned_scans.source_index.tolist(), self._assigned_scans.row_index.tolist(), strict=True
+        ):
             paths_of_source = paths_of_sources[source]
             if isinstance(paths_of_source, list):
                 paths.append(paths_of_source[row])
@@ -388,34 +392,34 @@ class Scanners(DerivedSet):
         return paths
 
     def __len__(self) -> int:
-        return len(self._scans.row)
+        return len(self._assigned_scans.row_index)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Tensor:
         if self.images is not None:
             return super().__getitem__(index)
-        scans = self._scans
+        scans = self._assigned_scans
         # A range turns a negative index into the place that it stands for, and raises beyond the end.
         place = range(len(self))[index]
-        source = scans.sources[scans.source[place]]
-        item = source[int(scans.row[place])]
+        source = scans.sources[scans.source_index[place]]
+        item = source[int(scans.row_index[place])]
         image = item[0] if isinstance(item, tuple) else item
-        resized = self._resized(image.unsqueeze(0))
-        scanned = self._scanned(resized, np.array([place]))[0]
+        resized = self._resize_images(image.unsqueeze(0))
+        scanned = self._scan_images(resized, np.array([place]))[0]
         if self.labels is None:
             return scanned
         return scanned, self.labels[place]
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
-        scans = self._scans
+        scans = self._assigned_scans
         of_sources = [source.labels.numpy() for source in scans.sources if source.labels is not None]
-        labels = torch.from_numpy(self._gathered(of_sources)) if len(of_sources) == len(scans.sources) else None
+        labels = torch.from_numpy(self._gather_entries(of_sources)) if len(of_sources) == len(scans.sources) else None
         in_memory = [source.images for source in scans.sources if source.images is not None]
         if len(in_memory) < len(scans.sources):
             return None, labels  # they stay on disk, and are scanned as they are read
-        resized = torch.from_numpy(self._gathered([self._resized(images).numpy() for images in in_memory]))
-        return self._scanned(resized, np.arange(len(self))), labels
+        resized = torch.from_numpy(self._gather_entries([self._resize_images(images).numpy() for images in in_memory]))
+        return self._scan_images(resized, np.arange(len(self))), labels
 
-    def _resized(self, images: Tensor) -> Tensor:
+    def _resize_images(self, images: Tensor) -> Tensor:
         """Make images (N, Ch, H, W) square, of ``size`` if it is given."""
         if images.dtype != torch.uint8:
             raise TypeError(
@@ -435,29 +439,29 @@ class Scanners(DerivedSet):
         resized = [np.asarray(Image.fromarray(channel).resize((size, size), _BILINEAR)) for channel in flat]
         return torch.from_numpy(np.stack(resized)).view(*images.shape[:2], size, size)
 
-    def _scanned(self, images: Tensor, places: Array) -> Tensor:
-        """Scan the images (N, Ch, S, S) at ``places`` (N,) of this split."""
-        scans = self._scans
+    def _scan_images(self, images: Tensor, image_indices: Array) -> Tensor:
+        """Scan the images (N, Ch, S, S) at ``image_indices`` (N,) of this split."""
+        scans = self._assigned_scans
         scanned = torch.empty_like(images)
         for number, name in enumerate(self.names):
-            scanner_rows = np.flatnonzero(scans.scanner[places] == number)
+            scanner_rows = np.flatnonzero(scans.scanner_index[image_indices] == number)
             num_parts = max(1, len(scanner_rows) // _AT_ONCE)
             # In parts: the arithmetic takes 64 bits a pixel, and some scanners several times that.
             for part in np.array_split(scanner_rows, num_parts):
-                sources = scans.source[places[part]].tolist()
-                rows = scans.row[places[part]].tolist()
+                sources = scans.source_index[image_indices[part]].tolist()
+                rows = scans.row_index[image_indices[part]].tolist()
                 seeds = []
                 for source, row in zip(sources, rows, strict=True):
                     seeds.append(derive_seed(self._seed_of_draws, "scanner", self._split_of(source), row))
                 scanned[part] = scan(images[part], name, seeds)
         return scanned
 
-    def _split_of(self, source: int) -> int:
+    def _split_of(self, source_index: int) -> int:
         """Return which split of the set one of the sources is: 1 for training, else 0."""
-        return int(self._scans.sources[source].train)
+        return int(self._assigned_scans.sources[source_index].train)
 
 
-def _names(kinds: int | list[str]) -> list[str]:
+def _select_scanners(kinds: int | list[str]) -> list[str]:
     """Return the scanners that ``kinds`` selects."""
     if not isinstance(kinds, list):
         check_integer("kinds", kinds, le=len(DEVICES), hint="a list of names is accepted too")

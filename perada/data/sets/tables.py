@@ -87,14 +87,14 @@ def with_point(cell: str) -> str:
     return cell.replace(",", ".")
 
 
-def holds_measurements(column: Sequence[str], decimal: Decimal = ".") -> bool:
+def holds_measurements(cells: Sequence[str], decimal: Decimal = ".") -> bool:
     """Return whether a column holds measurements: mostly different numbers, some of which have a fraction.
 
     >>> holds_measurements(["1.5", "2", "3"]), holds_measurements(["1", "2", "3"])
     (True, False)
     """
-    values = {*column}
-    if 2 * len(values) <= len(column) or not all(is_number(value, decimal) for value in values):
+    values = {*cells}
+    if 2 * len(values) <= len(cells) or not all(is_number(value, decimal) for value in values):
         return False
     return any(float(with_point(value)) % 1 for value in values)
 
@@ -280,15 +280,15 @@ class ImageTable(ListedImages):
         self._check_not_measurements(self.label, column)
         return number_labels(column)
 
-    def _number_binary_columns(self, names: Sequence[str]) -> tuple[tuple[str, ...], Array]:
+    def _number_binary_columns(self, column_names: Sequence[str]) -> tuple[tuple[str, ...], Array]:
         """Return the columns' names as classes, and the labels of all rows, from columns of zeros and ones.
 
         Unknown labels are :data:`.UNKNOWN`.
         """
-        labels = np.zeros((len(self.listing.row_names), len(names)), dtype=np.float32)
-        for place, name in enumerate(names):
+        labels = np.zeros((len(self.listing.row_names), len(column_names)), dtype=np.float32)
+        for place, name in enumerate(column_names):
             labels[:, place] = self._number_binary_column(name)
-        return tuple(names), labels
+        return tuple(column_names), labels
 
     def _number_binary_column(self, name: str) -> list[int]:
         """Return the label of each row in a column of zeros and ones.
@@ -296,7 +296,7 @@ class ImageTable(ListedImages):
         Raises:
             ValueError: If a cell is neither 0 nor 1 nor unknown, or is unknown and unknown labels are rejected.
         """
-        labels: list[int] = []
+        label_numbers: list[int] = []
         unknown_rows: list[int] = []
         has_blank_cells = False
         for row, cell in enumerate(self.listing.columns[self.check_column("label", name)]):
@@ -304,23 +304,23 @@ class ImageTable(ListedImages):
             is_blank = value == ""
             has_blank_cells |= is_blank
             if value in _TRUE:
-                labels.append(1)
+                label_numbers.append(1)
             elif value in BINARY or (is_blank and self.blank == "absent"):
-                labels.append(0)
+                label_numbers.append(0)
             elif is_blank or value in UNKNOWN_CELLS:
-                labels.append(UNKNOWN)
+                label_numbers.append(UNKNOWN)
                 unknown_rows.append(row)
             else:
                 problem = f"{name} is {cell!r}, neither 0 nor 1 nor unknown (-1, NaN or blank)"
                 self.reject_rows([row], problem, "correct it, or take the row out")
-        if self._policy(name) == "reject":
+        if self._find_policy(name) == "reject":
             remedy = "fill them in, or set unknown to ignore, zeros or ones"
             if has_blank_cells:
                 remedy += ", or blank to absent if a blank cell means that the label is absent"
             self.reject_rows(unknown_rows, f"labels of {name} are unknown (-1, NaN or blank)", remedy)
-        return labels
+        return label_numbers
 
-    def _policy(self, name: str) -> Unknown:
+    def _find_policy(self, name: str) -> Unknown:
         """Return what is done with unknown labels of a column."""
         if isinstance(self.unknown, str):
             return self.unknown
@@ -338,17 +338,17 @@ class ImageTable(ListedImages):
         labels = manifest.labels.copy()
         is_unknown = (labels == UNKNOWN) & (manifest.split == "train")[:, None]
         for place, name in enumerate(manifest.classes):
-            value = VALUES_OF_UNKNOWN.get(self._policy(name), UNKNOWN)
+            value = VALUES_OF_UNKNOWN.get(self._find_policy(name), UNKNOWN)
             labels[is_unknown[:, place], place] = value
         return replace(manifest, labels=labels)
 
-    def _check_not_measurements(self, name: str, column: Sequence[str]) -> None:
+    def _check_not_measurements(self, name: str, cells: Sequence[str]) -> None:
         """Raise a ValueError if a column holds measurements: mostly different numbers, some with a fraction."""
-        if not holds_measurements(column, self.decimal):
+        if not holds_measurements(cells, self.decimal):
             return
-        cell = next(cell for cell in column if float(with_point(cell)) % 1)
+        cell = next(cell for cell in cells if float(with_point(cell)) % 1)
         raise ValueError(
-            f"{self.table}: {name} holds {len({*column})} different numbers in {len(column)} rows, such as "
+            f"{self.table}: {name} holds {len({*cells})} different numbers in {len(cells)} rows, such as "
             f"{cell}, instead of classes; choose a different column, divide the numbers "
             f"into ranges, or predict them (numbers: {name}, and task: Regression)"
         )
@@ -422,7 +422,7 @@ class HuggingFace(ListedImages):
         return None
 
     @cached_property
-    def _splits(self) -> dict[str, "Dataset"]:
+    def _used_splits(self) -> dict[str, "Dataset"]:
         """The splits to use by name, in order."""
         available = self._load_splits()
         with_known_name = [name for name, rows in available.items() if name.lower() in SPLITS and len(rows)]
@@ -465,33 +465,33 @@ class HuggingFace(ListedImages):
 
     @cached_property
     def _row_of_path(self) -> dict[str, int]:
-        """The row of each image in :attr:`_rows` by its path ``split[row]``."""
+        """The row of each image in :attr:`_used_rows` by its path ``split[row]``."""
         paths = []
-        for name, rows in self._splits.items():
+        for name, rows in self._used_splits.items():
             paths += [f"{name}[{row}]" for row in range(len(rows))]
         return {path: row for row, path in enumerate(paths)}
 
     @cached_property
-    def _rows(self) -> "Dataset":
+    def _used_rows(self) -> "Dataset":
         """The rows of all splits that are used."""
         datasets = installed("datasets", self.name, "datasets")
-        all_splits = list(self._splits.values())
+        all_splits = list(self._used_splits.values())
         # An empty split may have other features than the others.
         nonempty = [rows for rows in all_splits if len(rows)]
         try:
-            rows: Dataset = datasets.concatenate_datasets(nonempty or all_splits[:1])
+            selected: Dataset = datasets.concatenate_datasets(nonempty or all_splits[:1])
         except ValueError as error:
             raise OptionError(
-                f"splits: {', '.join(self._splits)} of {self.name} have columns that do not match ({error}); cast them "
-                "to the same features, or name a single split",
+                f"splits: {', '.join(self._used_splits)} of {self.name} have columns that do not match ({error}); cast "
+                "them to the same features, or name a single split",
                 name="splits",
             ) from None
-        return rows
+        return selected
 
     @cached_property
     def listing(self) -> Listing:
         """The columns of all splits that are used, and ``split[row]`` of each row."""
-        return Listing({name: self._rows[name] for name in self._rows.column_names}, list(self._row_of_path))
+        return Listing({name: self._used_rows[name] for name in self._used_rows.column_names}, list(self._row_of_path))
 
     def _select_column(self, option: str, candidates: list[str], description: str, supported: list[str]) -> str:
         """Return the column that an option selects, or else the only candidate.
@@ -510,7 +510,7 @@ class HuggingFace(ListedImages):
             )
         (column,) = candidates
         if column not in supported:
-            feature = self._rows.features[column]
+            feature = self._used_rows.features[column]
             remedy = "choose a different one"
             if option == "label" and re.match("float", str(getattr(feature, "dtype", ""))):
                 remedy += f", or predict it (numbers: {column}, and task: Regression)"
@@ -522,21 +522,21 @@ class HuggingFace(ListedImages):
         """Names of the columns of images, which masks are, too."""
         from datasets import Image as ImageFeature
 
-        return [name for name, feature in self._rows.features.items() if isinstance(feature, ImageFeature)]
+        return [name for name, feature in self._used_rows.features.items() if isinstance(feature, ImageFeature)]
 
     def _stored_images(self, column: str) -> "Dataset":
         """Return a column of images, as stored bytes."""
         from datasets import Image as ImageFeature
 
-        return self._rows.select_columns([column]).cast_column(column, ImageFeature(decode=False))
+        return self._used_rows.select_columns([column]).cast_column(column, ImageFeature(decode=False))
 
     @cached_property
-    def _images(self) -> "Dataset":
+    def _stored_image_column(self) -> "Dataset":
         """The column of images, as stored bytes."""
         return self._stored_images(self._image_column())
 
     @cached_property
-    def _masks(self) -> "Dataset":
+    def _stored_mask_column(self) -> "Dataset":
         """The column of masks, as stored bytes."""
         return self._stored_images(self._mask_column())
 
@@ -551,26 +551,26 @@ class HuggingFace(ListedImages):
 
     def content(self, path: str) -> bytes:
         """Return the stored bytes of the image ``split[row]``."""
-        return self._content(self._images, path, "image")
+        return self._read_content(self._stored_image_column, path, "image")
 
-    def _content(self, column: "Dataset", path: str, what: str) -> bytes:
+    def _read_content(self, stored_column: "Dataset", path: str, what: str) -> bytes:
         """Return the stored bytes of row ``split[row]``; raise a MissingImageError that names ``what`` is missing."""
-        (stored,) = column[self._row_of_path[path]].values()
+        (stored,) = stored_column[self._row_of_path[path]].values()
         if stored is None:
             raise MissingImageError(f"{self.name}, {path}, has no {what}", "take the row out")
         return stored["bytes"] or Path(stored["path"]).read_bytes()
 
     def read_mask(self, path: str, image_path: str) -> Tensor:
         """Read the mask (size, size) of row ``split[row]``; see :func:`.decode_mask`."""
-        mask = io.BytesIO(self._content(self._masks, path, "mask"))
+        mask = io.BytesIO(self._read_content(self._stored_mask_column, path, "mask"))
         image = io.BytesIO(self.content(image_path))
         return decode_mask(mask, image, self.size, self.mask_values, f"{self.name}, {path}, column {self.mask},")
 
     def read_palette(self, path: str) -> list[Colour] | None:
         """Return the colours of the mask of row ``split[row]`` by number; None if it has no palette."""
-        return palette_of(io.BytesIO(self._content(self._masks, path, "mask")))
+        return palette_of(io.BytesIO(self._read_content(self._stored_mask_column, path, "mask")))
 
-    def _digest(self, path: str) -> str:
+    def _hash_image(self, path: str) -> str:
         return hashlib.sha256(self.content(path)).hexdigest()
 
     def read(self, path: str) -> Tensor:
@@ -604,7 +604,7 @@ class HuggingFace(ListedImages):
 
     def _number_labels(self) -> tuple[tuple[str, ...], Array]:
         """Return the classes and the labels of all rows."""
-        features = self._rows.features
+        features = self._used_rows.features
         # The feature of a list's elements, or of the column itself.
         element_features = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
         candidates = [name for name in _LABEL_COLUMNS if name in element_features][:1]
@@ -661,19 +661,19 @@ def _checked_mask_values(values: object, mask: str | None) -> tuple[int, ...] | 
     return checked_values
 
 
-def _names_of_numbers(numbers: str | list[str]) -> tuple[str, ...]:
+def _names_of_numbers(option: str | list[str]) -> tuple[str, ...]:
     """Return the names of the D columns that the option ``numbers`` selects: the name of one, or those of several."""
-    return (numbers,) if isinstance(numbers, str) else tuple(numbers)
+    return (option,) if isinstance(option, str) else tuple(option)
 
 
 def _read_numbers(
-    images: ListedImages, columns: Sequence[str], decimal: Decimal = ".", comma_option: str = ""
+    image_set: ListedImages, column_names: Sequence[str], decimal: Decimal = ".", comma_option: str = ""
 ) -> Array:
     """Read columns of numbers.
 
     Args:
-        images: The image set with the columns.
-        columns: Names of the D columns.
+        image_set: The image set with the columns.
+        column_names: Names of the D columns.
         decimal: What separates their fraction.
         comma_option: Option of the image set with which commas separate it; empty if there is none.
 
@@ -684,8 +684,8 @@ def _read_numbers(
         ValueError: If there is no such column, or a cell is not a number. The message names the rows.
     """
     numbers_of_columns = []
-    for name in columns:
-        column = images.column("numbers", name, "fill it in, or take the row out")
+    for name in column_names:
+        column = image_set.column("numbers", name, "fill it in, or take the row out")
         cells = [str(cell).strip() for cell in column]
         not_numbers = [row for row, cell in enumerate(cells) if not is_number(cell, decimal)]
         if not_numbers:
@@ -699,7 +699,7 @@ def _read_numbers(
                     remedy += "; if all numbers have points, leave decimal out"
             elif comma_option and is_number(example, ","):
                 remedy = f"set {comma_option} if the table has decimal commas, or correct it"
-            images.reject_rows(not_numbers, problem, remedy)
+            image_set.reject_rows(not_numbers, problem, remedy)
         exact = np.array([with_point(cell) for cell in cells], dtype=np.float64)
         if loses_digits(torch.from_numpy(exact)):
             raise ValueError(
@@ -710,17 +710,17 @@ def _read_numbers(
     return np.stack(numbers_of_columns, 1)
 
 
-def _check_columns(name: str, columns: object, optional: bool = False) -> None:
+def _check_columns(name: str, value: object, optional: bool = False) -> None:
     """Raise an OptionError unless an option is the name of a column, or a list of some."""
-    if optional and columns is None:
+    if optional and value is None:
         return
-    entries: Sequence[object] = []
-    if isinstance(columns, str):
-        entries = [columns]
-    elif isinstance(columns, list | tuple):
-        entries = columns
-    if not entries or not all(isinstance(entry, str) and entry for entry in entries):
-        raise invalid_option(name, columns, "the name of a column or a list of names")
+    column_names: Sequence[object] = []
+    if isinstance(value, str):
+        column_names = [value]
+    elif isinstance(value, list | tuple):
+        column_names = value
+    if not column_names or not all(isinstance(entry, str) and entry for entry in column_names):
+        raise invalid_option(name, value, "the name of a column or a list of names")
 
 
 def _check_unknown(unknown: Unknown | dict[str, Unknown], blank: Blank, label: str | list[str]) -> None:
@@ -749,12 +749,12 @@ def _check_unknown(unknown: Unknown | dict[str, Unknown], blank: Blank, label: s
         )
 
 
-def guess_separator(column: list[str]) -> str | None:
+def guess_separator(cells: list[str]) -> str | None:
     """Guess the separator of several labels in a cell: a character whose parts are labels of other cells, too."""
-    cells = {*column}
+    distinct_cells = {*cells}
     for separator in "|;,":
-        parts = {part.strip() for cell in cells if separator in cell for part in cell.split(separator)}
-        if parts and parts <= cells:
+        parts = {part.strip() for cell in distinct_cells if separator in cell for part in cell.split(separator)}
+        if parts and parts <= distinct_cells:
             return separator
     return None
 
@@ -838,7 +838,7 @@ def _read_text_table(path: Path, encoding: str | None = None) -> tuple[list[str]
         delimiter = _guess_delimiter(text, prefers_tabs=path.suffix.lower() == ".tsv")
     else:
         delimiter = declaration["delimiter"]
-    names: list[str] = []
+    column_names: list[str] = []
     rows = []
     row_numbers = []
     # Without strict, a quote that is not closed would swallow the rest of the file.
@@ -849,21 +849,21 @@ def _read_text_table(path: Path, encoding: str | None = None) -> tuple[list[str]
             is_declaration = number == 1 and declaration is not None
             if is_blank or is_declaration:
                 continue
-            if not names:
-                names = [name.strip() for name in row]
+            if not column_names:
+                column_names = [name.strip() for name in row]
                 continue
             rows.append(row)
             row_numbers.append(number)
     except csv.Error as error:
         raise ValueError(f"line {reader.line_num}: {error}, so a quote is missing or superfluous") from None
-    cells = _without_edges(_Cells(names, rows))
-    num_columns = len(cells.names)
+    cells = _without_edges(_Cells(column_names, rows))
+    num_columns = len(cells.column_names)
     for number, row in zip(row_numbers, cells.rows, strict=True):
         if len(row) != num_columns:
             used_delimiter = "" if delimiter == "," else f", with the delimiter {delimiter!r}"
             raise ValueError(f"row {number} has {len(row)} fields, but the header has {num_columns}{used_delimiter}")
     columns = [np.array([row[index] for row in cells.rows]) for index in range(num_columns)]
-    return cells.names, columns, row_numbers
+    return cells.column_names, columns, row_numbers
 
 
 def _guess_delimiter(text: str, prefers_tabs: bool) -> str:
@@ -901,17 +901,17 @@ class _Cells:
     """Cells of a text table.
 
     Attributes:
-        names: Names of the columns, in the header.
+        column_names: Names of the columns, in the header.
         rows: The cells of each row below.
     """
 
-    names: list[str]
+    column_names: list[str]
     rows: list[list[str]]
 
 
 def _without_edges(cells: _Cells) -> _Cells:
     """Take off empty last columns, and row names that R writes without a name in the header."""
-    names = cells.names
+    names = cells.column_names
     rows = cells.rows
     if rows and all(len(row) == len(names) + 1 for row in rows):
         if all(not row[-1].strip() for row in rows):
