@@ -17,20 +17,13 @@ from perada.core.checks import OptionError, check_integer
 from perada.core.states import bytes_of
 from perada.core.text import abbreviated, dtype_name
 from perada.data.batches.datasets import (
-    LABEL_KEYS,
-    Labels,
     Resolve,
     TensorFormat,
-    as_labels,
     check_label_formats,
     check_same_format,
     format_text,
-    image_and_label,
     isolated_randomness,
-    labels_at,
-    labels_of_base,
     location_of,
-    read_item,
     resized_format,
     resolve_subset,
     tensor_format,
@@ -38,23 +31,29 @@ from perada.data.batches.datasets import (
 from perada.data.batches.samples import PUBLIC_SET, MapStore, Store, TensorStore, make_store
 from perada.data.federated import FederatedData, warn_of_look_alikes
 from perada.data.float_images import warn_of_raw_floats
+from perada.data.labels import (
+    SCAN_LIMIT,
+    VALIDATION_SET,
+    check_word_labels,
+    collect_words,
+    hugging_face_classes,
+    known_labels,
+    name_owner,
+    read_label,
+    replace_words,
+)
 from perada.data.mask_checks import MaskCounter, MaskValues, check_masks_of_clients, find_suspects
 from perada.data.sets.base import ImageSet, class_names
 from perada.data.sets.derived import DerivedSet
-from perada.data.sets.label_names import check_label_names
 from perada.data.sets.label_numbers import find_shift
 from perada.data.value_hashes import hash_of_content
 from perada.tasks import Task, describe_labels, task_of_labels
 from perada.tasks.geometry import Size
 
-SCAN_LIMIT = 50_000
-"""Labels of datasets that declare none are read from all samples, up to this many. Beyond, they are checked on use."""
 MASKS_COMPARED = 20
 """Masks of a client that are compared with those of others, if they are read one by one."""
 COUNT_LIMIT = 200_000
 """Numbers of samples by client and class that a run keeps, at most."""
-VALIDATION_SET = "the server's validation set"
-"""Owner of the labelled images of the server in messages."""
 _CHUNK = 4096  # images of a tensor that are gathered at once
 
 
@@ -244,7 +243,7 @@ def check(
     sets = _labelled_sets(data, resolve)
     stores: dict[str, Store] = {}
     for part, datasets in sets.items():
-        stores[part] = make_store(datasets, size=image_size, resolve=resolve, owner=_name_owner(part, "{client}"))
+        stores[part] = make_store(datasets, size=image_size, resolve=resolve, owner=name_owner(part, "{client}"))
     public = None
     if data.public is not None:
         public = make_store([data.public], labelled=False, size=image_size, resolve=resolve, owner=PUBLIC_SET)
@@ -252,18 +251,18 @@ def check(
     declared_count = num_classes
     if not num_classes and data.classes is not None:
         declared_count = len(data.classes)
-    raw_labels = {part: _known_labels(part, store, declared_count, resolve) for part, store in stores.items()}
-    words = _collect_words(raw_labels)
+    raw_labels = {part: known_labels(part, store, declared_count, resolve) for part, store in stores.items()}
+    words = collect_words(raw_labels)
     warn_of_look_alikes("labels", words or ())
     if words and data.classes is None:
-        _check_words(raw_labels, data.client_names)
-    classes = data.classes or words or _hugging_face_classes(sets, num_classes, resolve)
+        check_word_labels(raw_labels, data.client_names)
+    classes = data.classes or words or hugging_face_classes(sets, num_classes, resolve)
     class_numbers = None
     if words:
         class_numbers = {word: number for number, word in enumerate(classes or ())}
     labels_of_parts = {}
     for part, store in stores.items():
-        labels_of_parts[part] = _number_labels(store, raw_labels[part], class_numbers)
+        labels_of_parts[part] = replace_words(store, raw_labels[part], class_numbers)
     nonempty = []
     for labels_of_clients in labels_of_parts.values():
         # size() is several times faster than len(), which torch wraps in Python.
@@ -475,7 +474,7 @@ def _read_mask_values(
                 assert isinstance(store, MapStore)
                 with isolated_randomness():
                     for index in range(min(num_masks, limit)):
-                        mask = _read_label(store.datasets[client], owner, index)
+                        mask = read_label(store.datasets[client], owner, index)
                         assert isinstance(mask, Tensor)
                         counts.add(mask.unsqueeze(0))
             values_of_clients.append(MaskValues(owner, part, counts))
@@ -786,7 +785,7 @@ def _common_format(stores: Mapping[str, Store], size: int | None) -> TensorForma
             clients = np.flatnonzero(store.sizes).tolist()
         for client in clients:
             image_format = first_image_format(store, client, size)
-            check_same_format(_name_owner(part, client), image_format, common or image_format)
+            check_same_format(name_owner(part, client), image_format, common or image_format)
             common = image_format
     assert common is not None
     return common
@@ -821,204 +820,6 @@ def first_image_format(store: Store, client: int = 0, size: int | None = None) -
         image, _ = store.take(torch.tensor([client]), torch.tensor([0]))
         return tensor_format(image)
     return resized_format(tensor_format(store.images), size)
-
-
-def _known_labels(part: str, store: Store, num_classes: int | None, resolve: Resolve) -> list[Labels]:
-    """Return the labels of every client where they can be determined before training.
-
-    Labels that a dataset does not declare are read from all samples, or from the first one if there are more than
-    ``SCAN_LIMIT``.
-    """
-    if isinstance(store, TensorStore):
-        return [*store.client_labels()]
-    num_samples = sum(store.sizes)
-    reads_all = num_samples <= SCAN_LIMIT
-    labels_of_clients: list[Labels] = []
-    # Clients often have Subsets of one dataset, whose labels are read once, since they may be a long list.
-    labels_of_bases: dict[int, Labels | None] = {}
-    with isolated_randomness():
-        for client, dataset in enumerate(store.datasets):
-            size = store.sizes[client]
-            base, rows = resolve(dataset)
-            if id(base) not in labels_of_bases:
-                labels_of_bases[id(base)] = labels_of_base(base)
-            declared = labels_of_bases[id(base)]
-            if declared is not None:
-                declared = labels_at(declared, rows)
-                # The declared labels of an ImageSet are trusted, so that no item has to be read.
-                is_certain = size == 0 or isinstance(base, ImageSet)
-                if not is_certain and not _labels_match_items(declared, dataset, _name_owner(part, client)):
-                    declared = None
-            if declared is not None:
-                labels_of_clients.append(declared)
-                continue
-            if not reads_all and num_classes is None:
-                raise ValueError(
-                    f"client {client} declares no labels, and its {num_samples} {part} samples are too many to read "
-                    "them all: set num_classes, or classes if labels are words, or add an attribute targets to its "
-                    "dataset"
-                )
-            num_read = size if reads_all else min(1, size)
-            owner = _name_owner(part, client)
-            labels = [_read_label(dataset, owner, index) for index in range(min(1, num_read))]
-            if labels and _is_mask(labels[0]):
-                # Masks are too large to be kept, and are checked when they are read.
-                num_read = 1
-                _require_num_classes(client, num_classes)
-            labels += [_read_label(dataset, owner, index) for index in range(1, num_read)]
-            tensors = [label for label in labels if isinstance(label, Tensor)]
-            _check_one_label_format(owner, tensors)
-            if len(tensors) < len(labels):  # some labels are words
-                labels_of_clients.append(labels)
-            elif tensors:
-                labels_of_clients.append(torch.stack(tensors))
-            else:
-                labels_of_clients.append(torch.empty(0, dtype=torch.int64))
-    return labels_of_clients
-
-
-def _is_mask(label: str | Tensor) -> bool:
-    """Return whether a label is a mask (H, W) of classes."""
-    return isinstance(label, Tensor) and label.ndim == 2
-
-
-def _require_num_classes(client: int, num_classes: int | None) -> None:
-    """Raise a ValueError if the number of classes would have to be inferred from masks that are read one by one."""
-    if num_classes is None:
-        raise ValueError(
-            f"the masks of client {client} are read one by one during training, so they do not show the number of "
-            "classes before; set num_classes or classes"
-        )
-
-
-def _name_owner(part: str, client: int | str) -> str:
-    """Name the owner of samples for a message; ``client`` is its number, or ``{client}`` in a template of names."""
-    if part == "validation":
-        return VALIDATION_SET
-    return f"client {client}: the test set" if part == "test" else f"client {client}"
-
-
-def _check_one_label_format(owner: str, label_tensors: Sequence[Tensor]) -> None:
-    """Raise a ValueError if labels (...) of single samples cannot be stacked, such as vectors of several lengths."""
-    for index, label in enumerate(label_tensors):
-        label_format = tensor_format(label, 0)
-        first_format = tensor_format(label_tensors[0], 0)
-        if label_format != first_format:
-            raise ValueError(
-                f"{owner}, sample {index}: the label is {format_text(label_format)}, that of the first sample is "
-                f"{format_text(first_format)}: use labels of one kind and length for all"
-            )
-
-
-def _labels_match_items(declared: Labels, dataset: Dataset[Any], owner: str) -> bool:
-    """Return whether a dataset's declared labels are of the same kind, words or not, as those of its items.
-
-    A transform may turn one into the other.
-    """
-    items_have_words = isinstance(_read_label(dataset, owner, 0), str)
-    return items_have_words == isinstance(declared, list)
-
-
-def _read_label(dataset: Dataset[Any], owner: str, index: int) -> str | Tensor:
-    """Read the label of a sample, a word or a tensor."""
-    try:
-        item = read_item(dataset, index, owner)
-        _, label = image_and_label(item, labelled=True)
-        # A word of NumPy becomes one of Python, which is what messages and files show.
-        return str(label) if isinstance(label, str) else as_labels(label, of_one_image=True)
-    except TypeError as error:
-        raise TypeError(f"{owner}, sample {index}: {error}") from None
-
-
-def _collect_words(labels_of_parts: Mapping[str, list[Labels]]) -> list[str] | None:
-    """Return all words that are labels, sorted, or None if all labels are numbers.
-
-    Raises:
-        ValueError: If some labels are words and others are numbers.
-    """
-    words = set()
-    for labels_of_clients in labels_of_parts.values():
-        for labels in labels_of_clients:
-            if isinstance(labels, list):
-                words |= {label for label in labels if isinstance(label, str)}
-    if not words:
-        return None
-    for part, labels_of_clients in labels_of_parts.items():
-        for client, labels in enumerate(labels_of_clients):
-            number = next((label for label in labels if not isinstance(label, str)), None)
-            if number is not None:
-                raise ValueError(
-                    f"client {client} has the {part} label {torch.as_tensor(number).tolist()}, but others are words, "
-                    f"such as {min(words)!r}: use words for all, or numbers for all"
-                )
-    return sorted(words)
-
-
-def _check_words(labels_of_parts: Mapping[str, list[Labels]], client_names: Sequence[str] | None) -> None:
-    """Check the words that are labels; see :func:`.check_label_names`."""
-    names = []
-    owners = []
-    for part, labels_of_clients in labels_of_parts.items():
-        for client, labels in enumerate(labels_of_clients):
-            owner = "the server" if part == "validation" else f"client {client}"
-            if client_names is not None and part != "validation":
-                owner = client_names[client]
-            names += [str(label) for label in labels]
-            owners += [owner] * len(labels)
-    check_label_names("the data", names, owners)
-
-
-def _hugging_face_classes(
-    sets: Mapping[str, Sequence[Any]], num_classes: int | None, resolve: Resolve
-) -> list[str] | None:
-    """Return the class names in the features of Hugging Face's datasets, unless ``num_classes`` is another number.
-
-    Raises:
-        ValueError: If datasets have different names.
-    """
-    names_of_sets: dict[str, list[str]] = {}
-    for part, datasets in sets.items():
-        for client, dataset in enumerate(datasets):
-            features = getattr(resolve(dataset).base, "features", None)
-            if not isinstance(features, Mapping):
-                continue
-            for key in LABEL_KEYS:
-                names = getattr(features.get(key), "names", None)
-                if names is not None:
-                    names_of_sets[f"client {client}: the {part} set"] = list(names)
-    if not names_of_sets:
-        return None
-    first_set, first_names = next(iter(names_of_sets.items()))
-    for name, names in names_of_sets.items():
-        if names != first_names:
-            raise ValueError(
-                f"{name} has the classes {names}, but {first_set} has {first_names}: number them identically, or use "
-                "words as labels"
-            )
-    if not first_names or num_classes not in (None, len(first_names)):
-        return None
-    return first_names
-
-
-def _number_labels(store: Store, labels_of_clients: list[Labels], class_numbers: dict[str, int] | None) -> list[Tensor]:
-    """Return the labels of every client with numbers in place of words.
-
-    A MapStore gets the class numbers, and the labels of clients of which all are known.
-    """
-    if isinstance(store, MapStore):
-        store.class_numbers = class_numbers
-    numbered: list[Tensor] = []
-    for client, labels in enumerate(labels_of_clients):
-        if isinstance(labels, Tensor):
-            numbered.append(labels)
-        else:
-            assert isinstance(store, MapStore)
-            numbers = [int(store.class_number(client, word)) for word in labels]
-            numbered.append(torch.tensor(numbers, dtype=torch.int64))  # a client may have no images
-        if isinstance(store, MapStore):
-            all_known = len(labels) == store.sizes[client]
-            store.known_labels[client] = numbered[client] if all_known else None
-    return numbered
 
 
 def check_labels(prefix: str, labels: Tensor, num_classes: int, task: Task) -> None:

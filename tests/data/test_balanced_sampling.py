@@ -221,7 +221,7 @@ def test_data_without_one_known_class_for_each_image_are_rejected(monkeypatch):
     several = FederatedData([TensorDataset(torch.rand(4, 1, 4, 4), torch.eye(4)[:, :3].float())])
     with pytest.raises(OptionError, match="several labels"):
         FederatedDataModule(several, sampling="balanced", task=MultiLabel()).setup()
-    monkeypatch.setattr("perada.data.checked.SCAN_LIMIT", 5)
+    monkeypatch.setattr("perada.data.labels.SCAN_LIMIT", 5)
     unread = FederatedData([Undeclared(client_data(LABELS[0]))], num_classes=3)
     with pytest.raises(OptionError, match="sampling='uniform'"):
         FederatedDataModule(unread, sampling="balanced").setup()

@@ -242,7 +242,7 @@ def test_labels_may_be_numpys():
 
 
 def test_large_sets_without_declared_labels_are_checked_as_they_are_read(monkeypatch):
-    monkeypatch.setattr("perada.data.checked.SCAN_LIMIT", 3)
+    monkeypatch.setattr("perada.data.labels.SCAN_LIMIT", 3)
     wrong = items(client(labels=torch.tensor([0, 1, 9, 2])))
     rejected(FederatedData([wrong]), "num_classes")
     module = FederatedDataModule(FederatedData([wrong], num_classes=5))

@@ -183,7 +183,7 @@ def test_of_many_classes_a_few_are_named():
 
 
 def test_many_words_that_nobody_declares_need_classes(monkeypatch):
-    monkeypatch.setattr("perada.data.checked.SCAN_LIMIT", 2)
+    monkeypatch.setattr("perada.data.labels.SCAN_LIMIT", 2)
     with pytest.raises(ValueError, match=r"3 training samples.*classes"):
         opened(FederatedData([pairs(WORDS)]))
     assert opened(FederatedData([pairs(WORDS)], classes=WORDS)).num_classes == 3

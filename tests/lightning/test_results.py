@@ -150,7 +150,7 @@ def test_labels_that_only_reading_would_tell_are_counted_where_they_are_read_any
     counts = [torch.bincount(one.tensors[1], minlength=3).tolist() for one in data.train]
     data = perada.data.FederatedData([Lazy(one) for one in data.train], data.test, data.public, num_classes=3)
     if not scanned:
-        monkeypatch.setattr("perada.data.checked.SCAN_LIMIT", 0)
+        monkeypatch.setattr("perada.data.labels.SCAN_LIMIT", 0)
     found = fit(tiny, tmp_path, rounds=1, data=data).metrics.get("partition", {})
     assert found.get("train") == (counts if scanned else None)
 
