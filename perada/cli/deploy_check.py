@@ -15,7 +15,7 @@ from perada.cli.deploy_status import format_measure
 from perada.core.states import megabytes
 from perada.core.text import printable
 from perada.data import FederatedDataModule
-from perada.data.mask_checks import MaskCounter
+from perada.data.checks.masks import MaskCounter
 from perada.deploy.protocol import Request
 from perada.deploy.site.budget import explain_image_epsilon, explain_site_epsilon
 from perada.deploy.site.client import Client

@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, Subset
 
 from perada.data.batches.datasets import declared_labels, resolve_subset
 from perada.data.checked import check
+from perada.data.checks.masks import MaskCounter
 from perada.data.federated import FederatedData
-from perada.data.mask_checks import MaskCounter
 from perada.tasks import Task
 
 

@@ -8,7 +8,7 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from perada.data import ByDomain, FederatedData, FederatedDataModule, ImageMasks
-from perada.data.mask_checks import MaskCounter
+from perada.data.checks.masks import MaskCounter
 from perada.tasks import Segmentation
 
 SIZE = 6
