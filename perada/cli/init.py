@@ -165,7 +165,7 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
             answers["images"], answers["task"], options.layout, options.encoding, options.decimal, declared
         )
         print(source.summary)
-    text = write_recipe(**answers, source=source)
+    text = compose_recipe(**answers, source=source)
     if source is not None:
         check_images(text, source)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ def _ask_question(name: str) -> str:
         return answer
 
 
-def write_recipe(
+def compose_recipe(
     images: str,
     algorithm: str,
     rounds: str,

@@ -17,7 +17,7 @@ from PIL import Image
 from perada import FederatedClassifier, FederatedLoop
 from perada.api import OPTION_CLASSES
 from perada.cli import main
-from perada.cli.init import QUESTIONS, read_source, write_recipe
+from perada.cli.init import QUESTIONS, compose_recipe, read_source
 from perada.cli.recipes import RECIPES
 from perada.cli.runs import PeradaCLI
 from perada.data import ImageMasks, Images
@@ -115,7 +115,7 @@ def test_answers_are_asked_for(monkeypatch):
 )
 def test_folders_are_understood(folders, clients, layout):
     write_images(*folders)
-    (path := Path("mine.yaml")).write_text(write_recipe("it's mine", "perada", "3", ""))
+    (path := Path("mine.yaml")).write_text(compose_recipe("it's mine", "perada", "3", ""))
     assert read(path)["data"]["dataset"]["init_args"] == {"root": "it's mine", "layout": layout}
     words = [] if clients == 2 else ["--data.partition.num_clients=3"]  # there are few images
     cli = PeradaCLI(
@@ -130,7 +130,7 @@ def test_tables_are_understood():
         rows = [f"{name}.images/{number}.png,{number % 2},{number % 3}" for number in range(10)]
         rows = [",".join(row.split(",")[: header.count(",") + 1]) for row in rows]
         Path(name).write_text("\n".join([header, *rows]))
-        data = yaml.safe_load(write_recipe(name, "fedavg", "3", ""))["data"]
+        data = yaml.safe_load(compose_recipe(name, "fedavg", "3", ""))["data"]
         assert data["dataset"] == {"class_path": "ImageTable", "init_args": {"table": name}}
         assert data["partition"]["class_path"] == ("ByDomain" if "client" in header else "Dirichlet")
 
@@ -159,12 +159,12 @@ def test_masks_are_found_in_folders_and_tables(foreground, values):
     write_scans(foreground)
     table_options = {"table": "masks.csv", "client": "site", "mask": "mask_path"}
     for images, expected in (("scans", {"root": "scans"}), ("masks.csv", table_options)):
-        written = yaml.safe_load(write_recipe(images, "perada", "3", ""))
+        written = yaml.safe_load(compose_recipe(images, "perada", "3", ""))
         assert written["data"]["dataset"]["init_args"] == expected | values
         assert written["data"]["task"]["class_path"] == "Segmentation"
         assert written["data"]["partition"]["class_path"] == "ByDomain"
         assert written["model"]["backbone"] == "smp:unet-resnet18"
-        assert yaml.safe_load(write_recipe(images, "perada", "3", "", "masks")) == written
+        assert yaml.safe_load(compose_recipe(images, "perada", "3", "", "masks")) == written
 
 
 @pytest.mark.parametrize(
@@ -176,11 +176,11 @@ def test_masks_are_found_in_folders_and_tables(foreground, values):
 )
 def test_numbers_are_found_in_tables(images, task, options):
     write_scans()
-    data = yaml.safe_load(write_recipe(images, "perada", "3", "", task))["data"]
+    data = yaml.safe_load(compose_recipe(images, "perada", "3", "", task))["data"]
     assert data["dataset"] == {"class_path": "ImageTable", "init_args": options}
     assert data["task"] == {"class_path": "Regression", "init_args": {"standardize": "all"}}
     assert data["partition"]["class_path"] == ("ByDomain" if "client" in options else "IID")
-    private = yaml.safe_load(write_recipe(images, "perada", "3", "8", task))["data"]
+    private = yaml.safe_load(compose_recipe(images, "perada", "3", "8", task))["data"]
     assert "standardize" not in private["task"]["init_args"]
 
 
@@ -192,11 +192,11 @@ def test_the_task_decides_between_columns():
     Path("t.csv").write_text("\n".join([header, *rows]))
     expected = {"": ["edema", "fracture"], "labels": ["edema", "fracture"]}
     for task, label in expected.items():
-        data = yaml.safe_load(write_recipe("t.csv", "fedavg", "3", "", task))["data"]
+        data = yaml.safe_load(compose_recipe("t.csv", "fedavg", "3", "", task))["data"]
         assert data["dataset"]["init_args"] == {"table": "t.csv", "label": label}
     Path("t.csv").write_text("\n".join(["path,label", *[row[: row.index(",") + 2] for row in rows]]))
     for task, column in {"": {}, "classes": {}, "numbers": {"numbers": "label"}}.items():
-        data = yaml.safe_load(write_recipe("t.csv", "fedavg", "3", "", task))["data"]
+        data = yaml.safe_load(compose_recipe("t.csv", "fedavg", "3", "", task))["data"]
         assert data["dataset"]["init_args"] == {"table": "t.csv"} | column
 
 
@@ -236,7 +236,7 @@ def test_what_init_writes_for_numbers_and_masks_runs(images, words, capsys, vali
 def test_tasks_that_the_images_do_not_allow(images, epsilon, task, message):
     write_scans()
     with pytest.raises(ValueError, match=message):
-        write_recipe(images, "perada", "3", epsilon, task)
+        compose_recipe(images, "perada", "3", epsilon, task)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_the_schema_explains_options(capsys):
 def test_paths_of_any_length_and_letters_are_written_whole(name):
     folder = name.strip()
     write_images(f"{folder}/0", f"{folder}/1")
-    assert yaml.safe_load(write_recipe(folder, "perada", "3", ""))["data"]["dataset"]["init_args"]["root"] == folder
+    assert yaml.safe_load(compose_recipe(folder, "perada", "3", ""))["data"]["dataset"]["init_args"]["root"] == folder
 
 
 def test_a_class_of_ones_own_hides_none_of_ours(capsys):
@@ -354,10 +354,10 @@ def test_a_private_recipe_gives_the_server_none_of_the_clients_images(algorithm,
     write_images("hospitals/north/cat", "hospitals/north/dog", "hospitals/south/cat", "hospitals/south/dog")
     for folder in ("hospitals", ""):
         for name in ("perada", "ditto"):
-            written = yaml.safe_load(write_recipe(folder, name, "2", "3"))
+            written = yaml.safe_load(compose_recipe(folder, name, "2", "3"))
             assert not {"public_fraction", "validation_fraction"} & set(written["data"])
             assert ("public" in written["data"]) == (not folder and name == "perada")
-    Path("private.yaml").write_text(write_recipe(images, algorithm, "2", "3"))
+    Path("private.yaml").write_text(compose_recipe(images, algorithm, "2", "3"))
     main(["check", "private.yaml", *words, "--data.image_size=32", "--model.backbone=test_resnet"])
 
 
@@ -629,5 +629,5 @@ def test_small_images_are_enlarged_at_most_four_times(shapes, expected_size):
         (folder / "broken.png").write_bytes(b"no image")
     source = read_source("all")
     assert len(source.unreadable_files) == 4
-    recipe = yaml.safe_load(write_recipe("all", "fedavg", "1", "", source=source))
+    recipe = yaml.safe_load(compose_recipe("all", "fedavg", "1", "", source=source))
     assert recipe["data"]["image_size"] == expected_size

@@ -11,7 +11,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from perada.cli import main
 from perada.data import FederatedData, FederatedDataModule, Images, ImageTable
-from perada.data.sets.label_numbers import find_shift
+from perada.data.sets.label_numbers import find_shifted_numbers
 
 SHIFTED = {"north": [1, 2], "south": [0, 1], "west": [0, 1]}
 MESSAGE = "the classes 1, 2 of 'north' look like the classes 0, 1 of 'south', 'west' plus 1"
@@ -125,7 +125,7 @@ def test_all_clients_fit_one_of_two_ranges():
             higher = {number + 1 for number in lower}
             fits = all(numbers <= lower or numbers <= higher for numbers in sets)
             is_shifted = is_shifted or (higher in sets and fits and bool(lower & higher))
-        found = find_shift(numbers_of_clients)
+        found = find_shifted_numbers(numbers_of_clients)
         assert (found is not None) == is_shifted, sets
         if found is not None:
             num_found += 1

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from perada.cli import main
-from perada.cli.init import table_options, write_recipe
+from perada.cli.init import compose_recipe, table_options
 from perada.cli.messages import one_line
 from perada.core.text import case_variants, look_alike
 from perada.data import IID, ByDomain, FederatedData, ImageFolder, Images, ImageTable, UnlabelledFolder
@@ -315,14 +315,14 @@ def test_the_layout_that_fits_most_files_is_proposed():
 
 def test_init_reads_deep_folders_and_names_what_it_cannot_read():
     write_images("data/north/2024/may/cat", "data/north/2024/may/dog", "data/south/2023/june/cat")
-    options = yaml.safe_load(write_recipe("data", "fedavg", "3", ""))["data"]["dataset"]["init_args"]
+    options = yaml.safe_load(compose_recipe("data", "fedavg", "3", ""))["data"]["dataset"]["init_args"]
     assert options == {"root": "data", "layout": "{client}/**/{class}/*"}
     write_images("flat")
     with pytest.raises(ValueError, match=r"'flat'.*4 images"):
-        write_recipe("flat", "fedavg", "3", "")
+        compose_recipe("flat", "fedavg", "3", "")
     write_images("twice/train/val/cat")
     with pytest.raises(ValueError, match=r"'train/val/cat/0\.png'"):
-        write_recipe("twice", "fedavg", "3", "")
+        compose_recipe("twice", "fedavg", "3", "")
 
 
 HEADERS = [
@@ -350,7 +350,7 @@ def test_init_reads_the_header_of_a_table(header, expected, encoding):
         rows.append(",".join(cells[roles[name]] for name in header.split(",")))
     Path("t.csv").write_text("\n".join(rows) + "\n", encoding=encoding)
     assert table_options("t.csv") == {"table": "t.csv"} | expected
-    written = yaml.safe_load(write_recipe("t.csv", "fedavg", "3", ""))
+    written = yaml.safe_load(compose_recipe("t.csv", "fedavg", "3", ""))
     assert written["data"]["dataset"] == {"class_path": "ImageTable", "init_args": {"table": "t.csv"} | expected}
     has_clients = "client" in header or "client" in expected
     assert (written["data"]["partition"]["class_path"] == "ByDomain") == has_clients
@@ -367,7 +367,7 @@ def test_init_finds_columns_of_zeros_and_ones_several_labels_and_another_folder(
     Path("tables/t.csv").write_text("\n".join(["path,labels", *rows]))
     expected = {"table": "tables/t.csv", "folder": ".", "label": "labels", "separator": "|"}
     assert table_options("tables/t.csv") == expected
-    assert "separator" in write_recipe("tables/t.csv", "fedavg", "3", "")
+    assert "separator" in compose_recipe("tables/t.csv", "fedavg", "3", "")
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_init_names_what_a_table_lacks(table, message):
     write_images(".", count=2)
     Path("t.csv").write_text(table)
     with pytest.raises(ValueError, match=message):
-        write_recipe("t.csv", "fedavg", "3", "")
+        compose_recipe("t.csv", "fedavg", "3", "")
 
 
 @pytest.mark.slow

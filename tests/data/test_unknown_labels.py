@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from perada.cli import main
-from perada.cli.init import write_recipe
+from perada.cli.init import compose_recipe
 from perada.core.checks import OptionError
 from perada.data import ByDomain, CheXpert, FederatedDataModule, ImageTable
 
@@ -184,7 +184,7 @@ def test_first_recipes_name_the_policy(tmp_path, monkeypatch, cells, options):
         row["notes"] = ""
     write_table(tmp_path / "t.csv", rows)
     monkeypatch.chdir(tmp_path)
-    text = write_recipe("t.csv", "fedavg", "3", "")
+    text = compose_recipe("t.csv", "fedavg", "3", "")
     dataset = yaml.safe_load(text)["data"]["dataset"]
     assert dataset["init_args"] == {"table": "t.csv", "label": COLUMNS} | options
     assert ("# unknown: ignore leaves" in text) == ("unknown" in options)

@@ -13,7 +13,7 @@ from perada.data.batches.samples import MapStore, Store
 from perada.data.checks.masks import MaskCounter, MaskValues, check_masks_of_clients, find_suspects
 from perada.data.federated import FederatedData
 from perada.data.labels import SCAN_LIMIT, read_label
-from perada.data.sets.label_numbers import find_shift
+from perada.data.sets.label_numbers import find_shifted_numbers
 from perada.tasks import Task
 
 MASKS_COMPARED = 20
@@ -92,7 +92,7 @@ def _compare_numbers(
     for client, labels in enumerate(labels_of_clients):
         name = f"client {client}" if client_names is None else repr(client_names[client])
         numbers_of_clients[name] = {*labels[task.known(labels)].unique().tolist()}
-    shift = find_shift(numbers_of_clients)
+    shift = find_shifted_numbers(numbers_of_clients)
     if shift is not None:
         num_classes = shift.higher_numbers[-1] + 1
         warnings.warn(shift.describe(f"set num_classes={num_classes}"), stacklevel=4)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from perada.core.text import abbreviated
-from perada.data.sets.label_numbers import find_shift
+from perada.data.sets.label_numbers import find_shifted_numbers
 
 _COMMON_FOREGROUND = 255
 """The foreground in many masks of two classes, and the value that is ignored by default."""
@@ -289,7 +289,7 @@ def _check_numbering(values_of_clients: Sequence[MaskValues], has_option: bool) 
             raise ValueError(f"{problem}: {remedy}")
         warnings.warn(f"{problem}: {remedy}; or declare the classes (classes, num_classes)", stacklevel=5)
         return
-    shift = find_shift({values.owner: values.classes for values in training})
+    shift = find_shifted_numbers({values.owner: values.classes for values in training})
     differing = _find_other_numbers(training)
     if shift is not None:
         warnings.warn(

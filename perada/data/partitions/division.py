@@ -84,7 +84,7 @@ class Division:
                 raise invalid_option(name, share, f"a share of at least one of {len(limited_index)} training images")
             server_counts.append(count)
         rng = np.random.default_rng(derive_seed(self.seed, "hold_out"))
-        groups = groups_of(Subset(train_set, limited_index.tolist()))
+        groups = groups_of_images(Subset(train_set, limited_index.tolist()))
         public_rows, validation_rows, client_rows = split_by_group(groups, server_counts, rng)
         train_index = limited_index[client_rows]
         test_index = self._sample_positions("test", len(test_set), self.test_limit)
@@ -274,7 +274,7 @@ def identities_of(dataset: Dataset[Any]) -> Array | None:
     return identities_of_rows
 
 
-def groups_of(dataset: Dataset[Any]) -> Array:
+def groups_of_images(dataset: Dataset[Any]) -> Array:
     """Return the group (N,) of each image. Images of a group stay together when images are held out.
 
     Each image is a group by itself, unless the dataset, or what it is a Subset of, is an image set with a group column.
@@ -328,7 +328,7 @@ def hold_out(
     identities = [identities_of(dataset) for dataset in datasets]
     groups = []
     for dataset, known_identities in zip(datasets, identities, strict=True):
-        groups.append(groups_of(dataset) if known_identities is None else known_identities)
+        groups.append(groups_of_images(dataset) if known_identities is None else known_identities)
     too_few = [str(client) for client, client_groups in enumerate(groups) if len(np.unique(client_groups)) < 2]
     if too_few:
         subject = f"client {too_few[0]} has"

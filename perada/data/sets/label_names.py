@@ -9,7 +9,7 @@ from decimal import Decimal
 import numpy as np
 
 from perada.core.text import abbreviated, visible_form
-from perada.data.sets.label_numbers import find_shift
+from perada.data.sets.label_numbers import find_shifted_numbers
 
 _NUMBER = re.compile(r"[+-]?(\d+[.,]?\d*|[.,]\d+)(e[+-]?\d{1,3})?", re.IGNORECASE)
 """A number with a point or a comma for decimals."""
@@ -133,7 +133,7 @@ def _warn_of_shifted_numbers(
     numbers_of_clients: dict[str, set[int]] = {}
     for client, names in sorted(names_of_clients.items()):
         numbers_of_clients[repr(client)] = {int(number_of_label[name] or 0) for name in names}
-    shift = find_shift(numbers_of_clients)
+    shift = find_shifted_numbers(numbers_of_clients)
     if shift is not None:
         names_in_order = sorted(number_of_label, key=lambda name: number_of_label[name] or 0)
         warnings.warn(shift.describe(f"declare {_declare_classes(names_in_order)}"), stacklevel=4)

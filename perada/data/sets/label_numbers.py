@@ -8,7 +8,7 @@ from perada.core.text import abbreviated
 
 
 @dataclass(frozen=True)
-class Shift:
+class ShiftedNumbers:
     """Clients whose numbers of classes look like those of others plus 1.
 
     Attributes:
@@ -39,7 +39,7 @@ def _list_numbers(numbers: list[int]) -> str:
     return abbreviated([str(number) for number in numbers])
 
 
-def find_shift(numbers_of_clients: Mapping[str, Set[int]]) -> Shift | None:
+def find_shifted_numbers(numbers_of_clients: Mapping[str, Set[int]]) -> ShiftedNumbers | None:
     """Find clients whose numbers of classes look like those of other clients plus 1; None if there are none.
 
     They do if some client has certain numbers, another one has exactly these plus 1, and none has both the smallest and
@@ -49,9 +49,9 @@ def find_shift(numbers_of_clients: Mapping[str, Set[int]]) -> Shift | None:
     Args:
         numbers_of_clients: The numbers of each client, by its name in messages.
 
-    >>> find_shift({"a": {0, 1}, "b": {1, 2}, "c": {1}})
-    Shift(numbers=[0, 1], higher_numbers=[1, 2], clients=['a'], higher_clients=['b'])
-    >>> find_shift({"a": {0, 1}, "b": {1, 2}, "c": {0, 2}}) is None
+    >>> find_shifted_numbers({"a": {0, 1}, "b": {1, 2}, "c": {1}})
+    ShiftedNumbers(numbers=[0, 1], higher_numbers=[1, 2], client_names=['a'], higher_client_names=['b'])
+    >>> find_shifted_numbers({"a": {0, 1}, "b": {1, 2}, "c": {0, 2}}) is None
     True
     """
     numbers_in_use = [numbers for numbers in numbers_of_clients.values() if numbers]
@@ -66,7 +66,7 @@ def find_shift(numbers_of_clients: Mapping[str, Set[int]]) -> Shift | None:
         return None
     if not all(numbers <= lower or numbers <= higher for numbers in numbers_in_use):
         return None
-    return Shift(
+    return ShiftedNumbers(
         numbers=sorted(lower),
         higher_numbers=sorted(higher),
         client_names=[client for client, numbers in numbers_of_clients.items() if smallest in numbers],
