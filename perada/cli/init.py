@@ -28,17 +28,17 @@ from perada.data import FederatedDataModule, ImageMasks, Images, ImageTable
 from perada.data.partitions.division import Division
 from perada.data.sets.base import Manifest
 from perada.data.sets.folders import check_no_masks_beside, folder_below, have_masks, list_images, propose_layout
-from perada.data.sets.manifest import SPLITS, ImageFiles
-from perada.data.sets.mask_folders import find_mask_folders, folder_of_clients
-from perada.data.sets.tables import (
+from perada.data.sets.label_columns import (
     BINARY,
     UNKNOWN_CELLS,
     Decimal,
     guess_separator,
     holds_measurements,
     is_number,
-    read_table,
 )
+from perada.data.sets.manifest import SPLITS, ImageFiles
+from perada.data.sets.mask_folders import find_mask_folders, folder_of_clients
+from perada.data.sets.table_files import read_table
 from perada.data.training_checks import check_as_training_does
 from perada.system.files import check_output_file, writing
 

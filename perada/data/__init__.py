@@ -29,10 +29,11 @@ from perada.data.sets.arrays import (
 )
 from perada.data.sets.base import ImageSet
 from perada.data.sets.folders import ImageFolder, ImageMasks, Images, UnlabelledFolder
+from perada.data.sets.hugging_face import HuggingFace
 from perada.data.sets.parts import RandomPart
 from perada.data.sets.published import CheXpert, OfficeHome, OpenImage, Shakespeare
 from perada.data.sets.scanners import Scanners
-from perada.data.sets.tables import HuggingFace, ImageTable
+from perada.data.sets.tables import ImageTable
 from perada.data.shifts import Corruptions, LabelShift, Shift
 
 if TYPE_CHECKING:

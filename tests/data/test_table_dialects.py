@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from perada.data.sets.tables import read_table
+from perada.data.sets.table_files import read_table
 
 CELLS = {"path": ["a.png", "b, c.png", "d.png"], "age, years": ["1,5", "2,25", "3"], "label": ["x", "y\nz", 'say "w"']}
 HEADER = list(CELLS)

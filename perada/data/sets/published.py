@@ -21,8 +21,9 @@ from perada.data.partitions.shares import Array, split_by_group, stratified_samp
 from perada.data.sets.arrays import find_folder
 from perada.data.sets.base import ImageSet, Manifest, explain_read_errors
 from perada.data.sets.folders import class_folders
+from perada.data.sets.label_columns import VALUES_OF_UNKNOWN
 from perada.data.sets.manifest import ImageFiles
-from perada.data.sets.tables import VALUES_OF_UNKNOWN, read_table
+from perada.data.sets.table_files import read_table
 from perada.tasks.multi_label import UNKNOWN
 
 OFFICE_HOME_DOMAINS = ("Art", "Clipart", "Product", "Real World")
