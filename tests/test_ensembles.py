@@ -114,7 +114,7 @@ def test_a_base_is_an_algorithm(base):
 
 
 def test_a_robust_rule_that_does_nothing_says_so(monkeypatch):
-    monkeypatch.setattr("perada.data.inspection._find_broken", lambda *_: {})  # images that become NaN after set-up
+    monkeypatch.setattr("perada.data.broken_images._find_broken", lambda *_: {})  # images that become NaN after set-up
     with pytest.raises(ValueError, match=r"trim=0\.4 .*1 clients"):
         finetune(FedEnsemble(modes=3), server_rule=TrimmedMean(0.4))  # of 3 clients a round
     images, labels = task().train[0].tensors

@@ -20,7 +20,7 @@ from perada.cli.runs import PeradaCLI
 from perada.core.checks import check_integer
 from perada.core.text import abbreviated, quoted
 from perada.data import FederatedData, FederatedDataModule
-from perada.data.inspection import without_broken
+from perada.data.broken_images import without_broken
 from perada.data.partitions.division import Division
 from perada.data.sets.manifest import OwnImages
 from perada.deploy.recipe import Recipe, ServerRecipe

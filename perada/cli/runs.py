@@ -38,7 +38,7 @@ from perada.core.checks import OptionError, check_integer
 from perada.core.text import printable
 from perada.data import FederatedDataModule
 from perada.data.batches.workers import explain_worker_deaths
-from perada.data.inspection import SKIPPED
+from perada.data.broken_images import SKIPPED
 from perada.lightning import FederatedLoop, PredictionFile
 from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.module import FederatedClassifier

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal
 
 from perada.data import FederatedDataModule
-from perada.data.inspection import BrokenImagesError
+from perada.data.broken_images import BrokenImagesError
 from perada.data.sets.base import ImageSet
 from perada.lightning.module import FederatedClassifier
 from perada.models.adapted import AdaptedModel

@@ -32,11 +32,11 @@ from perada.data.batches.mixing import Mixing
 from perada.data.batches.public import augment_public_images, public_indices
 from perada.data.batches.samples import BatchLoader, EvalBatches, MapStore, RoundBatches, Samples, Store, WorkerPools
 from perada.data.batches.transforms import BatchT, Preparation
+from perada.data.broken_images import OnBroken, without_broken
 from perada.data.checked import Checked, check, first_image_format
 from perada.data.federated import FederatedData
 from perada.data.final_size import read_at_size, read_clients_at_size, read_shifts_at_size
 from perada.data.fingerprints import Fingerprint, fingerprint_of
-from perada.data.inspection import OnBroken, without_broken
 from perada.data.partitions import Partition
 from perada.data.partitions.division import Division, hold_out
 from perada.data.preprocessing import Preprocessing, preprocessing_of

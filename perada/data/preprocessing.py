@@ -37,9 +37,9 @@ from perada.data.batches.transforms import (
     to_image,
     upright_size,
 )
+from perada.data.broken_images import check_datasets
 from perada.data.checked import Checked
 from perada.data.federated import FederatedData
-from perada.data.inspection import check_datasets
 from perada.data.sets.base import ImageSet
 from perada.data.sets.manifest import ImageFiles
 from perada.tasks import Task

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 
 from perada.data import ByDomain, FederatedData, FederatedDataModule, Images
-from perada.data.inspection import without_broken
+from perada.data.broken_images import without_broken
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.datasets import SubsetResolver, resolve_subset
 from perada.data.batches.samples import make_store
+from perada.data.broken_images import without_broken
 from perada.data.fingerprints import part_fingerprint
-from perada.data.inspection import without_broken
 from perada.data.partitions.division import divide
 
 

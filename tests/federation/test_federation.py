@@ -28,7 +28,7 @@ from tests.options import sections
 @pytest.fixture(autouse=True)
 def _unnoticed_at_set_up(monkeypatch):
     """Clients break by images that become NaN later: those that are so at set-up are rejected there."""
-    monkeypatch.setattr("perada.data.inspection._find_broken", lambda *_: {})
+    monkeypatch.setattr("perada.data.broken_images._find_broken", lambda *_: {})
 
 
 SIZES, CLASSES = (8, 5, 12, 3), 3

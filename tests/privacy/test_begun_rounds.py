@@ -592,7 +592,7 @@ def test_without_privacy_there_is_no_journal(tmp_path):
 @pytest.fixture
 def _unnoticed_at_set_up(monkeypatch):
     """Clients break by images that become NaN later: those that are so at set-up are rejected there."""
-    monkeypatch.setattr("perada.data.inspection._find_broken", lambda *_: {})
+    monkeypatch.setattr("perada.data.broken_images._find_broken", lambda *_: {})
 
 
 @pytest.mark.every(2)

@@ -13,13 +13,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from perada.core.checks import (
-    OptionError,
-    check_choice,
-    check_name,
-    checked_path,
-    without_effect,
-)
+from perada.core.checks import OptionError, check_choice, check_name, checked_path, without_effect
 from perada.core.text import abbreviated
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, number_labels
