@@ -362,7 +362,7 @@ def _full_batches() -> AbstractContextManager[object]:
     def full(images: int, rate: float, steps: int, **options: Any) -> list[torch.Tensor]:
         return poisson_batches(images, 1.0, steps, **options)
 
-    return patch("perada.data.batches.samples.poisson_batches", full)
+    return patch("perada.data.batches.round_batches.poisson_batches", full)
 
 
 FAULTS: dict[Fault, Callable[[], AbstractContextManager[object]]] = {

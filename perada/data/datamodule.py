@@ -28,9 +28,11 @@ from perada.core.rounds import (
 from perada.core.states import to_device_async
 from perada.data.batches.datasets import Resolve, SubsetResolver
 from perada.data.batches.features import FeatureCache
+from perada.data.batches.loaders import BatchLoader, WorkerPools
 from perada.data.batches.mixing import Mixing
 from perada.data.batches.public import augment_public_images, public_indices
-from perada.data.batches.samples import BatchLoader, EvalBatches, MapStore, RoundBatches, Samples, Store, WorkerPools
+from perada.data.batches.round_batches import EvalBatches, RoundBatches
+from perada.data.batches.samples import MapStore, Samples, Store
 from perada.data.batches.transforms import BatchT, Preparation
 from perada.data.broken_images import OnBroken, without_broken
 from perada.data.checked import Checked, check, first_image_format

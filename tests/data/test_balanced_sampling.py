@@ -15,7 +15,8 @@ from perada.core.checks import OptionError
 from perada.core.rounds import Phase, RoundPlan, balanced_indices
 from perada.core.seeding import generator
 from perada.data import FederatedData, FederatedDataModule
-from perada.data.batches.samples import MapStore, RoundBatches, TensorStore
+from perada.data.batches.round_batches import RoundBatches
+from perada.data.batches.samples import MapStore, TensorStore
 from perada.deploy.site.client import with_client_index
 from perada.tasks import MultiLabel
 from tests.rejections import rejects

@@ -20,7 +20,7 @@ import perada
 from perada.algorithms import APFL, Ditto, FedAvg, FedAvgFT, FedRep, PerAda, PFedMe, Scaffold
 from perada.core.rounds import Phase, RoundPlan, batch_places
 from perada.data import FederatedData, FederatedDataModule
-from perada.data.batches.samples import RoundBatches
+from perada.data.batches.round_batches import RoundBatches
 from perada.engine.engine import Engine
 from perada.federation.cohort import Cohort
 from perada.federation.global_streams import GlobalStreams

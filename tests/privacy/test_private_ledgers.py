@@ -23,7 +23,7 @@ from perada.algorithms import (
     PFedMe,
 )
 from perada.core.rounds import Phase, make_plan
-from perada.data.batches.samples import RoundBatches
+from perada.data.batches.round_batches import RoundBatches
 from perada.privacy import Privacy, history_epsilon
 from perada.privacy.account import Account, QueryPlan
 from tests.methods import NAMED, make_method

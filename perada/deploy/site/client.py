@@ -16,7 +16,9 @@ from torch.utils.data import Dataset, TensorDataset
 from perada.algorithms import Algorithm, Broadcast, Stacks
 from perada.core.rounds import AnyBatch, Phase, PrivateSampling, RoundPlan, make_plan, one_of
 from perada.core.states import State, cut_ranks, double, expand, to_device
-from perada.data.batches.samples import PUBLIC_SET, EvalBatches, MapStore, RoundBatches, Samples, loader, make_store
+from perada.data.batches.loaders import loader
+from perada.data.batches.round_batches import EvalBatches, RoundBatches
+from perada.data.batches.samples import PUBLIC_SET, MapStore, Samples, make_store
 from perada.data.federated import FederatedData
 from perada.data.fingerprints import Fingerprint, fingerprint_of
 from perada.deploy.protocol import RejectionError, Request
