@@ -22,7 +22,8 @@ from perada.data import IID, ByDomain, FederatedDataModule, HuggingFace, ImageMa
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
 from perada.data.partitions.shares import Array
-from perada.data.sets.folders import have_masks, list_images
+from perada.data.sets.folders import have_masks
+from perada.data.sets.image_paths import list_images
 from perada.results.report import ROWS, table
 from perada.studies.drawing import check_drawing, new_figure
 from perada.studies.report.class_figures import partition_figure

@@ -27,7 +27,8 @@ from perada.core.text import abbreviated, printable
 from perada.data import FederatedDataModule, ImageMasks, Images, ImageTable
 from perada.data.partitions.division import Division
 from perada.data.sets.base import Manifest
-from perada.data.sets.folders import check_no_masks_beside, folder_below, have_masks, list_images, propose_layout
+from perada.data.sets.folders import check_no_masks_beside, have_masks
+from perada.data.sets.image_paths import list_images
 from perada.data.sets.label_columns import (
     BINARY,
     UNKNOWN_CELLS,
@@ -36,6 +37,7 @@ from perada.data.sets.label_columns import (
     holds_measurements,
     is_number,
 )
+from perada.data.sets.layouts import folder_below, propose_layout
 from perada.data.sets.manifest import SPLITS, ImageFiles
 from perada.data.sets.mask_folders import find_mask_folders, folder_of_clients
 from perada.data.sets.table_files import read_table

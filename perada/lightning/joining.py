@@ -15,7 +15,7 @@ from perada.algorithms.records import algorithm_of
 from perada.core.checks import check_choice, check_integer, check_number, check_type, invalid_option
 from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
-from perada.data.preprocessing import joining_data
+from perada.data.joining import joining_data
 from perada.federation.options import Evaluation, Training
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier

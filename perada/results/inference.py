@@ -18,7 +18,7 @@ from perada.core.checks import checked_path
 from perada.core.text import FORMULA, abbreviated, cell_text, number_cells, quoted
 from perada.data.batches.transforms import read_image
 from perada.data.preprocessing import Preprocessing
-from perada.data.sets.folders import list_images
+from perada.data.sets.image_paths import list_images
 from perada.data.sets.table_files import check_encoding, existing_spelling, read_table
 from perada.results.overwriting import foreign_file
 from perada.scores.accumulation import finite_outputs

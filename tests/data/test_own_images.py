@@ -11,7 +11,8 @@ import torch
 
 from perada.data import ByDomain, FederatedDataModule, ImageFolder, Images, ImageTable
 from perada.data.partitions.shares import hashed_share
-from perada.data.sets.folders import layout_pattern, list_images
+from perada.data.sets.image_paths import list_images
+from perada.data.sets.layouts import layout_pattern
 from perada.results.inference import find_images
 from tests.rejections import rejects
 

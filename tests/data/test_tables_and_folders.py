@@ -20,7 +20,7 @@ from perada.core.text import case_variants, look_alike
 from perada.data import IID, ByDomain, FederatedData, ImageFolder, Images, ImageTable, UnlabelledFolder
 from perada.data.checked import check
 from perada.data.partitions.division import Division
-from perada.data.sets.folders import propose_layout
+from perada.data.sets.layouts import propose_layout
 from perada.results.inference import find_images
 
 

@@ -11,13 +11,7 @@ from torch import Tensor
 
 from perada.core.checks import check_integer, invalid_option
 from perada.core.text import abbreviated
-from perada.data.batches.transforms import (
-    MissingImageError,
-    UnreadableImageError,
-    load_pixels,
-    upright,
-    upright_size,
-)
+from perada.data.batches.transforms import MissingImageError, UnreadableImageError, load_pixels, upright, upright_size
 from perada.data.sets.label_types import stack_integers
 from perada.tasks.geometry import resize_masks
 

@@ -20,8 +20,8 @@ from perada.data.partitions import categories
 from perada.data.partitions.shares import Array, split_by_group, stratified_sample
 from perada.data.sets.arrays import find_folder
 from perada.data.sets.base import ImageSet, Manifest, explain_read_errors
-from perada.data.sets.folders import class_folders
 from perada.data.sets.label_columns import VALUES_OF_UNKNOWN
+from perada.data.sets.layouts import class_folders
 from perada.data.sets.manifest import ImageFiles
 from perada.data.sets.table_files import read_table
 from perada.tasks.multi_label import UNKNOWN
