@@ -343,14 +343,14 @@ def _keep_student(student: State, *_: object, **__: object) -> State:
 def _make_predictions(
     num_classes: int,
     previous: State,
-    models: Updates | State,
+    model_states: Updates | State,
     num_images: int,
     labelled: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return made-up predictions (C, 1, K) on one image, and its labels (1, K); None without labels."""
-    if isinstance(models, Updates):
-        models = models.local_rows
-    clients = stack_size(models)
+    if isinstance(model_states, Updates):
+        model_states = model_states.local_rows
+    clients = stack_size(model_states)
     predictions = torch.full((clients, 1, num_classes), 0.5)
     if not labelled:
         return predictions, None

@@ -179,12 +179,12 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
         print(f"Find the method and settings that suit your images with: perada choose {output} --budget 30m")
 
 
-def _declared_options(options: Namespace) -> dict[str, list[Any]]:
+def _declared_options(parsed_options: Namespace) -> dict[str, list[Any]]:
     """Return the options of images that only the user can know, if they are set: names of classes, values of masks."""
     declared = {}
     for name in ("classes", "mask_values"):
-        if options[name] is not None:
-            declared[name] = list(options[name])
+        if parsed_options[name] is not None:
+            declared[name] = list(parsed_options[name])
     return declared
 
 

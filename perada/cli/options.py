@@ -179,15 +179,15 @@ def _recipe_options() -> set[str]:
     return {*facts()["recipe_options"], *facts()["sections"]}
 
 
-def _option_exists(name: str, options: Collection[str]) -> bool:
+def _option_exists(name: str, option_names: Collection[str]) -> bool:
     """Return whether an option exists, or belongs to the value of one, like an argument of a class."""
-    if name.removesuffix("+") in options:
+    if name.removesuffix("+") in option_names:
         return True
     dashes = "--" if name.startswith("--") else ""
     sections = {f"{dashes}{section}" for section in facts()["sections"]}
     parent, _, _ = name.rpartition(".")
     while parent:
-        if parent in options and parent not in sections:
+        if parent in option_names and parent not in sections:
             return True
         parent, _, _ = parent.rpartition(".")
     return False
@@ -198,12 +198,12 @@ def _may_be_lightnings(name: str) -> bool:
     return name.startswith("trainer.") and version("pytorch-lightning") != facts()["lightning"]
 
 
-def nearest(wrong_name: str, options: Collection[str]) -> list[str]:
+def nearest(wrong_name: str, option_names: Collection[str]) -> list[str]:
     """Return the options that a wrong name may mean.
 
     Args:
         wrong_name: Name of an option that does not exist.
-        options: Names of all options.
+        option_names: Names of all options.
 
     >>> nearest("trainer.rounds", ["trainer.max_epochs", "trainer.max_steps"])
     ['trainer.max_epochs']
@@ -214,15 +214,15 @@ def nearest(wrong_name: str, options: Collection[str]) -> list[str]:
     """
     # The loop takes these sections, so they are looked for in its own.
     without_loop = wrong_name.removeprefix("federated.")
-    if without_loop.partition(".")[0] in LINKED_SECTIONS and _option_exists(without_loop, options):
+    if without_loop.partition(".")[0] in LINKED_SECTIONS and _option_exists(without_loop, option_names):
         return [without_loop]
     section, _, last = wrong_name.rpartition(".")
     # What each word may stand for: the last part of an option's name, or a name used elsewhere.
     meanings: dict[str, list[str]] = {}
-    for name in options:
+    for name in option_names:
         meanings.setdefault(name.rpartition(".")[2], []).append(name)
     for word, targets in names_elsewhere().items():
-        existing = [name for name in targets if name in options or name.rpartition(".")[0] in options]
+        existing = [name for name in targets if name in option_names or name.rpartition(".")[0] in option_names]
         if existing:
             meanings[word] = existing
 
@@ -230,7 +230,7 @@ def nearest(wrong_name: str, options: Collection[str]) -> list[str]:
     if word not in meanings:
         word = "".join(near_names(word, meanings))  # at most one
     if not word:
-        return near_names(wrong_name, options)
+        return near_names(wrong_name, option_names)
     in_section = [name for name in meanings[word] if section and name.startswith(f"{section}.")]
     return in_section or meanings[word]
 

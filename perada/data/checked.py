@@ -90,7 +90,7 @@ class Checked:
                     f"network for {shape[0]} as backbone"
                 )
 
-    def check_overlap(self, options: str) -> None:
+    def check_overlap(self, privacy_options: str) -> None:
         """Raise if the server has an image that is byte-identical to a client's. Reads all images.
 
         A client's images are its training images, those that it holds out of them, and its test images: the ledgers do
@@ -101,7 +101,7 @@ class Checked:
         that differs by a single pixel is another image.
 
         Args:
-            options: The options that request privacy, for the message.
+            privacy_options: The options that request privacy, for the message.
 
         Raises:
             OptionError: If the public or the validation set of the server has an image of a client.
@@ -114,11 +114,11 @@ class Checked:
                 server_images.setdefault(image_hash, f"image {index} of {name}")
         if not server_images:
             return
-        check_no_copies(self.train, "", server_images, options)
+        check_no_copies(self.train, "", server_images, privacy_options)
         if self.held_out:
-            check_no_copies(make_store(self.held_out), "held-out ", server_images, options)
+            check_no_copies(make_store(self.held_out), "held-out ", server_images, privacy_options)
         if self.test is not None:
-            check_no_copies(self.test, "test ", server_images, options)
+            check_no_copies(self.test, "test ", server_images, privacy_options)
 
     def extreme_tokens(self) -> list[int]:
         """Return the smallest and largest tokens of the texts in memory, of each set that a model will see."""

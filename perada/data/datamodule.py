@@ -650,9 +650,11 @@ class FederatedDataModule(pl.LightningDataModule):
             supports=lambda images: tuple(self.prepare(images).shape[1:]) == image_shape,
         )
 
-    def _read_labelled_images(self, store: Store | None, device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
-        if store is not None:
-            for x, y, _ in self._evaluation_loader(self.samples_of(store)):
+    def _read_labelled_images(
+        self, labelled_store: Store | None, device: torch.device | str
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        if labelled_store is not None:
+            for x, y, _ in self._evaluation_loader(self.samples_of(labelled_store)):
                 targets = self.prepare.prepare_targets(to_device_async(y, device), x)
                 yield self.prepare(to_device_async(x, device)), targets
 

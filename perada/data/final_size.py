@@ -14,20 +14,20 @@ from perada.data.sets.manifest import DEFAULT_SIZE, ImageFiles
 DatasetT = TypeVar("DatasetT")
 
 
-def read_at_size(dataset: DatasetT, size: int | None) -> DatasetT:
+def read_at_size(original: DatasetT, size: int | None) -> DatasetT:
     """Return a set of files that are resized to this size when they are read; any other object is returned unchanged.
 
     Args:
-        dataset: A set of images, or anything else.
+        original: A set of images, or anything else.
         size: Height and width of the images; None keeps those of the set.
     """
-    if size is None or not isinstance(dataset, ImageFiles) or dataset.size == size:
-        return dataset
-    if dataset.size != DEFAULT_SIZE:
+    if size is None or not isinstance(original, ImageFiles) or original.size == size:
+        return original
+    if original.size != DEFAULT_SIZE:
         rank_zero_info(
-            f"data: {type(dataset).__name__} reads files at image_size={size} instead of its own size={dataset.size}"
+            f"data: {type(original).__name__} reads files at image_size={size} instead of its own size={original.size}"
         )
-    return dataset.with_size(size)
+    return original.with_size(size)
 
 
 def read_shifts_at_size(shifts: Mapping[str, Any], size: int | None) -> dict[str, Any]:

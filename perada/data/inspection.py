@@ -120,12 +120,12 @@ class _ImageFacts(NamedTuple):
     brightest: int = 0
 
 
-def inspect_division(division: Division, options: RunOptions | None = None) -> Inspection:
+def inspect_division(division: Division, run_options: RunOptions | None = None) -> Inspection:
     """Divide the images as a run would, and read all of them.
 
     Args:
         division: The images and how they are divided.
-        options: Options of the run; None for the defaults.
+        run_options: Options of the run; None for the defaults.
 
     Raises:
         FileNotFoundError: If files are missing.
@@ -141,8 +141,8 @@ def inspect_division(division: Division, options: RunOptions | None = None) -> I
     test_set = cast(ImageSet, resolve_subset(test[0]).base)
     labels_of_sets = [images.labels for images in (train_set, test_set) if images.labels is not None]
     # Tables know what their columns mean; of other sets, the labels show it.
-    options = options or RunOptions(task=getattr(train_set, "task", None))
-    task: Task = options.task or getattr(train_set, "task", None) or task_of_labels(labels_of_sets[0])
+    run_options = run_options or RunOptions(task=getattr(train_set, "task", None))
+    task: Task = run_options.task or getattr(train_set, "task", None) or task_of_labels(labels_of_sets[0])
     nonempty_labels = [labels for labels in labels_of_sets if len(labels)]
     num_classes = data.num_classes or max(task.count_classes(labels) for labels in nonempty_labels) or 1
     train_facts = _read_all(train_set)
@@ -169,7 +169,7 @@ def inspect_division(division: Division, options: RunOptions | None = None) -> I
         True: {position for position, facts in enumerate(train_facts) if facts.error},
         False: {position for position, facts in enumerate(test_facts) if facts.error},
     }
-    findings = check_as_training_does(data, options, unreadable_rows)
+    findings = check_as_training_does(data, run_options, unreadable_rows)
     inspection.rejections = findings.rejections
     inspection.notes += [message for message in findings.warnings if message not in inspection.notes]
     if task.per_pixel:

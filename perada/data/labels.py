@@ -85,9 +85,9 @@ def known_labels(part: str, store: Store, num_classes: int | None, resolve: Reso
     return labels_of_clients
 
 
-def _is_mask(label: str | Tensor) -> bool:
+def _is_mask(raw_label: str | Tensor) -> bool:
     """Return whether a label is a mask (H, W) of classes."""
-    return isinstance(label, Tensor) and label.ndim == 2
+    return isinstance(raw_label, Tensor) and raw_label.ndim == 2
 
 
 def _require_num_classes(client: int, num_classes: int | None) -> None:

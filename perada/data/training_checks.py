@@ -40,13 +40,13 @@ class Findings:
 
 
 def check_as_training_does(
-    data: FederatedData, options: RunOptions, unreadable_rows: Mapping[bool, AbstractSet[int]]
+    data: FederatedData, run_options: RunOptions, unreadable_rows: Mapping[bool, AbstractSet[int]]
 ) -> Findings:
     """Check data as the set-up of a run does.
 
     Args:
         data: The data, of which images that cannot be read are left out.
-        options: Options of the run.
+        run_options: Options of the run.
         unreadable_rows: Positions of images that cannot be read, in the training split (True) and in the test split
             (False).
     """
@@ -62,7 +62,7 @@ def check_as_training_does(
     with warnings.catch_warnings(record=True) as recorded_warnings:
         warnings.simplefilter("always")
         try:
-            check(readable, options.num_classes, options.image_size, task=options.task)
+            check(readable, run_options.num_classes, run_options.image_size, task=run_options.task)
         except (TypeError, ValueError) as error:
             findings.rejections.append(" ".join(str(error).split()))
     findings.warnings += [" ".join(str(warning.message).split()) for warning in recorded_warnings]

@@ -405,14 +405,14 @@ class Server:
         )
 
     def _predict_images(
-        self, context: RoundContext, previous: State, models: Updates | State, num_images: int, labelled: bool
+        self, context: RoundContext, previous: State, model_states: Updates | State, num_images: int, labelled: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Predict on the server's images. A collective if the models are :class:`Updates`.
 
         Args:
             context: The round, with the server's images.
             previous: State with the tensors that the models lack.
-            models: Models (C, ...).
+            model_states: Models (C, ...).
             num_images: Largest number N of images.
             labelled: Whether to use the validation set, which has labels, rather than public images.
 
@@ -420,7 +420,7 @@ class Server:
             Probabilities (C, N, K), and labels as 0 and 1 (N, K) or None.
         """
         task = self.settings.training.task
-        local_models = models.local_rows if isinstance(models, Updates) else models
+        local_models = model_states.local_rows if isinstance(model_states, Updates) else model_states
         clients = stack_size(local_models)
         # A rank without clients runs the former global model for the shape of the logits, which are then dropped.
         states = expand(previous, max(1, clients))
@@ -434,8 +434,8 @@ class Server:
             if y is not None:
                 labels.append(task.presence(y, logits.shape[-1]))
         all_predictions = torch.cat(predictions, 1)
-        if isinstance(models, Updates):
-            all_predictions = models.replace({"probabilities": all_predictions}).gathered("probabilities")
+        if isinstance(model_states, Updates):
+            all_predictions = model_states.replace({"probabilities": all_predictions}).gathered("probabilities")
         if not labels:
             return all_predictions, None
         return all_predictions, torch.cat(labels)

@@ -100,22 +100,22 @@ class NothingLearnedError(ValueError):
     """A run in which every client failed in every round."""
 
 
-def check_failures(rounds: Sequence[Failures], limit: int | None) -> None:
+def check_failures(failures_of_rounds: Sequence[Failures], limit: int | None) -> None:
     """Raise an OptionError if clients have failed more than ``max_failures`` times in all rounds so far."""
-    count = int(sum(round.failed_share for round in rounds))
+    count = int(sum(round.failed_share for round in failures_of_rounds))
     if limit is not None and count > limit:
         raise OptionError(
-            f"max_failures={limit}: clients failed {count} times in {len(rounds)} rounds (see the warnings); fix the "
-            "causes and resume (ckpt_path=last), or raise max_failures",
+            f"max_failures={limit}: clients failed {count} times in {len(failures_of_rounds)} rounds (see the "
+            "warnings); fix the causes and resume (ckpt_path=last), or raise max_failures",
             name="max_failures",
             value=limit,
         )
 
 
-def check_anything_learned(rounds: Sequence[Failures]) -> None:
+def check_anything_learned(failures_of_rounds: Sequence[Failures]) -> None:
     """Raise a NothingLearnedError if every client failed in every round of a run."""
-    if rounds and all(round.drawn == round.failed_share for round in rounds):
+    if failures_of_rounds and all(round.drawn == round.failed_share for round in failures_of_rounds):
         raise NothingLearnedError(
-            f"every client failed in all {len(rounds)} rounds (see the warnings), so nothing was learned; fix the "
-            "data, or lower the learning rates"
+            f"every client failed in all {len(failures_of_rounds)} rounds (see the warnings), so nothing was learned; "
+            "fix the data, or lower the learning rates"
         )

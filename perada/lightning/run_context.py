@@ -151,20 +151,20 @@ class RunContext:
             ]
             yield batch._replace(counts=tuple(counts))
 
-    def evaluate(self, batches: Any, limit: float, step: Callable[[EvalBatch, int], None]) -> bool:  # noqa: ANN401  # a loader
+    def evaluate(self, loader: Any, limit: float, step: Callable[[EvalBatch, int], None]) -> bool:  # noqa: ANN401  # a loader
         """Pass batches to ``step`` outside of Lightning's loops.
 
         Args:
-            batches: A loader with a length.
+            loader: A loader with a length.
             limit: Number of batches, or a share of them if it is a float, as in Lightning's ``limit_val_batches``.
             step: Is given each batch, prepared, and its index.
 
         Returns:
             Whether there were any batches within the limit.
         """
-        count = int(len(batches) * limit) if isinstance(limit, float) else min(len(batches), limit)
+        count = int(len(loader) * limit) if isinstance(limit, float) else min(len(loader), limit)
         with torch.no_grad(), self.precision():
-            for index, batch in enumerate(islice(batches, count)):
+            for index, batch in enumerate(islice(loader, count)):
                 on_device = self.data.transfer_batch_to_device(batch, self.module.device, 0)
                 step(self.data.prepare(on_device), index)
         return bool(count)

@@ -382,15 +382,15 @@ def _extract_logits(
             return cast(Tensor, output[name])
     if hasattr(output, "logits"):
         return cast(Tensor, output.logits)
-    candidates: list[object] = []
+    output_parts: list[object] = []
     if isinstance(output, tuple | list):
-        candidates = list(output)
+        output_parts = list(output)
     logits = [
-        part for part in candidates if isinstance(part, Tensor) and part.ndim == ndim and part.shape[1] == num_classes
+        part for part in output_parts if isinstance(part, Tensor) and part.ndim == ndim and part.shape[1] == num_classes
     ]
     if len(logits) == 1:
         return logits[0]
-    description = value_text(candidates) if candidates else value_text(output)
+    description = value_text(output_parts) if output_parts else value_text(output)
     raise TypeError(
         f"backbone {type(module).__name__!r} returns {description}, and {len(logits)} of its parts are logits (B, "
         f"{num_classes}{', H, W' if ndim == 4 else ''}); return the logits, or an object with .logits"

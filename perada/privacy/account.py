@@ -274,7 +274,7 @@ class Account(Budget):
         options: The section ``privacy``.
         sizes: Numbers of training images of the M clients.
         batch_size: Images in a batch.
-        rounds: Training of each client in a round.
+        query_plan: Training of each client in a round.
         tuning: Training of each client after the last round; None without fine-tuning.
         planned: In how many of the planned rounds each client takes part; None if their number is not fixed.
 
@@ -294,14 +294,14 @@ class Account(Budget):
         options: Privacy,
         sizes: Sequence[int],
         batch_size: BatchSize,
-        rounds: QueryPlan,
+        query_plan: QueryPlan,
         tuning: QueryPlan | None = None,
         planned: Planned | None = None,
     ) -> None:
         super().__init__(options, planned)
         self.sizes = tuple(sizes)
         self.batch_size = batch_size
-        self.rounds = rounds
+        self.rounds = query_plan
         self.tuning = tuning or QueryPlan((), ())
         # Clients of the same size take the same steps.
         self._steps = cache(self._count_steps)

@@ -117,9 +117,9 @@ class _PointScale(NamedTuple):
     half: list[float]
 
 
-def _scale_of_keypoints(options: Record) -> _PointScale:
+def _scale_of_keypoints(task_options: Record) -> _PointScale:
     """Return the scale of the coordinates, from the options of :class:`.Keypoints` in a file that may be hostile."""
-    size = options["image_size"]
+    size = task_options["image_size"]
     if isinstance(size, Sequence) and not isinstance(size, str):
         height, width = size
     else:
@@ -198,13 +198,13 @@ def task_words(task_record: Record) -> TaskWords:
     return TaskWords(sentence, "classes", unit, predictions, pipeline_tag)
 
 
-def _number_text(value: Sequence[float] | float | None, default: float) -> str:
+def _number_text(option_value: Sequence[float] | float | None, default: float) -> str:
     """Return a number, or several in brackets, from a file that may be hostile."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        if len(value) == 1:
-            return f"{float(value[0]):.7g}"
-        return f"({', '.join(f'{float(number):.7g}' for number in value)})"
-    number = default if value is None else float(value)
+    if isinstance(option_value, Sequence) and not isinstance(option_value, str):
+        if len(option_value) == 1:
+            return f"{float(option_value[0]):.7g}"
+        return f"({', '.join(f'{float(number):.7g}' for number in option_value)})"
+    number = default if option_value is None else float(option_value)
     return f"{number:.7g}"
 
 

@@ -471,18 +471,18 @@ def scores_of_both(names: Iterable[str]) -> list[str]:
 
 
 def shift_tables(
-    shifts: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], unit: ScoreUnit = SHARES
+    scores_of_shifts: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], unit: ScoreUnit = SHARES
 ) -> list[str]:
     """Lay out a table of the score by kind of corruption and severity, for each shift and model.
 
     Runs whose clients predict with both models have a table of the shares of images that look typical, too.
 
     Args:
-        shifts: By shift and kind, the ``severity`` values, and the score at each of them by model.
+        scores_of_shifts: By shift and kind, the ``severity`` values, and the score at each of them by model.
         unit: Unit of the scores.
     """
     tables = []
-    for shift, curve_of_kind in shifts.items():
+    for shift, curve_of_kind in scores_of_shifts.items():
         all_severities: dict[float, None] = {}  # in order
         for curve in curve_of_kind.values():
             all_severities.update(dict.fromkeys(curve["severity"]))

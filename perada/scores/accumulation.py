@@ -106,16 +106,16 @@ class Scores:
         self._statistics.update(outputs)
         self._predictions.update(outputs)
 
-    def _count_failed_images(self, outputs: _Outputs) -> None:
+    def _count_failed_images(self, batch_outputs: _Outputs) -> None:
         """Count the images of a batch for which a model's outputs are NaN or infinite, on the batch's device."""
-        is_failed = ~finite_outputs(outputs.logits, leading_axes=2)  # (p, B)
-        if outputs.counted is not None:
-            is_failed = is_failed & outputs.counted
+        is_failed = ~finite_outputs(batch_outputs.logits, leading_axes=2)  # (p, B)
+        if batch_outputs.counted is not None:
+            is_failed = is_failed & batch_outputs.counted
         failed = is_failed.long()
         self._failed_images = to_device_async(self._failed_images, failed.device)
-        by_group = failed.new_zeros(len(outputs.models), self._failed_images.shape[1])
-        by_group.index_add_(1, outputs.groups, failed)
-        rows = to_device_async(torch.tensor(outputs.models), failed.device)
+        by_group = failed.new_zeros(len(batch_outputs.models), self._failed_images.shape[1])
+        by_group.index_add_(1, batch_outputs.groups, failed)
+        rows = to_device_async(torch.tensor(batch_outputs.models), failed.device)
         self._failed_images.index_add_(0, rows, by_group)
 
     @property
@@ -183,23 +183,23 @@ class _Accuracy:
         """Return whether any prediction was counted."""
         return bool(self.counts.any())
 
-    def update(self, outputs: _Outputs) -> None:
+    def update(self, batch_outputs: _Outputs) -> None:
         """Count the right and all predictions of a batch, on its device."""
-        y = outputs.y
+        y = batch_outputs.y
         has_label = self._task.known(y)
-        hits = (self._task.predicted(outputs.logits) == y.long()) & has_label
+        hits = (self._task.predicted(batch_outputs.logits) == y.long()) & has_label
         # With several labels per image, each is a separate prediction.
-        right = hits.view(*outputs.logits.shape[:2], -1).sum(-1)
+        right = hits.view(*batch_outputs.logits.shape[:2], -1).sum(-1)
         num_predictions = has_label.view(len(y), -1).sum(-1).expand_as(right)
         counts = torch.stack([right, num_predictions])  # (2, p, B)
-        if outputs.counted is not None:
-            counts = counts * outputs.counted
+        if batch_outputs.counted is not None:
+            counts = counts * batch_outputs.counted
 
         self.counts = to_device_async(self.counts, counts.device)
         # First summed over the images of each group, then added to the rows of the p models.
-        sums = counts.new_zeros(2, len(outputs.models), self.counts.shape[2])
-        sums.index_add_(2, outputs.groups, counts)
-        rows = to_device_async(torch.tensor(outputs.models), counts.device)
+        sums = counts.new_zeros(2, len(batch_outputs.models), self.counts.shape[2])
+        sums.index_add_(2, batch_outputs.groups, counts)
+        rows = to_device_async(torch.tensor(batch_outputs.models), counts.device)
         self.counts.index_add_(1, rows, sums)
 
     def scores(self) -> Tensor:
@@ -225,14 +225,16 @@ class _MetricStatistics:
         """Return whether any batch was added."""
         return bool(self._statistics)
 
-    def update(self, outputs: _Outputs) -> None:
+    def update(self, batch_outputs: _Outputs) -> None:
         """Add the statistics of a batch, on its device."""
         if not self._metrics:
             return
-        predicted = self._task.predicted(outputs.logits)
-        rows = to_device_async(torch.tensor(outputs.models), outputs.y.device)
+        predicted = self._task.predicted(batch_outputs.logits)
+        rows = to_device_async(torch.tensor(batch_outputs.models), batch_outputs.y.device)
         for name, metric in self._metrics.items():
-            of_batch = metric.statistics(predicted, outputs.y, outputs.groups, self._num_groups, outputs.counted)
+            of_batch = metric.statistics(
+                predicted, batch_outputs.y, batch_outputs.groups, self._num_groups, batch_outputs.counted
+            )
             if name not in self._statistics:
                 self._statistics[name] = of_batch.new_zeros(self._num_models, self._num_groups, of_batch.shape[-1])
             statistics = self._statistics[name]
@@ -298,21 +300,21 @@ class _StoredPredictions:
         """Return whether any batch was stored."""
         return bool(self._batches)
 
-    def update(self, outputs: _Outputs) -> None:
+    def update(self, batch_outputs: _Outputs) -> None:
         """Store the predictions of a batch."""
         if not self._functions:
             return
         # On the CPU, since the device may not support double precision. In single precision, many confident predictions
         # would be equal, and could not be ranked.
-        predictions = probabilities(outputs.logits.cpu(), self._task)
+        predictions = probabilities(batch_outputs.logits.cpu(), self._task)
         positions: slice | Tensor = slice(None)
-        if outputs.counted is not None:
-            positions = outputs.counted.cpu()
+        if batch_outputs.counted is not None:
+            positions = batch_outputs.counted.cpu()
         batch = _Predictions(
-            models=outputs.models,
+            models=batch_outputs.models,
             probabilities=predictions[:, positions],
-            labels=outputs.y.cpu()[positions],
-            groups=outputs.groups.cpu()[positions],
+            labels=batch_outputs.y.cpu()[positions],
+            groups=batch_outputs.groups.cpu()[positions],
         )
         self._batches.append(batch)
 

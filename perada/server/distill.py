@@ -181,12 +181,12 @@ class TeacherBatches:
     A simulation and each site of a deployment derive the same batches from the same steps.
 
     Attributes:
-        batches: Indices of the public images of each batch.
+        index_batches: Indices of the public images of each batch.
         rows: Positions (steps, B) of the images of each step in the concatenation of all batches.
         batch_statistics: Whether norms use the statistics of each batch.
     """
 
-    batches: tuple[Tensor, ...]
+    index_batches: tuple[Tensor, ...]
     rows: Tensor
     batch_statistics: bool
 
@@ -220,7 +220,7 @@ class TeacherBatches:
     @property
     def size(self) -> int:
         """Number of images in all batches together."""
-        return sum(len(batch) for batch in self.batches)
+        return sum(len(batch) for batch in self.index_batches)
 
     def logits(
         self, engine: Engine, teachers: State, read_images: Callable[[Tensor], Tensor], task: Task
@@ -233,7 +233,7 @@ class TeacherBatches:
             read_images: Function of indices that returns the prepared images.
             task: What the models predict.
         """
-        for batch in self.batches:
+        for batch in self.index_batches:
             images = read_images(batch)
             images_at_once = len(images)
             if task.per_pixel and not self.batch_statistics:
@@ -645,7 +645,7 @@ class Distiller:
         device = device_of(state)
         model = expand(state, 1)
         # The model runs on each image once, even if the image has several rows.
-        distinct, rows = torch.cat(teacher_batches.batches).unique(return_inverse=True)
+        distinct, rows = torch.cat(teacher_batches.index_batches).unique(return_inverse=True)
         parts = []
         for indices in distinct.split(PUBLIC_BATCH):
             images = self.server_data.public_images(indices, device)

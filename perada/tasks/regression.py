@@ -255,29 +255,29 @@ def _checked_movements(options: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _checked_numbers(name: str, value: Numbers | None, gt: float | None = None) -> Numbers | None:
+def _checked_numbers(name: str, option_value: Numbers | None, gt: float | None = None) -> Numbers | None:
     """Return the value of an option as a number, a tuple of numbers or None; raise an OptionError otherwise."""
-    if value is None:
+    if option_value is None:
         return None
-    has_axes = bool(getattr(value, "shape", None))  # a tensor or an array, but not one of its numbers
-    if has_axes and hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Sequence) and not isinstance(value, str) and value:
-        for number in value:
+    has_axes = bool(getattr(option_value, "shape", None))  # a tensor or an array, but not one of its numbers
+    if has_axes and hasattr(option_value, "tolist"):
+        option_value = option_value.tolist()
+    if isinstance(option_value, Sequence) and not isinstance(option_value, str) and option_value:
+        for number in option_value:
             check_number(name, number, gt=gt)
-        return tuple(float(number) for number in value)
-    check_number(name, value, gt=gt)
-    assert not isinstance(value, Sequence)
-    return float(value)
+        return tuple(float(number) for number in option_value)
+    check_number(name, option_value, gt=gt)
+    assert not isinstance(option_value, Sequence)
+    return float(option_value)
 
 
-def _per_target(value: Numbers, targets: int) -> tuple[float, ...]:
+def _per_target(option_value: Numbers, targets: int) -> tuple[float, ...]:
     """Return a number for each target."""
-    if isinstance(value, Sequence):
-        return tuple(value)
-    return (value,) * targets
+    if isinstance(option_value, Sequence):
+        return tuple(option_value)
+    return (option_value,) * targets
 
 
-def _convert_like(value: Numbers, values: Tensor) -> Tensor:
+def _convert_like(option_value: Numbers, values: Tensor) -> Tensor:
     """Return a number, or one for each target (D,), in the dtype and on the device of values (..., D)."""
-    return to_device_async(torch.tensor(value, dtype=values.dtype), values.device)
+    return to_device_async(torch.tensor(option_value, dtype=values.dtype), values.device)

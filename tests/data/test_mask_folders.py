@@ -19,7 +19,7 @@ def write(root, *files):
         path = root / file
         path.parent.mkdir(parents=True, exist_ok=True)
         roles = [role_of(folder) for folder in path.relative_to(root).parts]
-        if any(role is not None and role.content == "masks" for role in roles):
+        if any(role is not None and role.file_kind == "masks" for role in roles):
             pixels = np.arange(SIZE * SIZE).reshape(SIZE, SIZE) % 2
         else:
             pixels = np.full((SIZE, SIZE), number)

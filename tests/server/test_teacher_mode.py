@@ -171,7 +171,7 @@ def test_each_image_passes_once_where_the_mode_makes_no_difference(norm):
 def test_steps_on_all_public_images_share_one_batch():
     engine, indices = Engine(network()), torch.stack([torch.randperm(7) for _ in range(20)])
     plan = TeacherBatches.of_steps(indices, Distillation(20, "full", teacher_mode="train"), engine)
-    assert [batch.tolist() for batch in plan.batches] == [list(range(7))]
+    assert [batch.tolist() for batch in plan.index_batches] == [list(range(7))]
     assert torch.equal(plan.rows, indices)
 
 
@@ -181,11 +181,11 @@ def test_rows_of_the_batches_are_the_images_of_the_steps(mode, public):
     random = torch.Generator().manual_seed(0)
     indices = torch.randint(0, public, (4, 600), generator=random)
     plan = TeacherBatches.of_steps(indices, Distillation(4, teacher_mode=mode), Engine(network()))
-    assert torch.equal(torch.cat(plan.batches)[plan.rows], indices)
-    assert plan.size == len(torch.cat(plan.batches))
+    assert torch.equal(torch.cat(plan.index_batches)[plan.rows], indices)
+    assert plan.size == len(torch.cat(plan.index_batches))
     if mode == "train":
         for batch, step in zip(plan.rows // 600, indices, strict=True):
-            assert plan.batches[int(batch.unique())].tolist() == sorted(step.tolist())
+            assert plan.index_batches[int(batch.unique())].tolist() == sorted(step.tolist())
 
 
 def task():

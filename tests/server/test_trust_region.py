@@ -153,13 +153,13 @@ def test_teachers_see_each_public_image_once_in_batches_of_equal_sizes(public):
     indices = torch.stack([torch.randperm(public, generator=random) for _ in range(3)])
     plan = TeacherBatches.of_steps(indices, Distillation(3), Engine(network()))
     assert plan.batch_statistics
-    assert torch.equal(torch.cat(plan.batches)[plan.rows], indices)
-    assert sorted(torch.cat(plan.batches).tolist()) == list(range(public))
-    sizes = [len(batch) for batch in plan.batches]
+    assert torch.equal(torch.cat(plan.index_batches)[plan.rows], indices)
+    assert sorted(torch.cat(plan.index_batches).tolist()) == list(range(public))
+    sizes = [len(batch) for batch in plan.index_batches]
     assert max(sizes) <= PUBLIC_BATCH
     assert max(sizes) - min(sizes) <= 1
     # A set in the order of its classes is not divided by class.
-    assert torch.cat(plan.batches).tolist() == indices[0].tolist()
+    assert torch.cat(plan.index_batches).tolist() == indices[0].tolist()
 
 
 def task():

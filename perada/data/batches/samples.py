@@ -300,14 +300,14 @@ class MapStore(Samples):
             return target
         return self.resize_target(target, own_size, size)
 
-    def class_number(self, owner: int, label: Tensor | str) -> Tensor:
+    def class_number(self, owner: int, raw_label: Tensor | str) -> Tensor:
         """Return the number of a label's class.
 
         Raises:
             ValueError: If the label is not one of the classes.
         """
         assert self.class_numbers is not None
-        value: Any = label if isinstance(label, str) else int(label)
+        value: Any = raw_label if isinstance(raw_label, str) else int(raw_label)
         if value not in self.class_numbers:
             allowed = f"0..{len(self.class_numbers) - 1}"
             option = "num_classes"

@@ -40,22 +40,22 @@ def _hash_each(images: Tensor) -> Iterator[bytes]:
         yield hash_of_content(shape, images.dtype, content[start : start + bytes_per_image]).digest()
 
 
-def check_no_copies(store: Store, split_name: str, server_images: Mapping[bytes, str], options: str) -> None:
+def check_no_copies(store: Store, split_name: str, server_images: Mapping[bytes, str], privacy_options: str) -> None:
     """Raise an OptionError if the server has one of the clients' images.
 
     Args:
         store: The clients' images.
         split_name: Their name in the message, such as ``"test "``.
         server_images: Names of the server's images by their hash.
-        options: The options that request privacy, for the message.
+        privacy_options: The options that request privacy, for the message.
     """
     hashes = image_hashes(store)
     for client, size in enumerate(store.sizes):
         for index, image_hash in enumerate(islice(hashes, size)):
             if image_hash in server_images:
                 raise OptionError(
-                    f"{options}: {split_name}image {index} of client {client} is also {server_images[image_hash]}: the "
-                    "ledgers do not account for what the server does with a client's image. Remove such images from "
-                    "the server's set, or use a different set",
-                    name=options,
+                    f"{privacy_options}: {split_name}image {index} of client {client} is also "
+                    f"{server_images[image_hash]}: the ledgers do not account for what the server does with a client's "
+                    "image. Remove such images from the server's set, or use a different set",
+                    name=privacy_options,
                 )

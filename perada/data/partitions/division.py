@@ -216,9 +216,9 @@ def _as_array(rows: object) -> Array:
         return np.empty((), dtype=object)
 
 
-def _is_row_array(value: Array) -> bool:
+def _is_row_array(array: Array) -> bool:
     """Return whether an array is a list of integers, or empty: numpy converts an empty list to floats."""
-    return value.ndim == 1 and (len(value) == 0 or np.issubdtype(value.dtype, np.integer))
+    return array.ndim == 1 and (len(array) == 0 or np.issubdtype(array.dtype, np.integer))
 
 
 def _are_disjoint_rows(rows_of_clients: Sequence[Array], num_rows: int) -> bool:

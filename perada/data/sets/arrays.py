@@ -429,9 +429,9 @@ def sklearn_data_file(name: str) -> Path | None:
     return None
 
 
-def find_folder(candidates: Sequence[Path], pattern: str) -> Path | None:
+def find_folder(candidate_folders: Sequence[Path], pattern: str) -> Path | None:
     """Return the first folder with a file that matches ``pattern``."""
-    for folder in candidates:
+    for folder in candidate_folders:
         if any(folder.glob(pattern)):
             return folder
     return None

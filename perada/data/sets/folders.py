@@ -263,7 +263,7 @@ class ImageMasks(OwnImages):
         unused = []
         for file in sorted({*files}.difference(used)):
             roles = [role_of(folder) for folder in PurePosixPath(file).parts[:-1]]
-            kinds = [role.content for role in roles if role is not None]
+            kinds = [role.file_kind for role in roles if role is not None]
             if kinds and kinds[-1] == IMAGES:
                 unused.append(file)
         if unused:
@@ -382,12 +382,12 @@ def _check_no_masks(root: Path, files: Sequence[str], manifest: Manifest) -> Non
     clients = sorted({*manifest.columns.get("client", ())})
     for names in (classes, clients):
         roles = [role_of(name) for name in names]
-        kinds = {role.content for role in roles if role is not None}
+        kinds = {role.file_kind for role in roles if role is not None}
         if None not in roles and len(kinds) > 1:
             _check_beside_each_other(root, files, classes)
     for name in classes:
         role = role_of(name)
-        if role is not None and role.content == MASKS:
+        if role is not None and role.file_kind == MASKS:
             _check_not_masks_of_others(root, files, name, classes)
 
 
@@ -415,7 +415,7 @@ def _check_beside_each_other(root: Path, files: Sequence[str], class_folders: Se
         for depth, folder in enumerate(folders):
             role = role_of(folder)
             if role is not None:
-                first_files.setdefault(folders[:depth], {}).setdefault(role.content, file)
+                first_files.setdefault(folders[:depth], {}).setdefault(role.file_kind, file)
     for first_of_kind in first_files.values():
         if len(first_of_kind) > 1:
             raise ValueError(

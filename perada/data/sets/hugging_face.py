@@ -173,7 +173,7 @@ class HuggingFace(ListedImages):
         """The columns of all splits that are used, and ``split[row]`` of each row."""
         return Listing({name: self._used_rows[name] for name in self._used_rows.column_names}, list(self._row_of_path))
 
-    def _select_column(self, option: str, candidates: list[str], description: str, supported: list[str]) -> str:
+    def _select_column(self, option: str, candidate_columns: list[str], description: str, supported: list[str]) -> str:
         """Return the column that an option selects, or else the only candidate.
 
         Raises:
@@ -181,14 +181,14 @@ class HuggingFace(ListedImages):
         """
         selected: str | None = getattr(self, option)
         if selected is not None:
-            candidates = [self.check_column(option, selected)]
-        if len(candidates) != 1:
-            number = f"several ({', '.join(candidates)})" if candidates else "none"
+            candidate_columns = [self.check_column(option, selected)]
+        if len(candidate_columns) != 1:
+            number = f"several ({', '.join(candidate_columns)})" if candidate_columns else "none"
             raise ValueError(
                 f"{option}: {self.name} has {number} of the columns {description} among "
                 f"{', '.join(self.listing.columns)}; name it"
             )
-        (column,) = candidates
+        (column,) = candidate_columns
         if column not in supported:
             feature = self._used_rows.features[column]
             remedy = "choose a different one"

@@ -35,11 +35,11 @@ class FolderRole(NamedTuple):
     """What the name of a folder says of its files.
 
     Attributes:
-        content: ``images`` or ``masks``.
+        file_kind: ``images`` or ``masks``.
         split: ``train``, ``test`` or ``val``; empty if the name has none.
     """
 
-    content: Literal["images", "masks"]
+    file_kind: Literal["images", "masks"]
     split: str
 
 
@@ -48,9 +48,9 @@ def role_of(folder: str) -> FolderRole | None:
     """Return the role of a folder; None if its name is none of images or masks.
 
     >>> role_of("imagesTr")
-    FolderRole(kind='images', split='train')
+    FolderRole(file_kind='images', split='train')
     >>> role_of("Ground_Truth"), role_of("lesions")
-    (FolderRole(kind='masks', split=''), None)
+    (FolderRole(file_kind='masks', split=''), None)
     """
     match = _FOLDER_PATTERN.fullmatch(re.sub(r"[\s_.-]+", "", folder).lower())
     if match is None:
@@ -100,7 +100,7 @@ def find_mask_folders(files: Iterable[str]) -> list[MaskFolders]:
     for parent, siblings in stems_of_folders.items():
         for images, image_stems in siblings.items():
             role = role_of(images)
-            if role is None or role.content != IMAGES:
+            if role is None or role.file_kind != IMAGES:
                 continue
             for masks, mask_stems in siblings.items():
                 if role_of(masks) != FolderRole("masks", role.split):

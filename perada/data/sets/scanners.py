@@ -330,11 +330,11 @@ class Scanners(DerivedSet):
         scanner: Array = rng.permutation(count) % len(self.names)
         return scanner
 
-    def _draw_by_class(self, parts: Sequence[ImageSet]) -> list[Array]:
+    def _draw_by_class(self, image_sets: Sequence[ImageSet]) -> list[Array]:
         """Draw the scanners (N,) of the images of each split, in proportions that differ by class."""
         assert self.alpha is not None
         splits = []
-        for part in parts:
+        for part in image_sets:
             if part.labels is None:
                 raise ValueError(
                     f"Scanners: alpha={self.alpha} divides by classes, but {split_of(part)} has no labels; leave alpha "
