@@ -40,49 +40,65 @@ def known_labels(part: str, store: Store, num_classes: int | None, resolve: Reso
     if isinstance(store, TensorStore):
         return [*store.client_labels()]
     num_samples = sum(store.sizes)
-    reads_all = num_samples <= SCAN_LIMIT
     labels_of_clients: list[Labels] = []
     # Clients often have Subsets of one dataset, whose labels are read once, since they may be a long list.
     labels_of_bases: dict[int, Labels | None] = {}
     with isolated_randomness():
         for client, dataset in enumerate(store.datasets):
-            size = store.sizes[client]
             base, rows = resolve(dataset)
             if id(base) not in labels_of_bases:
                 labels_of_bases[id(base)] = labels_of_base(base)
-            declared = labels_of_bases[id(base)]
-            if declared is not None:
-                declared = labels_at(declared, rows)
+            base_labels = labels_of_bases[id(base)]
+            labels = None
+            if base_labels is not None:
+                labels = labels_at(base_labels, rows)
                 # The declared labels of an ImageSet are trusted, so that no item has to be read.
-                is_certain = size == 0 or isinstance(base, ImageSet)
-                if not is_certain and not _labels_match_items(declared, dataset, name_owner(part, client)):
-                    declared = None
-            if declared is not None:
-                labels_of_clients.append(declared)
-                continue
-            if not reads_all and num_classes is None:
-                raise ValueError(
-                    f"client {client} declares no labels, and its {num_samples} {part} samples are too many to read "
-                    "them all: set num_classes, or classes if labels are words, or add an attribute targets to its "
-                    "dataset"
-                )
-            num_read = size if reads_all else min(1, size)
-            owner = name_owner(part, client)
-            labels = [read_label(dataset, owner, index) for index in range(min(1, num_read))]
-            if labels and _is_mask(labels[0]):
-                # Masks are too large to be kept, and are checked when they are read.
-                num_read = 1
-                _require_num_classes(client, num_classes)
-            labels += [read_label(dataset, owner, index) for index in range(1, num_read)]
-            tensors = [label for label in labels if isinstance(label, Tensor)]
-            _check_one_label_format(owner, tensors)
-            if len(tensors) < len(labels):  # some labels are words
-                labels_of_clients.append(labels)
-            elif tensors:
-                labels_of_clients.append(torch.stack(tensors))
-            else:
-                labels_of_clients.append(torch.empty(0, dtype=torch.int64))
+                is_certain = store.sizes[client] == 0 or isinstance(base, ImageSet)
+                if not is_certain and not _labels_match_items(labels, dataset, name_owner(part, client)):
+                    labels = None
+            if labels is None:
+                labels = _read_client_labels(part, store, client, num_samples, num_classes)
+            labels_of_clients.append(labels)
     return labels_of_clients
+
+
+def _read_client_labels(part: str, store: MapStore, client: int, num_samples: int, num_classes: int | None) -> Labels:
+    """Read the labels of a client's samples, or only of the first one; see :func:`known_labels`.
+
+    Args:
+        part: Part of the data, for messages.
+        store: The samples of all clients in this part.
+        client: The client.
+        num_samples: Number of samples of all clients.
+        num_classes: Number of classes, if it is declared.
+
+    Raises:
+        ValueError: If too few labels are read to show the number of classes, or their formats differ.
+    """
+    reads_all = num_samples <= SCAN_LIMIT
+    if not reads_all and num_classes is None:
+        raise ValueError(
+            f"client {client} declares no labels, and its {num_samples} {part} samples are too many to read them all: "
+            "set num_classes, or classes if labels are words, or add an attribute targets to its dataset"
+        )
+    dataset = store.datasets[client]
+    owner = name_owner(part, client)
+    size = store.sizes[client]
+    num_read = size if reads_all else min(1, size)
+    labels = [read_label(dataset, owner, index) for index in range(min(1, num_read))]
+    if labels and _is_mask(labels[0]):
+        # Masks are too large to be kept, and are checked when they are read.
+        num_read = 1
+        _require_num_classes(client, num_classes)
+    labels += [read_label(dataset, owner, index) for index in range(1, num_read)]
+    tensors = [label for label in labels if isinstance(label, Tensor)]
+    _check_one_label_format(owner, tensors)
+    has_words = len(tensors) < len(labels)
+    if has_words:
+        return labels
+    if not tensors:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.stack(tensors)
 
 
 def _is_mask(raw_label: str | Tensor) -> bool:
