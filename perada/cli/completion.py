@@ -69,7 +69,7 @@ def proposals(line: str, current: str) -> list[str]:
     from perada.cli.main import COMMANDS, Tree
 
     words = line.split()[1:]
-    # The word that is being typed; empty if the cursor is after a space.
+    # No word is being typed if the cursor is after a space.
     typed = ""
     if words and not line[-1].isspace():
         typed = words.pop()

@@ -178,7 +178,7 @@ def _parse_source(parser: ArgumentParser, words: list[str]) -> Division:
     options.pop("json")
     source = options.pop("source")
     if images_class is ImageMasks and options["mask_values"] is None:
-        # As in a recipe of `perada init`.
+        # A recipe of `perada init` has the same values.
         manifest = ImageMasks(source, images=options["images"], masks=options["masks"]).read_manifest()
         inferred_values = infer_mask_values(manifest.masks or [])
         if inferred_values:

@@ -115,7 +115,7 @@ def _client_data(division: Division, site_file: SiteFile, class_names: tuple[str
     """
     division.download()
     if isinstance(division.dataset, OwnImages):
-        # The split of former starts, which stays the same when images are added.
+        # The split of former starts must stay the same when images are added.
         division.dataset.fixed_splits = load_splits(site_file.state).get(split_key(division.dataset), {})
     all_clients = division.share_out()
     index = site_file.data.get("client", 0)
@@ -334,7 +334,7 @@ def _build_loggers(content: dict[str, Any], folder: Path) -> list[Logger]:
     loggers = []
     for entry in entries:
         if isinstance(entry, bool | None):
-            # Not a class, such as `logger: false`.
+            # The entry is no class, such as `logger: false`.
             continue
         name, options = _split_class_entry(entry)
         if name == "CSVLogger":
@@ -357,7 +357,7 @@ def _class_names_of(dataset: object) -> tuple[str, ...] | None:
     """Return the names of the classes of a recipe's data set; None if they are only known from its files."""
     name, options = _split_class_entry(dataset)
     if name == "Scanners":
-        # A view of another set, with the same classes.
+        # Scanners are a view of another set, with the same classes.
         return _class_names_of(options.get("dataset"))
     names = options.get("classes")
     if not names:
@@ -410,7 +410,7 @@ def _build_cli(content: dict[str, Any], accelerator: str) -> PeradaCLI:
     if accelerator != "auto":
         trainer["accelerator"] = accelerator
     content["trainer"] = trainer
-    # A scratch folder: relative paths of files with options begin where the recipe is.
+    # The recipe gets a folder of its own, since relative paths of files with options begin where the recipe is.
     with Scratch() as folder:
         file = folder / "recipe.yaml"
         with writing(file):

@@ -34,7 +34,7 @@ def init_app(parser: ArgumentParser, words: list[str]) -> None:
     check_hosts([options.host])
     text = recipe_text(options.recipe)
     name = options.name or re.sub("[^a-z0-9-]+", "-", Path(options.recipe).stem.lower()).strip("-")
-    # Before the digest, for which the network is built.
+    # The folder is checked before the digest, for which the network is built.
     check_app_target(options.folder, name)
     digest = recipe_digest(options.recipe)
     write_app(options.folder, name, text, digest, options.host)
@@ -79,7 +79,7 @@ def keys_site(parser: ArgumentParser, words: list[str]) -> None:
     name = options.name
     from perada.deploy.sums.identity import private_key_file, public_key_file, write_identity
 
-    # Before the first key is written, so that a folder never gets one key without the other.
+    # Both files are checked before the first key is written, so that no folder gets one key without the other.
     check_new_files(folder, [private_key_file(folder, name).name, public_key_file(folder, name).name])
     write_site_keys(folder, name)
     write_identity(folder, name)

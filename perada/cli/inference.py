@@ -489,7 +489,7 @@ def _with_masks(run: "Run", images_class: "type[Source]", source: str, options: 
         options = options | {"mask": _column_of_masks(images_class, source, options)}
     if images_class is HuggingFace or options["mask_values"] is not None or run.info["num_classes"] != 2:
         return options
-    # As in a recipe of `perada init`: black and white masks are those of two classes.
+    # A recipe of `perada init` does the same: black and white masks are those of two classes.
     manifest = images_class(source, **options).read_manifest()
     return options | infer_mask_values(manifest.masks or [])
 

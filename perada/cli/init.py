@@ -688,10 +688,10 @@ def _policies_of_unknown(cells: Sequence[str]) -> dict[str, str]:
     has_blank = "" in cells
     policies = {}
     if has_unknown and has_blank:
-        # As in CheXpert, where -1 is an uncertain finding, and a blank one that the report does not mention.
+        # CheXpert has such columns: -1 is an uncertain finding, and a blank one that the report does not mention.
         policies["blank"] = "absent"
     if has_unknown or has_blank:
-        # Does not invent labels.
+        # This policy invents no labels.
         policies["unknown"] = "ignore"
     return policies
 

@@ -496,7 +496,7 @@ def _run_program() -> None:
         ended_by = received_signal(error)
         if ended_by is not None:
             _end_by(ended_by)
-        # By name: an import of Lightning would take seconds.
+        # The class is compared by name, since an import of Lightning would take seconds.
         is_lightnings = type(error).__name__ == "MisconfigurationException"
         is_user_error = is_lightnings or isinstance(
             error, ValueError | TypeError | OSError | ImportError | ArgumentError

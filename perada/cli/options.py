@@ -132,7 +132,7 @@ def check_recipe(path: Path) -> None:
                 continue
             wrong_name = name
             if name == key and isinstance(value, dict) and value:
-                # A misspelt section: its first option gives a better hint.
+                # The first option of a misspelt section gives a better hint.
                 wrong_name = f"{name}.{next(iter(value))}"
             proposals = nearest(wrong_name, options)
             remedy = f"did you mean {' or '.join(proposals)}?" if proposals else "`perada fit --help` lists the options"
@@ -217,7 +217,7 @@ def nearest(wrong_name: str, option_names: Collection[str]) -> list[str]:
     if without_loop.partition(".")[0] in LINKED_SECTIONS and _option_exists(without_loop, option_names):
         return [without_loop]
     section, _, last = wrong_name.rpartition(".")
-    # What each word may stand for: the last part of an option's name, or a name used elsewhere.
+    # Each word may stand for the last part of an option's name, or be a name used elsewhere.
     meanings: dict[str, list[str]] = {}
     for name in option_names:
         meanings.setdefault(name.rpartition(".")[2], []).append(name)

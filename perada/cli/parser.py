@@ -112,7 +112,7 @@ def resolve_names(content: dict[str, Any]) -> dict[str, Any]:
     out = {name: dict(value) if isinstance(value, dict) else value for name, value in content.items()}
     for name in ALWAYS_SET:
         if name in out and out[name] is None:
-            # As for the other sections, null resets what recipes below have set.
+            # Null resets what recipes below have set, as in other sections.
             out[name] = asdict(OPTION_CLASSES[name]())
     federated = out.get("federated")
     if isinstance(federated, dict):
@@ -146,7 +146,7 @@ def by_name(value: object, option: str) -> object:
     name = entry.get("class_path")
     init_args = entry.get("init_args") or {}
     if isinstance(init_args, dict) and isinstance(init_args.get("base"), str | dict):
-        # The algorithm that this one wraps.
+        # The option `base` is the algorithm that this one wraps.
         init_args = init_args | {"base": by_name(init_args["base"], option)}
     if option == "federated.server_rule":
         if name in SERVER_RULES:
@@ -363,7 +363,7 @@ def _type_schema(hint: Any) -> Schema:  # noqa: ANN401  # a type
         return _argument_schema(hint)
     if hint in _CLASSES:
         short_names, _ = _CLASSES[hint]
-        # A name, or the path of a class.
+        # The value is a short name, or the path of a class.
         name = {"anyOf": [{"enum": [*short_names, *_exported_classes(hint)]}, {"type": "string", "pattern": r"\."}]}
         return {"anyOf": [name, _object_schema({"class_path": name, "init_args": {"type": "object"}})]}
     return {}

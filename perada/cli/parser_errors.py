@@ -256,7 +256,7 @@ def _expected_types(message: str) -> list[str]:
             texts.append(_TYPE_TEXTS[builtin[1]])
         else:
             return []
-    # Each text once: dictionaries keep the order.
+    # A dictionary keeps the order, and each text once.
     return list(dict.fromkeys(text for text in texts if text))
 
 

@@ -148,7 +148,7 @@ def _paper_lines(paths: Sequence[Path]) -> list[str]:
     """Format one line per paper, with the tables and figures that have comparisons."""
     figures_by_paper: dict[str, list[str]] = {}
     for path in paths:
-        # Such as perada_table1_cifar10: the paper, the table, and its data set.
+        # A name such as perada_table1_cifar10 gives the paper, the table, and its data set.
         match = re.fullmatch(r"(\w+?)_((?:figure|table)\d+|protocol)(_\w+)?", path.stem)
         if match is None:
             raise AssertionError(f"the name of {path} has no table or figure")

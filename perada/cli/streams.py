@@ -60,7 +60,7 @@ def ascii_form(letter: str) -> str:
     words = unicodedata.name(letter, "").split()
     if words[:3] == ["GREEK", "SMALL", "LETTER"] and len(words) == 4:
         return words[3].lower()
-    # Superscripts, subscripts and kinds of spaces.
+    # This replaces superscripts, subscripts and kinds of spaces.
     compatible = unicodedata.normalize("NFKC", letter)
     if compatible.isascii():
         return compatible
@@ -172,11 +172,11 @@ def _make_tolerant(stream: TextIO | None, file: _TolerantFile) -> TextIO:
     if stream is None:
         return io.TextIOWrapper(io.BufferedWriter(file), encoding="utf-8", errors=ERRORS)
     if not isinstance(stream, io.TextIOWrapper):
-        # A notebook's or a test's, which is not this process's to replace.
+        # It is a notebook's or a test's, which this process must not replace.
         return stream
     raw = getattr(stream.buffer, "raw", stream.buffer)
     if type(raw) is not io.FileIO or raw.fileno() != file.fileno():
-        # A console of Windows, which is no file, or a stream that a test has replaced.
+        # It is a console of Windows, which is no file, or a stream that a test has replaced.
         stream.reconfigure(errors=ERRORS)
         return stream
     stream.flush()

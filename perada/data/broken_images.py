@@ -229,7 +229,7 @@ def _find_broken(base: Dataset[Any], rows_of_datasets: list[np.ndarray[Any, Any]
     images = stored_images(base)
     if images is None:
         return None
-    # Checked before any work for each row.
+    # All images are checked at once, before any work for each row.
     if not images.is_floating_point() or bool(images.isfinite().all()):
         return {}
     is_finite = images.flatten(1).isfinite().all(1).tolist()

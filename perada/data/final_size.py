@@ -63,7 +63,7 @@ def read_clients_at_size(data: FederatedData | None, size: int | None) -> Federa
         assert isinstance(dataset, Subset)
         return Subset(resized_images, dataset.indices)
 
-    # Not dataclasses.replace, which would warn of the names of clients and classes once more.
+    # dataclasses.replace would warn of the names of clients and classes once more.
     at_size = copy.copy(data)
     at_size.train = [resized(dataset) for dataset in data.train]
     at_size.test = [resized(dataset) for dataset in data.test]

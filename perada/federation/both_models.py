@@ -225,7 +225,7 @@ def logits_of_both(task: Task, personal: Tensor, shared: Tensor, is_typical: Ten
         # The global model is trusted as far as it is right at home: fully if its error is 0, where α is 1/2.
         trust = (2 * (1 - shares)).clamp(max=1).unsqueeze(-1)
         personal = task.completed(personal, shared, weights.known_classes, trust)
-    # Not the mixture where the weight is 0: outputs that are NaN have no effect there.
+    # Where the weight is 0 the mixture is not taken, so that outputs that are NaN have no effect.
     shares = torch.where(is_typical, shares, 0)
     shares = shares.view(*shares.shape, *[1] * (personal.dim() - shares.dim()))
     return torch.where(shares > 0, task.mixture(personal, shared, shares), shared)

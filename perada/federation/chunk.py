@@ -286,7 +286,7 @@ class Chunk:
         local_round = self._local_round
         batch = one_of(batches)
         stop = self.start + self.active
-        # Of the round's C clients.
+        # These are rows of the round's C clients.
         self._rows = slice(self.start, stop)
         self._batches = batches
         self._counts = batch.counts
@@ -298,7 +298,7 @@ class Chunk:
         self.received = _slice_rows(local_round.received, self.start, stop)
         self.client_state = _rows_of_roles(local_round.client_state, self.start, stop)
         self._finite = torch.ones_like(local_round.is_broken[self._rows])
-        # Number of passes of this step that drew from each random stream.
+        # The passes of this step that drew from each random stream are counted.
         self._num_passes: Counter[str] = Counter()
 
     # What the algorithm calls in a step follows, as perada.algorithms.base.ClientStep describes it.
@@ -362,7 +362,7 @@ class Chunk:
         if isinstance(states, Tensor):
             logits = states
         elif private is not None and isinstance(self._batches, dict):
-            # Not from the logits: the gradients of single images are clipped before they are added up.
+            # The gradients of single images are clipped before they are added up, so the logits do not suffice.
             stream_name = self._stream_name(states, stream)
             streams = self._pass_streams(stream_name)
             return private.loss(stream_name, self._stack_of(states), self._batches, self._rows, streams)

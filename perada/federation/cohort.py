@@ -138,7 +138,7 @@ class Cohort:
             self._first_streams = GlobalStreams()
         self._note_unreadable(batches)
         if batch.start not in self._open:
-            # Not right after their last steps: the host may have to wait for the device.
+            # The host may have to wait for the device, so this does not follow their last steps directly.
             self._end_trained_chunks()
             self._open_chunk_of(batch)
         self._submit_step(self._open[batch.start], batches)
@@ -339,7 +339,7 @@ class Cohort:
         if places:
             table[:, places] = torch.stack(rows)[:, : len(places)]
         ranks.sum_([table])
-        # In the order in which the rows were put together.
+        # Clients are in the order in which the rows were put together.
         totals = iter(table)
         return _Totals(
             finite=next(totals),
@@ -372,7 +372,7 @@ class _ChunkedStacks:
                 self.state[name] = value
                 continue
             if name not in self.state:
-                # In the memory layout of a client's tensor.
+                # Rows keep the memory layout of a client's tensor.
                 self.state[name] = torch.empty_like(value[:1].expand(self._clients, *value.shape[1:]))
             self.state[name][start : start + len(value)] = value.detach()
 

@@ -319,7 +319,7 @@ def full_gradients(
             with torch.enable_grad():
                 logits = engine.logits(models | leaves, x, counts=batch.counts)
                 losses = client_losses(logits, y, batch.counts, settings.training.task, batch.classes)
-                # Sums over images, since batches have different sizes.
+                # Losses are summed over images, since batches have different sizes.
                 (losses * torch.tensor(batch.counts, device=losses.device)).sum().backward()
             for name, leaf in leaves.items():
                 if leaf.grad is not None:

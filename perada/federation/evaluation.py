@@ -71,21 +71,21 @@ class EvaluationPass:
             self._members = federation.server.members()
             num_members = stack_size(self._members)
 
-        # Of the models with which clients predict, each on its client's images.
+        # These are scores of the models with which clients predict, each on its client's images.
         self._client_scores = Scores(metrics, self.task, num_groups=self.num_clients)
-        # Of the personal models, and of the global model, on everyone's images.
+        # Personal models and the global model are scored on everyone's images.
         self._everywhere_scores = Scores(metrics, self.task, num_models=len(self.everywhere))
         self._global_scores = Scores(metrics, self.task)
-        # Of the global model on each client's images, beside the personal ones.
+        # The global model is also scored on each client's images, beside the personal ones.
         self._global_client_scores = Scores(metrics[:1], self.task, num_groups=self.num_clients)
-        # Of single members of an ensemble.
+        # Single members of an ensemble have scores, too.
         self._member_scores = Scores(metrics[:1], self.task, num_models=num_members)
         self._entropies: list[Tensor] = []
 
         # Clients that have one model predict with it.
         has_both_models = federation.personalized and self._members is not None
         self._both = both if has_both_models else None
-        # Of predictions with both models, on their client's images and on everyone's.
+        # Predictions with both models are scored on their client's images and on everyone's.
         self._both_client_scores = Scores(metrics, self.task, num_groups=self.num_clients)
         self._both_everywhere_scores = Scores(metrics, self.task, num_models=len(self.everywhere))
         # The number of images that are typical of each client: of its own, and of everyone's.
@@ -318,7 +318,7 @@ class EvaluationPass:
             images_of_global_model = images_of_own_model
             images_of_own_model = torch.zeros_like(images_of_own_model)
         else:
-            # On everyone's images, which are the client's own, too.
+            # Everyone's images include the client's own.
             images = self._everywhere_scores.failed_images[:, 0]
             images_of_own_model[self.everywhere] = torch.maximum(images_of_own_model[self.everywhere], images)
         rounds = self.federation.rounds_done
@@ -493,7 +493,7 @@ class ShiftedEvaluation:
         self.everywhere = everywhere
         self.others = others
         task = federation.settings.training.task
-        # How often the global model is scored: once, or as the model of each client.
+        # The global model is scored once, or as the model of each client.
         self._global_places = range(federation.num_clients if others else 1)
         self._personal = Scores(metrics, task, num_models=len(everywhere))
         self._global = Scores(metrics, task, num_models=len(self._global_places))

@@ -136,7 +136,7 @@ class Federation:
         local_round = LocalRound.begin(self.trainer, cohort_plan, client_state, received, factor=factor)
         self.cohort = Cohort(local_round, update_sums)
         if loader and "gradient_norms" in settings.diagnostics:
-            # With the names that are not sent.
+            # Models also have the names that are not sent.
             models = expand(self.global_state, len(cohort_plan.clients)) | received
             batches = map(one_of, loader(cohort_plan))
             self._gradient_norms = gradient_norms(

@@ -205,7 +205,7 @@ class SharedStore:
 
         for rank, group in arriving.items():
             self.local.put(group, incoming[rank])
-        # Not before the exchange, which reads these rows.
+        # The exchange reads these rows, so they are dropped after it.
         for group in leaving.values():
             self.local.drop(group)
 

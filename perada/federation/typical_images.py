@@ -172,7 +172,7 @@ def statistics_of_map(output: Tensor, position_axes: tuple[int, ...]) -> Tensor:
     means = maps.mean(2)
     if maps.shape[2] == 1:
         return means
-    # Not std(), which takes a multiple of the time on a CPU.
+    # std() takes a multiple of the time on a CPU.
     variances = (maps - means.unsqueeze(2)).square().mean(2)
     deviations = variances.sqrt()
     return torch.cat([means, (deviations + LEAST_DEVIATION).log()], 1)

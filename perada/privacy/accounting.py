@@ -183,7 +183,7 @@ def _rdp_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float) -
     def epsilon(index: int) -> float:
         order = orders[index]
         divergence = 0.0
-        # Not sum(), which rounds differently from Opacus since Python 3.12.
+        # sum() rounds differently from Opacus since Python 3.12.
         for sigma, rate, steps in segments:
             divergence += steps * _step_rdp(sigma, rate, order)
         return float(rdp.get_privacy_spent(orders=[order], rdp=[divergence], delta=delta)[0])

@@ -69,7 +69,7 @@ def clip_updates(updates: State, received: State, max_norm: float) -> ClippedUpd
     for key in floating_names(updates, received):
         change = updates[key].detach() - received[key].detach()
         changes[key] = change
-        # Not flatten(1), which raises an error for tensors whose only axis is that of the clients.
+        # flatten(1) raises an error for tensors whose only axis is that of the clients.
         rows = change.reshape(len(change), math.prod(change.shape[1:]))
         tensor_norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=double_dtype(rows.device)))
     norms = torch.stack(tensor_norms).square().sum(0).sqrt()
@@ -80,7 +80,7 @@ def clip_updates(updates: State, received: State, max_norm: float) -> ClippedUpd
     clipped: State = {}
     for key, change in changes.items():
         scaled = per_client(factors.to(change), change) * change
-        # Not a factor of 0, since 0 · NaN is NaN.
+        # A factor of 0 would not do, since 0 · NaN is NaN.
         clipped[key] = scaled.where(per_client(is_finite, change), 0)
     return ClippedUpdates(clipped, norms)
 
@@ -128,7 +128,7 @@ def split_noise(noise_multiplier: float, count_noise: float) -> float:
     >>> round(split_noise(0.6, 0.5), 9)
     0.75
     """
-    # Without noise, which is not private.
+    # A round without noise is not private, and has nothing to split.
     if noise_multiplier == 0:
         return 0.0
     if not 2 * count_noise > noise_multiplier:
@@ -244,7 +244,7 @@ class ClientLevel(Budget):
         if options.target_epsilon is not None:
             self.check_planned(rounds > 0)
             self.noise_multiplier = calibrate(options.target_epsilon, options.delta, 1.0, rounds, options.accountant)
-        # Only for their errors: the first rejects too little noise of the count, the second a grid that is too coarse.
+        # Both are called for their errors: the first rejects too little noise of the count, the second a coarse grid.
         self._noise_split()
         if secure_sums is not None:
             self.contribution_noise(max(num_clients, secure_sums.min_sites))
@@ -353,7 +353,7 @@ class ClientLevel(Budget):
         source = self._noise_source(round, client)
         # Noise is drawn in the order of names, so that it is the same in a simulation and at the sites.
         for name in sorted(integers):
-            # In units of the grid, which are 2**-fraction_bits.
+            # The deviation is in units of the grid, which are 2**-fraction_bits.
             deviation = math.ldexp(noise.of(name), self.sums.fraction_bits)
             integers[name] = integers[name] + integer_noise(integers[name].shape, deviation, source)
         return integers

@@ -117,7 +117,7 @@ def sum_outer_products(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
 def _zero_excluded_rows(rows: Tensor, factors: Tensor) -> Tensor:
     """Return rows (C·B, ...) with zeros where the factor (C, B) is 0, since NaN times 0 would be NaN."""
     is_excluded = factors.flatten() == 0
-    # Only on a CPU: any() would make the host wait for a GPU.
+    # any() would make the host wait for a GPU, so only a CPU asks.
     if rows.device.type == "cpu" and not is_excluded.any():
         return rows
     return rows.masked_fill(per_client(is_excluded, rows), 0)

@@ -203,7 +203,7 @@ class SampleGradients:
     def _clipped_sums(self, query: Query) -> State:
         """Return the sums (C, ...) of clipped gradients of clients that run in one pass."""
         trained = {key: value.detach() for key, value in query.states.items() if value.requires_grad}
-        # In double precision, so that the sum depends on the size of the blocks only in bits that are rounded away.
+        # In double precision, the sum depends on the size of the blocks only in bits that are rounded away.
         totals = {key: double(torch.zeros_like(value)) for key, value in trained.items()}
         for block in query.blocks(self.options.physical_batch_size):
             is_real = real_rows(block.counts, block.x.shape[1], block.x.device)

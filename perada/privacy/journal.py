@@ -78,7 +78,7 @@ def _append_entry(path: Path, entry: dict[str, Any]) -> None:
         with suppress(OSError):
             try_lock(file.fileno(), wait=True)
         if file.tell() == 0:
-            # Before the journal: one that has lines but no head has lost lines.
+            # The head is written before the journal, since one that has lines but no head has lost lines.
             write_atomic(head_file(path), BEGINNING.encode())
         previous = BEGINNING
         for line in _complete_lines(file):
@@ -140,7 +140,7 @@ def _read_chain(path: Path) -> list[dict[str, Any]]:
     """
     entries = []
     digests = [BEGINNING]
-    # With the numbers that an editor shows, so truncated lines count.
+    # Lines are numbered as an editor shows them, so truncated lines count.
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n") or line.endswith(CUT + b"\n"):
             continue

@@ -155,7 +155,7 @@ def _wrong_sum(sums: State, expected_sums: State, dtype: torch.dtype) -> str | N
     absolute = max(CANCELLATION, roundoff) * largest
     for key, expected in expected_sums.items():
         tolerance = relative * float(expected.abs().max()) + absolute
-        # Not "> tolerance", since a difference may be NaN.
+        # "> tolerance" would accept a difference that is NaN.
         is_close = float((sums[key] - expected).abs().max()) <= tolerance
         if not is_close:
             return key
@@ -297,7 +297,7 @@ def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
         before = _training_logits(copied_engine, copied_states, _to_dtype(x, dtype))[1:]
         after = _training_logits(copied_engine, copied_states, _to_dtype(changed, dtype))[1:]
         largest = float(before.nan_to_num(0.0, 0.0, 0.0).abs().max())
-        # Also in half precision: both passes are of the same shape, so the rows of the others are rounded alike.
+        # This holds in half precision too: the passes have the same shape, so the rows of the others are rounded alike.
         tolerance = TOLERANCES[dtype or torch.float32] * largest
         return torch.allclose(after, before, rtol=0.0, atol=tolerance, equal_nan=True)
 
@@ -405,7 +405,7 @@ class _OneImageTrial:
         self._states = _states_to_dtype(states, dtype)
         clients = len(batch.counts)
         self.all_rows = torch.arange(batch.x.shape[1]).expand(clients, -1)
-        # From the middle, so that the places of later rows change.
+        # The image is taken from the middle, so that the places of later rows change.
         removed_rows = torch.tensor(batch.counts).unsqueeze(1) // 2
         self.other_rows = self.all_rows[self.all_rows != removed_rows].view(clients, -1)
         one_each = (1,) * clients

@@ -58,7 +58,7 @@ class PrivateRound:
         self.secure = account.options.secure_rng
         query_plan = account.query_plan(tuning)
         self._planned_queries = query_plan.queries
-        # Number of gradients so far by phase, step, stream of batches, and first client of the chunk.
+        # Gradients are counted by phase, step, stream of batches, and first client of the chunk.
         self._num_queries: Counter[tuple[int, int, str, int]] = Counter()
         # Generators of the noise, one for each stream of batches and each client.
         self._noise: dict[str, list[torch.Generator]] = {}

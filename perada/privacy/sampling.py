@@ -58,7 +58,7 @@ def poisson_batches(
 
     batches = []
     for _ in range(steps):
-        # In float64, since a float32 has 24 random bits: the rate would be rounded to a multiple of 2**-24.
+        # float64 is needed: a float32 has 24 random bits, and the rate would be rounded to a multiple of 2**-24.
         if secure:
             draws = secure_uniform((num_images,))
         else:
@@ -191,7 +191,7 @@ def _normal_numbers(count: int, draws: int) -> Tensor:
         # Each pair of uniform numbers gives two normal ones; if the length is odd, the last one is not used.
         num_pairs = (len(block) + 1) // 2
         uniform = secure_uniform((2, draws, num_pairs))
-        # From [0, 1) to (0, 1], whose logarithm is finite. Operations are in place, since the tensors are large.
+        # [0, 1) becomes (0, 1], whose logarithm is finite. Operations are in place, since the tensors are large.
         radius = (1 - uniform[0]).log_().mul_(-2 / draws).sqrt_()
         angle = uniform[1].mul_(2 * math.pi)
         cosines = (radius * angle.cos()).sum(0)

@@ -133,7 +133,7 @@ class SubsetResolver:
     """
 
     def __init__(self) -> None:
-        # By id. The dataset itself is stored too, since the id of one that is deleted may be used again.
+        # Keys are ids. The dataset itself is stored too, since the id of one that is deleted may be used again.
         self._resolved: dict[int, tuple[Dataset[Any], ResolvedSubset]] = {}
 
     def __call__(self, dataset: Dataset[Any]) -> ResolvedSubset:

@@ -658,7 +658,7 @@ class DominantClass(LabelPartition):
         dominant = rng.permutation(np.arange(self.num_clients) % num_classes)
         weights = np.full((self.num_clients, num_classes), (1 - self.fraction) / (num_classes - 1))
         weights[np.arange(self.num_clients), dominant] = self.fraction
-        # The class that is used up first limits the size. Rounded, since 6.9999999 means 7.
+        # The class that is used up first limits the size, which is rounded, since 6.9999999 means 7.
         size_limits = sizes / np.maximum(weights.sum(0), 1e-12)
         size = int(np.floor(round(size_limits.min(), 6)))
         if size < 1:

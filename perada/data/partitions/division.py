@@ -228,7 +228,7 @@ def _are_disjoint_rows(rows_of_clients: Sequence[Array], num_rows: int) -> bool:
     nonempty = [rows.astype(np.int64) for rows in rows_of_clients if len(rows)]
     if not nonempty:
         return True
-    # All at once: there may be 100,000 clients, and millions of rows.
+    # All rows are checked at once, since there may be 100,000 clients and millions of rows.
     all_rows = np.concatenate(nonempty)
     if all_rows.min() < 0 or all_rows.max() >= num_rows:
         return False
@@ -262,7 +262,7 @@ def identities_of(dataset: Dataset[Any]) -> Array | None:
     base, rows = resolve_subset(dataset)
     if not isinstance(base, ImageSet):
         return None
-    # Read once: a set of files may compute them from all of its files.
+    # The property is read once, since a set of files may compute it from all of its files.
     identities = base.identities
     if identities is None:
         return None

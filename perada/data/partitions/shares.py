@@ -249,7 +249,7 @@ def stratified_sample(strata: Array, share: float, rng: np.random.Generator) -> 
     """
     _, stratum_index, sizes = np.unique(strata, return_inverse=True, return_counts=True)
     num_rows = len(stratum_index)
-    # Rows ordered by stratum, and at random within each: a stable sort keeps the order of the permutation.
+    # A stable sort by stratum keeps the random order of the permutation within each stratum.
     order = rng.permutation(num_rows)
     order = order[np.argsort(stratum_index[order], kind="stable")]
     starts = np.cumsum(sizes) - sizes
@@ -325,12 +325,12 @@ def hashed_share(
     size_of_stratum: Counter[Stratum] = Counter()
     for strata in strata_of.values():
         size_of_stratum.update(strata)
-    # Strata that must have a chosen key, and have none yet.
+    # These strata must have a chosen key, and have none yet.
     unrepresented: set[Stratum] = set()
     for stratum, size in size_of_stratum.items():
         if stratum[0] == "client" or share * size >= 2:
             unrepresented.add(stratum)
-    # Number of keys of each stratum that are not chosen yet, of which the last one must be left out.
+    # Keys of each stratum that are not chosen yet are counted, since the last one must be left out.
     remaining = size_of_stratum.copy()
     for stratum, size in size_of_stratum.items():
         # A client's part of a class with a single key may be chosen entirely.
@@ -345,7 +345,7 @@ def hashed_share(
             unrepresented.difference_update(strata_of[key])
             chosen_keys.add(key)
 
-    # By ascending hash. Preset keys come first here, so that they are followed wherever possible, and last below, so
+    # Keys are taken by ascending hash. Preset keys come first here, so that they are followed, and last below, so
     # that they are overruled only where no other key is left.
     for key in sorted(strata_of, key=lambda key: (key not in preset, hashes[key])):
         if preset.get(key, hashes[key] < share):

@@ -68,7 +68,7 @@ class ImageSet(Dataset[Any], ABC):
         """Keep the arguments, from which :meth:`with_split` makes the other split."""
         _check_option_names(cls, kwargs)
         images = super().__new__(cls)
-        # For a class whose constructor does not call that of its base class.
+        # A class's own constructor need not call that of its base class, which sets it.
         images.train = True
         images._init_args = args
         images._init_kwargs = kwargs

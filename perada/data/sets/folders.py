@@ -150,7 +150,7 @@ class ImageMasks(OwnImages):
         super().__init__(root, **options)
         check_name("images", images, optional=True)
         check_name("masks", masks, optional=True)
-        # Not `images`, which are the images themselves.
+        # The attribute `images` is taken: it holds the images themselves.
         self.images_folder = images
         self.masks_folder = masks
         self.mask_values = check_mask_values(mask_values)

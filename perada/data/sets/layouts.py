@@ -38,7 +38,7 @@ def class_folders(tops: list[Path], root: Path, layout: str) -> Manifest:
             parts = folder.relative_to(root).parts
             if not any(is_system_folder(part) or part.startswith(".") for part in parts):
                 classes.add(folder.name)
-    # Like torchvision: by class folder, then by folder, then by name.
+    # Images are sorted as by torchvision: by class folder, then by folder, then by name.
     files.sort(key=lambda file: (file.split("/")[:depth], *os.path.split(file)))
     return renumber_labels(match_layout(root, files, layout), sorted(classes), str(root))
 

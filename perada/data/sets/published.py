@@ -171,7 +171,7 @@ class CheXpert(ImageFiles):
             num_test = round(self.test_share * len(paths))
             test_rows, _ = split_by_group(patient_column, [num_test], rng, min_groups=1)
             split[test_rows] = "test"
-        # Of the policy U-Ones in any case, so that every policy has the same clients.
+        # The combinations are those of the policy U-Ones in any case, so that every policy has the same clients.
         combinations = (is_present | is_unknown).astype(np.int64)
         _, category = categories(combinations[split == "train"], combinations, self.merge_below)
         return Manifest(

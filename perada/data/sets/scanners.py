@@ -305,7 +305,7 @@ class Scanners(DerivedSet):
                 f"Scanners: test_share={test_share} would divide the images of one {train.group_column} between "
                 f"training and test; leave it out to keep the splits of {type(self.dataset).__name__}"
             )
-        # All images of the set, those of its training split first.
+        # The set's images are joined, those of its training split first.
         source = np.repeat([0, 1], [len(train), len(test)])
         row = np.concatenate([np.arange(len(train)), np.arange(len(test))])
         if self.alpha is None:
@@ -371,7 +371,7 @@ class Scanners(DerivedSet):
         """Return an entry (N, ...) for each image of this split, from one array for each source."""
         scans = self._assigned_scans
         sizes = [len(source) for source in scans.sources]
-        # Where each source begins in the arrays behind one another.
+        # The arrays stand behind one another, and each source begins at one of these places.
         starts = np.cumsum(sizes) - sizes
         gathered: Array = np.concatenate(arrays_of_sources)[starts[scans.source_index] + scans.row_index]
         return gathered
@@ -446,7 +446,7 @@ class Scanners(DerivedSet):
         for number, name in enumerate(self.names):
             scanner_rows = np.flatnonzero(scans.scanner_index[image_indices] == number)
             num_parts = max(1, len(scanner_rows) // _AT_ONCE)
-            # In parts: the arithmetic takes 64 bits a pixel, and some scanners several times that.
+            # Images are scanned in parts: the arithmetic takes 64 bits a pixel, and some scanners several times that.
             for part in np.array_split(scanner_rows, num_parts):
                 sources = scans.source_index[image_indices[part]].tolist()
                 rows = scans.row_index[image_indices[part]].tolist()

@@ -117,7 +117,7 @@ def _guess_delimiter(text: str, prefers_tabs: bool) -> str:
     """
     best_delimiter = ","
     best_score = (0.0, 0)
-    # Of two that fit equally well, the one that is rarer in words and numbers.
+    # Of two that fit equally well, the one that is rarer in words and numbers wins.
     for delimiter in "\t;|,":
         lines = io.StringIO(text, newline="")
         try:
