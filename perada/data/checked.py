@@ -212,22 +212,20 @@ def check(
     labels_of_parts = {}
     for part, store in stores.items():
         labels_of_parts[part] = replace_words(store, raw_labels[part], class_numbers)
-    nonempty = []
-    for labels_of_clients in labels_of_parts.values():
-        # size() is several times faster than len(), which torch wraps in Python.
-        nonempty += [(client, labels) for client, labels in enumerate(labels_of_clients) if labels.size(0)]
-    check_label_formats(nonempty)
-    _, first_labels = nonempty[0]
-    task = choose_task(task, first_labels)
+    task = choose_task(task, _first_labels(labels_of_parts))
     names_are_known = is_declared or classes is not None
     compare_clients(labels_of_parts, stores, task, data, resolve, is_declared, names_are_known)
     # Class names of Hugging Face fix the number of classes; labels that are words do not.
     infers_classes = not is_declared and (classes is None or words is not None)
-    if infers_classes and task.exclusive and words is None and network_outputs is not None:
-        check_stray_labels(labels_of_parts, network_outputs, task, sets)
+    # A network may have outputs for classes that no label shows.
+    compared_outputs = None
+    if infers_classes and task.exclusive and words is None:
+        compared_outputs = network_outputs
+    if compared_outputs is not None:
+        check_stray_labels(labels_of_parts, compared_outputs, task, sets)
     num_classes = check_classes(labels_of_parts, classes, num_classes, task, infers_classes, sets)
-    if infers_classes and task.exclusive and words is None and network_outputs is not None:
-        num_classes = add_absent_classes(num_classes, network_outputs)
+    if compared_outputs is not None:
+        num_classes = add_absent_classes(num_classes, compared_outputs)
     task = fit_task(task, labels_of_parts, num_classes, sum(stores["training"].sizes))
     warn_of_unknown_labels(task, labels_of_parts["training"], classes)
     check_own_positions(stores, sets, task, resolve)
@@ -272,6 +270,17 @@ def _check_prepared_size(checked: Checked) -> None:
             value=task,
         )
     task.check_prepared_size(checked.prepared_size)
+
+
+def _first_labels(labels_of_parts: Mapping[str, list[Tensor]]) -> Tensor:
+    """Return the labels (N, ...) of the first client that has some, after checking that all have the same format."""
+    nonempty = []
+    for labels_of_clients in labels_of_parts.values():
+        # size() is several times faster than len(), which torch wraps in Python.
+        nonempty += [(client, labels) for client, labels in enumerate(labels_of_clients) if labels.size(0)]
+    check_label_formats(nonempty)
+    _, first_labels = nonempty[0]
+    return first_labels
 
 
 def _common_format(stores: Mapping[str, Store], size: int | None) -> TensorFormat:
