@@ -227,17 +227,17 @@ def _run_of_server(folder: Path, name: str | None) -> Run:
     return export_server_run(recipe, progress, states)
 
 
-def run_local(recipe: str, files: Sequence[Path], folder: Path, terms: Terms, monitoring: Monitoring) -> None:
+def run_local(recipe: str, site_paths: Sequence[Path], folder: Path, terms: Terms, monitoring: Monitoring) -> None:
     """Run a recipe among sites in this process.
 
     Args:
         recipe: Name of the recipe.
-        files: Files of the sites.
+        site_paths: Files of the sites.
         folder: State folder of the server.
         terms: Terms of the run.
         monitoring: How the run is monitored.
     """
-    site_files = [read_site(path) for path in files]
+    site_files = [read_site(path) for path in site_paths]
     workers = {}
     with ExitStack() as stores:
         for site_file in site_files:

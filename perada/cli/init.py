@@ -662,21 +662,21 @@ def _label_options(values_of_columns: dict[str, list[Any]], task: str, decimal: 
     numbers = _find_number_column(values_of_columns, task, decimal)
     if numbers is not None:
         return {"numbers": numbers}
-    label: str | list[str] | None = None
+    label_columns: str | list[str] | None = None
     if task not in ("numbers", "masks"):
-        label = _find_label_columns(values_of_columns, task)
-    if label is None:
+        label_columns = _find_label_columns(values_of_columns, task)
+    if label_columns is None:
         return None
     options: dict[str, Any] = {}
-    if label != "label":
-        options["label"] = label
-    if isinstance(label, list):
+    if label_columns != "label":
+        options["label"] = label_columns
+    if isinstance(label_columns, list):
         cells = []
-        for name in label:
+        for name in label_columns:
             cells += [cell.strip().lower() for cell in values_of_columns[name]]
         options |= _policies_of_unknown(cells)
-    elif task != "classes" and all(isinstance(cell, str) for cell in values_of_columns[label]):
-        separator = guess_separator(values_of_columns[label])
+    elif task != "classes" and all(isinstance(cell, str) for cell in values_of_columns[label_columns]):
+        separator = guess_separator(values_of_columns[label_columns])
         if separator is not None:
             options["separator"] = separator
     return options

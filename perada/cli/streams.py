@@ -86,14 +86,14 @@ class _TolerantFile(io.FileIO):
         super().__init__(descriptor, "w", closefd=False)
         self.error: OSError | None = None
 
-    def write(self, data: Any) -> int:  # noqa: ANN401  # any buffer of bytes, a type that Python names from 3.12 on
+    def write(self, buffer: Any) -> int:  # noqa: ANN401  # any buffer of bytes, a type that Python names from 3.12 on
         """Write bytes."""
         try:
-            return super().write(data) or 0
+            return super().write(buffer) or 0
         except OSError as error:
             self.error = error
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            return len(memoryview(data))
+            return len(memoryview(buffer))
 
 
 class StandardStreams:

@@ -180,9 +180,9 @@ class ClientStore:
             self.write_row(client, row)
         self.adopt_files(self.files_of(saved))
 
-    def adopt_files(self, files: dict[int, Path]) -> None:
+    def adopt_files(self, file_of_client: dict[int, Path]) -> None:
         """Read the files of a checkpoint into this store."""
-        for client, path in files.items():
+        for client, path in file_of_client.items():
             self.write_row(client, self.read(client, path))
 
     def files_of(self, saved: dict[str, Any]) -> dict[int, Path]:
@@ -335,12 +335,12 @@ class DiskStore(ClientStore):
                         shutil.copyfileobj(content, file)
             self._unsynced.append(copy)
 
-    def adopt_files(self, files: dict[int, Path]) -> None:
+    def adopt_files(self, file_of_client: dict[int, Path]) -> None:
         """Use the files of a checkpoint, without copying them."""
-        self.written |= files
+        self.written |= file_of_client
         self._of_checkpoint_before = set()
         self._of_last_checkpoint = set(self.written.values())
-        self._files |= {path for path in files.values() if path.parent == self.folder}
+        self._files |= {path for path in file_of_client.values() if path.parent == self.folder}
 
 
 def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
