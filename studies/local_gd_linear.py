@@ -262,9 +262,13 @@ def closed_form(problem: NodeData, rounds: int, steps: int | None = None, lr: fl
     """
     u, s, v = torch.linalg.svd(problem.x, full_matrices=False)  # (M, N, N), (M, N), (M, N, d)
     # (M, N): how much of the gap to the node's solution its steps close, along each singular vector.
-    closed = torch.ones_like(s) if steps is None else 1 - (1 - lr * s.square()) ** steps
-    pull = closed / s * (u.mT @ problem.y.unsqueeze(-1)).squeeze(-1)
-    q_mean = (v.mT @ pull.unsqueeze(-1)).squeeze(-1).mean(0)  # Q̄ (d,)
+    closed = torch.ones_like(s)
+    if steps is not None:
+        closed = 1 - (1 - lr * s.square()) ** steps
+    rotated_outputs = (u.mT @ problem.y.unsqueeze(-1)).squeeze(-1)  # (M, N)
+    pull = closed / s * rotated_outputs
+    q_of_nodes = (v.mT @ pull.unsqueeze(-1)).squeeze(-1)  # Q (M, d)
+    q_mean = q_of_nodes.mean(0)  # Q̄ (d,)
 
     # All models lie in the span of the samples, so P̄ is diagonalized there: r × r instead of d × d.
     basis = torch.linalg.qr(problem.x.flatten(0, 1).T)[0]  # (d, r)
@@ -276,7 +280,8 @@ def closed_form(problem: NodeData, rounds: int, steps: int | None = None, lr: fl
     # (K, r): Σ_{k<K} (1 − p)^k = (1 − (1 − p)^K) / p, without cancellation for small p.
     powers = torch.arange(1, rounds + 1, dtype=torch.float64).unsqueeze(-1)
     geometric_sums = -torch.expm1(powers * torch.log1p(-eigenvalues)) / eigenvalues
-    models = geometric_sums * (eigenvectors.mT @ (basis.T @ q_mean)) @ (basis @ eigenvectors).T
+    q_of_eigenvectors = eigenvectors.mT @ (basis.T @ q_mean)
+    models = geometric_sums * q_of_eigenvectors @ (basis @ eigenvectors).T
     return torch.cat([torch.zeros_like(models[:1]), models])
 
 

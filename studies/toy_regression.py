@@ -156,18 +156,21 @@ def federated_round(
     # Weights have a row for each mode of each re-run; T counts the clients that take part, over all re-runs.
     rows_of_weights = modes.reshape(-1, num_functions)
     phi_of_points = phi.reshape(-1, num_functions)  # (C · N, D)
-    row = (mode_of_client + num_modes * torch.arange(num_reruns)[:, None])[takes_part]  # (T,)
+    first_row_of_rerun = num_modes * torch.arange(num_reruns).unsqueeze(1)  # (R, 1)
+    row = (first_row_of_rerun + mode_of_client)[takes_part]  # (T,)
     client = torch.arange(len(y)).expand(num_reruns, -1)[takes_part]  # (T,)
 
     residuals_of_all = (rows_of_weights @ phi_of_points.mT).view(-1, *y.shape) - y  # (R · K, C, N)
     residuals = residuals_of_all[row, client]  # (T, N)
     clients_of_row = torch.bincount(row, minlength=num_reruns * num_modes)
-    moves = (gain[client] @ residuals[..., None])[..., 0] / clients_of_row[row, None]
+    moves_of_clients = (gain[client] @ residuals.unsqueeze(-1)).squeeze(-1)  # (T, N)
+    moves = moves_of_clients / clients_of_row[row].unsqueeze(1)
 
     # The moves are sums of the clients' basis functions, so they are collected by point before the product with these.
     moves_of_points = torch.zeros(len(rows_of_weights), *y.shape, dtype=modes.dtype)
     moves_of_points = moves_of_points.index_put((row, client), moves, accumulate=True)
-    return (rows_of_weights - moves_of_points.flatten(1) @ phi_of_points).view_as(modes)
+    moves_of_weights = moves_of_points.flatten(1) @ phi_of_points  # (R · K, D)
+    return (rows_of_weights - moves_of_weights).view_as(modes)
 
 
 def train(problem: Problem, mode_settings: ModeSettings, modes: int, bar: "tqdm[Any] | None" = None) -> Tensor:

@@ -60,6 +60,10 @@ class NotComparableError(ValueError):
         self.is_worth_saying = is_worth_saying
 
 
+SAME_IN_ALL_ROWS = {"client_test_images": "test images", "client_names": "clients", "metric": "metrics"}
+"""Fields of records that must be the same in all rows of a seed, with what they hold."""
+
+
 class Comparison:
     """A finished comparison, whose rows are compared client by client and seed by seed.
 
@@ -167,7 +171,8 @@ class Comparison:
         # Advice on several criteria has that many more chances to be wrong, so all are corrected together.
         of_criteria: list[Difference] = []
         for name in self.criteria:
-            of_criteria += self._uncorrected_differences(name, self.best(name).name if reference is None else reference)
+            reference_of_criterion = self.best(name).name if reference is None else reference
+            of_criteria += self._uncorrected_differences(name, reference_of_criterion)
         num_differences = len(self.rows) - 1
         start = self.criteria.index(criterion) * num_differences
         return correct_p_values(of_criteria)[start : start + num_differences]
@@ -217,17 +222,22 @@ def _find_common_seeds(records_of_all_rows: Iterable[Sequence[Record]]) -> list[
 
 def _check_same_images(records_of_row: Mapping[str, Sequence[Record]]) -> None:
     """Raise a NotComparableError if rows were tested on other clients or images, or by other metrics."""
-    names = iter(records_of_row)
-    first = next(names)
-    for name in names:
-        for record, record_of_first in zip(records_of_row[name], records_of_row[first], strict=True):
-            for key, what in (
-                ("client_test_images", "test images"),
-                ("client_names", "clients"),
-                ("metric", "metrics"),
-            ):
-                if record.get(key) != record_of_first.get(key):
-                    raise NotComparableError(f"{first} and {name} have different {what} with seed {record['seed']}")
+    first_name, *other_names = records_of_row
+    for name in other_names:
+        for record, record_of_first in zip(records_of_row[name], records_of_row[first_name], strict=True):
+            differing = _different_field(record, record_of_first)
+            if differing is not None:
+                raise NotComparableError(
+                    f"{first_name} and {name} have different {differing} with seed {record['seed']}"
+                )
+
+
+def _different_field(record: Record, other: Record) -> str | None:
+    """Return what two runs of a seed do not have in common, although their scores are compared; None if nothing."""
+    for key, subject in SAME_IN_ALL_ROWS.items():
+        if record.get(key) != other.get(key):
+            return subject
+    return None
 
 
 def _make_rows(name: str, records: Sequence[Record]) -> list[ComparedRow]:
