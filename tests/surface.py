@@ -80,11 +80,11 @@ def value_of(default: object) -> str:
 
 def signature_of(function: Any, skip: int = 0) -> Parts:
     """Arguments with types and defaults, and under "" those that may be given by position, and what is returned."""
-    told, hints = inspect.signature(function), {}
+    signature, hints = inspect.signature(function), {}
     with suppress(NameError):  # of what is imported for type checkers alone
         hints = get_type_hints(function.__init__ if isinstance(function, type) else function)
     by_place, out = [], {"": ""}
-    for name, one in list(told.parameters.items())[skip:]:
+    for name, one in list(signature.parameters.items())[skip:]:
         if name in ("args", "kwargs"):  # what Python shows of a class that takes nothing
             continue
         if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD):
@@ -92,7 +92,7 @@ def signature_of(function: Any, skip: int = 0) -> Parts:
         stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
         default = "" if one.default is one.empty else f" = {value_of(one.default)}"
         out[stars + name] = f"{shown(hints.get(name, one.annotation))}{default}"
-    returns = "" if isinstance(function, type) else f" -> {shown(hints.get('return', told.return_annotation))}"
+    returns = "" if isinstance(function, type) else f" -> {shown(hints.get('return', signature.return_annotation))}"
     return out | {"": f"({', '.join(by_place)}){returns}"}
 
 
@@ -110,9 +110,9 @@ def members_of(kind: type, promised: set[type]) -> Iterator[tuple[str, Parts]]:
     for name in sorted(found - arguments):
         if any(name in dir(base) for base in foreign):  # hooks of Lightning, methods of a mapping
             continue
-        own = member(inspect.getattr_static(kind, name))
-        if all(name not in dir(base) or member(inspect.getattr_static(base, name)) != own for base in heirs):
-            yield name, own
+        attribute = member(inspect.getattr_static(kind, name))
+        if all(name not in dir(base) or member(inspect.getattr_static(base, name)) != attribute for base in heirs):
+            yield name, attribute
     told = {name for base in kind.__mro__ if ours(base) for name in (*attributes_of(base), *get_annotations(base))}
     yield from ((name, {"": "attribute"}) for name in sorted(told - found - arguments) if not name.startswith("_"))
 

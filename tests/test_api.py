@@ -309,7 +309,7 @@ def emptied(tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backbone": "resnet19"}, "'resnet19'"),
+        ({"backbone": "resnet19"}, "'resnet19' is not a timm model"),
         ({"adapter": "residuals"}, "adapter 'residuals' is unknown; choose one of"),
         ({"adapter": "lora", "adapter_options": {"rank": 2}}, "adapter 'lora' has no option 'rank'"),
         ({"algorithm": "perda"}, "algorithm='perda' is unknown; did you mean 'perada'"),
@@ -470,7 +470,7 @@ def norms():
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "reason"),
     [
         ({"batch_size": 1}, "batch_size is 1"),
         ({"sizes": (6, 1, 4)}, "client 1 has 1 training image"),
@@ -478,17 +478,17 @@ def norms():
         ({"public": 1}, "the public set has 1 image"),
     ],
 )
-def test_batches_of_one_image_are_rejected_where_a_batch_norm_is_trained(call, tiny, options, says):
+def test_batches_of_one_image_are_rejected_where_a_batch_norm_is_trained(call, tiny, options, reason):
     options = dict(options)
     data = tiny.data(sizes=options.pop("sizes", None))
     if "public" in options:
         data.public = TensorDataset(data.public.tensors[0][: options.pop("public")])
     common = {"rounds": 1, "logger": False, "distill_steps": None, "distill_batch_size": None}
     mode = {"distillation": {"steps": 1, "student_mode": "train"} | options.pop("distillation", {})}
-    message = f"{says}, but the adapter trains BatchNorm layers, which require at least 2 images per batch"
+    message = f"{reason}, but the adapter trains BatchNorm layers, which require at least 2 images per batch"
     with pytest.raises(ValueError, match=message):
         call(norms(), data, **common | mode | options)
-    if "distillation" in says or "public" in says:
+    if "distillation" in reason or "public" in reason:
         evaluated = {"distillation": mode["distillation"] | {"student_mode": "eval", "teacher_mode": "eval"}}
         assert len(call(norms(), data, **common | evaluated).metrics["rounds"]) == 1
         assert len(call(tiny.net(), data, **common | mode).metrics["rounds"]) == 1

@@ -171,76 +171,76 @@ class Reader:
             [BASH, "-uc" if block.note else "-euc", block.code], env=environment, cwd=self.folder, check=not block.note
         )
         for line in words.read_text().splitlines() if words.exists() else ():
-            program, *given = line.removesuffix("\037").split("\037")
-            getattr(self, program)(given, bool(block.note))
+            program, *arguments = line.removesuffix("\037").split("\037")
+            getattr(self, program)(arguments, bool(block.note))
 
-    def make(self, given, parse_only):
+    def make(self, arguments, parse_only):
         makefile = (ROOT / "Makefile").read_text()
         targets = re.findall(r"^([\w-]+(?: [\w-]+)*):(?! export)", makefile, re.MULTILINE)
-        variables = {word.split("=")[0] for word in given if "=" in word}
-        assert {word for word in given if "=" not in word} <= set(" ".join(targets).split())
+        variables = {word.split("=")[0] for word in arguments if "=" in word}
+        assert {word for word in arguments if "=" not in word} <= set(" ".join(targets).split())
         assert all(f"$({name})" in makefile for name in variables)
 
-    def pip(self, given, parse_only):
+    def pip(self, arguments, parse_only):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        assert given[0] == "install"
-        name, _, extras = given[1].removesuffix("]").partition("[")
+        assert arguments[0] == "install"
+        name, _, extras = arguments[1].removesuffix("]").partition("[")
         assert name in (project["name"], ".")  # a dot in a clone
         assert set(filter(None, extras.split(","))) <= set(project["optional-dependencies"])
 
-    def sudo(self, given, parse_only):
+    def sudo(self, arguments, parse_only):
         """A command of perada as another user."""
-        assert given[0] == "-u" and parse_only
-        program, *words = given[2:]
+        assert arguments[0] == "-u" and parse_only
+        program, *words = arguments[2:]
         assert Path(program).name == "perada"
         self.parsed(words)
 
-    def docker(self, given, parse_only):
+    def docker(self, arguments, parse_only):
         """Files, services and profiles exist, and commands of perada in a container are read by its parsers."""
         assert parse_only
-        if "-f" in given:
-            assert (ROOT / given[given.index("-f") + 1]).is_file()
-        if given[0] != "compose":
+        if "-f" in arguments:
+            assert (ROOT / arguments[arguments.index("-f") + 1]).is_file()
+        if arguments[0] != "compose":
             return
         compose = yaml.safe_load((ROOT / "container" / "compose.yaml").read_text())
         services = compose["services"]
-        if "--profile" in given:
+        if "--profile" in arguments:
             profiles = {profile for service in services.values() for profile in service.get("profiles", [])}
-            assert given[given.index("--profile") + 1] in profiles
-        words = [word for word in given[3:] if not word.startswith("-")]
+            assert arguments[arguments.index("--profile") + 1] in profiles
+        words = [word for word in arguments[3:] if not word.startswith("-")]
         if words[0] in ("run", "exec"):
             assert words[1] in services
-            inside = given[given.index(words[1]) + 1 :]
+            inside = arguments[arguments.index(words[1]) + 1 :]
             if inside[0] == "perada":
                 self.parsed(inside[1:])
         elif words[0] == "cp":
             assert words[2].partition(":")[0] in services
 
-    def torchrun(self, given, parse_only):
-        parsed = get_args_parser().parse_args(given)
+    def torchrun(self, arguments, parse_only):
+        parsed = get_args_parser().parse_args(arguments)
         assert Path(parsed.training_script).name == "perada"
         self.perada(parsed.training_script_args, parse_only)
 
-    def perada(self, given, parse_only):
+    def perada(self, arguments, parse_only):
         if parse_only:
-            self.parsed(given)
-        elif given[0] in ("fit", "test"):
-            main([*given, *self.small(given), f"--trainer.max_epochs={1 + ('--ckpt_path' in given)}"])
-        elif given[0] == "compare":
-            main([*given, *self.small(given), "--trainer.max_epochs=1", "--seeds", "0"])
+            self.parsed(arguments)
+        elif arguments[0] in ("fit", "test"):
+            main([*arguments, *self.small(arguments), f"--trainer.max_epochs={1 + ('--ckpt_path' in arguments)}"])
+        elif arguments[0] == "compare":
+            main([*arguments, *self.small(arguments), "--trainer.max_epochs=1", "--seeds", "0"])
         else:
-            main([*given, *(["--quick"] if given[0] == "study" and given[1:] else [])])
+            main([*arguments, *(["--quick"] if arguments[0] == "study" and arguments[1:] else [])])
 
-    def small(self, given):
+    def small(self, arguments):
         """Options with which a command takes little time."""
         # The clients of these are hospitals, which are not made by number.
-        hospitals = any(word.startswith(("images", "quickstart", "hospitals")) for word in given)
-        hospitals |= "mine.yaml" in given and "Scanners" in (self.folder / "mine.yaml").read_text()
+        hospitals = any(word.startswith(("images", "quickstart", "hospitals")) for word in arguments)
+        hospitals |= "mine.yaml" in arguments and "Scanners" in (self.folder / "mine.yaml").read_text()
         return [word for word in SMALL if not (hospitals and "num_clients" in word)]
 
-    def parsed(self, given):
+    def parsed(self, arguments):
         """Only parse a command line, by the real parser."""
-        if given[0] in ("choose", "compare"):
+        if arguments[0] in ("choose", "compare"):
 
             class Parsed(Exception):
                 pass
@@ -251,20 +251,22 @@ class Reader:
             with self.monkeypatch.context() as patch, pytest.raises(Parsed):
                 patch.setattr(comparing.ComparisonRunner, "run", stop)
                 patch.setattr(choosing.Search, "run", stop)
-                main(["perada" if word == "all" else word for word in given])  # to parse each would take half a minute
+                main(
+                    ["perada" if word == "all" else word for word in arguments]
+                )  # to parse each would take half a minute
             return
-        if given[0] == "deploy":
-            depth = 3 if given[1] == "keys" else 2
-            command = " ".join(given[:depth])
+        if arguments[0] == "deploy":
+            depth = 3 if arguments[1] == "keys" else 2
+            command = " ".join(arguments[:depth])
             assert command in commands()
-            reject_unknown_options(command, given[depth:])
+            reject_unknown_options(command, arguments[depth:])
             return
-        if given[0] == "report" or (given[0] == "predict" and "--config" not in given):
+        if arguments[0] == "report" or (arguments[0] == "predict" and "--config" not in arguments):
             # They have no option that only parses.
-            reject_unknown_options(given[0], given[1:])
+            reject_unknown_options(arguments[0], arguments[1:])
             return
         with pytest.raises(SystemExit) as ended:
-            main([*given, "--print_config"])
+            main([*arguments, "--print_config"])
         assert not ended.value.code
 
 

@@ -102,21 +102,21 @@ def test_imports_go_upwards():
 
 def private_names(module: str) -> tuple[set[str], dict[str, int]]:
     """Names with an underscore that a file gives its own objects, and those that it asks of others, with the line."""
-    own: set[str] = set()
+    private: set[str] = set()
     asked: dict[str, int] = {}
     for node in ast.walk(parsed(MODULES[module].read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            own.add(node.name)
+            private.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            own.add(node.id)
+            private.add(node.id)
         elif isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                own.add(node.attr)
+                private.add(node.attr)
             else:
                 asked[node.attr] = node.lineno
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("perada"):
             asked |= {alias.name: node.lineno for alias in node.names}
-    return own, {name: line for name, line in asked.items() if re.match("_[^_]", name)}
+    return private, {name: line for name, line in asked.items() if re.match("_[^_]", name)}
 
 
 def test_no_file_uses_what_is_private_to_another():

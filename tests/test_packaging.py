@@ -136,12 +136,12 @@ ADDRESS = "https://example.org/someone/perada"
 def test_all_addresses_follow_from_one_line(tmp_path):
     for name in ("pyproject.toml", "CITATION.cff", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
-    made = publishing()
+    publish = publishing()
     for _ in range(2):  # it may be set again
-        made.set_address(ADDRESS, tmp_path)
-    assert made.address_of(tmp_path) == ADDRESS
+        publish.set_address(ADDRESS, tmp_path)
+    assert publish.address_of(tmp_path) == ADDRESS
     assert (tmp_path / "CITATION.cff").read_text().count(f"repository-code: {ADDRESS}\n") == 1
-    made.prepare(tmp_path)
+    publish.prepare(tmp_path)
     project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
     assert project["urls"]["Repository"] == ADDRESS
     assert all(url.startswith(ADDRESS) for url in project["urls"].values())
@@ -181,5 +181,5 @@ def test_the_wheel_works_in_an_environment_of_its_own(dist, tmp_path):
     assert Path(found.stdout.strip()).is_relative_to(packages)
     perada = environment / "bin" / "perada"
     words = ["fit", "--config", "quickstart", "--trainer.fast_dev_run=true"]
-    for given in (["--version"], ["ls"], words):
-        subprocess.run([str(perada), *given], cwd=here, env=clean, check=True, capture_output=True)
+    for arguments in (["--version"], ["ls"], words):
+        subprocess.run([str(perada), *arguments], cwd=here, env=clean, check=True, capture_output=True)

@@ -38,14 +38,14 @@ def test_output_is_that_of_the_formula(kind, gate):
     for key, value in state.items():
         if "perada_" in key:
             value.copy_(torch.randn(value.shape, dtype=torch.float64))
-    own = {key.split(".")[-2]: value for key, value in state.items() if "perada_" in key}
+    adapter_state = {key.split(".")[-2]: value for key, value in state.items() if "perada_" in key}
     # The product of the factors as one dense kernel.
     shared, private = (
-        (own[f"{branch}_B"].flatten(1) @ own[f"{branch}_A"].flatten(1)).view_as(plain.weight)
+        (adapter_state[f"{branch}_B"].flatten(1) @ adapter_state[f"{branch}_A"].flatten(1)).view_as(plain.weight)
         for branch in ("shared", "private")
     )
     dims = 1 if x.dim() == 4 else -1
-    weights = apply(x, own["gate"]).softmax(dims).split(1, dims) if gate else (1.0, 1.0)
+    weights = apply(x, adapter_state["gate"]).softmax(dims).split(1, dims) if gate else (1.0, 1.0)
     expected = plain(x) + 6 / 3 * (weights[0] * apply(x, shared) + weights[1] * apply(x, private))
     torch.testing.assert_close(model[0](x), expected, rtol=1e-10, atol=1e-10)
     assert not torch.allclose(expected, plain(x))

@@ -19,7 +19,7 @@ BACKBONES = [("test_resnet", "residual"), ("test_resnet", "lora"), ("test_vit", 
 @pytest.mark.parametrize(("backbone", "adapter"), BACKBONES)
 def test_everything_is_trained_but_peft_s_copies(backbone, adapter):
     plain = build_backbone(backbone, 4, pretrained=False).model
-    own = sum(p.numel() for p in plain.parameters())
+    num_parameters = sum(p.numel() for p in plain.parameters())
     adapted = insert_adapter(build_backbone(backbone, 4, pretrained=False), adapter, train_backbone=True)
     tensor_names = find_tensor_names(adapted.model, adapted.backbone.head)
     sizes = {name: p.numel() for name, p in adapted.model.named_parameters() if p.requires_grad}
@@ -28,7 +28,7 @@ def test_everything_is_trained_but_peft_s_copies(backbone, adapter):
     names = {name for name, p in frozen.model.named_parameters() if p.requires_grad}
     assert added == sum(size for name, size in sizes.items() if name in names and "modules_to_save" not in name)
     assert added > 0
-    assert sum(sizes.values()) == own + added
+    assert sum(sizes.values()) == num_parameters + added
 
 
 def test_an_adapter_that_adds_nothing_is_rejected():

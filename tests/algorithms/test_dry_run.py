@@ -160,7 +160,7 @@ def keep(change):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "says"),
+    ("algorithm", "words"),
     [
         (changed(inference="personel"), "Changed.inference must be one of 'personal', 'global', got 'personel'"),
         (
@@ -241,13 +241,13 @@ def keep(change):
         ),
     ],
 )
-def test_an_algorithm_that_does_not_fit_is_rejected_before_the_first_round(algorithm, says):
+def test_an_algorithm_that_does_not_fit_is_rejected_before_the_first_round(algorithm, words):
     message = rejected(algorithm, clients_per_round=2)
-    for part in says.split(" .* "):
+    for part in words.split(" .* "):
         assert part in message
 
 
-def rule(result=lambda made, aggregation: made, remember=lambda aggregation: None):
+def rule(result=lambda aggregate, aggregation: aggregate, remember=lambda aggregation: None):
     def call(self, aggregation):
         remember(aggregation)
         return result(Mean()(aggregation), aggregation)
@@ -265,19 +265,19 @@ def no_state(value):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (rule(lambda made, aggregation: None), "Wrong returned None; return tensors by name, {name: tensor}"),
-        (rule(lambda made, aggregation: {"fc.bias": made["fc.bias"]}), "Wrong lacks 'conv.bias' and "),
+        (rule(lambda aggregate, aggregation: None), "Wrong returned None; return tensors by name, {name: tensor}"),
+        (rule(lambda aggregate, aggregation: {"fc.bias": aggregate["fc.bias"]}), "Wrong lacks 'conv.bias' and "),
         (
-            rule(lambda made, aggregation: made | {"oops": torch.zeros(3)}),
+            rule(lambda aggregate, aggregation: aggregate | {"oops": torch.zeros(3)}),
             "Wrong returned 'oops', which is not the name of a trained tensor",
         ),
         (
-            rule(lambda made, aggregation: aggregation.updates.gathered_all()),
+            rule(lambda aggregate, aggregation: aggregation.updates.gathered_all()),
             "with shape (2, 4, 1, 3, 3) and float64 instead of (4, 1, 3, 3)",
         ),
-        (rule(lambda made, aggregation: {k: v.float() for k, v in made.items()}), "and float32 instead of"),
+        (rule(lambda aggregate, aggregation: {k: v.float() for k, v in aggregate.items()}), "and float32 instead of"),
         (
-            rule(lambda made, aggregation: made["absent"]),
+            rule(lambda aggregate, aggregation: aggregate["absent"]),
             "Wrong fails in the dry run at set-up (KeyError: 'absent')",
         ),
         (rule(remember=no_state(1)), "Wrong (aggregation.state) for role 'n' returned 1; return tensors by name"),

@@ -106,9 +106,9 @@ def spreads(monkeypatch):
     """Centers and standard deviations that models are drawn with, of each round."""
     noted, plain = [], ensembles.draw_gaussian
 
-    def noting(center, spread, *given):
+    def noting(center, spread, *arguments):
         noted.append((center, spread))
-        return plain(center, spread, *given)
+        return plain(center, spread, *arguments)
 
     monkeypatch.setattr(ensembles, "draw_gaussian", noting)
     return noted

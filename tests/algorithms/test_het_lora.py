@@ -90,7 +90,9 @@ def trained(state, batches, lr, prox=0.0, anchor=None):
         leaves = {key: value.detach().requires_grad_() for key, value in state.items()}
         gradients = torch.autograd.grad(F.cross_entropy(logits(leaves, x), y), list(leaves.values()))
         pulls = {key: prox * (value - anchor[key]) if prox else 0 for key, value in state.items()}
-        state = {key: state[key] - lr * (own + pulls[key]) for key, own in zip(leaves, gradients, strict=True)}
+        state = {
+            key: state[key] - lr * (gradient + pulls[key]) for key, gradient in zip(leaves, gradients, strict=True)
+        }
     return state
 
 
@@ -112,19 +114,19 @@ def mean(values, weights):
 
 def averaged(sent, weights):
     """By norms of the products, layer by layer; the head by the weights."""
-    w = {name: mean([own[name] for own in sent], weights) for name in HEAD}
+    w = {name: mean([update[name] for update in sent], weights) for name in HEAD}
     for layer in WIDTHS:
-        norms = [float((own[b(layer)] @ own[a(layer)]).norm()) for own in sent]
+        norms = [float((update[b(layer)] @ update[a(layer)]).norm()) for update in sent]
         for name in (a(layer), b(layer)):
-            w[name] = mean([large(own)[name] for own in sent], norms)
+            w[name] = mean([large(update)[name] for update in sent], norms)
     return w
 
 
 def decomposed(sent, weights):
     """FlexLoRA: the mean of the products, formed and decomposed; the largest number of a row of A is positive."""
-    w = {name: mean([own[name] for own in sent], weights) for name in HEAD}
+    w = {name: mean([update[name] for update in sent], weights) for name in HEAD}
     for layer in WIDTHS:
-        u, values, vt = torch.linalg.svd(mean([own[b(layer)] @ own[a(layer)] for own in sent], weights))
+        u, values, vt = torch.linalg.svd(mean([update[b(layer)] @ update[a(layer)] for update in sent], weights))
         signs = vt[:R].gather(1, vt[:R].abs().argmax(1, keepdim=True)).sign()
         w |= {a(layer): signs * vt[:R], b(layer): u[:, :R] * values[:R] * signs.T}
     return w
@@ -132,16 +134,16 @@ def decomposed(sent, weights):
 
 def loop(rounds, prox=None, weighted=False, merge=averaged):
     """Global state, and what clients predict with, all as large as the adapter."""
-    w, own = start(), [small(start(), rank) for rank in RANKS]
+    w, personal = start(), [small(start(), rank) for rank in RANKS]
     for batches in rounds:
         sent = []
         for m, images in batches.items():
             received = small(w, RANKS[m])
             sent.append(trained(received, images, LR))
             if prox is not None:
-                own[m] = trained(own[m], images, LR_OWN, prox, received)
+                personal[m] = trained(personal[m], images, LR_OWN, prox, received)
         w = merge(sent, [SIZES[m] if weighted else 1 for m in batches])
-    return w, [large(small(w, rank) if prox is None else state) for rank, state in zip(RANKS, own, strict=True)]
+    return w, [large(small(w, rank) if prox is None else state) for rank, state in zip(RANKS, personal, strict=True)]
 
 
 def batches_of(clients):
@@ -166,12 +168,12 @@ def test_clients_have_networks_of_their_own_rank(base, prox, part, engine):
     weighted = part is None
     options = {"engine": engine, "clients_per_round": part, "weighting": "samples" if weighted else "uniform"}
     found = run(HetLoRA(base, list(RANKS)), **options)
-    w, own = loop(batches_of(part), prox, weighted)
+    w, personal = loop(batches_of(part), prox, weighted)
     assert_same(found.state("global"), w, "global")
     for m in CLIENTS:
-        assert_same(found.state("personal", m), own[m], f"client {m}")
+        assert_same(found.state("personal", m), personal[m], f"client {m}")
         x = task().public[:][0]
-        torch.testing.assert_close(found.personal(m)(x), logits(small(own[m], RANKS[m]), x), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found.personal(m)(x), logits(small(personal[m], RANKS[m]), x), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -179,10 +181,10 @@ def test_clients_have_networks_of_their_own_rank(base, prox, part, engine):
 @pytest.mark.parametrize("part", [3, None])
 def test_the_servers_rule_may_be_flexloras(base, prox, part):
     found = run(HetLoRA(base, list(RANKS)), server_rule="svd", clients_per_round=part)
-    w, own = loop(batches_of(part), prox, merge=decomposed)
+    w, personal = loop(batches_of(part), prox, merge=decomposed)
     assert_same(found.state("global"), w, "global")
     for m in CLIENTS:
-        assert_same(found.state("personal", m), own[m], f"client {m}")
+        assert_same(found.state("personal", m), personal[m], f"client {m}")
 
 
 def test_ranks_that_no_client_of_a_round_has_are_lost_by_name_and_not_by_svd():
@@ -281,12 +283,12 @@ def test_what_a_client_has_is_counted(base, times):
     head, factors = CLASSES * 6, sum(map(sum, WIDTHS.values()))
     found = run(HetLoRA(base, list(RANKS)))
     for batches, row in zip(batches_of(3), found.metrics["rounds"], strict=True):
-        own = head + factors * sum(RANKS[m] for m in batches) / 3
+        num_values = head + factors * sum(RANKS[m] for m in batches) / 3
         twice = 1 + isinstance(base, Scaffold)
-        assert row["params/trained"] == pytest.approx(times * own)
-        assert row["params/sent"] == pytest.approx(twice * own)
-        assert row["comm/up_mb"] == pytest.approx(3 * 8 * twice * own / 1e6)
-        assert row["comm/down_mb"] == pytest.approx(3 * 8 * (twice * own + 1) / 1e6)  # the rank goes along
+        assert row["params/trained"] == pytest.approx(times * num_values)
+        assert row["params/sent"] == pytest.approx(twice * num_values)
+        assert row["comm/up_mb"] == pytest.approx(3 * 8 * twice * num_values / 1e6)
+        assert row["comm/down_mb"] == pytest.approx(3 * 8 * (twice * num_values + 1) / 1e6)  # the rank goes along
 
 
 ADAPTERS = {
@@ -307,10 +309,10 @@ def test_plain_peft_loads_adapters_of_each_clients_rank(base, adapter, tmp_path)
     again = perada.Run.load(tmp_path, backbone=Net())
     for m in CLIENTS:
         config = json.loads((tmp_path / f"client_{m}" / "adapter_config.json").read_text())
-        own = [config["rank_pattern"].get(f"^{name}", config["r"]) for name in WIDTHS]
-        assert own == [min(RANKS[m], 3), min(RANKS[m], 2 if adapter == "patterns" else 3)]
+        ranks = [config["rank_pattern"].get(f"^{name}", config["r"]) for name in WIDTHS]
+        assert ranks == [min(RANKS[m], 3), min(RANKS[m], 2 if adapter == "patterns" else 3)]
         model = PeftModel.from_pretrained(Net(), str(tmp_path / f"client_{m}")).eval()
-        assert [model.get_submodule(f"base_model.model.{name}").r["default"] for name in WIDTHS] == own
+        assert [model.get_submodule(f"base_model.model.{name}").r["default"] for name in WIDTHS] == ranks
         torch.testing.assert_close(model(x), found.personal(m)(x), rtol=1e-9, atol=1e-9)
         assert_equal(again.state("personal", m), found.state("personal", m))
     assert_equal(again.state("global"), found.state("global"))
@@ -324,7 +326,7 @@ def test_an_adapter_of_another_rank_is_not_read(tmp_path):
     content = json.loads(path.read_text())
     content["info"]["lora_ranks"] = [1, *RANKS[1:]]
     path.write_text(json.dumps(perada.system.digests.sealed({k: v for k, v in content.items() if k != "sha256"})))
-    with pytest.raises(ValueError, match="client_0'"):
+    with pytest.raises(ValueError, match="client_0' belongs to a different"):
         perada.Run.load(tmp_path, backbone=Net())
 
 
@@ -387,8 +389,8 @@ def test_tuples_will_do():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: HetLoRA("fedavg"), "base='fedavg'"),
-        (lambda: HetLoRA(FedBE()), "base=FedBE"),
+        (lambda: HetLoRA("fedavg"), "base='fedavg' is not an algorithm"),
+        (lambda: HetLoRA(FedBE()), "base=FedBE has several global models"),
         (lambda: HetLoRA(HetLoRA()), "base=HetLoRA assigns LoRA ranks to clients.*use only one HetLoRA"),
         (lambda: FFALoRA(HetLoRA()), r"base=HetLoRA.*LoRA.*HetLoRA.*base=FFALoRA"),
         (

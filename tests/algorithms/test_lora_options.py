@@ -93,8 +93,8 @@ def test_means_are_of_what_peft_adds(adapter):
     by_name = run("fedavg", adapter, rounds=1, diagnostics=["lora_residual"])
     lost = products(by_name.state("global"), ADAPTERS[adapter])
     off = sum(float((value - lost[name][0]).square().sum()) for name, value in means.items())
-    whole = sum(float(value.square().sum()) for value in means.values())
-    assert by_name.metrics["rounds"][0]["updates/lora_residual"] == pytest.approx((off / whole) ** 0.5, rel=1e-9)
+    norm = sum(float(value.square().sum()) for value in means.values())
+    assert by_name.metrics["rounds"][0]["updates/lora_residual"] == pytest.approx((off / norm) ** 0.5, rel=1e-9)
     cut = products(run("fedavg", adapter, rounds=1, server_rule="svd").state("global"), ADAPTERS[adapter])
     exact = [
         products(run(name, adapter, rounds=1).state("global"), ADAPTERS[adapter]) for name in ("fedex_lora", "flora")

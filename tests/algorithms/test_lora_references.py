@@ -110,14 +110,14 @@ class Plain:
 
     def train(self, state, client, idle=(), anchor=None):
         """With λ/2 ‖v − anchor‖² where there is one, at the personal rate."""
-        own, (x, y) = SimpleNamespace(**self.options), self.clients[client]
+        options, (x, y) = SimpleNamespace(**self.options), self.clients[client]
         leaves = {key: value.clone().requires_grad_(key not in idle) for key, value in state.items()}
         trained = {key: value for key, value in leaves.items() if value.requires_grad and "base_layer" not in key}
-        rate = own.lr_local if anchor is None else own.lr_personal
+        rate = options.lr_local if anchor is None else options.lr_personal
         if "momentum" in self.options or "optimizer" not in self.options:
             optimizer = torch.optim.SGD(trained.values(), rate, momentum=self.options.get("momentum", 0), foreach=False)
         else:
-            optimizer = torch.optim.AdamW(trained.values(), rate, weight_decay=own.weight_decay, foreach=False)
+            optimizer = torch.optim.AdamW(trained.values(), rate, weight_decay=options.weight_decay, foreach=False)
         for _ in range(STEPS):
             loss = F.cross_entropy(self.logits(leaves, x), y)
             for key, value in trained.items() if anchor is not None else ():
@@ -158,9 +158,9 @@ class Plain:
 
     def lost(self, updates, shares, state):
         """Of the mean of the products, by a state."""
-        whole = {layer: self.products(updates, shares, layer) for layer in LAYERS}
-        off = sum(float((value - self.product(state, layer)).square().sum()) for layer, value in whole.items())
-        return math.sqrt(off / sum(float(value.square().sum()) for value in whole.values()))
+        products = {layer: self.products(updates, shares, layer) for layer in LAYERS}
+        off = sum(float((value - self.product(state, layer)).square().sum()) for layer, value in products.items())
+        return math.sqrt(off / sum(float(value.square().sum()) for value in products.values()))
 
     def svd(self, updates, shares, w):
         """Rows of A of the dense decomposition; where it has fewer, those of w, by Gram and Schmidt."""
@@ -232,14 +232,14 @@ class Plain:
 
     def fedsa(self):
         first = self.run("fedavg", rounds=0).state("global")
-        shared, own = {key: first[key] for key in DOWNS}, [first for _ in self.sizes]
+        shared, personal = {key: first[key] for key in DOWNS}, [first for _ in self.sizes]
         for clients in self.rounds:
-            updates = {m: self.train(own[m] | shared, m) for m in clients}
+            updates = {m: self.train(personal[m] | shared, m) for m in clients}
             for m, update in updates.items():
-                own[m] = update
+                personal[m] = update
             mean = self.mean(updates.values(), self.shares(clients))
             shared = {key: mean[key] for key in DOWNS}
-        return None, [state | shared for state in own], []
+        return None, [state | shared for state in personal], []
 
     def merging(self, algorithm, ranks=None):
         """FedEx-LoRA and FLoRA by dense means of W + s·B·A; the A that FLoRA draws are the run's."""
@@ -295,11 +295,11 @@ WITHOUT_GROUPS = {
 def compare(method, federation, optimizer, engine, groups):
     plain = Plain(federation, optimizer, engine, groups)
     algorithm, options, loop = (METHODS | WITHOUT_GROUPS)[method]
-    w, own, records = loop(plain)
+    w, personal, records = loop(plain)
     diagnostics = {"diagnostics": ["lora_residual"]} if records else {}
     found = plain.run(algorithm, **options | diagnostics)
     expected = [("global", w)] * (w is not None)
-    expected += [(f"client {m}", state) for m, state in enumerate(own or ())]
+    expected += [(f"client {m}", state) for m, state in enumerate(personal or ())]
     for name, state in expected:
         seen = found.state("global") if name == "global" else found.state("personal", int(name.split()[1]))
         assert seen.keys() == state.keys(), name

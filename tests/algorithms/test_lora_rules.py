@@ -26,19 +26,25 @@ def product(state):
 
 
 def svd(updates, weights, ref):
-    mean, whole = ref.mean(updates, weights), ref.mean([{"": product(update)} for update in updates], weights)[""]
-    u, s, vt = torch.linalg.svd(whole / SCALE, full_matrices=False)
+    mean, mean_product = (
+        ref.mean(updates, weights),
+        ref.mean([{"": product(update)} for update in updates], weights)[""],
+    )
+    u, s, vt = torch.linalg.svd(mean_product / SCALE, full_matrices=False)
     signs = torch.tensor([1.0 if row[row.abs().argmax()] > 0 else -1.0 for row in vt]).double()
     up, down = (u * s * signs)[:, : LORA.r], (vt * signs[:, None])[: LORA.r]
     return mean | {A: down.reshape(mean[A].shape), B: up.reshape(mean[B].shape)}
 
 
 def lora_fair(updates, weights, ref):
-    mean, whole = ref.mean(updates, weights), ref.mean([{"": product(update)} for update in updates], weights)[""]
+    mean, mean_product = (
+        ref.mean(updates, weights),
+        ref.mean([{"": product(update)} for update in updates], weights)[""],
+    )
     up, down = mean[B].flatten(1), mean[A].flatten(1)
     # The ridge regression as least squares on more rows.
     rows = torch.cat([down.T, 0.1 * torch.eye(LORA.r).double()])
-    expected = torch.cat([(whole / SCALE).T, 0.1 * up.T])
+    expected = torch.cat([(mean_product / SCALE).T, 0.1 * up.T])
     return mean | {B: torch.linalg.lstsq(rows, expected).solution.T.reshape(mean[B].shape)}
 
 
@@ -49,11 +55,14 @@ def loop(rule, together, weighted):
     served.configure_rounds(seed=0, clients_per_round=together, phases=[Phase(epochs=2)])
     w, found = ref.initial, []
     for round in range(3):
-        own = ref.batches(served.plan(round))
-        updates, weights = [ref.train(w, own[m], LR_LOCAL) for m in own], [SIZES[m] for m in own] if weighted else None
-        whole = ref.mean([{"": product(update)} for update in updates], weights)[""]
+        client_batches = ref.batches(served.plan(round))
+        updates, weights = (
+            [ref.train(w, client_batches[m], LR_LOCAL) for m in client_batches],
+            [SIZES[m] for m in client_batches] if weighted else None,
+        )
+        mean_product = ref.mean([{"": product(update)} for update in updates], weights)[""]
         w, mean = rule(updates, weights, ref), ref.mean(updates, weights)
-        errors = [float((whole - product(state)).norm() / whole.norm()) for state in (mean, w)]
+        errors = [float((mean_product - product(state)).norm() / mean_product.norm()) for state in (mean, w)]
         found.append(errors)
     return w, found
 

@@ -69,14 +69,14 @@ def product(state, layer):
     return SCALE * (up.flatten(1) @ down.flatten(1)).view(len(up), *down.shape[1:])
 
 
-def whole(state):
+def merged_weights(state):
     """The plain network's tensors that a state stands for."""
     weights = {layer: state[base(layer)] + product(state, layer) for layer in LAYERS}
     return weights | {name: state[HEAD + name] for name in ("weight", "bias")}
 
 
 def logits(state, x):
-    own = whole(state)
+    own = merged_weights(state)
     x = F.conv2d(x, own["conv"], network().conv.bias.detach()).tanh().flatten(1)
     return F.linear(F.linear(x, own["layer"]).tanh(), own["weight"], own["bias"])
 
@@ -98,11 +98,11 @@ def batches_of_rounds(per_round):
     served.configure_rounds(seed=0, clients_per_round=per_round, phases=[Phase(epochs=2)])
     for round in range(ROUNDS):
         plan = served.plan(round)
-        own = {client: [] for client in plan.clients}
+        client_batches = {client: [] for client in plan.clients}
         for batch in served.cohort_loader(plan):
             for row, (client, count) in enumerate(zip(batch.clients, batch.counts, strict=True)):
-                own[client].append((batch.x[row, :count], batch.y[row, :count]))
-        yield own
+                client_batches[client].append((batch.x[row, :count], batch.y[row, :count]))
+        yield client_batches
 
 
 def averaged(weights, values):
@@ -115,7 +115,9 @@ def follow(method, state, per_round, by_samples, restarts):
         updates = [trained(state, client_batches) for client_batches in batches.values()]
         sizes = [SIZES[m] if by_samples else 1 for m in batches]
         weights = [size / sum(sizes) for size in sizes]
-        dense = {key: averaged(weights, [whole(update)[key] for update in updates]) for key in whole(state)}
+        dense = {
+            key: averaged(weights, [merged_weights(update)[key] for update in updates]) for key in merged_weights(state)
+        }
         state = {key: averaged(weights, [update[key] for update in updates]) for key in state}
         if method == "flora":
             state |= restarts[round]
@@ -137,7 +139,7 @@ def test_the_global_model_is_the_mean_of_whole_weights(method, engine, per_round
     for state, (expected, dense) in zip(found[1:], wanted, strict=True):
         for key in state.keys() | expected.keys():
             torch.testing.assert_close(state[key], expected[key], rtol=1e-9, atol=1e-9, msg=key)
-        for key, value in whole(state).items():
+        for key, value in merged_weights(state).items():
             torch.testing.assert_close(value, dense[key], rtol=1e-9, atol=1e-9, msg=key)
     assert all(float((found[-1][base(layer)] - found[0][base(layer)]).norm()) > 1e-3 for layer in LAYERS)
 
@@ -146,14 +148,14 @@ def test_flora_stacks_factors_of_several_ranks():
     """Clients of ranks 2 and 1 in turn: what is cut is zero, and has no gradient."""
     before, after = (run(HetLoRA(FLoRA(), [2, 1]), rounds=rounds).state("global") for rounds in (0, 1))
     updates = []
-    for client, own in next(batches_of_rounds(CLIENTS_PER_ROUND)).items():
+    for client, client_batches in next(batches_of_rounds(CLIENTS_PER_ROUND)).items():
         state = {key: value.clone() for key, value in before.items()}
         for layer in LAYERS if client % 2 else ():
             factors(state, layer)[1][1:] = 0
-        updates.append(trained(state, own))
+        updates.append(trained(state, client_batches))
     for layer in LAYERS:
-        dense = sum(whole(update)[layer] for update in updates) / len(updates)
-        torch.testing.assert_close(whole(after)[layer], dense, rtol=1e-9, atol=1e-9)
+        dense = sum(merged_weights(update)[layer] for update in updates) / len(updates)
+        torch.testing.assert_close(merged_weights(after)[layer], dense, rtol=1e-9, atol=1e-9)
 
 
 def test_one_round_by_hand():
@@ -264,8 +266,8 @@ def test_plain_peft_loads_what_was_merged(method, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_checkpoint_is_read_without_the_data(method, tmp_path):
     callback = ModelCheckpoint(tmp_path, "saved")
-    own = {"r": RANK, "target_modules": list(LAYERS)}
-    found = run(method, adapter="lora", adapter_options=own, callbacks=[callback], enable_checkpointing=True)
+    options = {"r": RANK, "target_modules": list(LAYERS)}
+    found = run(method, adapter="lora", adapter_options=options, callbacks=[callback], enable_checkpointing=True)
     again = perada.Run.load(tmp_path / "saved.ckpt", backbone=network())
     assert_equal(again.state("global"), found.state("global"))
 
@@ -336,9 +338,9 @@ def test_what_cannot_be_merged_is_rejected(method):
             run(method, rounds=1, **options)
     groups = nn.Sequential(OrderedDict(network().named_children()))
     groups.conv = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 1, groups=2)).double()
-    with pytest.raises(ValueError, match=r"'conv\.1\.lora_B\.default\.weight'"):
+    with pytest.raises(ValueError, match=r"merge 'conv\.1\.lora_B\.default\.weight'"):
         run(method, groups, adapter=LoraConfig(r=2, target_modules=["conv.1", "layer"]), rounds=1)
-    with pytest.raises(ValueError, match=f"base={name}"):
+    with pytest.raises(ValueError, match=f"base={name} already"):
         FFALoRA(make_algorithm(method))
 
 

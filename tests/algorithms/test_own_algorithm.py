@@ -47,11 +47,11 @@ def test_the_momentum_of_both_examples_is_that_of_fedavgm(tiny):
     arguments = {"rounds": 4, "local_steps": 2}
     expected = trained(tiny, algorithm="fedavg", server_rule=FedAvgM(lr=1.0, momentum=0.5), **arguments)
     plain = trained(tiny, algorithm="fedavg", **arguments)
-    own = [trained(tiny, algorithm=steady(push=0.0, momentum=0.5), **arguments)]
-    own.append(trained(tiny, algorithm="fedavg", server_rule=rule(0.5), **arguments))
+    runs = [trained(tiny, algorithm=steady(push=0.0, momentum=0.5), **arguments)]
+    runs.append(trained(tiny, algorithm="fedavg", server_rule=rule(0.5), **arguments))
     for name, value in expected.items():
         assert not torch.allclose(plain[name], value, atol=1e-3)
-        for found in own:
+        for found in runs:
             torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)
 
 

@@ -49,10 +49,10 @@ QUICK = ("standalone", "apfl", "fedbn", "lg_fedavg", "fedrep", "fedalt_input", "
 def test_parameters_trained_and_sent(name):
     few = {"fed_ensemble": {"modes": 2}, "fedbe": {"samples": 1}, "fedbe_no_kd": {"samples": 1}}
     algorithm = make_method(name, **few.get(name, {}))
-    own = name.endswith("adapter")
-    adapter = "residual" if name.startswith("perada") or own else "lora" if name in OF_LORA else "full"
+    is_adapter = name.endswith("adapter")
+    adapter = "residual" if name.startswith("perada") or is_adapter else "lora" if name in OF_LORA else "full"
     adapter = "dual_lora" if name in OF_BRANCHES else adapter
-    adapted = model(adapter, "merged" if algorithm.merges_into_backbone else own)
+    adapted = model(adapter, "merged" if algorithm.merges_into_backbone else is_adapter)
     tensor_names = find_tensor_names(adapted.model, adapted.backbone.head)
     algorithm.check(tensor_names, 5)
     phases = algorithm.phases(1, None)

@@ -179,5 +179,5 @@ def describe_script():
 def test_a_path_that_does_not_exist_is_rejected_before_the_command_is_imported(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules["perada.cli.main"], "import_module", None)
-    with pytest.raises(FileNotFoundError, match="'nothing'"):
+    with pytest.raises(FileNotFoundError, match="'nothing' does not exist"):
         main([*command.split(), "nothing"])

@@ -95,7 +95,7 @@ def test_classes_in_other_sections_of_a_runs_file_are_asked_about_too(stranger, 
 
 def test_a_trusted_class_is_imported_only_if_the_checkpoint_is_intact(stranger):
     write_config(stranger, NAMES["a class"])
-    with pytest.raises(ValueError, match=r"last\.ckpt'"):
+    with pytest.raises(ValueError, match=r"last\.ckpt' is not a checkpoint"):
         open_run(stranger / "checkpoints" / "last.ckpt", trust=True)
     assert MODULE not in sys.modules
 

@@ -45,9 +45,9 @@ def test_help_is_short_and_has_every_option_of_ours(command, capsys):
     text = shown(capsys, command, "--help")
     assert len(text.splitlines()) < 300
     assert "torch.nn.modules" not in text
-    own = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
-    own |= {"training": Training, "evaluation": Evaluation}
-    expected = {f"{section}.{name}" for section, kind in own.items() for name in inspect.signature(kind).parameters}
+    classes = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
+    classes |= {"training": Training, "evaluation": Evaluation}
+    expected = {f"{section}.{name}" for section, kind in classes.items() for name in inspect.signature(kind).parameters}
     linked = {"model.image_size", "federated.seed", "data.data", *(f"federated.{name}" for name in OPTION_CLASSES)}
     assert expected - linked <= set(options(text))
 

@@ -332,12 +332,12 @@ def test_paths_of_any_length_and_letters_are_written_whole(name):
 def test_a_class_of_ones_own_hides_none_of_ours(capsys):
     """Whatever its name is, and whether or not its module is still loaded."""
     members = {"__module__": "gone", "__call__": lambda self, given: given.previous}
-    own = [type(name, (ServerRule,), members) for name in ("Krum", "Mine")]
+    rules = [type(name, (ServerRule,), members) for name in ("Krum", "Mine")]
     main(["schema"])
     said = capsys.readouterr().out
     assert '"Krum"' in said
     assert '"Mine"' not in said
-    del own
+    del rules
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).with_name("interrupted_program.py")
 
 
 def run(folder, signal_name, moment, rounds=6):
-    """Run the program in a session of its own; its status and its lines on standard error."""
+    """Run the program in a session of its custom_handler; its status and its lines on standard error."""
     parts = recipe(trainer={"max_epochs": rounds, "enable_progress_bar": True})
     images = {"signal_name": signal_name, "moment": moment, "once": str(folder / "once")}
     parts["data"] = {
@@ -121,12 +121,12 @@ def test_an_exception_that_python_drops_is_raised_again(handlers, capsys, signum
 
 
 def test_other_handlers_stay(handlers):
-    def own(signum, frame):
+    def custom_handler(signum, frame):
         pass
 
-    signal.signal(signal.SIGINT, own)
+    signal.signal(signal.SIGINT, custom_handler)
     interruption.watch_signals()
-    assert signal.getsignal(signal.SIGINT) is own
+    assert signal.getsignal(signal.SIGINT) is custom_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -129,7 +129,7 @@ def test_a_table_joins_and_the_run_is_written_elsewhere(saved, pictures, tmp_pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--client=2"], "client='2'"),
+        (["--client=2"], "client='2' is empty or already"),
         (["--client=late", "--images.layout={class}"], "do not match the layout"),
         ([], "the client has no name; pass one"),
         (["--images=pictures"], "--images and --data are the same option; use only one"),
@@ -141,7 +141,7 @@ def test_what_cannot_be_done_is_one_line(saved, pictures, words, message):
 
 
 def test_a_run_that_is_not_there_is_said(pictures, tmp_path):
-    with pytest.raises(FileNotFoundError, match="none'"):
+    with pytest.raises(FileNotFoundError, match="none' does not exist"):
         main(["clients", "add", str(tmp_path / "none"), "--data", str(pictures), "--client=late"])
 
 

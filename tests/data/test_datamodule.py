@@ -238,9 +238,9 @@ def test_clients_get_the_images_that_the_record_says():
     assert record["partition"] == repr(Dirichlet(6, 0.5))
     assert sorted(flat(record["train"])) == list(range(1438))
     assert sorted(flat(record["test"])) == list(range(359))
-    whole = Digits(train=False)
+    test_split = Digits(train=False)
     seen = torch.cat([batch.x for batch in datamodule.val_dataloader()])
-    assert torch.equal(seen, whole.images[flat(record["test"])])
+    assert torch.equal(seen, test_split.images[flat(record["test"])])
     assert digits(seed=4).partition_dict() == datamodule.partition_dict()
     assert digits(seed=5).partition_dict() != datamodule.partition_dict()
 

@@ -47,7 +47,7 @@ def test_without_the_option_the_error_names_it(folder):
     write_table(AGES, column="label")
     with pytest.raises(ValueError, match="decimal: ','"):
         _ = ImageTable("table.csv").manifest
-    with pytest.raises(ValueError, match="decimal"):
+    with pytest.raises(ValueError, match="decimal must"):
         ImageTable("table.csv", numbers="age", decimal=";")
 
 

@@ -179,7 +179,7 @@ def test_a_truncated_file_is_one_line_with_its_path(tmp_path, workers):
     path = tmp_path / "train" / "a" / "x.png"
     path.write_bytes(path.read_bytes()[:-1000])
     loader = DataLoader(ImageFolder(root, size=8), num_workers=workers)
-    with pytest.raises(ValueError, match="readable") as error:
+    with pytest.raises(ValueError, match="is not a readable image") as error:
         list(loader)
     line = one_line(error.value)
     assert str(error.value) == line

@@ -62,7 +62,7 @@ def trained(datamodule):
     """For each client the values of the images it trains on in one epoch of full batches."""
     (batch,) = [datamodule.prepare(batch) for batch in datamodule.train_dataloader()]
     rows = zip(batch.clients, batch.x, batch.counts, strict=True)
-    return [own for _, own in sorted((client, values(x[:n])) for client, x, n in rows)]
+    return [values_of_client for _, values_of_client in sorted((client, values(x[:n])) for client, x, n in rows)]
 
 
 def scored(datamodule, clients):
@@ -94,12 +94,15 @@ def test_clients_train_on_one_part_and_are_scored_on_the_other(wrap, share):
 def test_which_images_are_held_out_depends_on_the_data_seed_and_the_client():
     data = FederatedData(numbered((30, 30, 30)))
 
-    def held(**options):
+    def held_out_values(**options):
         return scored(module(data, client_validation=0.2, evaluate_on="validation", **options), 3)
 
-    assert held(seed=1) == held(seed=1, run_seed=9)
-    assert held(seed=1) != held(seed=2)
-    first, second, third = ([value - 30 * client for value in own] for client, own in enumerate(held(seed=1)))
+    assert held_out_values(seed=1) == held_out_values(seed=1, run_seed=9)
+    assert held_out_values(seed=1) != held_out_values(seed=2)
+    first, second, third = (
+        [value - 30 * client for value in values_of_client]
+        for client, values_of_client in enumerate(held_out_values(seed=1))
+    )
     assert len({tuple(first), tuple(second), tuple(third)}) == 3
 
 
@@ -112,7 +115,9 @@ def test_held_out_images_are_not_trained_on_where_the_test_images_are_scored():
     assert "client_validation_sizes" not in module(data).partition_dict()
     for batches in (tuned.test_dataloader, tuned.predict_dataloader):
         seen = torch.cat([batch.x for batch in batches()])
-        assert sorted(seen[:, 0, 0, 0].tolist()) == sorted(value for own in scored(tuned, 4) for value in own)
+        assert sorted(seen[:, 0, 0, 0].tolist()) == sorted(
+            value for values_of_client in scored(tuned, 4) for value in values_of_client
+        )
 
 
 def divided(**options):
@@ -123,13 +128,13 @@ def divided(**options):
 def test_the_record_of_a_divided_set_says_where_every_image_went(tmp_path):
     datamodule = divided()
     record = json.loads(json.dumps(datamodule.partition_dict()))
-    whole = FederatedDataModule(dataset=Digits(), partition=Dirichlet(6, 0.5), train_limit=300, public_fraction=0.1)
+    undivided = FederatedDataModule(dataset=Digits(), partition=Dirichlet(6, 0.5), train_limit=300, public_fraction=0.1)
     for kept, held, own in zip(
-        record["train"], record["client_validation"], whole.partition_dict()["train"], strict=True
+        record["train"], record["client_validation"], undivided.partition_dict()["train"], strict=True
     ):
         assert sorted(kept + held) == own
         assert len(held) == round(0.25 * len(own))
-    assert record["test"] == whole.partition_dict()["test"]
+    assert record["test"] == undivided.partition_dict()["test"]
     assert datamodule.train_sizes == tuple(map(len, record["train"]))
     batches = list(datamodule.val_dataloader())
     positions = [position for own in record["client_validation"] for position in own]

@@ -60,8 +60,8 @@ def test_images_labels_and_columns_are_those_of_the_set(saved):
     assert train.columns["client"].tolist() == ["north", "south", "west"] * 30
     assert "client" in train.columns
     assert train.group_column is None
-    whole = HuggingFace(saved, size=8, gray=True, in_memory=True)
-    assert torch.equal(whole.images[:, 0], torch.from_numpy(PIXELS[:90]))
+    in_memory = HuggingFace(saved, size=8, gray=True, in_memory=True)
+    assert torch.equal(in_memory.images[:, 0], torch.from_numpy(PIXELS[:90]))
 
 
 def test_a_single_split_is_divided_and_groups_stay_whole(tmp_path):
@@ -129,8 +129,10 @@ def test_an_image_that_is_cut_short_is_named_by_its_row(tmp_path):
     good = {"path": "a.png", "bytes": file.read_bytes()}
     content = {"image": [good, {"path": "b.png", "bytes": good["bytes"][:60]}] * 5, "label": [0, 1] * 5}
     kinds = {"image": datasets.Image(decode=False), "label": datasets.Value("int64")}
-    made = datasets.Dataset.from_dict(content, features=datasets.Features(kinds)).cast_column("image", datasets.Image())
-    made.save_to_disk(tmp_path / "cut")
+    dataset = datasets.Dataset.from_dict(content, features=datasets.Features(kinds)).cast_column(
+        "image", datasets.Image()
+    )
+    dataset.save_to_disk(tmp_path / "cut")
     images = HuggingFace(str(tmp_path / "cut"))
     places = [(row, re.search(r"\[(\d+)\]", images.manifest.paths[row])) for row in range(len(images))]
     row, place = next((row, place) for row, place in places if int(place[1]) % 2)

@@ -202,7 +202,7 @@ def test_dark_images_of_12_bits_and_stacks_of_pictures_are_worth_knowing(tmp_pat
             "none",
             r"'.*none' does not exist; pass one of: folder of images, table \(\.csv, \.tsv, \.parquet\), or hf:NAME",
         ),
-        ("t.txt", r"t\.txt'"),
+        ("t.txt", r"t\.txt' is not a table"),
         (
             "saved",
             r"saved has no images: it was written by datasets: read it with the class HuggingFace, or as hf:",

@@ -44,12 +44,12 @@ def test_an_image_is_mixed_with_one_image_of_its_client_and_targets_in_proportio
         for place, count in enumerate(COUNTS):
             for row in range(count):
                 values = result.x[place, row]
-                own = plain.x[place, row, 0, 0, 0]
+                pixel = plain.x[place, row, 0, 0, 0]
                 # Targets are one-hot vectors mixed by λ: find the partner and λ that explain the pixels.
                 explained = []
                 for partner in range(count):
                     other = plain.x[place, partner, 0, 0, 0]
-                    share = 1.0 if own == other else float(((values - other) / (own - other)).double().mean())
+                    share = 1.0 if pixel == other else float(((values - other) / (pixel - other)).double().mean())
                     target = torch.zeros(CLASSES)
                     target[plain.y[place, row]] += share
                     target[plain.y[place, partner]] += 1 - share

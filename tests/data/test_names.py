@@ -94,7 +94,7 @@ def test_names_in_python():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("names", "message"),
     [
         (
             {"classes": ["a", "b"], "num_classes": 3},
@@ -108,9 +108,9 @@ def test_names_in_python():
         ({"client_names": ["a"]}, "1 names, 1 of them distinct, for 2 clients"),
     ],
 )
-def test_names_that_do_not_fit_are_rejected(given, message):
+def test_names_that_do_not_fit_are_rejected(names, message):
     with pytest.raises(ValueError, match=message):
-        FederatedDataModule(data(**given)).setup()
+        FederatedDataModule(data(**names)).setup()
 
 
 @pytest.fixture(scope="module")
@@ -125,20 +125,20 @@ def run(hospitals, tmp_path_factory):
 
 
 def test_a_run_knows_names_and_finds_models_by_them(run, tmp_path):
-    made, folder = run
-    assert (made.info["classes"], made.info["clients"]) == (CLASSES, list(HOSPITALS))
+    trained_run, folder = run
+    assert (trained_run.info["classes"], trained_run.info["clients"]) == (CLASSES, list(HOSPITALS))
     loaded = perada.Run.load(folder)
     assert (loaded.info["classes"], loaded.info["clients"]) == (CLASSES, list(HOSPITALS))
     x = torch.rand(2, 3, 32, 32)
-    assert not torch.equal(made.personal(1)(x), made.personal(2)(x))
-    assert torch.equal(loaded.personal("hospital_c")(x), made.personal(2)(x))
-    assert torch.equal(made.personal("2")(x), made.personal(2)(x))
+    assert not torch.equal(trained_run.personal(1)(x), trained_run.personal(2)(x))
+    assert torch.equal(loaded.personal("hospital_c")(x), trained_run.personal(2)(x))
+    assert torch.equal(trained_run.personal("2")(x), trained_run.personal(2)(x))
     with pytest.raises(ValueError, match=r"client='hospital_e'.*'hospital_"):
-        made.state("personal", "hospital_e")
+        trained_run.state("personal", "hospital_e")
     with pytest.raises(ValueError, match=r"client='nobody'.*hospital_a, hospital_b, ho"):
-        made.personal("nobody")
+        trained_run.personal("nobody")
     with rejects("client", 4):
-        made.personal("4")
+        trained_run.personal("4")
     broken = without(json.loads((folder / "run.json").read_text()))
     broken["info"]["clients"] = [1, 2]
     (tmp_path / "run.json").write_text(json.dumps(broken))
@@ -147,20 +147,20 @@ def test_a_run_knows_names_and_finds_models_by_them(run, tmp_path):
 
 
 def test_exported_adapters_have_the_names_of_classes(run, tmp_path):
-    made, folder = run
+    trained_run, folder = run
     for name in ("global", "client_0", "client_3"):
         config = json.loads((folder / name / "config.json").read_text())
         assert config == {
             "id2label": {"0": "benign", "1": "malignant", "2": "normal"},
             "label2id": {"benign": 0, "malignant": 1, "normal": 2},
         }
-    made.export(tmp_path, client="hospital_b")
+    trained_run.export(tmp_path, client="hospital_b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["backbone.safetensors", "client_1"]
     x = torch.rand(2, 3, 32, 32)
     plain = timm.create_model("test_resnet", num_classes=3)
     plain.load_state_dict(load_file(tmp_path / "backbone.safetensors"), strict=False)
     model = PeftModel.from_pretrained(plain, str(tmp_path / "client_1")).eval()
-    assert torch.equal(model(x), made.personal("hospital_b")(x))
+    assert torch.equal(model(x), trained_run.personal("hospital_b")(x))
 
 
 @pytest.mark.slow  # docs/own_images.md takes the same way, and test_recipes.py sees the names in the table

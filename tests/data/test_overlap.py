@@ -36,7 +36,7 @@ def tensors(images, labelled=True):
 
 
 def overlap(clients, public, make, make_public=None, size=None):
-    train = make_store([make(own) for own in clients], size=size)
+    train = make_store([make(images) for images in clients], size=size)
     server = make_store([(make_public or make)(public, labelled=False)], labelled=False, size=size)
     try:
         Checked(train, None, server, None, 1, None, False, first_image_format(train)).check_overlap("privacy")

@@ -177,8 +177,8 @@ def test_the_share_is_met_but_for_chance_in_each_client_and_class():
     drawn = np.isin(np.arange(4000), hashed_share(keys, clients.tolist(), labels[:, None].tolist(), 0.3, 3))
     for client in range(4):
         for label in range(5):
-            own = (clients == client) & (labels == label)
-            assert abs(drawn[own].sum() - 0.3 * own.sum()) < 4 * (0.21 * own.sum()) ** 0.5
+            is_of_group = (clients == client) & (labels == label)
+            assert abs(drawn[is_of_group].sum() - 0.3 * is_of_group.sum()) < 4 * (0.21 * is_of_group.sum()) ** 0.5
     other = np.isin(np.arange(4000), hashed_share(keys, clients.tolist(), labels[:, None].tolist(), 0.3, 4))
     assert abs((drawn & other).sum() - 360) < 4 * (0.09 * 0.91 * 4000) ** 0.5  # another seed, another choice
 
@@ -338,9 +338,9 @@ def rows(count=12):
     ]  # fmt: skip
 
 
-def table(tmp_path, given, name="mine.csv"):
+def table(tmp_path, table_rows, name="mine.csv"):
     write(tmp_path, *(row["file"] for row in rows()))
-    write_table(tmp_path / name, given)
+    write_table(tmp_path / name, table_rows)
     return str(tmp_path / name)
 
 
@@ -369,16 +369,16 @@ def test_labels_of_several_kinds(tmp_path):
 
 
 def test_several_labels_without_a_separator_are_noticed(tmp_path):
-    given = rows()
-    for row, labels in zip(given, ["edema", "mass", "edema;mass", "mass; edema"] * 3, strict=True):
+    table_rows = rows()
+    for row, labels in zip(table_rows, ["edema", "mass", "edema;mass", "mass; edema"] * 3, strict=True):
         row["diagnosis"] = labels
-    path = table(tmp_path, given)
+    path = table(tmp_path, table_rows)
     with pytest.warns(UserWarning, match=r"mine\.csv: .*diagnosis.*separator=';'"):
         assert len(ImageTable(path, path="file", label="diagnosis").classes) == 4
     assert len(ImageTable(path, path="file", label="diagnosis", separator=";").classes) == 2
-    given[0]["diagnosis"] = ""
+    table_rows[0]["diagnosis"] = ""
     with pytest.raises(ValueError, match=r"row 2: diagnosis .*separator=';'"):
-        len(ImageTable(table(tmp_path, given), path="file", label="diagnosis"))
+        len(ImageTable(table(tmp_path, table_rows), path="file", label="diagnosis"))
 
 
 def test_spreadsheets_and_tabs_are_read(tmp_path):
@@ -497,9 +497,9 @@ def test_parquet_says_the_same(tmp_path):
     ],
 )
 def test_rows_that_cannot_be_used_are_named(tmp_path, change, options, error, message):
-    given = rows()
-    given[2] |= change
-    path = table(tmp_path, given)
+    table_rows = rows()
+    table_rows[2] |= change
+    path = table(tmp_path, table_rows)
     with pytest.raises(error, match=message):
         len(ImageTable(path, **{"path": "file", "label": "diagnosis", "split": "part"} | options))
 
@@ -523,7 +523,7 @@ def test_two_columns_of_one_name_are_rejected(tmp_path, kind):
     else:
         mark = "," if kind == "csv" else "\t"
         table.write_text("\n".join([mark.join(["path", "label", "label"]), mark.join(["a.png", "x", "y"])]))
-    with pytest.raises(ValueError, match="'label'"):
+    with pytest.raises(ValueError, match=r"several columns .*'label'"):
         ImageTable(str(table)).with_split(True).labels  # noqa: B018  # it is read
 
 

@@ -66,9 +66,9 @@ def test_an_image_of_a_shifted_test_set_is_not_that_of_a_client(tmp_path):
             for name in ("cat", "dog"):
                 for number in range(8):
                     write_jpeg(tmp_path / root / client / name / f"{number}.jpg", (number, 20, 30))
-    own = Images(str(tmp_path / "own"), layout="{client}/{class}/*", size=8)
+    dataset = Images(str(tmp_path / "own"), layout="{client}/{class}/*", size=8)
     other = Images(str(tmp_path / "other"), layout="{client}/{class}/*", size=8)
-    data = FederatedDataModule(dataset=own, partition=ByDomain("client"), shifts={"scanner": other})
+    data = FederatedDataModule(dataset=dataset, partition=ByDomain("client"), shifts={"scanner": other})
     data.setup()
     store = data.conditions[0].store
     assert store.describe(0, 1).endswith("of the shifted test set 'scanner'")

@@ -34,8 +34,8 @@ def table(rows, part):
 def split(partition, train_per_class=100, test_per_class=20, seed=0):
     train, test = samples(train_per_class), samples(test_per_class)
     rows = partition.split(train, test, seed)
-    for own, part in zip(rows, (train, test), strict=True):
-        flat = np.concatenate(own)
+    for client_rows, part in zip(rows, (train, test), strict=True):
+        flat = np.concatenate(client_rows)
         assert len(np.unique(flat)) == len(flat) <= len(part)
     return table(rows[0], train), table(rows[1], test)
 
@@ -48,7 +48,7 @@ def test_seeded(partition):
     train, test = samples(30), samples(10)
 
     def flat(seed):
-        return [own.tolist() for part in partition.split(train, test, seed) for own in part]
+        return [client_rows.tolist() for part in partition.split(train, test, seed) for client_rows in part]
 
     assert flat(1) == flat(1)
     assert flat(1) != flat(2)
@@ -236,9 +236,9 @@ def test_by_domain():
     domains = np.array(["sketch", "photo"])[np.arange(1000) % 2]
     train, test = samples(100, domain=domains), samples(20, domain=np.array(["sketch", "photo"])[np.arange(200) % 2])
     rows, test_rows = ByDomain(clients_per_domain=2).split(train, test, 0)
-    assert [set(domains[own]) for own in rows] == [{"photo"}, {"photo"}, {"sketch"}, {"sketch"}]
-    assert [len(own) for own in rows] == [250] * 4
-    assert [len(own) for own in test_rows] == [50] * 4
+    assert [set(domains[client_rows]) for client_rows in rows] == [{"photo"}, {"photo"}, {"sketch"}, {"sketch"}]
+    assert [len(client_rows) for client_rows in rows] == [250] * 4
+    assert [len(client_rows) for client_rows in test_rows] == [50] * 4
 
 
 def test_by_domain_of_thousands_of_clients_gives_each_its_own_rows():
@@ -256,7 +256,7 @@ def test_by_domain_of_thousands_of_clients_gives_each_its_own_rows():
     for client in (0, 1, 2500, 4999):
         assert sorted(rows[client]) == [row for row, name in enumerate(names) if name == order[client]]
     assert sorted(np.concatenate(rows)) == list(range(40_000))
-    assert {order[client]: sorted(own) for client, own in enumerate(test_rows) if len(own)} == {
+    assert {order[client]: sorted(client_rows) for client, client_rows in enumerate(test_rows) if len(client_rows)} == {
         "uploader 3": list(range(2, 10)),
         "uploader 7": [0],
     }
@@ -269,22 +269,22 @@ def test_dirichlet_divides_by_a_column_in_place_of_the_labels():
     number = {name: place for place, name in enumerate(sorted(wards))}
     as_labels = [Split(np.array([number[name] for name in part.columns["ward"]]), part.index) for part in (train, test)]
     by_label = Dirichlet(5, 0.3).split(*as_labels, 1)
-    for own, same in zip([*by_name[0], *by_name[1]], [*by_label[0], *by_label[1]], strict=True):
-        assert own.tolist() == same.tolist()
+    for client_rows, same in zip([*by_name[0], *by_name[1]], [*by_label[0], *by_label[1]], strict=True):
+        assert client_rows.tolist() == same.tolist()
     objects = [replace(part, columns={"ward": part.columns["ward"].astype(object)}) for part in (train, test)]
-    assert [own.tolist() for own in Dirichlet(5, 0.3, column="ward").split(*objects, 1)[0]] == [
-        own.tolist() for own in by_name[0]
+    assert [client_rows.tolist() for client_rows in Dirichlet(5, 0.3, column="ward").split(*objects, 1)[0]] == [
+        client_rows.tolist() for client_rows in by_name[0]
     ]
     alone = Dirichlet(5, 0.3, column="ward").split(train, Split(test.labels[:0], test.index[:0]), 1)
-    assert [own.tolist() for own in alone[0]] == [own.tolist() for own in by_name[0]]
-    with pytest.raises(ValueError, match="'bed'"):
+    assert [client_rows.tolist() for client_rows in alone[0]] == [client_rows.tolist() for client_rows in by_name[0]]
+    with pytest.raises(ValueError, match="no column 'bed'"):
         split(Dirichlet(5, 0.3, column="bed"))
 
 
 def test_rare_values_of_a_column_are_one_class():
     train = Split(np.zeros(14, int), np.arange(14), {"ward": np.repeat(["a", "b", "c", "d"], [6, 5, 2, 1])})
     rows, _ = Dirichlet(3, 1.0, merge_below=3, min_per_class=1, column="ward").split(train, train, 0)
-    assert [len({"ab".find(ward) for ward in train.columns["ward"][own]}) for own in rows] == [3, 3, 3]
+    assert [len({"ab".find(ward) for ward in train.columns["ward"][client_rows]}) for client_rows in rows] == [3, 3, 3]
     with pytest.raises(ValueError, match=r"smallest class.* 1 samples"):
         Dirichlet(3, 1.0, min_per_class=1, column="ward").split(train, train, 0)
 
@@ -375,8 +375,8 @@ def test_from_file(tmp_path):
     path.write_text(json.dumps({"train": [[12, 10], [15]], "test": [[3], []]}))
     train = Split(np.zeros(5, int), np.array([10, 11, 12, 15, 17]))
     rows, test_rows = FromFile(str(path)).split(train, Split(np.zeros(4, int), np.arange(4)), 0)
-    assert [own.tolist() for own in rows] == [[2, 0], [3]]
-    assert [own.tolist() for own in test_rows] == [[3], []]
+    assert [client_rows.tolist() for client_rows in rows] == [[2, 0], [3]]
+    assert [client_rows.tolist() for client_rows in test_rows] == [[3], []]
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_files_that_do_not_fit(tmp_path, text, words):
 
 def test_a_file_that_is_not_there(tmp_path):
     part = Split(np.zeros(5, int), np.arange(5))
-    with pytest.raises(FileNotFoundError, match=r"partition\.json"):
+    with pytest.raises(FileNotFoundError, match=r"partition\.json .*earlier run"):
         FromFile(str(tmp_path / "none")).split(part, part, 0)
 
 

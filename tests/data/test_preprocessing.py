@@ -54,7 +54,7 @@ def set_up(data, channels=3):
     return data
 
 
-def made(kind, tmp_path):
+def datamodule_of(kind, tmp_path):
     """A data module, and its test images before anything was done to them."""
     if kind == "digits":
         data = FederatedDataModule(dataset=Digits(), partition=Dirichlet(3), image_size=16, test_limit=20)
@@ -79,7 +79,7 @@ def paths_of(part):
 
 @pytest.mark.parametrize("kind", ["digits", "folder", "pictures", "grey", "colour"])
 def test_images_from_elsewhere_are_prepared_as_the_test_images_are(kind, tmp_path):
-    data, images = made(kind, tmp_path)
+    data, images = datamodule_of(kind, tmp_path)
     expected = torch.cat([data.prepare(batch).x for batch in data.val_dataloader()])
     if images is None:
         images = list(torch.cat([batch.x for batch in data.val_dataloader()]))
@@ -159,7 +159,7 @@ def test_floats_pass_as_they_are():
         (
             Preprocessing("float", (1, 8, 8)),
             "a.png",
-            "'a.png'",
+            "'a.png' cannot be decoded",
         ),
         (Preprocessing("float", (1, 8, 8)), noise(1, 8, 8), r"is uint8 of shape .*; pass float32"),
         (Preprocessing("tokens", (5,)), torch.randn(5), r"is float32 of shape \(5,\); pass int64"),

@@ -52,7 +52,7 @@ def test_mnist_that_is_not_there_or_damaged(tmp_path):
     with pytest.raises(ValueError, match=r"images-idx3-ubyte.*\(N, 28, 28\).*https?://"):
         len(MNIST(str(tmp_path / "raw")))
     images.unlink()
-    with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte.*http"):
+    with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte does not exist.*http"):
         len(MNIST(str(tmp_path / "raw")))
 
 
@@ -93,9 +93,9 @@ def test_stl10(stl10):
         assert labelled.images.shape == (count, 3, 96, 96)
         assert np.array_equal(labelled.images[:2].permute(0, 2, 3, 1), drawn)
         assert labelled.labels.tolist() == [i % 10 for i in range(count)]
-    whole = STL10(str(root / "stl10_binary"), unlabelled=True)
-    assert (len(whole), whole.labels) == (100_000, None)
-    assert np.array_equal(whole[1].permute(1, 2, 0), drawn[1])
+    dataset = STL10(str(root / "stl10_binary"), unlabelled=True)
+    assert (len(dataset), dataset.labels) == (100_000, None)
+    assert np.array_equal(dataset[1].permute(1, 2, 0), drawn[1])
 
 
 def test_unlabelled_stl10_is_a_public_set_of_which_only_what_is_used_is_read(stl10):
@@ -189,14 +189,14 @@ def test_cifar_10_c_has_19_corruptions_15_of_them_of_the_benchmark():
         CIFAR10_1(version="v7")
 
 
-@pytest.mark.parametrize("made", [CIFAR10_1(), CIFAR10C("fog")], ids=repr)
-def test_sets_for_testing_have_no_training_split(made):
-    assert not made.train
-    words = rf"{type(made).__name__} is a test set and has no training split: train on CIFAR10"
+@pytest.mark.parametrize("dataset", [CIFAR10_1(), CIFAR10C("fog")], ids=repr)
+def test_sets_for_testing_have_no_training_split(dataset):
+    assert not dataset.train
+    words = rf"{type(dataset).__name__} is a test set and has no training split: train on CIFAR10"
     with pytest.raises(ValueError, match=words):
-        made.with_split(True)
+        dataset.with_split(True)
     with pytest.raises(ValueError, match=words):
-        FederatedDataModule(dataset=made, partition=IID(2)).setup()
+        FederatedDataModule(dataset=dataset, partition=IID(2)).setup()
 
 
 def object_array(path):

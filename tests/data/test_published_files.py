@@ -68,7 +68,7 @@ def test_each_domain_of_office_home_is_a_client_and_no_image_is_read_for_its_lab
     assert len(set(reads)) == 1300  # each once, to see that all can be
     # The first image of every client, in training and in testing, and one of each part to see that it is uint8.
     assert len(reads[1300:]) == 8 + 2
-    of = [{dataset.columns["domain"][row] for row in own} for own in record["train"]]
+    of = [{dataset.columns["domain"][row] for row in client_rows} for client_rows in record["train"]]
     assert of == [{domain} for domain in DOMAINS]
 
 
@@ -213,7 +213,7 @@ def test_damaged_tables_are_named(tmp_path, change, words):
 
 
 def test_files_that_are_missing_or_no_images_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"CheXpert-v1\.0-small/train\.csv.*https"):
+    with pytest.raises(FileNotFoundError, match=r"CheXpert-v1\.0-small/train\.csv does not exist.*https"):
         len(CheXpert(str(tmp_path)))
     write_chexpert(tmp_path / "CheXpert-v1.0-small", patients=2, valid=1)
     images = CheXpert(str(tmp_path))
@@ -222,9 +222,9 @@ def test_files_that_are_missing_or_no_images_are_named(tmp_path):
         file.unlink()
     for file in second.iterdir():
         file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(FileNotFoundError, match=r"patient00001/.*jpg.*https://stan"):
+    with pytest.raises(FileNotFoundError, match=r"patient00001/.*jpg does not exist.*https://stan"):
         images[0]
-    with pytest.raises(ValueError, match=r"patient00002/.*jpg"):
+    with pytest.raises(ValueError, match=r"patient00002/.*jpg is not a readable image"):
         images[len(images) - 1]
     (tmp_path / "CheXpert-v1.0-small" / "train.csv").write_bytes(b"\xff\xd8")
     with pytest.raises(ValueError, match=r"train\.csv.*0xff"):
@@ -233,7 +233,7 @@ def test_files_that_are_missing_or_no_images_are_named(tmp_path):
         write_jpeg(tmp_path / "folder" / "train" / name / "0.jpg", (1, 2, 3))
         write_jpeg(tmp_path / "folder" / "test" / name / "0.jpg", (1, 2, 3))
     (tmp_path / "folder" / "train" / "a" / "0.jpg").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"a/0\.jpg"):
+    with pytest.raises(ValueError, match=r"a/0\.jpg is not a readable image"):
         ImageFolder(str(tmp_path / "folder"))[0]
 
 
@@ -246,24 +246,26 @@ def test_open_image_is_divided_by_uploader(open_image):
         assert drawn == [(row["client_id"], row["label_id"]) for row in rows]
     datamodule = FederatedDataModule(dataset=dataset, partition=ByDomain("client"))
     record = datamodule.partition_dict()
-    of = [Counter(train_rows[row]["client_id"] for row in own) for own in record["train"]]
+    of = [Counter(train_rows[row]["client_id"] for row in client_rows) for client_rows in record["train"]]
     assert sorted(of, key=min) == [{k: n} for k, n in sorted(Counter(row["client_id"] for row in train_rows).items())]
-    of_test = [{test_rows[row]["client_id"] for row in own} for own in record["test"]]
-    assert of_test == [set() if 11 in own else {*own} for own in of]  # the last uploader has no test images
+    of_test = [{test_rows[row]["client_id"] for row in client_rows} for client_rows in record["test"]]
+    assert of_test == [
+        set() if 11 in client_rows else {*client_rows} for client_rows in of
+    ]  # the last uploader has no test images
 
 
 def test_open_image_may_test_on_a_share_of_each_uploaders_images(open_image):
     root, train_rows, _ = open_image
     train = OpenImage(str(root), test_share=0.4)
     test = train.with_split(False)
-    whole = Counter(str(row["client_id"]) for row in train_rows)
-    assert Counter(test.columns["client"]) == {client: round(0.4 * count) for client, count in whole.items()}
+    counts = Counter(str(row["client_id"]) for row in train_rows)
+    assert Counter(test.columns["client"]) == {client: round(0.4 * count) for client, count in counts.items()}
     assert sorted(train.manifest.paths + test.manifest.paths) == sorted(OpenImage(str(root)).manifest.paths)
     assert train.num_classes == 5
 
 
 def test_open_image_that_is_damaged_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"client_data_mapping/train\.csv.*github\.com"):
+    with pytest.raises(FileNotFoundError, match=r"client_data_mapping/train\.csv does not exist.*github\.com"):
         len(OpenImage(str(tmp_path)))
     write_open_image(tmp_path, uploaders=2)
     table = tmp_path / "client_data_mapping" / "test.csv"

@@ -182,7 +182,7 @@ def clients_of(root):
     train = Shakespeare(str(root))
     roles = train.columns["client"]
     rows = [np.flatnonzero(roles == role) for role in sorted(SIZES)]
-    return [(train.images[own], train.labels[own]) for own in rows]
+    return [(train.images[client_rows], train.labels[client_rows]) for client_rows in rows]
 
 
 def descend(model, state, x, y, anchor=None):

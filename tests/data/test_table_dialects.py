@@ -112,5 +112,5 @@ def test_rows_are_numbered_as_in_the_file(tmp_path):
 
 
 def test_a_table_without_names_of_columns_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"'a\.png'"):
+    with pytest.raises(ValueError, match=r"'a\.png'; add a line"):
         read(tmp_path, "a.png,cat\nb.png,dog\n")

@@ -103,7 +103,7 @@ def test_tables_in_another_encoding_say_what_to_do(content, encoding, message):
 
 @pytest.mark.parametrize("encoding", ["cp12525", "", "base64", 3])
 def test_an_encoding_that_there_is_not(encoding):
-    with pytest.raises(ValueError, match=f"encoding={encoding!r}"):
+    with pytest.raises(ValueError, match=f"encoding={encoding!r} is unknown"):
         ImageTable("t.csv", encoding=encoding)
 
 
@@ -223,11 +223,11 @@ def test_names_that_look_alike_are_warned_of(one, other):
         Division(ImageFolder("classes", size=8), IID(1)).share_out()
     labels = [one, other, "dog"]
     items = [{"image": torch.zeros(3, 8, 8, dtype=torch.uint8), "label": label} for label in labels]
-    with pytest.warns(UserWarning, match="labels"):
+    with pytest.warns(UserWarning, match=r"labels .*look the same"):
         check(FederatedData([items]))
     rows = "".join(f"classes/z/{number}.png,a,{group}\n" for number, group in enumerate([one, other, "p", "q"]))
     Path("t.csv").write_text(f"path,label,patient\n{rows}", encoding="utf-8")
-    with pytest.warns(UserWarning, match="groups"):
+    with pytest.warns(UserWarning, match=r"groups .*look the same"):
         _ = ImageTable("t.csv", group="patient").manifest
     with pytest.raises(ValueError, match=r"class .*different name"):
         _ = ImageFolder("classes", classes=[one, "z", "dog"]).manifest
@@ -303,7 +303,7 @@ def test_layouts_of_any_depth_are_proposed(file, layout):
     if layout:
         for part in ("cat", "dog"):
             write_image("data/" + file.replace("cat", part), len(part) + ord(part[0]))
-        with pytest.raises(FileNotFoundError, match="layout") as error:
+        with pytest.raises(FileNotFoundError, match="set a layout") as error:
             _ = Images("data", layout="{client}/x/{class}/y/*").manifest
         assert layout in str(error.value)
 
@@ -321,7 +321,7 @@ def test_init_reads_deep_folders_and_names_what_it_cannot_read():
     with pytest.raises(ValueError, match=r"'flat'.*4 images"):
         compose_recipe("flat", "fedavg", "3", "")
     write_images("twice/train/val/cat")
-    with pytest.raises(ValueError, match=r"'train/val/cat/0\.png'"):
+    with pytest.raises(ValueError, match=r"'train/val/cat/0\.png'.*layout"):
         compose_recipe("twice", "fedavg", "3", "")
 
 

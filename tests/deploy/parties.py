@@ -100,8 +100,8 @@ class Parties:
         """Their public keys by name."""
         return {name: key.public_key() for name, key in zip(self.names, self.identities, strict=True)}
 
-    def workers(self, **given):
-        return {name: self.worker(place, **given) for place, name in enumerate(self.names)}
+    def workers(self, **options):
+        return {name: self.worker(place, **options) for place, name in enumerate(self.names)}
 
     def coordinator(self, transport, resume=False, classes=None, loggers=(), **terms):
         terms = {"min_sites": len(self.sizes), "deadline": 60.0, "resume": resume} | terms

@@ -42,9 +42,9 @@ def verified(folder):
     for number, line in enumerate(lines_of(folder), 1):
         entry = json.loads(line)
         rest = {name: value for name, value in entry.items() if name != "sha256"}
-        own = hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-        assert (entry["number"], entry["previous"], entry["sha256"]) == (number, last, own)
-        last = own
+        digest = hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        assert (entry["number"], entry["previous"], entry["sha256"]) == (number, last, digest)
+        last = digest
         entries.append(entry)
     assert json.loads((folder / HEAD).read_bytes()) == {"lines": len(entries), "last": last}
     return entries
@@ -252,13 +252,13 @@ def test_whatever_step_of_a_line_is_the_last_the_chain_is_whole(tmp_path, monkey
     calls = []
 
     def counting(real, stop):
-        def called(*given):
+        def called(*arguments):
             calls.append(real)
             if len(calls) == stop:
                 if real.__name__ == "write":
-                    real(given[0], given[1][: len(given[1]) // 2])
+                    real(arguments[0], arguments[1][: len(arguments[1]) // 2])
                 raise Stopped
-            return real(*given)
+            return real(*arguments)
 
         return called
 

@@ -17,7 +17,7 @@ from perada.tasks import Classification
 from tests.rejections import rejects
 
 from .parties import Parties
-from .test_hostile_sites import Lying, says
+from .test_hostile_sites import Lying, lie_of
 from .test_site_file import RECIPE
 
 CLASSES = ["malignant", "benign", "normal"]
@@ -85,7 +85,7 @@ def test_the_server_counts_the_classes_that_a_recipe_names(tmp_path):
 def test_who_joins_first_with_other_classes_does_not_keep_the_rest_out(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1)
     parties.whole = replace(parties.whole, classes=CLASSES)
-    transport = Lying(parties.workers(), says("site0", "join", labels="0" * 64))
+    transport = Lying(parties.workers(), lie_of("site0", "join", labels="0" * 64))
     coordinator = parties.coordinator(transport, classes=CLASSES, min_sites=2, deadline=5.0)
     assert coordinator.run().records[0].answered == ["site1", "site2"]
 

@@ -90,7 +90,7 @@ def test_a_recipes_loggers_write_into_the_runs_folder(tmp_path):
 def test_callbacks_are_rejected(tmp_path):
     callbacks = {"callbacks": [{"class_path": "LearningRateMonitor"}]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"trainer": RECIPE["trainer"] | callbacks}))
-    with pytest.raises(ValueError, match="callbacks"):
+    with pytest.raises(ValueError, match="callbacks cannot be deployed"):
         server_recipe(str(tmp_path / "recipe.yaml"))
 
 

@@ -237,7 +237,7 @@ def test_a_site_does_not_train_again_before_there_is_room_for_the_result(site, m
     monkeypatch.setattr(client, "train", counted)
     with FailingDisk(site.store.folder, 0, 10**6, errno.ENOSPC):
         for _ in range(3):
-            with pytest.raises(DiskError, match=r"state\.safetensors'"):
+            with pytest.raises(DiskError, match=r"state\.safetensors' cannot be written"):
                 site.answer(train(site), "")
     assert len(trained) == 1
     assert code(site.answer(train(site), ""), train(site)) == "ok"

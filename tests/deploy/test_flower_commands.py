@@ -129,7 +129,7 @@ def test_a_sites_identity_is_for_its_worker_alone(tmp_path):
 def test_a_site_gets_both_of_its_keys_or_none(tmp_path):
     pytest.importorskip("cryptography")
     (tmp_path / "st-marys.id.pub").write_text("another key")
-    with pytest.raises(FileExistsError, match=r"st-marys\.id\.pub'"):
+    with pytest.raises(FileExistsError, match=r"st-marys\.id\.pub' already exists"):
         main(["deploy", "keys", "site", str(tmp_path), "--name=st-marys"])
     assert [path.name for path in tmp_path.iterdir()] == ["st-marys.id.pub"]
 
@@ -231,7 +231,7 @@ def test_options_come_back_from_flower_as_they_went():
 
 def test_links_that_cannot_be_reached(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    with pytest.raises(ValueError, match="link='there'"):
+    with pytest.raises(ValueError, match="link='there' is not defined"):
         Link("there")
     authority = certificate(tmp_path)
     write_connection(tmp_path, "there", "link.example.org:8000", authority)
@@ -250,7 +250,7 @@ def test_links_that_cannot_be_reached(tmp_path, monkeypatch):
     ]:
         with pytest.raises(ValueError, match=message):
             Link(where, given)
-    with pytest.raises(ValueError, match=r"none\.crt'"):
+    with pytest.raises(ValueError, match=r"none\.crt' is not an authority's certificate"):
         Link("link.example.org:8000", tmp_path / "none.crt")
 
 
@@ -284,12 +284,12 @@ def test_the_commands_of_the_page_are_read_by_the_program(tmp_path, monkeypatch)
     assert len(lines) >= 4
     seen = []
     for name in ("write_app", "write_server_keys", "write_site_keys", "Link", "run_app", "recipe_digest"):
-        monkeypatch.setattr(f"perada.cli.flower.{name}", lambda *given, name=name: seen.append(name))
+        monkeypatch.setattr(f"perada.cli.flower.{name}", lambda *arguments, name=name: seen.append(name))
     monkeypatch.setattr("perada.studies.deployment.run_demo", lambda rounds, _, secure_sums: seen.append(rounds))
     for name in ("site.yaml", "STATE"):
         (tmp_path / name).touch()
     monkeypatch.setattr("perada.cli.audit.read_site", lambda path: sys.exit(seen.append(str(path))))
-    monkeypatch.setattr("perada.cli.deploy._run_of_site", lambda *given: sys.exit(seen.append("site's export")))
+    monkeypatch.setattr("perada.cli.deploy._run_of_site", lambda *arguments: sys.exit(seen.append("site's export")))
     monkeypatch.setattr("perada.cli.deploy.read_site", lambda path: SimpleNamespace(state=path, recipes=[]))
     monkeypatch.setattr("perada.cli.deploy._read_ledger", lambda state: seen.append("check"))
     monkeypatch.setattr("perada.cli.deploy_status.read_site", lambda path: sys.exit(seen.append("status")))
@@ -362,7 +362,7 @@ def test_a_certificate_that_expires_soon_is_said_and_one_that_has_is_rejected(tm
     with pytest.raises(ValueError, match=r"ca\.crt'.*2126-10-31"):
         Link("localhost:8000", file)
     file.write_text("no certificate")
-    with pytest.raises(ValueError, match=r"ca\.crt"):
+    with pytest.raises(ValueError, match=r"not an authority's certificate.*ca\.crt"):
         Link("localhost:8000", file)
 
 
@@ -371,7 +371,7 @@ def test_certificates_that_are_written_are_read(tmp_path, monkeypatch):
     pytest.importorskip("cryptography")
     write_server_keys(tmp_path, ["localhost"])
     Link("localhost:8000", tmp_path / "ca.crt")
-    with pytest.raises(ValueError, match=r"ca\.crt"):
+    with pytest.raises(ValueError, match=r"not an authority's certificate.*ca\.crt"):
         Link("localhost:8000", tmp_path / "server.pem")
     monkeypatch.setattr(keys, "AUTHORITY_DAYS", 30)
     last = write_server_keys(tmp_path / "soon", ["localhost"], days=30)

@@ -272,7 +272,7 @@ def asked(message, **config):
 
 def test_the_client_app_passes_on_what_it_gets(monkeypatch):
     seen = []
-    monkeypatch.setattr("perada.deploy.flower.app.ask_worker", lambda *given: seen.append(given) or b"answer")
+    monkeypatch.setattr("perada.deploy.flower.app.ask_worker", lambda *arguments: seen.append(arguments) or b"answer")
     assert asked(question(pack_payload(b"message")), socket="/run/site.sock") == b"answer"
     (path, message, run, deadline, _) = seen[0]
     assert (path, message, run) == ("/run/site.sock", b"message", "7")
@@ -285,7 +285,7 @@ def test_whatever_fails_in_the_client_app_leaves_as_a_code(monkeypatch):
     assert asked(question(RecordDict()), socket="/nowhere/site.sock") == Failure("malformed")
     assert asked(question(pack_payload(b"m")), socket="/nowhere/site.sock") == Failure("unreachable")
 
-    def fails(*given):
+    def fails(*arguments):
         raise RuntimeError("patient 4711 has no image")
 
     monkeypatch.setattr("perada.deploy.flower.app.ask_worker", fails)

@@ -40,7 +40,7 @@ def with_facts(reply, **facts):
     return pack(header | {"facts": header["facts"] | facts}, load(reply))
 
 
-def says(name, kind, **facts):
+def lie_of(name, kind, **facts):
     """A lie of one site in its answers of one kind."""
     return lambda who, what, reply, _: with_facts(reply, **facts) if (who, what) == (name, kind) else reply
 
@@ -90,7 +90,7 @@ def test_scores_on_no_images_are_malformed(tiny, tmp_path):
 @pytest.mark.parametrize("size", [0, 10**12])
 def test_who_says_a_size_that_cannot_be_is_not_let_in(size, tiny, tmp_path, caplog):
     parties = Parties(tiny, tmp_path, rounds=1)
-    coordinator = parties.coordinator(Lying(parties.workers(), says("site1", "join", size=size)), min_sites=2)
+    coordinator = parties.coordinator(Lying(parties.workers(), lie_of("site1", "join", size=size)), min_sites=2)
     assert coordinator.run().records[0].answered == ["site0", "site2"]
     assert f"site site1 cannot join: it reports an impossible number of images, {size}" in caplog.text
 
@@ -100,7 +100,7 @@ def test_a_site_that_says_many_images_costs_the_others_no_step(tiny, tmp_path, m
     """They train the same bits in the same steps: only random transforms and dropout know how many others take."""
     honest = Parties(tiny, tmp_path / "honest", rounds=1).deployed()[0]
     parties = Parties(tiny, tmp_path / "lying", rounds=1)
-    coordinator = parties.coordinator(Lying(parties.workers(), says("site1", "join", size=10**5)))
+    coordinator = parties.coordinator(Lying(parties.workers(), lie_of("site1", "join", size=10**5)))
     steps, real = [], Cohort.step
     monkeypatch.setattr(Cohort, "step", lambda self, batch: steps.append(batch) or real(self, batch))
     coordinator.run()

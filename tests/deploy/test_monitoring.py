@@ -255,15 +255,15 @@ def test_a_line_says_what_it_is_about_and_stays_one_line():
 
 
 def test_options_reach_the_app_and_an_app_of_another_version_is_named(tmp_path, monkeypatch):
-    folder, given = tmp_path / "federation", []
+    folder, answers = tmp_path / "federation", []
     write_app(folder, "x", "seed_everything: 3\n", "ab" * 32, "localhost")
     monkeypatch.setattr("perada.deploy.flower.running.check_flower", lambda: None)
     monkeypatch.setattr(
-        "perada.deploy.flower.running.follow", lambda words, *_: (given.append(words), (None, False))[1]
+        "perada.deploy.flower.running.follow", lambda words, *_: (answers.append(words), (None, False))[1]
     )
     link, watch = Link("localhost:8000", certificate(tmp_path)), Monitoring(9100, "0.0.0.0", "json")
     assert run_app(folder / "app", link, Terms(), watch) == 1
-    config = dict(item.split("=") for item in given[0][-1].split())
+    config = dict(item.split("=") for item in answers[0][-1].split())
     assert Monitoring.of({key: json.loads(value) for key, value in config.items()}) == replace(
         watch, superlink="localhost:8000"
     )
@@ -274,6 +274,6 @@ def test_options_reach_the_app_and_an_app_of_another_version_is_named(tmp_path, 
         )
     )
     assert run_app(folder / "app", link, Terms()) == 1
-    assert "metrics_port" not in given[1][-1] and "min_sites" in given[1][-1]
+    assert "metrics_port" not in answers[1][-1] and "min_sites" in answers[1][-1]
     with pytest.raises(ValueError, match=r"metrics_port.*`perada deploy init RECIPE FOLDER`"):
         run_app(folder / "app", link, Terms(), watch)

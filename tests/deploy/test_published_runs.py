@@ -16,7 +16,7 @@ from perada.server import SecureSums
 from perada.studies.report.records import read_records
 
 from .parties import Parties
-from .test_hostile_sites import Lying, broken, says
+from .test_hostile_sites import Lying, broken, lie_of
 
 OF_IMAGES = {"privacy": Privacy(noise_multiplier=1.0, delta=1e-3)}
 OF_CLIENTS = {"client_privacy": ClientPrivacy(noise_multiplier=1.0, delta=1e-3)}
@@ -126,7 +126,7 @@ def test_the_epsilon_of_a_site_whose_training_broke_is_unknown_until_it_says_it_
 def test_a_negative_epsilon_is_malformed(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1, loop=OF_IMAGES)
     workers = parties.workers(may_send=("epsilon",))
-    lie = says("site1", "train", epsilon={"server": -1.0, "release": -1.0})
+    lie = lie_of("site1", "train", epsilon={"server": -1.0, "release": -1.0})
     progress = parties.coordinator(Lying(workers, lie), min_sites=2).run()
     assert progress.records[0].failed == {"site1": "malformed"}
 

@@ -110,7 +110,7 @@ def must_be_noticed(now, before, names, line_of_commit):
     return True
 
 
-@pytest.mark.parametrize("case", [lambda *given: summed(*given)[1], two_runs], ids=["secure sums", "two runs"])
+@pytest.mark.parametrize("case", [lambda *arguments: summed(*arguments)[1], two_runs], ids=["secure sums", "two runs"])
 def test_any_files_that_are_put_back_are_noticed_but_all_together(case, tiny, tmp_path):
     """Each set of files, as after each of the messages. All files together are what no file can tell of."""
     unused = f"runs/{OTHER_RUN}.safetensors"  # of the run that is the current one again
@@ -313,27 +313,27 @@ OPERATIONS = ("write", "pwrite", "fsync", "fdatasync", "replace", "ftruncate")
 
 def test_a_kill_at_any_step_of_an_answer_is_no_false_alarm(tiny, tmp_path, monkeypatch):
     """Between the state, the line, its head and the lock file: the folder is accepted, and the reply comes again."""
-    whole = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0, may_send=())
-    whole.answer(train(whole), "")
-    before = files_of(whole.store.folder)
-    client = only_client(whole)
+    uninterrupted = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0, may_send=())
+    uninterrupted.answer(train(uninterrupted), "")
+    before = files_of(uninterrupted.store.folder)
+    client = only_client(uninterrupted)
     shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
     message = pack(Request("evaluate", RUN, client.recipe.digest, 1), shared)  # takes no time, and is committed
-    reply = whole.answer(message, "")
-    whole.store.close()
+    reply = uninterrupted.answer(message, "")
+    uninterrupted.store.close()
     finished = False
     for stop in range(1, 60):
         folder = tmp_path / f"killed-{stop}"
         put_back(folder, before, {}, ())
         folder.chmod(0o700)
-        site = type(whole)(SiteStore(folder), whole.clients, whole.permissions.may_send)
+        site = type(uninterrupted)(SiteStore(folder), uninterrupted.clients, uninterrupted.permissions.may_send)
         calls = itertools.count(1)
 
         def stopping(name, _real, _calls=calls, _stop=stop):
-            def called(*given, **options):
+            def called(*arguments, **options):
                 if next(_calls) == _stop:
                     raise Stopped
-                return _real(*given, **options)
+                return _real(*arguments, **options)
 
             return called
 
@@ -346,7 +346,7 @@ def test_a_kill_at_any_step_of_an_answer_is_no_false_alarm(tiny, tmp_path, monke
             except Stopped:
                 pass
         site.store.close()
-        again = type(whole)(SiteStore(folder), whole.clients, whole.permissions.may_send)
+        again = type(uninterrupted)(SiteStore(folder), uninterrupted.clients, uninterrupted.permissions.may_send)
         assert again.answer(message, "") == reply
         assert again.store.current().scoring.round == 1
         main(["deploy", "audit", str(folder)])

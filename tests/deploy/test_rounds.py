@@ -275,7 +275,9 @@ def test_a_reply_may_have_the_bytes_of_the_recipes_arrays_and_no_more(tiny, tmp_
     arrays = sum(value.numel() * value.element_size() for value in client.recipe.template.initial.values())
     assert workers["site0"].max_bytes == arrays + 2**22 + 8
     real = workers["site1"].answer
-    monkeypatch.setattr(workers["site1"], "answer", lambda *given: real(*given).ljust(transport.max_bytes + 1, b"\0"))
+    monkeypatch.setattr(
+        workers["site1"], "answer", lambda *arguments: real(*arguments).ljust(transport.max_bytes + 1, b"\0")
+    )
     found = transport.exchange({"site1": pack({})}, 1, 1.0)
     assert found == {"site1": Failure("malformed")}
 
@@ -387,7 +389,7 @@ def test_terms_that_cannot_be_kept_are_rejected(options, message):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"loop": {"max_failures": 3}}, "max_failures cannot be used in a deployment"),
         (
@@ -400,6 +402,6 @@ def test_terms_that_cannot_be_kept_are_rejected(options, message):
         ),
     ],
 )
-def test_what_cannot_be_deployed_is_rejected_by_name(given, message, tiny, tmp_path):
+def test_what_cannot_be_deployed_is_rejected_by_name(options, message, tiny, tmp_path):
     with pytest.raises(ValueError, match=message):
-        Parties(tiny, tmp_path, **given).recipe()
+        Parties(tiny, tmp_path, **options).recipe()

@@ -68,8 +68,8 @@ def test_a_client_of_the_recipes_partition_has_its_images(client, evaluate_on, s
     """The recipe's seed and limits draw the partition, though site.yaml says neither."""
     data = {"dataset": "Digits", "partition": PARTITION, "client_validation": 0.3, "evaluate_on": evaluate_on}
     data |= {"image_size": 32, "batch_size": 8} | limits | ({} if seed is None else {"seed": seed})
-    own = {"dataset": "Digits", "partition": PARTITION, "client": client}
-    site = written(tmp_path / "site", RECIPE | {"data": data}, own).data
+    site_options = {"dataset": "Digits", "partition": PARTITION, "client": client}
+    site = written(tmp_path / "site", RECIPE | {"data": data}, site_options).data
     options = {"client_validation": 0.3, "evaluate_on": evaluate_on, "seed": seed or 0, "image_size": 32} | limits
     simulated = FederatedDataModule(dataset=Digits(), partition=Dirichlet(4, 0.5), **options)
     assert_same_images(simulated, site, client)
@@ -77,8 +77,8 @@ def test_a_client_of_the_recipes_partition_has_its_images(client, evaluate_on, s
 
 def test_a_seed_of_the_sites_own_counts(tmp_path):
     data = RECIPE["data"] | {"partition": PARTITION, "seed": 7}
-    own = {"dataset": "Digits", "partition": PARTITION, "seed": 3, "client": 1, "train_limit": 200}
-    site = written(tmp_path / "site", RECIPE | {"data": data}, own).data
+    site_options = {"dataset": "Digits", "partition": PARTITION, "seed": 3, "client": 1, "train_limit": 200}
+    site = written(tmp_path / "site", RECIPE | {"data": data}, site_options).data
     options = {"seed": 3, "train_limit": 200, "test_limit": data["test_limit"], "image_size": 32}
     assert_same_images(FederatedDataModule(dataset=Digits(), partition=Dirichlet(4, 0.5), **options), site, 1)
 
@@ -116,15 +116,15 @@ SIZES = (12, 12, 30, 12)
 
 @pytest.mark.parametrize("kind", [in_memory, one_by_one, subsets])
 def test_what_a_client_holds_out_does_not_depend_on_its_place(kind):
-    whole, options = FederatedData(kind(SIZES), kind(SIZES)), {"client_validation": 0.25, "seed": 5}
-    simulated = FederatedDataModule(whole, **options)
+    federation, options = FederatedData(kind(SIZES), kind(SIZES)), {"client_validation": 0.25, "seed": 5}
+    simulated = FederatedDataModule(federation, **options)
     simulated.setup()
     kept = [trained_on(simulated, client) for client in range(len(SIZES))]
     for client in range(len(SIZES)):
-        site = FederatedDataModule(single_client_data(whole, client), **options)
+        site = FederatedDataModule(single_client_data(federation, client), **options)
         site.setup()
         assert trained_on(site, 0) == kept[client]
-    back = FederatedDataModule(FederatedData(whole.train[::-1], whole.test[::-1]), **options)
+    back = FederatedDataModule(FederatedData(federation.train[::-1], federation.test[::-1]), **options)
     back.setup()
     assert [trained_on(back, client) for client in range(len(SIZES))] == kept[::-1]
     if kind is one_by_one:  # of equal sizes, and yet drawn apart
@@ -214,8 +214,8 @@ def test_a_folder_is_read_as_the_recipes_is(options, data, tmp_path):
     images = Images(str(tmp_path / "all"), "{client}/{class}/*", classes=CLASSES, **options)
     simulated = FederatedDataModule(dataset=images, partition=ByDomain("client"), **data)
     for client in range(3):
-        own = {"root": str(tmp_path / "all" / f"h{client}"), "layout": "{class}/*"}
-        site = written(tmp_path / f"site{client}", recipe, own).data
+        site_options = {"root": str(tmp_path / "all" / f"h{client}"), "layout": "{class}/*"}
+        site = written(tmp_path / f"site{client}", recipe, site_options).data
         assert_same_images(simulated, site, client)
 
 
@@ -233,8 +233,8 @@ def test_a_table_is_read_as_the_recipes_is(tmp_path):
         "init_args": {"table": "x.csv", "classes": CLASSES} | table,
     }
     sides = []
-    for name, own in (("a", {}), ("b", {"path": "picture"})):
-        site = written(tmp_path / f"site-{name}", recipe, {"table": str(tmp_path / f"{name}.csv")} | own).data
+    for name, columns in (("a", {}), ("b", {"path": "picture"})):
+        site = written(tmp_path / f"site-{name}", recipe, {"table": str(tmp_path / f"{name}.csv")} | columns).data
         site.setup()
         assert site.task == MultiLabel() and site.checked.train.datasets[0].dataset.size == site.image_size
         sides.append(site.data.train[0].indices)
@@ -282,8 +282,8 @@ def test_server_and_sites_have_the_recipes_task_and_mixing(task, tmp_path):
     options = {name: value for name, value in task.record()["init_args"].items() if value}
     data = {"dataset": "Digits", "partition": PARTITION, "image_size": 32, "mixup": 0.2, "sampling": "balanced"}
     recipe = RECIPE | {"data": data | {"task": {"class_path": "Classification", "init_args": options}}}
-    own = {"dataset": "Digits", "partition": PARTITION, "client": 1}
-    built = written(tmp_path / "site", recipe, own)
+    site_options = {"dataset": "Digits", "partition": PARTITION, "client": 1}
+    built = written(tmp_path / "site", recipe, site_options)
     built.data.setup()
     assert built.data.task == task
     assert built.data.prepare.mixing.mixup == 0.2
@@ -293,12 +293,12 @@ def test_server_and_sites_have_the_recipes_task_and_mixing(task, tmp_path):
 def test_weights_from_the_labels_of_all_sites_are_rejected(tmp_path):
     data = {"dataset": "Digits", "partition": PARTITION, "image_size": 32}
     data["task"] = {"class_path": "Classification", "init_args": {"class_weights": "balanced"}}
-    own = {"dataset": "Digits", "partition": PARTITION, "client": 1}
+    site_options = {"dataset": "Digits", "partition": PARTITION, "client": 1}
     with pytest.raises(
         ValueError,
         match=r"task.*deployment",
     ):
-        written(tmp_path / "site", RECIPE | {"data": data}, own)
+        written(tmp_path / "site", RECIPE | {"data": data}, site_options)
 
 
 @pytest.mark.parametrize("on_broken", ["skip", "raise"])

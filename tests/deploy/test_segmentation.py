@@ -12,7 +12,7 @@ from perada.tasks import Segmentation
 from tests.masks import UNet, squares
 
 from .parties import Parties
-from .test_hostile_sites import Lying, says, with_facts
+from .test_hostile_sites import Lying, lie_of, with_facts
 from .test_parity import assert_equal
 
 METRICS = ["dice", "miou", "iou_per_class", "accuracy"]
@@ -128,7 +128,7 @@ def test_sums_that_no_images_can_have_are_left_out(case, tiny, tmp_path, caplog)
     deployment = parties(tiny, tmp_path, "fedavg")
     deployment.rounds = 1
     deployment.options["data"]["image_size"] = SIZE
-    lie = says("site1", "evaluate", sums={"global": {"miou": IMPOSSIBLE[case]}}, scores={})
+    lie = lie_of("site1", "evaluate", sums={"global": {"miou": IMPOSSIBLE[case]}}, scores={})
     coordinator = deployment.coordinator(Lying(deployment.workers(), lie))
     (row,) = coordinator.run().history
     assert "evaluate: site site1: malformed: 'miou' of the global model has" in caplog.text
@@ -154,7 +154,7 @@ def test_more_images_of_a_class_than_there_are_images_are_left_out(tiny, tmp_pat
 def test_what_are_no_sums_is_malformed(sums, tiny, tmp_path, caplog):
     deployment = parties(tiny, tmp_path, "fedavg")
     deployment.rounds = 1
-    deployment.coordinator(Lying(deployment.workers(), says("site1", "evaluate", sums={"global": sums}))).run()
+    deployment.coordinator(Lying(deployment.workers(), lie_of("site1", "evaluate", sums={"global": sums}))).run()
     assert "site site1: malformed" in caplog.text
 
 

@@ -47,8 +47,8 @@ def site(folder, root, layout="{class}/*", **options):
 
 
 def built(path):
-    given = read_site(path)
-    recipe = site_recipe(next(iter(given.recipes)), given)
+    site_options = read_site(path)
+    recipe = site_recipe(next(iter(site_options.recipes)), site_options)
     recipe.data.setup()
     recipe.build(recipe.data.num_classes, recipe.data.task)
     return recipe
@@ -66,7 +66,7 @@ def served(path):
     return [files(client.data.data.test[0]), files(client.data.data.train[0])]
 
 
-def told(caplog):
+def site_messages(caplog):
     return [record.message for record in caplog.records if record.name == "perada.site.a"]
 
 
@@ -79,8 +79,8 @@ def test_a_site_scores_the_test_images_that_a_simulation_scores(layout, tmp_path
         draw(tmp_path / "all" / f"h{client}", range(40 * client, 40 * client + 40), layout)
     options, data = {"test_share": 0.3, "seed": 4}, {"client_validation": 0.2, "seed": 9}
     images = Images(str(tmp_path / "all"), "{client}/" + fields, **options)
-    whole = FederatedDataModule(dataset=images, partition=ByDomain("client"), **data)
-    record, train, test = whole.partition_dict(), images.manifest.paths, images.with_split(False).manifest.paths
+    datamodule = FederatedDataModule(dataset=images, partition=ByDomain("client"), **data)
+    record, train, test = datamodule.partition_dict(), images.manifest.paths, images.with_split(False).manifest.paths
     for client in range(3):
         path = site(tmp_path / f"site{client}", tmp_path / "all" / f"h{client}", fields, set=options, data=data)
         recipe = built(path)
@@ -100,13 +100,13 @@ def test_no_image_changes_sides_when_others_come_or_go_and_the_site_is_told(tmp_
     path = site(tmp_path / "site", root)
     test, train = served(path)
     assert len(test | train) == 12 and len(test) > 0
-    assert served(path) == [test, train] and not told(caplog)
+    assert served(path) == [test, train] and not site_messages(caplog)
     for number in range(12, 24):
         draw(root, [number])
         now = served(path)
         assert test <= now[0] and train <= now[1]
         test, train = now
-        (message,) = told(caplog)
+        (message,) = site_messages(caplog)
         assert (
             f"1 new, 0 missing since the last start; {len(train)} for training and {len(test)} for testing" in message
         )

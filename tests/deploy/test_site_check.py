@@ -19,12 +19,12 @@ def test_a_step_is_measured_and_nothing_is_kept(tiny, tmp_path, monkeypatch):
     without = measure_step(client)
     real = client.train
 
-    def large(*given, **named):
+    def large(*arguments, **named):
         with mmap.mmap(-1, 400_000_000) as held:  # not torch's, which may have as much that it freed
             for page in range(0, len(held), mmap.PAGESIZE):
                 held[page] = 1
             time.sleep(0.3)
-            return real(*given, **named)
+            return real(*arguments, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(client, "train", large)

@@ -46,11 +46,11 @@ def write(folder, name, digest="", /, **entries):
 def test_a_sites_file_is_read_with_paths_from_its_folder(tmp_path):
     data, limits = {"root": "images", "layout": "{class}/*"}, {"max_epsilon": 8, "max_rounds": 3, "delta": 1e-6}
     path = write(tmp_path, "st-marys", data=data, limits=limits, may_send=["sizes"], socket="run.sock")
-    given = read_site(path)
-    assert given.data == {"root": str(tmp_path / "images"), "layout": "{class}/*"}
-    assert (given.state, given.socket) == (tmp_path / "state", tmp_path / "run.sock")
-    assert (given.limits, given.may_send) == (Limits(8, 1e-6, "rdp", 3), ("sizes",))
-    assert given.recipes == {tmp_path / "recipe.yaml": ("", "")}
+    site_options = read_site(path)
+    assert site_options.data == {"root": str(tmp_path / "images"), "layout": "{class}/*"}
+    assert (site_options.state, site_options.socket) == (tmp_path / "state", tmp_path / "run.sock")
+    assert (site_options.limits, site_options.may_send) == (Limits(8, 1e-6, "rdp", 3), ("sizes",))
+    assert site_options.recipes == {tmp_path / "recipe.yaml": ("", "")}
 
 
 def test_numbers_are_read_as_people_write_them(tmp_path):

@@ -25,7 +25,7 @@ def test_a_job_that_has_ended_is_resumed_and_saved(tmp_path):
 def test_sigterm_ends_both_processes_at_once(tmp_path, share):
     """At any moment, also while they exchange tensors."""
     began = time.monotonic()
-    whole = start(JOB, tmp_path / "whole", tmp_path / "tmp")
+    uninterrupted = start(JOB, tmp_path / "whole", tmp_path / "tmp")
     # A share of what the job takes on this machine: it may have ended after a fixed number of seconds.
     seconds = share * (time.monotonic() - began)
     for attempt in range(4):
@@ -39,5 +39,5 @@ def test_sigterm_ends_both_processes_at_once(tmp_path, share):
         seconds /= 2
     assert 128 + signal.SIGTERM in ended.statuses and all(ended.statuses)
     resumed = start(JOB, run, tmp_path / "tmp")
-    assert whole.statuses == resumed.statuses == [0, 0]
+    assert uninterrupted.statuses == resumed.statuses == [0, 0]
     assert equal(content(run, JOB), content(tmp_path / "whole", JOB))

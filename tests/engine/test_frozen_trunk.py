@@ -146,13 +146,13 @@ def test_features_stand_for_images(name, kind):
     for key in parameter_keys(model):
         states[key] += 0.05 * torch.randn(states[key].shape, generator=generator(0, key))
     gradients = []
-    for given in (x, features):
-        own = {key: value.clone().requires_grad_(key in parameter_keys(model)) for key, value in states.items()}
+    for inputs in (x, features):
+        tensors = {key: value.clone().requires_grad_(key in parameter_keys(model)) for key, value in states.items()}
         streams = Streams.derived(0, "d", clients=range(CLIENTS))
-        logits = engine.logits(own, given, training=True, counts=(4, 2, 3), streams=streams)
+        logits = engine.logits(tensors, inputs, training=True, counts=(4, 2, 3), streams=streams)
         sum(F.cross_entropy(logits[c, :n], torch.arange(n)) for c, n in enumerate((4, 2, 3))).backward()
-        gradients.append({key: value.grad for key, value in own.items() if value.grad is not None})
-        torch.testing.assert_close(engine.logits(states, given), Engine(make(), "loop").logits(states, x))
+        gradients.append({key: value.grad for key, value in tensors.items() if value.grad is not None})
+        torch.testing.assert_close(engine.logits(states, inputs), Engine(make(), "loop").logits(states, x))
     assert gradients[0].keys() == gradients[1].keys() != set()
     for key, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][key], gradient, rtol=1e-4, atol=1e-5)

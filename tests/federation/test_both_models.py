@@ -209,12 +209,12 @@ def test_several_metrics_and_sampled_clients(tiny):
 
 
 def test_a_resumed_run_has_the_same_scores(tiny, tmp_path):
-    whole = fitted(tiny, shifted(tiny), rounds=3)
+    uninterrupted = fitted(tiny, shifted(tiny), rounds=3)
     first = {"default_root_dir": str(tmp_path), "logger": True, "rounds": 3, "max_time": None}
     fitted(tiny, shifted(tiny), **(first | {"rounds": 2}))
     resumed = fitted(tiny, shifted(tiny), rounds=3, default_root_dir=str(tmp_path), logger=True, ckpt_path="last")
     for name in ("both/local_test", "both/global_test", "typical/local_test"):
-        assert resumed.metrics["clients"][name] == whole.metrics["clients"][name]
+        assert resumed.metrics["clients"][name] == uninterrupted.metrics["clients"][name]
 
 
 @pytest.mark.parametrize("algorithm", ["FedAvg", "Standalone", "FedPer"])

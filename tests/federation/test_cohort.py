@@ -48,7 +48,7 @@ def batches(multilabel=False):
     random = torch.Generator().manual_seed(7)
     created = []
     for step in range(STEPS[0]):
-        active = sum(own > step for own in STEPS)
+        active = sum(count > step for count in STEPS)
         width = max(COUNTS[:active])
         x = torch.randn(active, width, 2, 5, 5, generator=random, dtype=torch.float64)
         y = torch.randint(0, CLASSES, (active, width), generator=random)
@@ -270,7 +270,7 @@ def test_every_phase_starts_its_optimisers_and_all_clients_anew():
             for m in alone
         ]
         for step in range(steps[phase][0]):
-            active = sum(own > step for own in steps[phase])
+            active = sum(count > step for count in steps[phase])
             x = torch.randn(active, 4, 2, 5, 5, dtype=torch.float64)
             y = torch.randint(0, CLASSES, (active, 4))
             running.step(CohortBatch(tuple(range(active)), x, y, (4,) * active, phase, step))

@@ -90,9 +90,9 @@ def test_clients_have_the_initial_state_until_they_are_written(tmp_path, kind):
 @kinds
 def test_what_is_stored_and_what_is_gathered_are_copies(tmp_path, kind):
     store = stores(tmp_path)[kind]
-    given = kept(2)
-    store.scatter([0, 1], given)
-    for copy in (given, store.gather([0, 1, 5]), store.gather([1])):
+    states = kept(2)
+    store.scatter([0, 1], states)
+    for copy in (states, store.gather([0, 1, 5]), store.gather([1])):
         for state in copy.values():
             for value in state.values():
                 value.add_(1)
@@ -280,7 +280,7 @@ def test_a_changed_bit_and_another_clients_file_are_found_when_a_run_is_resumed(
     store.scatter([3, 5], kept(2))
     saved = store.state_dict()
     paths = {client: store.folder / name for client, name in saved["files"].items()}
-    whole = {client: path.read_bytes() for client, path in paths.items()}
+    contents = {client: path.read_bytes() for client, path in paths.items()}
 
     def resumed():
         again = kind(initial())
@@ -290,16 +290,16 @@ def test_a_changed_bit_and_another_clients_file_are_found_when_a_run_is_resumed(
     assert_same(resumed().gather([3]), rows_of(kept(2), 0))
     random = np.random.default_rng(0)
     for _ in range(20):
-        content = bytearray(whole[3])
+        content = bytearray(contents[3])
         content[random.integers(len(content))] ^= 1 << random.integers(8)
         paths[3].write_bytes(content)
         with pytest.raises(ValueError, match=r"client_3-.*damaged"):
             resumed()
-    paths[3].write_bytes(whole[5])
+    paths[3].write_bytes(contents[5])
     with pytest.raises(ValueError, match=r"client_3-.*damaged"):
         resumed()
     former = paths[3].with_name("client_3-0123abcd-1.safetensors")
-    former.write_bytes(whole[3])
+    former.write_bytes(contents[3])
     saved["files"] = saved["files"] | {3: former.name}
     with pytest.raises(ValueError, match="damaged"):
         resumed()

@@ -49,15 +49,15 @@ def test_no_copy_of_a_checkpoint_is_made_in_memory(tmp_path):
 
 
 def test_any_flipped_bit_is_found(written):
-    whole, generator = written.read_bytes(), random.Random(0)
-    places = {0, *range(len(whole) - 110, len(whole)), *generator.sample(range(len(whole)), 300)}
+    content, generator = written.read_bytes(), random.Random(0)
+    places = {0, *range(len(content) - 110, len(content)), *generator.sample(range(len(content)), 300)}
     for place in places:
-        damaged = bytearray(whole)
+        damaged = bytearray(content)
         damaged[place] ^= 1 << generator.randrange(8)
         written.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"ckpt_path='.*last\.ckpt' (is|was)"):
             check_intact_file(written)
-    written.write_bytes(whole)
+    written.write_bytes(content)
     check_intact_file(written)
 
 
@@ -192,7 +192,7 @@ def test_what_was_replaced_is_older_whatever_the_times_of_the_files_say(written)
     folder = written.parent
     assert newest_intact(folder.glob("*.ckpt")) == written
     written.write_bytes(b"")
-    with pytest.warns(UserWarning, match=r"'.*/last\.ckpt'"):
+    with pytest.warns(UserWarning, match=r"'.*/last\.ckpt' is not a checkpoint"):
         assert newest_intact(folder.glob("*.ckpt")) == replaced
     written.unlink()
     os.utime(other, (3, 3))
@@ -203,17 +203,17 @@ def test_what_was_replaced_is_older_whatever_the_times_of_the_files_say(written)
 @pytest.mark.slow
 def test_last_takes_the_newest_that_is_whole(tiny, tmp_path):
     options = tiny.options | {"default_root_dir": str(tmp_path), "logger": True}
-    whole = perada.finetune(tiny.net(), tiny.data(), **sections(**options | {"rounds": 4}))
+    uninterrupted = perada.finetune(tiny.net(), tiny.data(), **sections(**options | {"rounds": 4}))
     second = tmp_path / "second"
     options["default_root_dir"] = str(second)
     perada.finetune(tiny.net(), tiny.data(), **sections(**options | {"rounds": 3}))
     last = second / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt"
     last.write_bytes(last.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match=r"last\.ckpt'.*'last'"):
+    with pytest.raises(ValueError, match=r"last\.ckpt' is not a checkpoint.*'last'"):
         perada.finetune(tiny.net(), tiny.data(), **sections(ckpt_path=str(last), **options | {"rounds": 4}))
     with pytest.warns(UserWarning, match=r"'.*/last\.ckpt'.*previous"):
         resumed = perada.finetune(tiny.net(), tiny.data(), **sections(ckpt_path="last", **options | {"rounds": 4}))
-    for key, value in whole.state("global").items():
+    for key, value in uninterrupted.state("global").items():
         assert torch.equal(resumed.state("global")[key], value)
     for path in Path(second).rglob("*.ckpt"):
         path.write_bytes(b"")

@@ -249,5 +249,5 @@ def test_an_ensemble_has_no_score_if_a_member_has_none(average, value):
     for name in ("global/global_test", "personal/local_test", "global/best_mode", "global/worst_mode"):
         assert math.isnan(last[name]), name
     # Only one client has a bright image.
-    own = run.metrics["clients"]["personal/local_test"]
-    assert [math.isnan(score) for score in own] == [False, True, False]
+    scores = run.metrics["clients"]["personal/local_test"]
+    assert [math.isnan(score) for score in scores] == [False, True, False]

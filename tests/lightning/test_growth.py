@@ -11,9 +11,9 @@ from tests.options import sections
 
 def named(tiny, names, sizes=None):
     """Clients by name, each with the images that its name stands for."""
-    whole = tiny.data(sizes=(9, 5, 14, 7, 20, 6, 8))
+    data = tiny.data(sizes=(9, 5, 14, 7, 20, 6, 8))
     places = [sorted("abcdefg").index(name) for name in names]
-    return FederatedData([whole.train[p] for p in places], [whole.test[p] for p in places], None, client_names=names)
+    return FederatedData([data.train[p] for p in places], [data.test[p] for p in places], None, client_names=names)
 
 
 def run(tiny, folder, data, rounds, **options):

@@ -212,7 +212,7 @@ def test_a_private_run_protects_the_newcomer_alike(tiny):
 def test_privacy_that_cannot_be_kept_is_rejected(tiny):
     privacy = Privacy(noise_multiplier=1.0, delta=1e-3, max_epsilon=20.0)
     run = finished(tiny, "ditto", privacy=privacy)
-    with pytest.raises(ValueError, match=r"max_epsilon=20\.0"):
+    with pytest.raises(ValueError, match=r"exceed max_epsilon=20\.0"):
         perada.personalize(run, newcomer(4), "late", local_steps=500, accelerator="cpu")
 
 
@@ -223,7 +223,7 @@ def test_privacy_that_cannot_be_kept_is_rejected(tiny):
         ({"classes": ["a", "b", "cat"]}, r"the data: class='cat' is unknown; choose one of a, b, c"),
         ({"num_classes": 4}, r"the data have 4 classes without names, but the run has 3"),
         ({"name": "late"}, None),
-        ({"name": "2"}, "name='2'"),
+        ({"name": "2"}, "name='2' is empty or already"),
         ({"name": None}, r"the client has no name; pass one"),
     ],
 )

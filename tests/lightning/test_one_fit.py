@@ -72,7 +72,7 @@ def test_another_fit_is_rejected_and_changes_nothing(privacy):
 def test_a_trainer_has_one_loop():
     two = pl.Trainer(callbacks=[loop(), loop()], max_epochs=1, **PLAIN)
     rejected(
-        "FederatedLoops",
+        "several FederatedLoops",
         lambda: two.fit(module(), data()),
     )
 
@@ -214,7 +214,7 @@ def test_data_that_change_under_way_are_rejected(change, message):
 
 
 def test_trial_steps_are_rejected():
-    message = "BatchSizeFinder"
+    message = "BatchSizeFinder is not supported"
     tuned = trainer(loop())
     rejected(message, lambda: Tuner(tuned).scale_batch_size(module(), datamodule=data()))
     finding = pl.Trainer(callbacks=[loop(), pl.callbacks.BatchSizeFinder()], max_epochs=1, **PLAIN)

@@ -67,7 +67,7 @@ def batches(wild=None):
     random = torch.Generator().manual_seed(7)
     created = []
     for step in range(STEPS[0]):
-        active = sum(own > step for own in STEPS)
+        active = sum(count > step for count in STEPS)
         x = torch.randn(active, max(COUNTS[:active]), 2, 5, 5, generator=random)
         y = torch.randint(0, CLASSES, x.shape[:2], generator=random)
         if wild is not None:
@@ -412,9 +412,9 @@ def test_local_steps_read_nothing_from_the_device(scaling, adapter, operations_o
     running = cohort(model, training, "perada", options=scaling)
     # The first step of a run compares states of the CPU's random generator.
     running.local_round.trainer.uses_global_random = False
-    made = [batch._replace(x=torch.randn(*batch.x.shape[:2], 3, 16, 16)) for batch in batches()[:5]]
+    float_batches = [batch._replace(x=torch.randn(*batch.x.shape[:2], 3, 16, 16)) for batch in batches()[:5]]
     with torch.autocast("cpu", torch.float16, enabled=scaling is not None, cache_enabled=False), DeviceReads() as reads:
-        for batch in made:
+        for batch in float_batches:
             running.step(batch)
     assert reads.found == []
     assert scaling is None or running.local_round.scales.skipped.sum() > 0

@@ -73,8 +73,8 @@ def test_scores_of_small_errors_keep_their_digits(tiny, tmp_path):
 def test_before_is_what_the_initial_models_score(ran, tiny, tmp_path):
     untrained, data = fit(tiny, tmp_path, rounds=0), tiny.data()
     expected = []
-    for client, own in enumerate(data.test):
-        x, y = own.tensors
+    for client, test_set in enumerate(data.test):
+        x, y = test_set.tensors
         with torch.no_grad():
             expected.append((untrained.personal(client)(x).argmax(-1) == y).float().mean().item())
     assert ran[0].metrics["initial"] == {"personal/local_test": pytest.approx(expected, abs=1e-5)}
@@ -82,12 +82,12 @@ def test_before_is_what_the_initial_models_score(ran, tiny, tmp_path):
 
 def test_every_evaluation_is_kept(ran):
     rounds = ran[0].metrics["by_round"]
-    assert [own["round"] for own in rounds] == [0, 1]
+    assert [row["round"] for row in rounds] == [0, 1]
     assert rounds[-1]["personal/local_test"] == pytest.approx(
         ran[0].metrics["clients"]["personal/local_test"], abs=1e-5
     )
-    for own, record in zip(rounds, ran[0].metrics["rounds"], strict=True):
-        mean = sum(own["personal/local_test"]) / 5
+    for row, record in zip(rounds, ran[0].metrics["rounds"], strict=True):
+        mean = sum(row["personal/local_test"]) / 5
         assert mean == pytest.approx(record["personal/local_test"], abs=1e-5)
 
 
@@ -125,7 +125,7 @@ def test_without_test_images_only_the_partition_is_known(tiny, tmp_path):
 
 def test_a_fine_tuned_model_replaces_the_last_evaluation(tiny, tmp_path):
     run = fit(tiny, tmp_path, algorithm="fedavg_ft")
-    assert [own["round"] for own in run.metrics["by_round"]] == [0, 1]
+    assert [row["round"] for row in run.metrics["by_round"]] == [0, 1]
     assert run.metrics["by_round"][-1]["personal/local_test"] == pytest.approx(
         run.metrics["clients"]["personal/local_test"], abs=1e-5
     )

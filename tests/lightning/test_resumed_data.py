@@ -237,7 +237,7 @@ def write(folder, client, name, shade):
 
 
 def test_image_files_with_other_content_are_rejected(tmp_path):
-    def given():
+    def datamodule():
         sets = perada.data.Images(str(tmp_path / "images"), size=8, classes=["cat", "dog"])
         return perada.FederatedDataModule(dataset=sets, partition=perada.data.ByDomain("client"), batch_size=4)
 
@@ -247,14 +247,14 @@ def test_image_files_with_other_content_are_rejected(tmp_path):
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8 * 8 * 3, 2))
     options = {"adapter": "head", "algorithm": "fedavg", "accelerator": "cpu", "enable_progress_bar": False}
     options["default_root_dir"] = str(tmp_path)
-    perada.finetune(net, given(), **sections(rounds=1, **options))
+    perada.finetune(net, datamodule(), **sections(rounds=1, **options))
     # The names of the files and what is drawn as test images by their content stay; a client's images do not.
-    before = given().fingerprint
+    before = datamodule().fingerprint
     for number in range(10):
         write(tmp_path / "images", "b", f"{number}.png", number + 50)
-    assert given().fingerprint["train"]["images"] != before["train"]["images"]
+    assert datamodule().fingerprint["train"]["images"] != before["train"]["images"]
     with pytest.raises(ValueError, match="belongs to"):
-        perada.finetune(net, given(), **sections(rounds=2, ckpt_path="last", **options))
+        perada.finetune(net, datamodule(), **sections(rounds=2, ckpt_path="last", **options))
 
 
 def test_of_many_clients_a_bounded_number_is_read(monkeypatch):

@@ -46,9 +46,9 @@ def adapted_layers(model):
 
 def test_the_layers_that_a_method_adapts_follow_from_its_traits():
     assert adapted_layers(insert_adapter(network(), LoraConfig(r=2)).model) == ["1"]
-    own = insert_adapter(network(), LinearLora(r=2))
-    assert adapted_layers(own.model) == ["4"]
-    assert not own.channels_last and insert_adapter(network(), LoraConfig(r=2)).channels_last
+    adapted = insert_adapter(network(), LinearLora(r=2))
+    assert adapted_layers(adapted.model) == ["4"]
+    assert not adapted.channels_last and insert_adapter(network(), LoraConfig(r=2)).channels_last
 
 
 def test_an_unsupported_method_is_rejected_with_its_reason():

@@ -106,7 +106,7 @@ def test_a_file_for_another_backbone_is_rejected(tmp_path, change, message):
 
 def test_a_damaged_file_is_rejected(tmp_path):
     (tmp_path / "weights.pth").write_bytes(b"no weights")
-    with pytest.raises(ValueError, match=r"weights\.pth'"):
+    with pytest.raises(ValueError, match=r"weights\.pth' cannot be read"):
         build_backbone("test_resnet", 4, pretrained=str(tmp_path))
 
 
@@ -119,7 +119,7 @@ def test_a_folders_own_normalisation_counts(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (("resnet81", 4), {}, ValueError, "'resnet81'"),
+        (("resnet81", 4), {}, ValueError, "'resnet81' is not a timm model"),
         (("zzzz", 4), {}, ValueError, r"'zzzz'.*timm\.list_models"),
         (("resnet18", 0), {}, ValueError, r"num_classes .*got 0"),
         ((3,), {}, TypeError, r"backbone .*got 3"),
@@ -143,7 +143,7 @@ def test_rejections(arguments, options, error, message):
 
 
 def test_an_empty_folder_is_rejected(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"none of model\.safetensors"):
         build_backbone("test_resnet", 4, pretrained=str(tmp_path))
 
 

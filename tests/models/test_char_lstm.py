@@ -35,11 +35,11 @@ def tokens(*shape):
 
 
 def test_the_cells_are_torchs():
-    own = CharLSTM(hidden=16).double()
-    theirs, x = Torchs(own), tokens(5)
-    torch.testing.assert_close(own(x), theirs(x), rtol=1e-12, atol=1e-12)
-    own(x).square().sum().backward()
-    ours = [layer.recurrent.weight.grad.clone() for layer in own.layers]
+    network = CharLSTM(hidden=16).double()
+    theirs, x = Torchs(network), tokens(5)
+    torch.testing.assert_close(network(x), theirs(x), rtol=1e-12, atol=1e-12)
+    network(x).square().sum().backward()
+    ours = [layer.recurrent.weight.grad.clone() for layer in network.layers]
     theirs(x).square().sum().backward()
     for index, gradient in enumerate(ours):
         torch.testing.assert_close(gradient, getattr(theirs.lstm, f"weight_hh_l{index}").grad, rtol=1e-9, atol=1e-12)
@@ -75,21 +75,21 @@ def test_stacked_models_are_separate_ones(adapter, options, trained):
     logits = engine.logits(leaves, x, training=True)
     logits.square().sum().backward()
     for client, state in enumerate(states):
-        own = {key: value.requires_grad_() for key, value in state.items()}
-        expected = functional_call(model, own, (x[client],))
+        parameters = {key: value.requires_grad_() for key, value in state.items()}
+        expected = functional_call(model, parameters, (x[client],))
         torch.testing.assert_close(logits[client], expected, rtol=1e-10, atol=1e-10)
         for (key, _), gradient in zip(
-            own.items(), torch.autograd.grad(expected.square().sum(), list(own.values())), strict=True
+            parameters.items(), torch.autograd.grad(expected.square().sum(), list(parameters.values())), strict=True
         ):
             torch.testing.assert_close(leaves[key].grad[client], gradient, rtol=1e-9, atol=1e-10)
 
 
 def test_what_the_lstm_cannot_have_is_rejected(tmp_path):
-    with pytest.raises(FileNotFoundError, match="'char_lstm'"):
+    with pytest.raises(FileNotFoundError, match="no pretrained weights for 'char_lstm'"):
         build_backbone("char_lstm")
-    with pytest.raises(ValueError, match=r"'residual'.*'char_lstm_16'"):
+    with pytest.raises(ValueError, match=r"'residual' does not fit .*'char_lstm_16'"):
         insert_adapter(build_backbone("char_lstm_16", pretrained=False), "residual")
-    with pytest.raises(ValueError, match="'char_lstm_0'"):
+    with pytest.raises(ValueError, match="'char_lstm_0' is not a timm model"):
         build_backbone("char_lstm_0", pretrained=False)
 
 

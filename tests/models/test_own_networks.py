@@ -244,7 +244,7 @@ def traced():
         (Lazy, r"has no shape for 'out.weight' yet; call the network once"),
         (NamedLikeALayerOfPEFT, r"'base_layer'.*PEFT"),
         (WithAModuleNamedLikeALayerOfPEFT, r"'block.original_module'.*PEFT"),
-        (traced, "TorchScript"),
+        (traced, "compiled by TorchScript"),
     ],
 )
 def test_a_network_that_cannot_be_copied_or_adapted_is_rejected(make, message):

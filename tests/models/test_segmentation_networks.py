@@ -46,8 +46,8 @@ def test_adapters_are_in_the_encoder_and_the_decoder_is_part_of_the_head(adapter
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("smp:unett-resnet18", "'unett'"),
-        ("smp:unet-resnet19", "'resnet19'"),
+        ("smp:unett-resnet18", "unknown architecture 'unett'"),
+        ("smp:unet-resnet19", "unknown encoder 'resnet19'"),
     ],
 )
 def test_unknown_names_are_rejected(name, message):

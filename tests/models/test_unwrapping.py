@@ -32,15 +32,15 @@ def data(size):
 @pytest.mark.slow
 def test_another_run_begins_with_the_same_logits_and_trains(backbone, adapter):
     size = 32 if backbone == "test_resnet" else 160
-    own = {**OPTIONS, "algorithm": "fedavg", "adapter": adapter}
-    run = perada.finetune(backbone, data(size), **sections(rounds=1, lr_local=0.1, **own))
+    options = {**OPTIONS, "algorithm": "fedavg", "adapter": adapter}
+    run = perada.finetune(backbone, data(size), **sections(rounds=1, lr_local=0.1, **options))
     before, x = run.global_model(), torch.randn(2, 3, size, size)
-    again = perada.finetune(before, data(size), **sections(rounds=0, **own))
+    again = perada.finetune(before, data(size), **sections(rounds=0, **options))
     with torch.no_grad():
         torch.testing.assert_close(
             again.global_model()(x), before(x), rtol=0, atol=1e-4
         )  # a head that was not taken over would differ by 0.1
-    trained = perada.finetune(before, data(size), **sections(rounds=1, lr_local=0.1, **own)).global_model()
+    trained = perada.finetune(before, data(size), **sections(rounds=1, lr_local=0.1, **options)).global_model()
     with torch.no_grad():
         assert (trained(x) - before(x)).abs().max() > 1e-3
     assert (
@@ -58,8 +58,8 @@ def with_former_adapter(backbone, adapter):
 
 def names_without_adapters(names):
     """Names of the network's own tensors as they are without adapters."""
-    own = [name for name in names if not any(part.startswith("perada_") for part in name.split("."))]
-    return {name.replace("base_layer.", "") for name in own}
+    plain_names = [name for name in names if not any(part.startswith("perada_") for part in name.split("."))]
+    return {name.replace("base_layer.", "") for name in plain_names}
 
 
 @pytest.mark.parametrize(("backbone", "adapter"), FORMER)

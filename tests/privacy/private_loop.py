@@ -225,8 +225,8 @@ def ditto(loop, distil=False):
         updates = []
         for m in loop.cohort(round):
             n = steps_of(m)
-            own = loop.stream("personal", round, m, n)
-            personal[m] = descend(own, n, personal[m], LR_PERSONAL, anchor=w, strength=PROX)
+            stream = loop.stream("personal", round, m, n)
+            personal[m] = descend(stream, n, personal[m], LR_PERSONAL, anchor=w, strength=PROX)
             updates.append(descend(loop.stream("local", round, m, n), n, w, LR_LOCAL))
         w = loop.mean(updates)
         if distil:

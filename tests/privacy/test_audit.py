@@ -24,8 +24,8 @@ CLIENTS = 4000
 @pytest.mark.parametrize(("errors", "trials"), [(0, 40), (3, 40), (39, 40), (40, 40)])
 def test_error_rates_are_clopper_and_pearsons(errors, trials):
     absent = np.where(np.arange(trials) < errors, 2.0, 0.0)  # above the threshold: false positives
-    held = np.where(np.arange(trials) < errors, 0.0, 2.0)
-    found = error_rates(np.concatenate([absent, held]), np.arange(2 * trials) >= trials, 1.0)
+    present = np.where(np.arange(trials) < errors, 0.0, 2.0)
+    found = error_rates(np.concatenate([absent, present]), np.arange(2 * trials) >= trials, 1.0)
     high = stats.binomtest(errors, trials).proportion_ci(0.95, method="exact").high
     assert found == pytest.approx((high, high), rel=1e-9)
 
@@ -34,9 +34,9 @@ def test_error_rates_are_clopper_and_pearsons(errors, trials):
 @pytest.mark.parametrize("delta", [1e-3, 1e-5])
 def test_epsilon_of_a_gaussian_is_where_delta_is_the_integral(mu, delta):
     epsilon = gaussian_epsilon(mu, delta)
-    held, absent = stats.norm(mu), stats.norm(0)
+    present, absent = stats.norm(mu), stats.norm(0)
     start = epsilon / mu + mu / 2  # from here on the density with the canary is more than e^ε of that without
-    missing, _ = integrate.quad(lambda x: held.pdf(x) - math.exp(epsilon) * absent.pdf(x), start, start + 12)
+    missing, _ = integrate.quad(lambda x: present.pdf(x) - math.exp(epsilon) * absent.pdf(x), start, start + 12)
     assert missing == pytest.approx(delta, rel=1e-4)
 
 

@@ -60,8 +60,8 @@ def of_client(stack, client):
     return {key: value[client] for key, value in stack.items()}
 
 
-def integers(whole):
-    return [int(value) for key in whole for value in whole[key].flatten()]
+def integers(clipped):
+    return [int(value) for key in clipped for value in clipped[key].flatten()]
 
 
 # A change is never longer than S.
@@ -77,8 +77,8 @@ def test_the_norm_of_what_is_added_is_at_most_s(bits):
         bound = (0.7, 1.0, 3.3)[trial % 3]
         if trial % 4 == 0:  # of length S as far as floating-point numbers can say
             delta = delta / torch.linalg.vector_norm(delta) * bound
-        whole, norm = clip_to_grid({"a": delta[:3], "b": delta[3:]}, bound, sums)
-        length = sum(value**2 for value in integers(whole))
+        clipped, norm = clip_to_grid({"a": delta[:3], "b": delta[3:]}, bound, sums)
+        length = sum(value**2 for value in integers(clipped))
         assert length <= Fraction(bound) ** 2 * 4**bits
         assert norm == pytest.approx(math.sqrt(math.fsum(float(one) ** 2 for one in delta)), rel=1e-12)
         close += length > (Fraction(bound) ** 2 * 4**bits) * Fraction(9, 10)
@@ -88,8 +88,8 @@ def test_the_norm_of_what_is_added_is_at_most_s(bits):
 def test_numbers_are_rounded_towards_zero():
     """Rounded to the nearest, 0.75 of a multiple would become one, and the norm a third longer than S."""
     delta = torch.tensor([0.75, -0.75, 2.75, -2.75, 5.0, -0.25]).double() * UNIT
-    whole, norm = clip_to_grid({"w": delta}, float(torch.linalg.vector_norm(delta)) * 2, SUMS)
-    assert whole["w"].tolist() == [0, 0, 2, -2, 5, 0]
+    clipped, norm = clip_to_grid({"w": delta}, float(torch.linalg.vector_norm(delta)) * 2, SUMS)
+    assert clipped["w"].tolist() == [0, 0, 2, -2, 5, 0]
     many = torch.full((40_000,), 0.75 * UNIT).double()
     assert not clip_to_grid({"w": many}, 0.75 * UNIT * 200, SUMS)[0]["w"].any()
     assert norm > 0
@@ -115,8 +115,8 @@ def test_clipping_equals_a_plain_loop():
 def test_who_is_not_finite_adds_noise_alone(bad):
     updates, received = problem()
     updates["scale"][2] = bad
-    whole, norm = clip_to_grid(exact_change(of_client(updates, 2), of_client(received, 2)), 1.5, SUMS)
-    assert not any(integers(whole)) and math.isnan(norm)
+    clipped, norm = clip_to_grid(exact_change(of_client(updates, 2), of_client(received, 2)), 1.5, SUMS)
+    assert not any(integers(clipped)) and math.isnan(norm)
     level = level_of(clipping="adaptive", count_noise=2.0)
     part = level.contribution(of_client(updates, 2), of_client(received, 2), 5, 0, 2)
     same = level.contribution(of_client(received, 2), of_client(received, 2), 5, 0, 2)
@@ -208,7 +208,7 @@ def test_no_draw_is_as_far_from_zero_as_a_sum_has_room_for():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (
             {"max_norm": 1e-7},
@@ -222,9 +222,9 @@ def test_no_draw_is_as_far_from_zero_as_a_sum_has_room_for():
         ({"clipping": "adaptive", "count_noise": 1e10, "z": 1.0}, r"the vote of one of 5 clients may reach 9e\+10"),
     ],
 )
-def test_a_grid_that_is_too_coarse_or_too_small_is_rejected(given, message):
+def test_a_grid_that_is_too_coarse_or_too_small_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):
-        level_of(**given)
+        level_of(**options)
     level_of(max_norm=1e-7, sums=SecureSums(fraction_bits=27))
     with pytest.raises(ValueError, match="at least 4"):
         level_of(max_norm=1e-7, sums=SecureSums(fraction_bits=26))
@@ -249,14 +249,14 @@ def test_rounds_equal_a_plain_loop_in_whole_numbers(clipping):
         totals = {}
         for place, client in enumerate(clients):
             source = generator(4, "client privacy", number, client)
-            whole, length = clip_to_grid(
+            clipped, length = clip_to_grid(
                 exact_change(of_client(updates, place), of_client(received, place)), norm, SUMS
             )
-            whole[VOTE] = torch.tensor(2**23 if length <= norm else -(2**23))
+            clipped[VOTE] = torch.tensor(2**23 if length <= norm else -(2**23))
             for key in names:
-                drawn = torch.randn(whole[key].shape, generator=source, dtype=torch.float64)
+                drawn = torch.randn(clipped[key].shape, generator=source, dtype=torch.float64)
                 deviation = (2.0 if key == VOTE else norm * noise) / math.sqrt(4) * 2**24
-                own = [int(one) + round(d * deviation) for one, d in pairs(whole[key], drawn)]
+                own = [int(one) + round(d * deviation) for one, d in pairs(clipped[key], drawn)]
                 totals[key] = [a + b for a, b in zip(totals.get(key, [0] * len(own)), own, strict=True)]
         assert sorted(found) == names
         for key in names:
@@ -271,8 +271,8 @@ def test_rounds_equal_a_plain_loop_in_whole_numbers(clipping):
     assert (norm == 2.0) == (clipping == "fixed")
 
 
-def pairs(whole, drawn):
-    return zip(whole.flatten().tolist(), drawn.flatten().tolist(), strict=True)
+def pairs(clipped, drawn):
+    return zip(clipped.flatten().tolist(), drawn.flatten().tolist(), strict=True)
 
 
 def test_s_stays_where_the_sum_has_room():

@@ -95,13 +95,13 @@ def test_no_image_has_more_than_its_share(method, max_norm, dtype):
 @pytest.mark.parametrize(("method", "max_norm"), CASES)
 def test_one_image_more_or_less_changes_the_sum_by_the_bound_at_most(method, max_norm):
     gradients, mask = make(scale=100.0)
-    whole = clipped(gradients, mask, max_norm, method)
+    sums = clipped(gradients, mask, max_norm, method)
     changes = []
     for client, index in mask.nonzero().tolist():
         fewer = mask.clone()
         fewer[client, index] = False
         without = clipped(gradients, fewer, max_norm, method)
-        change = {name: whole[name] - without[name] for name in whole}
+        change = {name: sums[name] - without[name] for name in sums}
         assert all((d[:client] == 0).all() and (d[client + 1 :] == 0).all() for d in change.values())
         changes.append(math.sqrt(sum(d.square().sum().item() for d in change.values())))
     assert max(changes) <= max_norm * (1 + 1e-12)

@@ -351,9 +351,9 @@ def test_factors_whose_terms_cancel():
     a = 2400 + torch.randn(2, 4, 6, generator=generator)
     b = torch.randn(2, 4, 5, generator=generator)
     b -= b.mean(1, keepdim=True)
-    whole = torch.einsum("rno,rni->roi", b.double(), a.double())
+    product = torch.einsum("rno,rni->roi", b.double(), a.double())
     assert torch.allclose(
-        OuterProductGrads(a, b, torch.Size([5, 6])).squared_norms().double(), whole.square().sum((1, 2)), rtol=1e-5
+        OuterProductGrads(a, b, torch.Size([5, 6])).squared_norms().double(), product.square().sum((1, 2)), rtol=1e-5
     )
 
 

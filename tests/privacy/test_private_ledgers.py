@@ -195,10 +195,10 @@ class SaysTooMuch(FedAvg):
 
 class Wipes(SendsPersonal):
     def server_step(self, server):
-        made = super().server_step(server)
+        step = super().server_step(server)
         for value in server.updates.local_rows.values():
             value.zero_()
-        return made
+        return step
 
 
 LEAKS = [

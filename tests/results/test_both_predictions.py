@@ -64,8 +64,8 @@ def test_a_model_that_no_image_of_a_batch_needs_does_not_run(tiny, adapter):
     run = fitted(tiny, data, "ditto", adapter=adapter)
     images = torch.cat([part.tensors[0] for part in data.test])
     is_typical = run.predict(images, 2, prediction="both").typical
-    own, foreign = images[is_typical], images[~is_typical]
-    assert len(own) > 3 and len(foreign) > 3
+    typical, foreign = images[is_typical], images[~is_typical]
+    assert len(typical) > 3 and len(foreign) > 3
     states = {"personal": run.state("personal", 2), "global": run.state("global")}
 
     def predict(batch, personal_share, broken=None):
@@ -88,14 +88,14 @@ def test_a_model_that_no_image_of_a_batch_needs_does_not_run(tiny, adapter):
     with torch.no_grad():
         personal = run.personal(2)(images).softmax(-1)
         shared = run.global_model()(images).softmax(-1)
-    torch.testing.assert_close(predict(own, 1.0, broken="global"), personal[is_typical])
+    torch.testing.assert_close(predict(typical, 1.0, broken="global"), personal[is_typical])
     torch.testing.assert_close(predict(foreign, 1.0, broken="personal"), shared[~is_typical])
     torch.testing.assert_close(predict(foreign, 0.5, broken="personal"), shared[~is_typical])
     torch.testing.assert_close(predict(images, 1.0), torch.where(is_typical[:, None], personal, shared))
     assert predict(images[:0], 1.0).shape == (0, 3)
     # Where both have a weight, both run.
-    assert predict(own, 0.5, broken="global").isnan().all()
-    assert predict(own, 0.5, broken="personal").isnan().all()
+    assert predict(typical, 0.5, broken="global").isnan().all()
+    assert predict(typical, 0.5, broken="personal").isnan().all()
 
 
 @pytest.mark.parametrize("prediction", ["personal", "both"])

@@ -115,6 +115,6 @@ def test_checkpoints_are_rejected_and_unknown_clients_are(copied):
         forget(copied, "north")
     (copied / "checkpoints").mkdir()
     (copied / "checkpoints" / "last.ckpt").touch()
-    with pytest.raises(ValueError, match=r"last\.ckpt'"):
+    with pytest.raises(ValueError, match=r"last\.ckpt' is a checkpoint"):
         forget(copied, SECRET)
     assert before.items() <= content(copied).items()

@@ -68,7 +68,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("form", "adapter", "options"), [*FORMS, *(pytest.param(*given, marks=pytest.mark.slow) for given in SLOW)]
+    ("form", "adapter", "options"), [*FORMS, *(pytest.param(*arguments, marks=pytest.mark.slow) for arguments in SLOW)]
 )
 def test_files_give_the_runs_logits_for_any_number_of_images(lora, tmp_path, form, adapter, options):
     run = lora[0] if adapter == "lora" else make_run(tmp_path, adapter, **options)
@@ -98,8 +98,8 @@ def test_a_file_with_other_logits_is_not_kept(lora, tmp_path, monkeypatch):
         # By more than 1e-4 of the largest logit.
         return lambda images: read(images) * (1 + 2e-4)
 
-    def failing(*given):
-        write(*given)
+    def failing(*arguments):
+        write(*arguments)
         raise KeyError("aten::odd")
 
     def full(model, x, path, metadata):
@@ -109,12 +109,12 @@ def test_a_file_with_other_logits_is_not_kept(lora, tmp_path, monkeypatch):
     export_model(lora[0], None, "safetensors", tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert before.keys() == {"model.safetensors", "README.md"}
-    for own, kind, message in (
+    for network, kind, message in (
         (wrong, ValueError, r"its logits would differ from the run's by .*, more than"),
         (failing, ValueError, r"cannot be exported as safetensors \(KeyError: 'aten::odd'\)"),
         (full, OSError, rf"{tmp_path.name}' could not be written and is unchanged \(File too large"),
     ):
-        monkeypatch.setattr(formats, "_write_safetensors", own)
+        monkeypatch.setattr(formats, "_write_safetensors", network)
         with pytest.raises(kind, match=message):
             export_model(lora[0], 1, "safetensors", tmp_path)
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

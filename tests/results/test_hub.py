@@ -15,7 +15,7 @@ import perada
 from perada.algorithms import FedAvg, HetLoRA
 from perada.cli import main
 
-from .test_model_card import made, plain_run
+from .test_model_card import finetuned, plain_run
 
 COMMIT = "1" * 40
 
@@ -177,7 +177,7 @@ def rows(card):
 
 def test_what_a_private_adapter_costs_is_the_same_after_the_hub(hub, tmp_path, capsys):
     """ε of its client's images by the release ledger, those of others by the server's; and no score goes along."""
-    run = made("head", privacy={"noise_multiplier": 1.0, "delta": 1e-3}, metric=["accuracy"])
+    run = finetuned("head", privacy={"noise_multiplier": 1.0, "delta": 1e-3}, metric=["accuracy"])
     sample = run.info["privacy"]["sample"]
     release, server = sample["release"][1], sample["server"]
     assert release > server[1] > 0
@@ -201,17 +201,17 @@ def test_what_a_private_adapter_costs_is_the_same_after_the_hub(hub, tmp_path, c
 
 
 def test_the_global_adapter_takes_nothing_of_single_clients_along(hub):
-    run = made("head", privacy={"noise_multiplier": 1.0, "delta": 1e-3}, batch_size=4)
+    run = finetuned("head", privacy={"noise_multiplier": 1.0, "delta": 1e-3}, batch_size=4)
     run.push_to_hub("me/all", scores=True, token="hf_x")
     content = json.loads(hub.repos["me/all"]["files"]["run.json"])
     (row,) = content["metrics"]["rounds"]
     assert row["personal/local_test"] == run.metrics["rounds"][0]["personal/local_test"]
     assert not [name for name in row if name.endswith(("_worst", "_p10", "_client"))]
     sample = run.info["privacy"]["sample"]
-    told = content["info"]["privacy"]["sample"]
+    privacy_record = content["info"]["privacy"]["sample"]
     assert sample["sample_rates"][0] != sample["sample_rates"][1]
-    assert told["sample_rates"] == [max(sample["sample_rates"])] * 2
-    assert told["server"] == sorted(sample["server"], reverse=True)
+    assert privacy_record["sample_rates"] == [max(sample["sample_rates"])] * 2
+    assert privacy_record["server"] == sorted(sample["server"], reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -223,13 +223,13 @@ def test_the_global_adapter_takes_nothing_of_single_clients_along(hub):
     ],
 )
 def test_the_line_says_what_protects_the_adapter(hub, capsys, options, client, words):
-    made("head", **options).push_to_hub("me/it", client=client, token="hf_x")
+    finetuned("head", **options).push_to_hub("me/it", client=client, token="hf_x")
     assert f"It was trained {words}" in capsys.readouterr().err.replace("with differential privacy of", "of")
 
 
 @pytest.mark.slow
 def test_test_mode_is_warned_of(hub, capsys):
-    run = made("head", privacy={"noise_multiplier": 1.0, "delta": 1e-3, "secure_rng": False})
+    run = finetuned("head", privacy={"noise_multiplier": 1.0, "delta": 1e-3, "secure_rng": False})
     with pytest.warns(UserWarning, match="Test mode"):
         run.push_to_hub("me/it", token="hf_x")
     assert "which protects nothing" in capsys.readouterr().err
@@ -237,7 +237,7 @@ def test_test_mode_is_warned_of(hub, capsys):
 
 @pytest.fixture(scope="module")
 def run_of_two_ranks():
-    return made(adapter="lora", algorithm=HetLoRA(FedAvg(), [3, 2]))
+    return finetuned(adapter="lora", algorithm=HetLoRA(FedAvg(), [3, 2]))
 
 
 @pytest.mark.parametrize("client", [None, "south"])

@@ -11,11 +11,11 @@ from perada.results.cards import privacy_card, privacy_lines
 from perada.studies.report.records import RunRecord
 from perada.studies.report.sections import sections
 
-from .test_model_card import made
+from .test_model_card import finetuned
 
 
 def joined(**options):
-    run = made("head", batch_size=4, **options)
+    run = finetuned("head", batch_size=4, **options)
     x = torch.randint(0, 256, (10, 3, 32, 32), dtype=torch.uint8)
     data = FederatedData([TensorDataset(x, torch.arange(10) % 3)], num_classes=3)
     return perada.personalize(run, data, "late", local_steps=1, batch_size=2, accelerator="cpu")
@@ -55,5 +55,5 @@ def test_who_shares_the_global_adapter_is_not_called_unprotected(tmp_path):
 
 def test_the_page_of_a_private_run_says_that_it_is_not_covered(by_image, tmp_path):
     record = RunRecord("it", tmp_path, by_image.info, clients={"personal/local_test": [0.5] * 3})
-    told = {section.key: section.intro for section in sections(record)}
-    assert "This page itself is not covered" in told["privacy"]
+    intros = {section.key: section.intro for section in sections(record)}
+    assert "This page itself is not covered" in intros["privacy"]

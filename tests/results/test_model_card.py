@@ -27,7 +27,7 @@ def federation(classes, client_names, train=(8, 6), test=(4, 5)):
     return FederatedData(*sets, classes=classes, client_names=client_names)
 
 
-def made(adapter="residual", pretrained=False, backbone="test_resnet", **options):
+def finetuned(adapter="residual", pretrained=False, backbone="test_resnet", **options):
     data = federation(["benign", "a`<script>", "other"], ["north", "south"])
     arguments = OPTIONS | {"adapter": adapter, "algorithm": "ditto", "pretrained": pretrained} | options
     return perada.finetune(backbone, data, **sections(**arguments))
@@ -35,8 +35,8 @@ def made(adapter="residual", pretrained=False, backbone="test_resnet", **options
 
 @cache
 def plain_run():
-    """The run of ``made()`` for all tests that change nothing of it."""
-    return made()
+    """The run of ``finetuned()`` for all tests that change nothing of it."""
+    return finetuned()
 
 
 def test_the_card_says_what_the_run_was(tmp_path):
@@ -87,7 +87,7 @@ def test_no_name_can_write_markdown_html_or_control_characters_into_the_card(tmp
 
 
 def test_the_base_model_is_in_the_header_where_its_weights_are_the_hubs(tmp_path):
-    run = made()
+    run = finetuned()
     run.info["pretrained"] = True
     run.export(tmp_path)
     assert ModelCard.load(tmp_path / "global" / "README.md").data.to_dict()["base_model"].startswith("timm/test_resnet")
@@ -102,7 +102,7 @@ def test_the_base_model_is_in_the_header_where_its_weights_are_the_hubs(tmp_path
     ],
 )
 def test_the_three_lines_of_the_card_load_the_model(tmp_path, monkeypatch, adapter, pretrained):
-    run = plain_run() if (adapter, pretrained) == ("residual", False) else made(adapter, pretrained)
+    run = plain_run() if (adapter, pretrained) == ("residual", False) else finetuned(adapter, pretrained)
     run.export(tmp_path)
     lines = re.search(r"```python\n(.*?)\n```", (tmp_path / "client_1" / "README.md").read_text(), re.DOTALL)[1]
     assert len(lines.splitlines()) == 3
@@ -116,7 +116,7 @@ def test_the_three_lines_of_the_card_load_the_model(tmp_path, monkeypatch, adapt
 @pytest.mark.parametrize("pretrained", [False, "perada:shapes_test_vit"])
 def test_the_card_builds_a_transformer_for_the_size_of_its_images(tmp_path, monkeypatch, pretrained):
     """timm's own size of it is 160: positions of another size would be interpolated, and logits others."""
-    run = made("lora", pretrained, backbone="test_vit", image_size=32)
+    run = finetuned("lora", pretrained, backbone="test_vit", image_size=32)
     run.export(tmp_path)
     lines = re.search(r"```python\n(.*?)\n```", (tmp_path / "global" / "README.md").read_text(), re.DOTALL)[1]
     monkeypatch.chdir(tmp_path / "global")
@@ -128,7 +128,7 @@ def test_the_card_builds_a_transformer_for_the_size_of_its_images(tmp_path, monk
 
 @pytest.mark.slow
 def test_what_somebody_wrote_stays(tmp_path):
-    run = made()
+    run = finetuned()
     run.export(tmp_path)
     path = tmp_path / "client_0" / "README.md"
     path.write_text(path.read_text() + "\n## Mine\n\nNote.\n")
@@ -143,7 +143,7 @@ def test_what_somebody_wrote_stays(tmp_path):
 
 @pytest.mark.slow
 def test_a_trained_backbone_is_in_the_adapters_own_folder(tmp_path, monkeypatch):
-    run = made(train_backbone=True)
+    run = finetuned(train_backbone=True)
     run.export(tmp_path)
     monkeypatch.chdir(tmp_path / "client_1")
     loaded, x = {}, torch.randn(2, 3, 32, 32)

@@ -37,7 +37,7 @@ def sample(**options):
     }
 
 
-def whole(**options):
+def client_level(**options):
     arguments = ClientPrivacy(**({"noise_multiplier": 2.0, "delta": 1e-3, "max_norm": 0.5} | options))
     return {"client": {"options": asdict(arguments), "noise_multiplier": 2.0, "epsilon": CLIENT}}
 
@@ -67,11 +67,11 @@ def test_a_clients_card_has_its_own_epsilon_the_release_first(client):
 
 def test_a_card_of_a_run_with_one_client_has_no_empty_row():
     """A site's export does not know the ε of the others."""
-    content = whole()["client"] | {"epsilon": [0.5]}
+    content = client_level()["client"] | {"epsilon": [0.5]}
     card = privacy_card({"client": content}, 0)
     assert tables(card) == []
     assert "it does not protect that client as a whole" in card
-    assert tables(privacy_card(whole(), 0)) == [["1.00"]]
+    assert tables(privacy_card(client_level(), 0)) == [["1.00"]]
 
 
 def test_the_global_card_has_the_server_ledger_over_all_clients():
@@ -132,31 +132,31 @@ def test_numbers_from_a_file_are_read_as_words():
 
 
 def test_clients_as_a_whole():
-    shared, own = privacy_card(whole(), None), privacy_card(whole(), 2)
+    shared, client_card = privacy_card(client_level(), None), privacy_card(client_level(), 2)
     assert tables(shared) == [[f"{np.mean(CLIENT):.2f} ± {np.std(CLIENT):.2f}", "1.00"]]
     assert "not against the server" in shared
-    assert tables(own) == [["0.62"]]
-    assert "belongs to client 2: **it does not protect that client as a whole.**" in own
-    for card in (shared, own):
+    assert tables(client_card) == [["0.62"]]
+    assert "belongs to client 2: **it does not protect that client as a whole.**" in client_card
+    for card in (shared, client_card):
         assert "clipped to the norm 0.5, and" in card
         assert "noise multiplier 2, without amplification" in card
         assert "δ = 0.001" in card
-    assert "follows the quantile 0.3" in privacy_card(whole(clipping="adaptive", quantile=0.3), None)
+    assert "follows the quantile 0.3" in privacy_card(client_level(clipping="adaptive", quantile=0.3), None)
 
 
 def test_both_kinds_stand_in_one_section():
-    card = privacy_card(sample() | whole(), 0)
+    card = privacy_card(sample() | client_level(), 0)
     assert card.count("## Privacy") == 1
     assert card.count("Not covered:") == 1
     assert len(tables(card)) == 3
-    assert "seed" not in privacy_card(sample() | whole(), 0)
-    for record in (sample(secure_rng=False) | whole(), sample() | whole(secure_rng=False)):
+    assert "seed" not in privacy_card(sample() | client_level(), 0)
+    for record in (sample(secure_rng=False) | client_level(), sample() | client_level(secure_rng=False)):
         for client in (None, 0):
             assert "Test mode, not private" in privacy_card(record, client)
 
 
 def test_lines_beside_an_export():
-    first, second = privacy_lines(sample() | whole()).splitlines()
+    first, second = privacy_lines(sample() | client_level()).splitlines()
     figures = [float(number) for number in re.findall(r"\b\d+\.\d\d\b", first)]
     expected = [np.mean(RELEASE), np.std(RELEASE), max(RELEASE), np.mean(SERVER), np.std(SERVER), max(SERVER)]
     assert figures == pytest.approx(expected, abs=0.005)
@@ -168,7 +168,7 @@ def test_the_program_shows_what_an_export_costs(tmp_path, monkeypatch, capsys):
     """Export shows both ledgers and writes the sections; the table of clients has columns of ε."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
-    record = sample() | whole()
+    record = sample() | client_level()
     real = FederatedLoop.outcome
 
     def private(run):

@@ -122,7 +122,7 @@ def test_unknown_clients_and_roles_are_rejected(tiny, client):
     run = make_run(tiny, rounds=0)
     with pytest.raises(ValueError, match=r"client must be an integer >= 0 and <= 4, got .*"):
         run.state("personal", client)
-    with pytest.raises(ValueError, match="role='local'"):
+    with pytest.raises(ValueError, match="role='local' is not kept"):
         run.state("local", 0)
 
 
@@ -192,14 +192,14 @@ def test_each_folder_of_a_private_run_has_its_own_section(tiny, tmp_path):
     run.export(tmp_path)  # in its own place
     assert (tmp_path / "client_4" / "README.md").read_text() == text
     assert ModelCard.load(tmp_path / "client_4" / "README.md").data["library_name"] == "peft"
-    own = tmp_path / "client_4" / "README.md"
-    own.write_text(own.read_text() + "\n## Privacy of my own\n")
+    card = tmp_path / "client_4" / "README.md"
+    card.write_text(card.read_text() + "\n## Privacy of my own\n")
     run.export(tmp_path)
-    assert "## Privacy of my own" in own.read_text()
-    assert own.read_text().count("## Privacy\n") == 1
+    assert "## Privacy of my own" in card.read_text()
+    assert card.read_text().count("## Privacy\n") == 1
     del run.info["privacy"]
     run.export(tmp_path)
-    assert "## Privacy\n" not in own.read_text()
+    assert "## Privacy\n" not in card.read_text()
     assert (tmp_path / "client_3" / "README.md").read_text() == (
         tmp_path / "open" / "client_3" / "README.md"
     ).read_text()

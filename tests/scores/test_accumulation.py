@@ -112,7 +112,7 @@ class Together(Ranks):
 def test_what_two_processes_count_adds_up(metric, multilabel):
     """Each runs some models on all images, or all models on some images, or counts some of the images only."""
     logits, y, owner = task(multilabel)
-    whole = collected(metric, logits, y, owner)
+    counts = collected(metric, logits, y, owner)
     whole_local = collected(metric, owners_logits(logits, owner), y, owner, local=True)
 
     def merged(add, **options):
@@ -138,8 +138,8 @@ def test_what_two_processes_count_adds_up(metric, multilabel):
         counted = owner != 1 if rank == 0 else owner == 1
         scores.update(owners_logits(logits, owner), y, owner, counted=counted)
 
-    assert torch.equal(merged(some_models, num_models=MODELS), whole)
-    assert torch.equal(merged(some_batches, num_models=MODELS), whole)
+    assert torch.equal(merged(some_models, num_models=MODELS), counts)
+    assert torch.equal(merged(some_batches, num_models=MODELS), counts)
     assert torch.equal(merged(some_images, num_groups=MODELS), whole_local)
 
 

@@ -22,8 +22,8 @@ def test_counts_are_those_of_torchmetrics():
     for client, true, predicted, count in found["confusion"]:
         counts[client, true, predicted] = count
     for client in range(3):
-        own = owner == client
-        expected = multiclass_confusion_matrix(logits[own].argmax(-1), y[own], num_classes=4)
+        is_owned = owner == client
+        expected = multiclass_confusion_matrix(logits[is_owned].argmax(-1), y[is_owned], num_classes=4)
         assert torch.equal(counts[client], expected)
     count, right, confidence = (torch.tensor(found["calibration"][name]) for name in ("count", "right", "confidence"))
     assert (counts.sum(), right.sum()) == (200, counts.diagonal(dim1=1, dim2=2).sum())
@@ -34,10 +34,10 @@ def test_counts_are_those_of_torchmetrics():
 
 def test_only_what_is_counted_counts():
     logits, y, owner = torch.randn(9, 3), torch.arange(9) % 3, torch.arange(9) % 2
-    some, own = Tally(Classification()), Tally(Classification())
+    some, owned = Tally(Classification()), Tally(Classification())
     some.update(logits, y, owner, owner == 1)
-    own.update(logits[1::2], y[1::2], owner[1::2])
-    assert some.record(Ranks()) == own.record(Ranks())
+    owned.update(logits[1::2], y[1::2], owner[1::2])
+    assert some.record(Ranks()) == owned.record(Ranks())
 
 
 def test_each_label_is_a_prediction_of_its_own():

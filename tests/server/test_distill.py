@@ -120,10 +120,10 @@ def test_run_equals_a_plain_loop(kind, mode, optimizer, schedule, multilabel, te
     )
 
     plain = copy.deepcopy(student).train(mode == "train")
-    made = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer](plain.parameters(), lr=0.05)
-    rates = torch.optim.lr_scheduler.CosineAnnealingLR(made, 4)
+    optimizers = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer](plain.parameters(), lr=0.05)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers, 4)
     for x, teacher in batches:
-        made.zero_grad()
+        optimizers.zero_grad()
         if multilabel:
             p, q = torch.sigmoid(teacher / temperature), torch.sigmoid(plain(x) / temperature)
             loss = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
@@ -133,7 +133,7 @@ def test_run_equals_a_plain_loop(kind, mode, optimizer, schedule, multilabel, te
             )
             loss = loss / len(x)
         (loss * temperature**2).backward()
-        made.step()
+        optimizers.step()
         if schedule == "cosine":
             rates.step()
     expected = get_state(plain)

@@ -56,17 +56,17 @@ def test_products_are_averaged_and_cut_off_as_the_dense_mean_is(ranks, rank, out
     """Without a cut where the ranks sum to at most r; the stack may be wider than the layer."""
     pairs, weights = drawn(ranks, out, into), shares(len(ranks))
     ((_, before),) = drawn([rank], out, into, seed=1)
-    whole, (up, down) = dense(pairs, weights), truncate(weighted_sum(pairs, weights), rank, before)
+    product, (up, down) = dense(pairs, weights), truncate(weighted_sum(pairs, weights), rank, before)
     assert up.shape == (out, rank)
     assert down.shape == (rank, into)
-    torch.testing.assert_close(up @ down, whole if sum(ranks) <= rank else best(whole, rank), **EXACT)
+    torch.testing.assert_close(up @ down, product if sum(ranks) <= rank else best(product, rank), **EXACT)
     kept = min(rank, out, into, sum(ranks))
     torch.testing.assert_close((down @ down.T)[:kept, :kept], torch.eye(kept, dtype=torch.float64), **EXACT)
-    torch.testing.assert_close(up.norm(dim=0)[:kept], torch.linalg.svdvals(whole)[:kept], **EXACT)
+    torch.testing.assert_close(up.norm(dim=0)[:kept], torch.linalg.svdvals(product)[:kept], **EXACT)
     assert (down.gather(1, down.abs().argmax(1, keepdim=True)) >= 0).all()
     for fewer in range(1, rank):
-        torch.testing.assert_close(up[:, :fewer] @ down[:fewer], best(whole, fewer), **EXACT)
-    assert product_norm(weighted_sum(pairs, weights)) == pytest.approx(float(whole.norm()), rel=1e-12)
+        torch.testing.assert_close(up[:, :fewer] @ down[:fewer], best(product, fewer), **EXACT)
+    assert product_norm(weighted_sum(pairs, weights)) == pytest.approx(float(product.norm()), rel=1e-12)
 
 
 def test_two_clients_by_hand():
@@ -123,12 +123,12 @@ def test_the_corrected_factor_is_the_minimum(strength):
     up, down = (sum(w * pair[side] for w, pair in zip(weights, pairs, strict=True)) for side in (0, 1))
     found, same = correct_up(pairs, weights, strength)
     torch.testing.assert_close(same, down, **EXACT)
-    leaf, whole = found.clone().requires_grad_(), dense(pairs, weights)
-    loss = (whole - leaf @ down).square().sum() + strength * (leaf - up).square().sum()
+    leaf, product = found.clone().requires_grad_(), dense(pairs, weights)
+    loss = (product - leaf @ down).square().sum() + strength * (leaf - up).square().sum()
     (slope,) = torch.autograd.grad(loss, leaf)
     assert slope.abs().max() < 1e-11
     torch.testing.assert_close(correct_up(pairs, weights, 1e14)[0], up, rtol=1e-10, atol=1e-10)
-    least = torch.linalg.lstsq(down.T, whole.T).solution.T
+    least = torch.linalg.lstsq(down.T, product.T).solution.T
     torch.testing.assert_close(correct_up(pairs, weights, 1e-13)[0], least, rtol=1e-9, atol=1e-9)
 
 
@@ -171,7 +171,7 @@ def means(updates):
     return {key: sum(w * one[key] for w, one in zip(shares(CLIENTS), added, strict=True)) for key in added[0]}
 
 
-def given(updates, **options):
+def aggregation(updates, **options):
     options = {"weights": client_weights("samples", range(1, CLIENTS + 1))} | options
     previous = {key: torch.zeros_like(value[0]) for key, value in uploads().items()}
     names = frozenset(previous) - {"seen"}
@@ -186,18 +186,18 @@ def test_groups_of_a_convolution_are_pairs_of_their_own():
     """Against the layers themselves, run one after the other."""
     one = rows(uploads())[0]
     down, up = nn.Conv2d(4, 4, 3, bias=False).double(), nn.Conv2d(4, 6, 1, groups=2, bias=False).double()
-    whole = nn.Conv2d(4, 6, 3, bias=False).double()
+    convolution = nn.Conv2d(4, 6, 3, bias=False).double()
     with torch.no_grad():
         down.weight.copy_(one["many.A"])
         up.weight.copy_(one["many.B"])
         b, a = client_pairs(one["many.B"][None], one["many.A"][None])[0]
-        whole.weight.copy_((b @ a).reshape(6, 4, 3, 3))
+        convolution.weight.copy_((b @ a).reshape(6, 4, 3, 3))
         x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
-        torch.testing.assert_close(whole(x), up(down(x)), **EXACT)
+        torch.testing.assert_close(convolution(x), up(down(x)), **EXACT)
 
 
 def test_svd_keeps_the_best_of_each_layer_and_averages_the_rest():
-    updates, case = uploads(), given(uploads())
+    updates, case = uploads(), aggregation(uploads())
     out = SVD()(case)
     assert list(out) == list(updates)
     found, expected = products(out), means(updates)
@@ -212,7 +212,7 @@ def test_svd_keeps_the_best_of_each_layer_and_averages_the_rest():
 
 
 def test_lora_fair_is_nearer_to_the_mean_than_the_means_are_and_leaves_a():
-    updates, case = uploads(), given(uploads())
+    updates, case = uploads(), aggregation(uploads())
     out, expected = LoRAFair()(case), means(updates)
     average = mean(updates, case.weights)
     assert list(out) == list(updates)
@@ -223,11 +223,11 @@ def test_lora_fair_is_nearer_to_the_mean_than_the_means_are_and_leaves_a():
     size = distance(expected, {key: 0 * value for key, value in expected.items()})
     assert case.metrics == {"updates/lora_error": pytest.approx(after / size, rel=1e-10)}
     assert lora_residual(FACTORS, Updates(updates), case.weights) == pytest.approx(before / size, rel=1e-10)
-    assert distance(products(SVD()(given(updates))), expected) < after  # the best there is
+    assert distance(products(SVD()(aggregation(updates))), expected) < after  # the best there is
 
 
 def test_there_is_no_residual_where_one_factor_is_the_same():
-    updates, weights = uploads(), given(uploads()).weights
+    updates, weights = uploads(), aggregation(uploads()).weights
     assert lora_residual(FACTORS, Updates(updates), weights) > 0.5
     for side in ("A", "B"):
         same = {key: value[:1].expand_as(value) if key.endswith(side) else value for key, value in updates.items()}
@@ -243,7 +243,7 @@ def test_there_is_no_residual_where_one_factor_is_the_same():
 @pytest.mark.parametrize("rule", [SVD(), LoRAFair()])
 def test_equal_clients_change_nothing(rule):
     same = {key: value[:1].expand_as(value) for key, value in uploads().items()}
-    case = given(same)
+    case = aggregation(same)
     out = rule(case)
     for key, value in products(out).items():
         torch.testing.assert_close(value, products(rows(same)[0])[key], **EXACT)
@@ -257,7 +257,7 @@ def test_they_are_no_functions_of_the_mean(rule):
     moved = {k: v - v.mean(0) + one[k].mean(0) for k, v in other.items() if v.is_floating_point()} | {
         "seen": one["seen"]
     }
-    found = [rule(given(updates, weights=client_weights("uniform", [1] * CLIENTS))) for updates in (one, moved)]
+    found = [rule(aggregation(updates, weights=client_weights("uniform", [1] * CLIENTS))) for updates in (one, moved)]
     torch.testing.assert_close(found[0]["head"], found[1]["head"], **EXACT)
     assert not torch.allclose(found[0]["fc.B"], found[1]["fc.B"], atol=0.01)
     assert not rule.function_of_mean
@@ -267,34 +267,34 @@ def test_they_are_no_functions_of_the_mean(rule):
 def test_inputs_stay_and_half_precision_follows_double(rule):
     updates = uploads()
     before = copy.deepcopy(updates)
-    out = rule(given(updates))
+    out = rule(aggregation(updates))
     assert all(torch.equal(updates[key], value) for key, value in before.items())
-    assert all(torch.equal(out[key], value) for key, value in rule(given(Updates(updates))).items())
+    assert all(torch.equal(out[key], value) for key, value in rule(aggregation(Updates(updates))).items())
     narrow = {key: value.bfloat16() if value.is_floating_point() else value for key, value in updates.items()}
-    wide = rule(given({key: value.double() if key != "seen" else value for key, value in narrow.items()}))
-    for key, value in rule(given(narrow)).items():
+    wide = rule(aggregation({key: value.double() if key != "seen" else value for key, value in narrow.items()}))
+    for key, value in rule(aggregation(narrow)).items():
         assert value.dtype == narrow[key].dtype
         torch.testing.assert_close(value.double(), wide[key].double(), rtol=0.02, atol=0.02)
 
 
 def test_rules_compose():
     updates = uploads()
-    out = SVD(Median())(given(updates))
+    out = SVD(Median())(aggregation(updates))
     torch.testing.assert_close(out["head"], updates["head"].median(0)[0])
     assert not SVD(Median()).weighted
     clipped = NormClipping(0.5, aggregate=SVD())
     assert clipped.needs_factors
     assert not clipped.function_of_mean
-    case = given(updates)
+    case = aggregation(updates)
     assert products(clipped(case)).keys() == {"fc", "conv", "many"}
     assert "updates/lora_error" in case.metrics
-    assert FedAvgM(aggregate=LoRAFair(), momentum=0.0)(given(updates)).keys() == updates.keys()
+    assert FedAvgM(aggregate=LoRAFair(), momentum=0.0)(aggregation(updates)).keys() == updates.keys()
 
 
 def test_without_pairs_there_is_nothing_to_do():
     updates = {key: value for key, value in uploads().items() if not key.endswith("A")}
     with pytest.raises(ValueError, match=r"both factors.*server_rule='mean'"):
-        SVD()(given(updates))
+        SVD()(aggregation(updates))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])

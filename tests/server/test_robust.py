@@ -37,7 +37,7 @@ def uploads(seed, clients):
 PREVIOUS = {key: value[0] + 1 for key, value in uploads(99, 1).items()}
 
 
-def given(updates, weights=None):
+def aggregation(updates, weights=None):
     clients = len(updates["w"])
     weights = client_weights("samples", range(1, clients + 1)) if weights is None else weights
     return Aggregation(updates, weights, PREVIOUS, frozenset({"w"}), 0)
@@ -57,11 +57,13 @@ def test_krum_is_its_definition(clients, suspected, keep):
     updates = uploads(clients, clients)
     rows, suspects = points(updates), int(suspected * clients)
     scores = []
-    for own in range(clients):
-        squares = sorted(float(((rows[own] - rows[other]) ** 2).sum()) for other in range(clients) if other != own)
+    for client in range(clients):
+        squares = sorted(
+            float(((rows[client] - rows[other]) ** 2).sum()) for other in range(clients) if other != client
+        )
         scores.append(sum(squares[: clients - suspects - 2]))
     chosen = sorted(range(clients), key=scores.__getitem__)[: keep or clients - suspects]
-    out = Krum(suspected, keep)(given(updates))
+    out = Krum(suspected, keep)(aggregation(updates))
     np.testing.assert_allclose(vector(out), rows[chosen].mean(0), rtol=1e-12)
     assert int(out["seen"]) == int(updates["seen"][chosen].max())
 
@@ -91,7 +93,7 @@ def test_geometric_median_minimises_the_distances(clients):
     def total(x):
         return float(weights @ np.sqrt(((rows - x) ** 2).sum(1)))
 
-    found = vector(GeometricMedian()(given(updates)))
+    found = vector(GeometricMedian()(aggregation(updates)))
     best = minimize(total, rows.mean(0), method="Nelder-Mead", options={"maxiter": 40_000, "maxfev": 40_000})
     assert total(found) <= min(best.fun, *map(total, rows)) * (1 + 1e-6)
 
@@ -107,7 +109,7 @@ def test_geometric_median_is_where_most_are():
     for key in FLOATING:
         updates[key][:3] = updates[key][0]
     uniform = client_weights("uniform", [1] * 5)
-    np.testing.assert_allclose(vector(GeometricMedian()(given(updates, uniform))), points(updates)[0], rtol=1e-5)
+    np.testing.assert_allclose(vector(GeometricMedian()(aggregation(updates, uniform))), points(updates)[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
@@ -116,21 +118,21 @@ def test_norm_clipping_shortens_each_change(max_norm, aggregate):
     updates = uploads(3, 5)
     start, parts = vector(PREVIOUS), []
     for key, limit in (("w", max_norm), ("running_var", None)):
-        own = PREVIOUS[key].numpy().ravel()
-        changes = updates[key].numpy().reshape(5, -1) - own
+        previous = PREVIOUS[key].numpy().ravel()
+        changes = updates[key].numpy().reshape(5, -1) - previous
         norms = np.linalg.norm(changes, axis=1)
         most = np.median(norms) if limit is None else limit
-        parts.append(own + changes * np.minimum(1, most / norms)[:, None])
+        parts.append(previous + changes * np.minimum(1, most / norms)[:, None])
     shortened = np.concatenate(parts, 1)
     if aggregate is None:
         expected = np.average(shortened, axis=0, weights=range(1, 6))
     else:
         expected = np.median(shortened, axis=0)
-    np.testing.assert_allclose(vector(NormClipping(max_norm, aggregate)(given(updates))), expected, rtol=1e-12)
+    np.testing.assert_allclose(vector(NormClipping(max_norm, aggregate)(aggregation(updates))), expected, rtol=1e-12)
     same = {key: value.clone() for key, value in updates.items()}
     for key in FLOATING:
         same[key][:] = PREVIOUS[key]  # nobody moved
-    np.testing.assert_allclose(vector(NormClipping(max_norm, aggregate)(given(same))), start, rtol=1e-15)
+    np.testing.assert_allclose(vector(NormClipping(max_norm, aggregate)(aggregation(same))), start, rtol=1e-15)
 
 
 LABELS = torch.tensor([[0, 1], [1, 0], [1, 0]] * 20)
@@ -155,21 +157,21 @@ def test_fltrust_is_the_cosine_of_what_predictions_moved(clients, labels):
     for own in found:
         cosine = (own - before) @ towards / np.linalg.norm(own - before) / np.linalg.norm(towards)
         trust.append(max(0.0, cosine))
-    asked, rule = replace(given(updates), predict=predictions), FLTrust(labels, 9)
+    asked, rule = replace(aggregation(updates), predict=predictions), FLTrust(labels, 9)
     np.testing.assert_allclose(rule.trust(asked).numpy(), trust, rtol=1e-10, atol=1e-15)
     assert sum(trust) > 0
     weights = torch.tensor(trust, dtype=torch.float64) / sum(trust)
-    np.testing.assert_allclose(vector(rule(asked)), vector(NormClipping()(given(updates, weights))), rtol=1e-12)
+    np.testing.assert_allclose(vector(rule(asked)), vector(NormClipping()(aggregation(updates, weights))), rtol=1e-12)
 
 
 @pytest.mark.parametrize("labels", [True, False])
 def test_fltrust_leaves_the_state_where_nobody_is_trusted(labels):
     updates = uploads(0, 3)
     updates["w"][:] = math.nan
-    out = FLTrust(labels, 60)(replace(given(updates), predict=predictions))
+    out = FLTrust(labels, 60)(replace(aggregation(updates), predict=predictions))
     np.testing.assert_array_equal(vector(out), vector(PREVIOUS))
     with pytest.raises(ValueError, match=r"Aggregation\.predict"):
-        FLTrust()(given(updates))
+        FLTrust()(aggregation(updates))
 
 
 @pytest.mark.parametrize("labels", [True, False])
@@ -196,11 +198,11 @@ def test_one_client_that_sends_nonsense_moves_the_result_little(rule, nonsense):
     updates = uploads(0, 6)
     honest = points(updates)[[0, 1, 3, 4, 5]]
     updates["w"][2] = nonsense
-    out = vector(rule(given(updates, client_weights("uniform", [1] * 6))))
+    out = vector(rule(aggregation(updates, client_weights("uniform", [1] * 6))))
     centre = honest.mean(0)
     farthest = np.linalg.norm(honest - centre, axis=1).max()
     assert np.linalg.norm(out - centre) <= farthest
-    plain = vector(Mean()(given(updates)))
+    plain = vector(Mean()(aggregation(updates)))
     assert not np.linalg.norm(plain - centre) <= 1e3
 
 
@@ -210,8 +212,8 @@ def test_far_from_zero_small_changes_are_still_told_apart(rule):
     updates = uploads(1, 6)
     far = {key: value + 1e6 if key in FLOATING else value for key, value in updates.items()}
     before = {key: value + 1e6 if key in FLOATING else value for key, value in PREVIOUS.items()}
-    near = rule(given(updates))
-    moved = rule(Aggregation(far, given(updates).weights, before, frozenset({"w"}), 0))
+    near = rule(aggregation(updates))
+    moved = rule(Aggregation(far, aggregation(updates).weights, before, frozenset({"w"}), 0))
     np.testing.assert_allclose(vector(moved) - 1e6, vector(near), atol=1e-7)
 
 
@@ -221,7 +223,7 @@ def test_of_a_client_that_sends_nonsense_neither_update_nor_weight_is_in_the_geo
     others = [client for client in range(7) if client != broken]
     updates["w"][broken] = torch.nan
     weights = client_weights("samples", [50, 1, 1, 20, 1, 2, 90])
-    found = vector(GeometricMedian()(given(updates, weights)))
+    found = vector(GeometricMedian()(aggregation(updates, weights)))
     rows = points(updates)[others]
     own = weights[others].numpy()
 

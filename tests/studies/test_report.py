@@ -541,7 +541,7 @@ def test_what_cannot_be_written_to_is_rejected_first(tmp_path):
         main(["report", "nowhere", "--output", str(tmp_path / "file")])
     with pytest.raises(NotADirectoryError, match=r"--output=.*page .*'.*file' is a file"):
         main(["report", "nowhere", "--output", str(tmp_path / "file" / "page")])
-    with pytest.raises(FileNotFoundError, match=r"metrics\.csv"):
+    with pytest.raises(FileNotFoundError, match=r"no metrics\.csv"):
         main(["report", str(tmp_path), "--output", str(tmp_path / "page")])
 
 

@@ -165,7 +165,7 @@ NOISE = np.array([0.01, -0.01, 0.005, -0.005, 0.01, -0.01])
 
 
 @pytest.mark.parametrize(
-    ("own", "everyone", "headline", "consequence"),
+    ("personal", "everyone", "headline", "consequence"),
     [
         (0.2, 0.2, "Taking part pays", "has a reason to take part"),
         (0.2, -0.2, "helps on a client’s own images, and harms", "has a reason to take part"),
@@ -179,11 +179,11 @@ NOISE = np.array([0.01, -0.01, 0.005, -0.005, 0.01, -0.01])
         (0.0, None, "No clear difference from training alone$", "no reason to take part"),
     ],
 )
-def test_the_headline_follows_from_both_test_sets(tmp_path, own, everyone, headline, consequence):
+def test_the_headline_follows_from_both_test_sets(tmp_path, personal, everyone, headline, consequence):
     scores_of_others = None if everyone is None else 0.5 + 0 * NOISE
     path = write(tmp_path / "file.json", entry("Standalone", 0.5 + 0 * NOISE, scores_of_others, megabytes=0))
     scores = None if everyone is None else 0.5 + everyone + NOISE
-    record = a_run(tmp_path, 0.5 + own + NOISE, scores)
+    record = a_run(tmp_path, 0.5 + personal + NOISE, scores)
     record.baselines = read_baselines(path, record)
     outcome = describe_outcome(record)
     assert re.search(headline, outcome.headline)
@@ -344,16 +344,16 @@ def fisher_by_hand(right, other, images):
 
 
 def test_single_clients_are_told_apart_by_counts(tmp_path):
-    own, alone = (19, 30, 27, 10, 34, 50), (4, 31, 25, 41, 30, 50)
+    personal, alone = (19, 30, 27, 10, 34, 50), (4, 31, 25, 41, 30, 50)
     path = write(tmp_path / "file.json", entry("Standalone", shares(*alone), megabytes=0))
-    record = a_run(tmp_path, shares(*own))
+    record = a_run(tmp_path, shares(*personal))
     record.baselines = read_baselines(path, record)
-    p_values = [fisher_by_hand(*counts) for counts in zip(own, alone, IMAGES, strict=True)]
+    p_values = [fisher_by_hand(*counts) for counts in zip(personal, alone, IMAGES, strict=True)]
     expected = [value < 0.05 for value in holm_by_hand(p_values)]
     tests = compare_counts(record, record.baselines.contrast_with(ALONE))
     assert [test.is_significant for test in tests] == expected
     assert sum(expected) == 2
-    assert [test.difference for test in tests] == [a - b for a, b in zip(own, alone, strict=True)]
+    assert [test.difference for test in tests] == [a - b for a, b in zip(personal, alone, strict=True)]
     point = describe_outcome(record).points[1]
     assert point.statement.startswith("For 4 of 6 single clients the test images are too few")
     assert "better off: north; worse off: west; the largest difference is −31 of 50 images (west)" in point.figures

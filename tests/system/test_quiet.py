@@ -51,14 +51,14 @@ def test_it_stays_left_out_where_it_was():
 
 
 def test_what_a_library_does_to_the_root_logger_is_undone():
-    own = logging.NullHandler()
+    handler = logging.NullHandler()
     before, level = logging.root.handlers[:], logging.root.level
-    logging.root.handlers[:] = [own]
+    logging.root.handlers[:] = [handler]
     try:
         with pytest.raises(KeyError), root_logger_kept():
             logging.basicConfig(level=logging.DEBUG, force=True)
             raise KeyError
-        assert (logging.root.handlers, logging.root.level) == ([own], level)
+        assert (logging.root.handlers, logging.root.level) == ([handler], level)
     finally:
         logging.root.handlers[:] = before
         logging.root.setLevel(level)

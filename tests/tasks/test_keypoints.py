@@ -407,7 +407,7 @@ def test_options_out_of_range_are_rejected(options, message):
         (Keypoints(SIZE, mirrored=[1, 0]), {}, "mirrored must be a list of 3 numbers"),
         (Keypoints(SIZE), {"mixup": 0.2}, "cannot be mixed"),
         (Keypoints(SIZE), {"cutmix": 0.2}, "cannot be mixed"),
-        (Keypoints(SIZE), {"shifts": {"blur": "zoom_blur"}}, "zoom_blur"),
+        (Keypoints(SIZE), {"shifts": {"blur": "zoom_blur"}}, "zoom_blur would move"),
         (Keypoints(HEIGHT), {}, r"image_size=12 of the task Keypoints.*12 × 16 pixels.*image_size=\[12, 16\]"),
         (Keypoints(SIZE), {"image_size": 8}, r"8 × 8 pixels.*image_size=8 of the task"),
         (Keypoints(SIZE), {"sampling": "balanced"}, "needs the class of each training image"),

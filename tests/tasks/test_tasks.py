@@ -125,7 +125,7 @@ def test_options_that_a_task_does_not_have_are_an_error_that_names_them():
 
 def test_a_task_of_ones_own_is_made_once_it_is_defined():
     record = {"class_path": "Doubled", "init_args": {"factor": 3.0}}
-    with pytest.raises(ValueError, match="'Doubled'"):
+    with pytest.raises(ValueError, match="'Doubled' is not defined"):
         make_task(record)
 
     @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def test_unknown_labels_take_no_part_in_the_loss(unknown):
     ("make", "message"),
     [
         (lambda: Classification(label_smoothing=1.0), r"label_smoothing .*got 1.0"),
-        (lambda: Classification(label_smoothing=0.1, focal_gamma=2), "focal_gamma=2"),
+        (lambda: Classification(label_smoothing=0.1, focal_gamma=2), "combined with focal_gamma=2"),
         (lambda: Classification(focal_gamma=-1), r"focal_gamma .*got -1"),
         (lambda: Classification(class_weights="inverse"), r"class_weights .*got 'inverse'"),
         (lambda: Classification(class_weights=[1.0, 0.0]), r"class_weights .*got 0.0"),

@@ -33,8 +33,8 @@ def changed(message, tensors=None, **header):
     order = Request.read(read_header(message))
     from safetensors.torch import load
 
-    given = load(message)
-    return pack(replace(order, **header), tensors(given) if tensors else given)
+    content = load(message)
+    return pack(replace(order, **header), tensors(content) if tensors else content)
 
 
 def run(deployment, lie):
@@ -241,8 +241,8 @@ def test_a_site_whose_training_broke_is_in_no_sum(tiny, tmp_path):
     (client,) = workers["site1"].clients.values()
     train = client.train
 
-    def reads_nothing(*given):
-        result = train(*given)
+    def reads_nothing(*arguments):
+        result = train(*arguments)
         trained = replace(result.trained, accepted=torch.tensor([False]))
         return result._replace(trained=trained, failure="no image can be read")
 
@@ -376,8 +376,8 @@ def test_no_secret_of_a_round_is_in_a_file_a_log_or_a_reply(tiny, tmp_path, monk
     deployment, found = parties(tiny, tmp_path, "perada", rounds=1, sizes=FOUR), []
 
     def noted(make):
-        def noting(*given):
-            found.append(make(*given))
+        def noting(*arguments):
+            found.append(make(*arguments))
             return found[-1]
 
         return noting
@@ -395,9 +395,9 @@ def test_no_secret_of_a_round_is_in_a_file_a_log_or_a_reply(tiny, tmp_path, monk
     with caplog.at_level(logging.DEBUG):
         transport = Liar(workers, killed)
         assert deployment.coordinator(transport, min_sites=3).run().records[0].summed == deployment.names
-    told = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    told = b"".join([*told, *(reply for _, _, reply in transport.seen), caplog.text.encode()])
-    assert len(found) > 4 * 3 + 4 * 3 * 2 and b"advert" in told  # three seeds a site, and keys for each pair
+    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    files = b"".join([*files, *(reply for _, _, reply in transport.seen), caplog.text.encode()])
+    assert len(found) > 4 * 3 + 4 * 3 * 2 and b"advert" in files  # three seeds a site, and keys for each pair
     for secret in found:
         for shown in (secret, secret.hex().encode(), base64.b64encode(secret), repr(secret).encode()):
-            assert shown not in told
+            assert shown not in files

@@ -42,14 +42,14 @@ def adds(worker, change, of="update_vector"):
         contents = client.recipe.contents(0, client.images)
     honest = []
 
-    def made(*given):
-        vector = make(*given)
+    def changed_vector(*arguments):
+        vector = make(*arguments)
         if not honest:
             honest.append(vector.copy())
             change(vector, contents)
         return vector
 
-    setattr(client, of, made)
+    setattr(client, of, changed_vector)
 
 
 def number(value):

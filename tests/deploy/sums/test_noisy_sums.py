@@ -279,11 +279,11 @@ def test_a_vector_that_is_made_again_before_it_left_has_other_noise(tiny, tmp_pa
     book, failed = workers["site1"].store, []
     commit = book.commit
 
-    def fails(*given):
-        if not failed and given[0].summing.update_round == 0:
+    def fails(*arguments):
+        if not failed and arguments[0].summing.update_round == 0:
             failed.append(True)
             raise OSError("no space")
-        commit(*given)
+        commit(*arguments)
 
     monkeypatch.setattr(book, "commit", fails)
     transport = Liar(workers)
@@ -370,7 +370,7 @@ def test_what_cannot_be_private_is_rejected_at_both_sides(side, algorithm, optio
 
 
 def test_a_limit_of_the_site_needs_a_recipe_that_keeps_it(tiny, tmp_path):
-    with pytest.raises(ValueError, match=r"max_site_epsilon=3\.0"):
+    with pytest.raises(ValueError, match=r"max_site_epsilon=3\.0 .*without"):
         parties(tiny, tmp_path).worker(0, max_site_epsilon=3.0)
 
 

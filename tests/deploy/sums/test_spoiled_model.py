@@ -16,13 +16,13 @@ def adds_always(worker, change, rounds):
     (client,) = worker.clients.values()
     make = client.update_vector
 
-    def made(state, *given):
-        vector = make(state, *given)
+    def changed_vector(state, *arguments):
+        vector = make(state, *arguments)
         if state.training.round in rounds:
             change(vector, client.recipe.contents(state.training.round, client.images))
         return vector
 
-    client.update_vector = made
+    client.update_vector = changed_vector
 
 
 def all_numbers(value):

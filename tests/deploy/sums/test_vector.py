@@ -33,10 +33,10 @@ def test_vectors_and_their_sum_are_numpys():
     contents = Contents(OPTIONS, state(0), (2, 3), ("loss", "other"), equal=False)
     weights, total, expected = (3.0, 1.0, 7.0), np.zeros(contents.size, np.uint64), []
     for site, weight in enumerate(weights):
-        logits, told = torch.full((2, 3), site + 0.3, dtype=torch.float64), {"loss": site + 0.5} if site else {}
-        found = contents.vector(state(site), weight, logits, told, 3)
+        logits, losses = torch.full((2, 3), site + 0.3, dtype=torch.float64), {"loss": site + 0.5} if site else {}
+        found = contents.vector(state(site), weight, logits, losses, 3)
         parts = [rounded(value, weight) for value in state(site).values()] + [rounded(logits, 1.0)]
-        rest = [weight, told.get("loss", 0.0), 0.0, float(bool(told)), 0.0]
+        rest = [weight, losses.get("loss", 0.0), 0.0, float(bool(losses)), 0.0]
         expected.append(np.concatenate([*parts, np.rint(np.array(rest) * 2.0**24).astype(np.int64)]))
         assert np.array_equal(found.view(np.int64), expected[-1])
         total += found

@@ -168,16 +168,20 @@ def test_the_grid_is_chosen_from_on_validation_images(recipe, read, capsys):
 def test_a_command_goes_on_where_it_stopped(recipe, read, tmp_path, capsys):
     command = ["compare", recipe, "--algorithms", "fedavg", "standalone", *OUT, *GRID]
     main(command)
-    whole = read()
-    assert [record["stage"] for record in whole] == ["start"] + ["tune"] * 6 + ["run"] * 2
-    lost = [record for record in whole if record["label"] == "fedavg" and record["point"] == whole[2]["point"]]
-    rest = [record for record in whole if record not in lost]
+    uninterrupted = read()
+    assert [record["stage"] for record in uninterrupted] == ["start"] + ["tune"] * 6 + ["run"] * 2
+    lost = [
+        record
+        for record in uninterrupted
+        if record["label"] == "fedavg" and record["point"] == uninterrupted[2]["point"]
+    ]
+    rest = [record for record in uninterrupted if record not in lost]
     (tmp_path / "out" / "r.json").write_text(json.dumps(rest))
     capsys.readouterr()
     main(command)
     again = "fedavg, seed 0, lr_personal+lr_local="
     assert [line.startswith(again) for line in begun(capsys.readouterr().out)] == [True] * len(lost)
-    assert timeless(read()) == timeless(whole)
+    assert timeless(read()) == timeless(uninterrupted)
     assert all(record in read() for record in rest)
     main(command)
     assert begun(capsys.readouterr().out) == []
@@ -382,7 +386,7 @@ def test_what_cannot_be_tuned_is_rejected_before_anything_runs(recipe, tmp_path,
 
 
 def test_paper_needs_algorithms(recipe):
-    with pytest.raises(ValueError, match="--paper"):
+    with pytest.raises(ValueError, match="--paper determines"):
         main(["compare", recipe, "--paper"])
 
 
@@ -390,7 +394,7 @@ def test_paper_needs_algorithms(recipe):
 @pytest.mark.parametrize("content", ["{", "[1]", '[{"label": "fedavg", "seed": 0}]', "3"])
 def test_a_file_of_something_else_is_not_overwritten(recipe, tmp_path, content):
     (tmp_path / "r.json").write_text(content)
-    with pytest.raises(ValueError, match=r"r\.json'"):
+    with pytest.raises(ValueError, match=r"r\.json' has no results"):
         main(["compare", recipe, "--output", "r.json"])
     assert (tmp_path / "r.json").read_text() == content
 
@@ -470,7 +474,7 @@ def test_a_row_has_the_algorithm_and_the_rule_of_its_recipe(recipe, name):
 
 @pytest.mark.slow
 def test_entries_are_the_named_algorithms(recipe):
-    given = [
+    common_words = [
         "--federated.algorithm=PerAda",
         "--federated.algorithm.prox_strength=7",
         "--federated.algorithm.distill=false",
@@ -480,15 +484,15 @@ def test_entries_are_the_named_algorithms(recipe):
     assert set(methods()) - set(ENTRIES) == {"perada_table5"}  # PerAda with another learning rate
     assert {entry.class_path for entry in ENTRIES.values()} == {class_path_of(kind) for kind in ALGORITHMS.values()}
     for name in ENTRIES:
-        made, expected = algorithm(*given[:2], *ENTRIES[name].words(cli)), methods()[name].make()
+        made, expected = algorithm(*common_words[:2], *ENTRIES[name].words(cli)), methods()[name].make()
         assert type(made) is type(expected)
         if type(made) is mine:  # the recipe's own algorithm keeps what the recipe says
             expected.prox_strength = 7
         options = signature(type(made)).parameters.keys() - {"base"}
         plain = [{k: v for k, v in vars(one).items() if k in options} for one in (made, expected)]
         assert plain[0] == plain[1], name
-    assert algorithm(*given, *ENTRIES["perada"].words(cli)).uses_distillation
-    whole = algorithm(*given, *ENTRIES["fed_ensemble_perada"].words(cli))
+    assert algorithm(*common_words, *ENTRIES["perada"].words(cli)).uses_distillation
+    whole = algorithm(*common_words, *ENTRIES["fed_ensemble_perada"].words(cli))
     assert (type(whole.base), whole.base.uses_distillation) == (mine, True)
 
 
@@ -526,13 +530,13 @@ def test_what_papers_train(recipe):
 )
 def test_an_adapter_of_its_own_has_the_options_that_it_knows(recipe, given, lora, dual):
     adapter, _, options = given.partition(" ")
-    own = [f"--model.adapter={adapter}", *([f"--model.adapter_options={options}"] if options else [])]
-    cli = PeradaCLI(["--config", recipe, *own], run=False)
+    adapter_words = [f"--model.adapter={adapter}", *([f"--model.adapter_options={options}"] if options else [])]
+    cli = PeradaCLI(["--config", recipe, *adapter_words], run=False)
 
     def model(name):
-        words = [*own, "--trainer.logger=false", *ENTRIES[name].words(cli), *ENTRIES[name].adapter_words(cli)]
-        made = PeradaCLI(["--config", recipe, *words], run=False).model
-        return made.adapter, made.adapter_options
+        words = [*adapter_words, "--trainer.logger=false", *ENTRIES[name].words(cli), *ENTRIES[name].adapter_words(cli)]
+        classifier = PeradaCLI(["--config", recipe, *words], run=False).model
+        return classifier.adapter, classifier.adapter_options
 
     assert model("flexlora") == ("lora", lora or {})
     assert model("feddpa") == ("dual_lora", dual or {})
@@ -542,17 +546,17 @@ def test_an_adapter_of_its_own_has_the_options_that_it_knows(recipe, given, lora
 @pytest.mark.slow
 def test_an_adapter_for_all_runs_is_not_that_of_algorithms_with_one_of_their_own(recipe, tmp_path):
     """``--model.adapter`` on the command line is as if the recipe had it; ``--vary`` is for every algorithm."""
-    given = Namespace(recipes=[recipe], algorithms=["fedavg", "feddpa", "fedalt_row", "rolora"], seeds=[0], vary=[])
-    given.update(
+    arguments = Namespace(recipes=[recipe], algorithms=["fedavg", "feddpa", "fedalt_row", "rolora"], seeds=[0], vary=[])
+    arguments.update(
         Namespace(tune=[], set=[], variants=[], trials=None, sampler="tpe", choose_by=list(CHOSEN_BY), paper=False)
     )
-    given.update(Namespace(redivide=False, tune_seeds=[]))
+    arguments.update(Namespace(redivide=False, tune_seeds=[]))
     make = partial(PeradaCLI, run=False)
 
     def adapters(*words):
-        plan = Plan(make, given, words)
-        made = [make(plan.job(row, 0, "run", {}).args).model for row in plan.rows]
-        return [(one.adapter, one.adapter_options) for one in made]
+        plan = Plan(make, arguments, words)
+        models = [make(plan.job(row, 0, "run", {}).args).model for row in plan.rows]
+        return [(one.adapter, one.adapter_options) for one in models]
 
     assert adapters("--model.adapter=lora", "--model.adapter_options={r: 2, lora_dropout: 0.1}") == [
         ("lora", {"r": 2, "lora_dropout": 0.1}),
@@ -560,7 +564,7 @@ def test_an_adapter_for_all_runs_is_not_that_of_algorithms_with_one_of_their_own
         ("dual_lora", {"r": 2, "gate": True}),
         ("lora", {"r": 2, "lora_dropout": 0.1}),
     ]
-    given.vary = ["model.adapter=lora,head"]
+    arguments.vary = ["model.adapter=lora,head"]
     assert [adapter for adapter, _ in adapters()] == ["lora", "head"] * 4
 
 
@@ -776,8 +780,8 @@ def test_each_seed_divides_anew_and_others_choose(recipe, read, capsys):
         assert f"--data.seed={made['seed']}" in made["args"]
     means = {}
     for rate in ("0.01", "0.3"):
-        own = [score(r) for r in records if r["stage"] == "tune" and r["point"]["training.lr_local"] == rate]
-        means[rate] = sum(own) / 2
+        scores = [score(r) for r in records if r["stage"] == "tune" and r["point"]["training.lr_local"] == rate]
+        means[rate] = sum(scores) / 2
     best = max(means, key=means.get)
     finals = [r for r in records if r["stage"] == "run"]
     assert [(r["point"]["training.lr_local"], r["seed"]) for r in finals] == [(best, 0), (best, 1)]
@@ -825,9 +829,12 @@ def test_values_that_are_varied_are_rows_and_each_is_tuned(recipe, read, capsys)
     labels = ["fedavg, public_fraction=0.2", "fedavg, public_fraction=0.4"]
     assert [label for label in found if label.startswith("fedavg")] == labels
     for label, share in zip(labels, ("0.2", "0.4"), strict=True):
-        own = [record for record in read() if record["label"] == label]
-        assert [(record["stage"], record["seed"]) for record in own] == [("tune", 1)] * 2 + [("run", 1), ("run", 2)]
-        assert all(f"--data.public_fraction={share}" in record["args"] for record in own)
+        rows_of_label = [record for record in read() if record["label"] == label]
+        assert [(record["stage"], record["seed"]) for record in rows_of_label] == [("tune", 1)] * 2 + [
+            ("run", 1),
+            ("run", 2),
+        ]
+        assert all(f"--data.public_fraction={share}" in record["args"] for record in rows_of_label)
     with pytest.raises(ValueError, match=r"--tune and --vary .*training\.lr_local"):
         main(["compare", recipe, *grid, "--vary", "training.lr_local=1,2"])
     with pytest.raises(ValueError, match=r"--vary 'a\.b'.*NAME=V1"):
@@ -913,7 +920,7 @@ def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
     assert "algorithms differ in their number of settings" in capsys.readouterr().err.lower()
     main([*words, "--tune", "perada:training.lr_local=1,2", *OUT])
     assert begun(capsys.readouterr().out) == []
-    with pytest.raises(ValueError, match="'perda'"):
+    with pytest.raises(ValueError, match="'perda', which is not an algorithm"):
         main([*words, "--tune", "perda:training.lr_local=1,2"])
     with pytest.raises(ValueError, match=r"training\.lr_local .*twice"):
         main([*words, "--tune", "training.lr_local=1,2"])
@@ -1116,9 +1123,9 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
         ({"model.pretrained": value}, seed) for seed in (0, 1) for value in ("false", "perada:fashion_test_resnet")
     ]
     for value in ("false", "perada:fashion_test_resnet"):
-        own = [one["global/global_test"] for one in starts if one["varied"]["model.pretrained"] == value]
+        scores = [one["global/global_test"] for one in starts if one["varied"]["model.pretrained"] == value]
         row = found[f"before fine-tuning, pretrained={value}"]
-        assert row["global model"].startswith(f"{50 * sum(own):.2f} ± ")
+        assert row["global model"].startswith(f"{50 * sum(scores):.2f} ± ")
     main(["compare", recipe, "--vary", "training.local_steps=1,2", "--output", "out/s.json"])
     assert [name for name in rows(capsys.readouterr().out) if name.startswith("before")] == ["before fine-tuning"]
 

@@ -135,12 +135,12 @@ def test_each_algorithm_gets_so_many_trials_and_the_file_is_all_that_is_kept(sam
     shown, records = run(8, *OUT), results()
     firsts = []
     for label in ("fedavg", "ditto"):
-        own = of(records, "tune", label)
-        rates = [float(one["point"][RATE]) for one in own]
+        records_of_label = of(records, "tune", label)
+        rates = [float(one["point"][RATE]) for one in records_of_label]
         assert len(set(rates)) == 8 and all(1e-3 <= rate <= 1 for rate in rates)
-        assert all("--data.evaluate_on=validation" in one["args"] for one in own)
+        assert all("--data.evaluate_on=validation" in one["args"] for one in records_of_label)
         best = min(
-            (rate for rate, one in zip(rates, own, strict=True) if "failed" not in one),
+            (rate for rate, one in zip(rates, records_of_label, strict=True) if "failed" not in one),
             key=lambda r: abs(math.log10(r) + 2),
         )
         (final,) = of(records, "run", label)

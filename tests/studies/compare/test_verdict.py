@@ -217,8 +217,8 @@ def test_there_is_no_advice_on_one_row():
 def test_names_of_clients_cannot_control_the_terminal():
     names = ["a\x1b[2J", *NAMES[1:]]
     alone = records_of("standalone", np.full((3, 6), 0.8), megabytes=0, names=names)
-    own = records_of("perada", np.full((3, 6), 0.9), names=names)
-    assert "\x1b" not in verdict([*alone, *own])
+    records = records_of("perada", np.full((3, 6), 0.9), names=names)
+    assert "\x1b" not in verdict([*alone, *records])
 
 
 SCANNERS = {
