@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests assert of an error or a warning: which option, value, file or client it names, never how it is worded."""
+"""What tests assert of an error: which option, value, file or client it names, never how it is worded."""
 
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -63,18 +62,6 @@ def raises_naming(
     with pytest.raises(error) as caught:
         yield caught
     _check_message(str(caught.value), facts)
-
-
-@contextmanager
-def warns_naming(*facts: object, category: type[Warning] = UserWarning) -> Iterator[list[warnings.WarningMessage]]:
-    """Assert that code gives a warning whose message names each of some facts, as :func:`raises_naming` does.
-
-    >>> with warns_naming("round 2"):
-    ...     warnings.warn("round 2 was repeated")
-    """
-    pattern = "".join(f"(?=.*{_fact_pattern(fact)})" for fact in facts)
-    with pytest.warns(category, match=rf"(?s)^{pattern}") as caught:
-        yield caught
 
 
 def _check_message(message: str, facts: tuple[object, ...]) -> None:
