@@ -42,9 +42,13 @@ REPEATED_ITEMS = 16
 """Items of each client that are read twice, at most."""
 NOT_READ = ""
 """Stands for the hash of a client whose images were not read."""
+SAMPLED = "sample "
+"""Prefix of the hash of a client's labels if only those of the images that are hashed are known."""
 _CHUNK = 4096  # images of a tensor that are gathered at a time
 
 Fingerprint = dict[str, Any]
+PartFingerprint = dict[str, list[str] | None]
+"""Hashes of each client's ``labels`` and ``images``; None for what cannot be compared."""
 
 
 def fingerprint_of(checked: Checked, client_names: Sequence[str] | None, evaluated: str) -> Fingerprint:
@@ -71,14 +75,14 @@ def fingerprint_of(checked: Checked, client_names: Sequence[str] | None, evaluat
     return fingerprint
 
 
-def part_fingerprint(store: Store) -> dict[str, list[str] | None]:
+def part_fingerprint(store: Store) -> PartFingerprint:
     """Hash the labels and the images of each client in a store."""
     if isinstance(store, TensorStore):
         return _fingerprint_of_tensors(store)
     return _fingerprint_of_items(store)
 
 
-def _fingerprint_of_tensors(store: TensorStore) -> dict[str, list[str] | None]:
+def _fingerprint_of_tensors(store: TensorStore) -> PartFingerprint:
     """Return the hashes of each client's labels and of a sample of its images, for images in tensors."""
     image_bytes = store.images[:1].numel() * store.images.element_size()
     limit = BYTES_LIMIT // max(1, image_bytes)
@@ -153,7 +157,7 @@ class _ClientHashes:
     images_hash: str | None
 
 
-def _fingerprint_of_items(store: MapStore) -> dict[str, list[str] | None]:
+def _fingerprint_of_items(store: MapStore) -> PartFingerprint:
     """Return the hashes of each client's labels and of a sample of its images, for images that are read one by one."""
     total = max(1, sum(store.sizes))
     clients_to_read = set(_evenly_spaced(len(store.sizes), CLIENTS_LIMIT).tolist())
@@ -199,7 +203,7 @@ def _hash_client(store: MapStore, client: int, total: int, read: bool) -> _Clien
     if samples is None:
         return _ClientHashes(labels_hash, None)
     if labels_hash is None:
-        labels_hash = _hash_of_words(label for _, label in samples)
+        labels_hash = SAMPLED + _hash_of_words(label for _, label in samples)
     return _ClientHashes(labels_hash, _hash_of_words(image for image, _ in samples))
 
 
@@ -354,14 +358,41 @@ def _changed_clients(old: Sequence[str], new: Sequence[str], client_names: Seque
     return text
 
 
-def same_training_data(former: Mapping[str, Any], client: int, here: Mapping[str, Any], new_client: int) -> bool:
-    """Whether a client of one fingerprint has the training labels and images of a client of another.
+def training_fingerprint(data: Checked, clients: Sequence[int]) -> PartFingerprint:
+    """Hash the training labels and images of some clients, as if the data had no others.
 
-    What is not known in both fingerprints counts as equal.
+    Which images of a client are hashed depends on the number of clients and of all their images, so the hashes of a
+    client can be compared only if they were computed among the same clients.
+
+    Args:
+        data: The data.
+        clients: Numbers of the clients, in the order of the hashes.
     """
+    return part_fingerprint(data.train.select(clients))
+
+
+def first_changed_client(former: PartFingerprint, here: PartFingerprint) -> int | None:
+    """Return the position of the first client whose labels or images differ; None if no difference is known.
+
+    Args:
+        former: Fingerprint of a part of the data.
+        here: Fingerprint of the same part for the same number of clients in the same order.
+    """
+    changed = []
     for what in ("labels", "images"):
-        old = former["train"][what]
-        new = here["train"][what]
-        if old is not None and new is not None and old[client] != new[new_client]:
-            return False
-    return True
+        old_hashes = former[what]
+        new_hashes = here[what]
+        if old_hashes is None or new_hashes is None:
+            continue
+        for client, (old, new) in enumerate(zip(old_hashes, new_hashes, strict=True)):
+            if old != new and _are_comparable(old, new):
+                changed.append(client)
+    return min(changed, default=None)
+
+
+def _are_comparable(old: str, new: str) -> bool:
+    """Whether two hashes of a client's labels, or of its images, cover the same labels or images."""
+    if NOT_READ in (old, new):
+        return False
+    # With more clients, labels that are not declared may be too many to read them all.
+    return old.startswith(SAMPLED) == new.startswith(SAMPLED)

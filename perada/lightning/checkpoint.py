@@ -14,7 +14,7 @@ from pytorch_lightning.plugins import TorchCheckpointIO
 
 from perada.core.checks import invalid_option
 from perada.data import FederatedDataModule
-from perada.data.fingerprints import same_training_data
+from perada.data.fingerprints import first_changed_client, training_fingerprint
 from perada.lightning.run_fingerprint import (
     ALLOW_CLIENTS,
     ALLOW_IMAGES,
@@ -228,7 +228,7 @@ def remap_clients(saved: dict[str, Any], data: FederatedDataModule, allowed: Seq
     number_of = {name: number for number, name in enumerate(names)}
     former_sizes = saved["belongs"]["clients' numbers of images"]
     new_numbers = []
-    for former_number, (name, former_size) in enumerate(zip(former_names, former_sizes, strict=True)):
+    for name, former_size in zip(former_names, former_sizes, strict=True):
         num_images: int | str = "none"
         if name in number_of:
             num_images = data.train_sizes[number_of[name]]
@@ -237,17 +237,16 @@ def remap_clients(saved: dict[str, Any], data: FederatedDataModule, allowed: Seq
                 f"client {name} had {former_size} training images when the checkpoint was written but has {num_images} "
                 "now; resume with all original clients and their original images, and any new clients"
             )
-        number = number_of[name]
-        # In this order: the fingerprint of large data takes a while.
-        if ALLOW_IMAGES not in allowed and not same_training_data(
-            saved["data"], former_number, data.fingerprint, number
-        ):
+        new_numbers.append(number_of[name])
+    if ALLOW_IMAGES not in allowed:
+        # The sizes are compared first, since hashing large data takes a while.
+        changed_client = first_changed_client(saved["data"]["train"], training_fingerprint(data.checked, new_numbers))
+        if changed_client is not None:
             raise ValueError(
-                f"the training images or labels of client {name} have changed since the checkpoint was written; "
-                "resume with all original clients and their original images, and any new clients, or accept the "
-                f"change with resume_allow=[{ALLOW_CLIENTS!r}, {ALLOW_IMAGES!r}]"
+                f"the training images or labels of client {former_names[changed_client]} have changed since the "
+                "checkpoint was written; resume with all original clients and their original images, and any new "
+                f"clients, or accept the change with resume_allow=[{ALLOW_CLIENTS!r}, {ALLOW_IMAGES!r}]"
             )
-        new_numbers.append(number)
     ledgers = saved["federation"]["privacy"] or {}
     if ledgers.get("images") or ledgers.get("clients"):
         raise ValueError(

@@ -357,8 +357,80 @@ def test_images_that_are_drawn_from_the_global_generator_are_compared():
 
 @pytest.mark.parametrize("what", ["labels", "images"])
 def test_a_clients_training_data_are_its_labels_and_its_images(what):
-    former = {"train": {"labels": ["a", "b"], "images": ["c", "d"]}}
-    here = {"train": {"labels": ["x", "y", "b"], "images": ["z", "w", "d"]}}
-    assert fingerprints.same_training_data(former, 1, here, 2)
-    here["train"][what][2] = "other"
-    assert not fingerprints.same_training_data(former, 1, here, 2)
+    former = {"labels": ["a", "b"], "images": ["c", "d"]}
+    here = {"labels": ["a", "b"], "images": ["c", "d"]}
+    assert fingerprints.first_changed_client(former, here) is None
+    here[what][1] = "other"
+    assert fingerprints.first_changed_client(former, here) == 1
+
+
+CLIENT_SIZES = [20, 16, 30, 12, 14]
+"""Numbers of images of the first clients, and of those that join them."""
+
+
+def make_module(kind, folder, clients, changed_client=None):
+    """Return the data module of some clients; the first image of one of them may have changed."""
+    if kind == "files":
+        for client in clients:
+            for number in range(CLIENT_SIZES[client]):
+                shade = 200 if client == changed_client and number == 0 else number + 20 * client
+                write(folder / "train", str(client), f"{number}.png", shade)
+            write(folder / "test", str(client), "0.png", 255)
+        folder_set = perada.data.Images(
+            str(folder), layout="{split}/{client}/{class}/*", size=8, classes=["cat", "dog"]
+        )
+        return perada.FederatedDataModule(dataset=folder_set, partition=perada.data.ByDomain("client"))
+    datasets = []
+    for client in clients:
+        x, y = images(client, CLIENT_SIZES[client])
+        if client == changed_client:
+            x[0, 0, 0, 0] ^= 1
+        joins_with_items = kind == "tensors, then items" and client >= 2
+        if kind == "items" or joins_with_items:
+            datasets.append(Items(list(zip(x, y, strict=True))))
+        else:
+            datasets.append(TensorDataset(x, y))
+    return perada.FederatedDataModule(FederatedData(datasets, num_classes=3), num_classes=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "value", "num_former"),
+    [
+        ("items", "fingerprints.ITEMS_LIMIT", 20, 2),
+        ("items", "fingerprints.CLIENTS_LIMIT", 3, 4),
+        ("items", "labels.SCAN_LIMIT", 40, 2),
+        ("files", "fingerprints.FILES_LIMIT", 20, 2),
+        ("tensors", "fingerprints.BYTES_LIMIT", 20 * 16, 2),
+        ("tensors, then items", "fingerprints.ITEMS_LIMIT", 20, 2),
+    ],
+)
+def test_clients_that_join_do_not_change_what_is_hashed_of_the_others(
+    monkeypatch, tmp_path, kind, limit, value, num_former
+):
+    monkeypatch.setattr(f"perada.data.{limit}", value)
+    former_clients = list(range(num_former))
+    more_clients = list(range(num_former + 1))
+    former = make_module(kind, tmp_path / "former", former_clients).fingerprint["train"]
+
+    def find_changed_client(folder, changed_client):
+        module = make_module(kind, tmp_path / folder, more_clients, changed_client)
+        return fingerprints.first_changed_client(
+            former, fingerprints.training_fingerprint(module.checked, former_clients)
+        )
+
+    assert former["images"] is not None
+    assert find_changed_client("more", None) is None
+    last_client = num_former - 1
+    assert find_changed_client("changed", last_client) == last_client
+    # The client that joins is compared with nothing.
+    assert find_changed_client("other", num_former) is None
+
+
+def test_a_run_resumes_with_more_clients_beyond_the_limit_of_items(monkeypatch, tmp_path):
+    monkeypatch.setattr(fingerprints, "ITEMS_LIMIT", 9)
+    fit(tmp_path, data(kind="items", names=NAMES))
+    order = (3, 1, 0, 2)
+    names = ["west", "south", "north", "east"]
+    more = data(order, names, kind="items", test=(13, 11, 10, 12))
+    run = fit(tmp_path, more, 2, ckpt_path="last", resume_allow=["clients"])
+    assert run.num_clients == 4

@@ -6,8 +6,9 @@ Samples are gathered by index if the clients' datasets are tensors, and read ite
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from perada.tasks.geometry import Size
 
 Rows = tuple[Tensor, Tensor | None, dict[int, Exception]]
 """Images, labels, and the errors of those that cannot be read, by their position in the images."""
+SamplesT = TypeVar("SamplesT", bound="Samples")
 CLIENT = "client {client}"
 """Owner of samples in messages, if each client has some."""
 PUBLIC_SET = "the public set"
@@ -148,6 +150,14 @@ class TensorStore(Samples):
         """Whether the images are on a GPU."""
         return self.images.is_cuda
 
+    def select(self, clients: Sequence[int]) -> "TensorStore":
+        """Return a store of some of the clients, in the given order, as if there were no others."""
+        rows_of_clients = torch.split(self.table, list(self.sizes))
+        selected = _copy_without_caches(self)
+        selected.table = torch.cat([rows_of_clients[client] for client in clients])
+        selected.sizes = tuple(self.sizes[client] for client in clients)
+        return selected
+
     def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
         """Gather rows."""
         rows = to_device_async(self.table[self.starts[owners] + indices], self.images.device)
@@ -179,6 +189,15 @@ class TensorStore(Samples):
         self.images = self.images.to(device)
         if self.labels is not None:
             self.labels = self.labels.to(device)
+
+
+def _copy_without_caches(store: SamplesT) -> SamplesT:
+    """Return a shallow copy of a store without what it has cached of its clients."""
+    result = copy(store)
+    for name, attribute in vars(Samples).items():
+        if isinstance(attribute, cached_property):
+            vars(result).pop(name, None)
+    return result
 
 
 def _join_tensors(tensors: list[Tensor]) -> Tensor:
@@ -229,6 +248,23 @@ class MapStore(Samples):
         self.client_names: Sequence[str] | None = None
         self.progress: WorkerProgress | None = None
         self._blank: tuple[Tensor, Tensor | None] | None = None  # zeros in the format of the first sample read
+
+    def select(self, clients: Sequence[int]) -> "Store":
+        """Return a store of some of the clients, in the given order, as if there were no others.
+
+        It is a TensorStore if the datasets of these clients are tensors of one format.
+        """
+        datasets = [self.datasets[client] for client in clients]
+        store = make_store(datasets, self.labelled, self.size, owner=self.owner)
+        if isinstance(store, TensorStore):
+            return store
+        selected = _copy_without_caches(self)
+        selected.datasets = datasets
+        selected.sizes = store.sizes
+        selected.known_labels = [self.known_labels[client] for client in clients]
+        if self.client_names is not None:
+            selected.client_names = [self.client_names[client] for client in clients]
+        return selected
 
     def describe(self, owner: int, index: int) -> str:
         """Name a sample for a message."""
