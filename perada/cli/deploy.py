@@ -41,9 +41,11 @@ from perada.deploy.state import RunState, SiteStore, read_runs
 from perada.deploy.sums.vector import check_cryptography
 from perada.deploy.transport import LocalTransport, Terms, Transport
 from perada.federation.both_models import without_both_models
+from perada.federation.typical_images import MAX_EXAMPLES
 from perada.privacy.accounting import Ledger
 from perada.results.clients import check_none_lost
 from perada.results.run import Run
+from perada.results.run_file import TYPICAL_FILE
 from perada.system.disk_errors import naming_disk
 from perada.system.files import check_output_folder
 
@@ -146,6 +148,13 @@ def export_deployment(parser: ArgumentParser, words: list[str]) -> None:
         "--run", default=None, metavar="ID", help="Earlier run of the site, as listed by `perada deploy status`."
     )
     parser.add_argument("--output", type=Path, required=True, help="Folder for client_0 and global.")
+    parser.add_argument(
+        "--prediction",
+        choices=("personal", "both"),
+        default=None,
+        help="Models with which the site predicts; by default those of the recipe's option evaluation.prediction. both "
+        "writes statistics of the site's training images, too.",
+    )
     options = parser.parse_args(words)
     check_output_folder("--output", options.output)
     if options.where.is_file():
@@ -153,7 +162,13 @@ def export_deployment(parser: ArgumentParser, words: list[str]) -> None:
     else:
         run = _run_of_server(options.where, options.recipe)
     check_none_lost(options.output, run.info)
-    print_saved(run, run.export(options.output))
+    print_saved(run, run.export(options.output, prediction=options.prediction))
+    statistics = options.output / "client_0" / TYPICAL_FILE
+    if statistics.is_file():
+        print(
+            f"{statistics} has statistics of up to {MAX_EXAMPLES} training images; to give the models away without it, "
+            "export with --prediction personal"
+        )
 
 
 def _run_of_site(site_file: SiteFile, recipe: str | None, run: str | None) -> Run:

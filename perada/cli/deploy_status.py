@@ -38,6 +38,7 @@ def site_status(site: SiteFile) -> str:
     if not states:
         return f"Site {site.name} has trained nothing yet."
     paragraphs = [f"Site {site.name}, the current run first:", _runs_table(states)]
+    paragraphs += _format_own_scores(states)
 
     limits = site.limits
     ledger = totals.ledger
@@ -81,6 +82,24 @@ def _runs_table(run_states: Sequence[RunState]) -> str:
             row.append(str(masked_round + 1) if masked_round >= 0 else NONE)
         rows.append(row)
     return table(header, rows)
+
+
+def _format_own_scores(run_states: Sequence[RunState]) -> list[str]:
+    """Format the scores on the site's own test images of the newest run that has any: a sentence and a table."""
+    scored = [state for state in run_states if state.scoring.own.scores]
+    if not scored:
+        return []
+    newest = scored[0]
+    scoring = newest.scoring
+    own = scoring.own
+    unit = SHARES if own.has_classes else NUMBERS
+    metrics = list(next(iter(own.scores.values())))
+    rows = []
+    for model, score_of_metric in own.scores.items():
+        values = [score_of_metric.get(metric) for metric in metrics]
+        rows.append([model, *(unit.number(math.nan if value is None else value) for value in values)])
+    sentence = f"Own test images ({own.num_images}), after round {scoring.round} of run {newest.run}:"
+    return [sentence, table(["model", *(f"{metric}{unit.symbol}" for metric in metrics)], rows)]
 
 
 def _format_spent(ledger: Ledger, owner: int, limits: Limits, max_epsilon: float | None) -> str:

@@ -43,7 +43,7 @@ IMAGES_LEDGER = 0
 SITE_LEDGER = 1
 """Client number in a site's ledger under which the ε of the site as a whole is counted."""
 SITE_STATE = STATE
-SITE_FORMAT = 7
+SITE_FORMAT = 8
 FORMER_RUNS = "runs"
 """Subfolder of the state folder with the states of former runs."""
 ContentT = TypeVar("ContentT")
@@ -166,6 +166,22 @@ class TrainingState:
 
 
 @dataclass(frozen=True)
+class OwnScores:
+    """Scores of a site's models on its own test images, for the site itself.
+
+    Attributes:
+        num_images: Number of test images; 0 before the first scoring.
+        scores: Scores by the name of the model (``personal``, ``global``, ``both``) and then of the metric; None for
+            one that is NaN or infinite.
+        has_classes: Whether the scores are shares, and not in the unit of predicted numbers.
+    """
+
+    num_images: int = 0
+    scores: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    has_classes: bool = True
+
+
+@dataclass(frozen=True)
 class ScoringState:
     """A site's scoring in a run.
 
@@ -176,6 +192,7 @@ class ScoringState:
         models_digest: Digest of the models, without what differs between sites.
         metrics: Scores to be added up in a secure sum; empty if they are not.
         global_state: The global state that was scored last; empty before the site was sent one.
+        own: Scores of the same models, which never leave the site from here.
     """
 
     round: int = -1
@@ -184,6 +201,7 @@ class ScoringState:
     models_digest: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     global_state: "State" = field(default_factory=dict)
+    own: OwnScores = field(default_factory=OwnScores)
 
 
 @dataclass(frozen=True)
@@ -567,9 +585,10 @@ def _build_stored(
     former: dict[str, int],
 ) -> StoredSite:
     """Build the content of a site's file from the values in it."""
+    scoring = state["scoring"]
     parts = {
         "training": TrainingState(**state["training"]),
-        "scoring": ScoringState(**state["scoring"]),
+        "scoring": ScoringState(**(scoring | {"own": OwnScores(**scoring["own"])})),
         "summing": SummingState(**state["summing"]),
     }
     ledger = Ledger()

@@ -11,6 +11,8 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import FedAvg, HetLoRA
+from perada.cli import deploy
+from perada.cli.main import main
 from perada.core.checks import OptionError
 from perada.deploy.exported import export_site_run
 from perada.deploy.protocol import Response
@@ -290,3 +292,23 @@ def test_impossible_facts_are_rejected(facts):
 )
 def test_possible_facts_are_accepted(facts):
     assert Response("ok", ANSWER, facts).facts == facts
+
+
+@pytest.mark.parametrize("options", [[], ["--prediction=personal"]], ids=["default", "personal"])
+def test_a_site_exports_its_models_without_statistics_of_its_images(options, tiny, tmp_path, monkeypatch, capsys):
+    deployment = parties(tiny, tmp_path)
+    _, workers = deployment.deployed()
+    (client,) = workers["site2"].clients.values()
+    state = read_state(workers["site2"].store.folder / "state.safetensors").run_state
+    site_run = export_site_run(client, state, "site2")
+    monkeypatch.setattr(deploy, "read_site", lambda path: path)
+    monkeypatch.setattr(deploy, "_run_of_site", lambda *_: site_run)
+    site_file = tmp_path / "site.yaml"
+    site_file.touch()
+    out = tmp_path / "out"
+    main(["deploy", "export", str(site_file), "--output", str(out), *options])
+    with_statistics = options != ["--prediction=personal"]
+    files = {path.name for path in (out / "client_0").iterdir()}
+    assert ("typical.safetensors" in files) == with_statistics
+    assert "adapter_model.safetensors" in files
+    assert ("statistics of up to 300 training images" in capsys.readouterr().out) == with_statistics

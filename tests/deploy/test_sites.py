@@ -611,9 +611,12 @@ def test_what_a_crash_left_of_a_file_is_not_written_into(site, tmp_path):
     assert stat.S_IMODE((site.store.folder / "state.safetensors").stat().st_mode) == 0o600
 
 
-def test_a_limit_rejects_recipes_without_privacy(tiny, tmp_path):
+@pytest.mark.parametrize("client_privacy", [None, ClientPrivacy(noise_multiplier=1.0, delta=1e-2, max_norm=0.1)])
+def test_a_limit_rejects_recipes_without_privacy_before_anything_leaves(client_privacy, tiny, tmp_path):
+    """Noise for sites as a whole, added by the server, does not protect single images from it."""
     with pytest.raises(ValueError, match=r"max_epsilon=1 .*without privacy"):
-        Parties(tiny, tmp_path).worker(0, max_epsilon=1)
+        Parties(tiny, tmp_path, loop={"client_privacy": client_privacy}).worker(0, max_epsilon=1)
+    assert not (tmp_path / "site0" / "audit.jsonl").exists()
 
 
 def test_a_folder_has_one_worker(site):

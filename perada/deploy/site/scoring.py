@@ -16,10 +16,10 @@ from perada.deploy.protocol import (
 )
 from perada.deploy.scores import counts_of, failed_models_of, score_summands
 from perada.deploy.site.budget import add_step_without_noise
-from perada.deploy.site.client import Client
+from perada.deploy.site.client import Client, SiteScores
 from perada.deploy.site.handler import ImageHandler
 from perada.deploy.site.incoming import Incoming, digest_for_all_sites, finite_or_none, lay_out
-from perada.deploy.state import SITE_LEDGER, RunState
+from perada.deploy.state import SITE_LEDGER, OwnScores, RunState
 from perada.scores.accumulation import Scores
 
 
@@ -49,7 +49,8 @@ class ScoringHandler(ImageHandler):
         self.permissions.check_images(client, run_state, self.log)
         models = _unpack_models(client, incoming.content, request)
 
-        facts = self._score_models(client, request, models, run_state)
+        site_scores = self._score_models(client, request, models, run_state)
+        facts = {} if site_scores is None else self._facts_of(client, site_scores)
         metrics: dict[str, float] = {}
         secure_sums = client.settings.secure_sums
         if secure_sums is not None:
@@ -71,6 +72,7 @@ class ScoringHandler(ImageHandler):
             metrics=metrics,
             # Every scored round is kept, so that a run that is stopped can be exported, too.
             global_state=models.shared,
+            own=OwnScores() if site_scores is None else _own_scores(client, site_scores),
         )
         run_state = replace(run_state, scoring=scoring)
         self.store.commit(run_state, replace(self.store.totals, ledger=ledger))
@@ -78,21 +80,37 @@ class ScoringHandler(ImageHandler):
 
     def _score_models(
         self, client: Client, request: Request, models_to_score: _Models, run_state: RunState
-    ) -> dict[str, Any]:
-        """Score models, and return what of it may leave the site, as facts of the response."""
+    ) -> SiteScores | None:
+        """Return the scores of models; None if they cannot be computed, and none of them may leave the site."""
+        try:
+            return client.score(request, models_to_score.shared, models_to_score.members, run_state)
+        except Exception:
+            if self._may_send_scores(client):
+                raise
+            # The server must not learn of the test images that something is wrong with one of them.
+            self.log.exception(
+                "round %d: the site's own test images could not be scored; the server does not learn this",
+                request.display_round,
+            )
+            return None
+
+    def _may_send_scores(self, client: Client) -> bool:
+        """Return whether any scores may leave the site."""
         # No ledger counts scores, so a site whose privacy is protected as a whole sends none.
-        if client.site_privacy is not None or not self.permissions.may_send & {"counts", "scores"}:
+        return client.site_privacy is None and bool(self.permissions.may_send & {"counts", "scores"})
+
+    def _facts_of(self, client: Client, site_scores: SiteScores) -> dict[str, Any]:
+        """Return what may leave the site of its scores, as facts of the response."""
+        if not self._may_send_scores(client):
             return {}
-        scores = client.score(request, models_to_score.shared, models_to_score.members, run_state)
-        values = {name: _mean_scores(score) for name, score in scores.models.items() if score}
-        counts = counts_of(scores.models, client.test_size)
+        counts = counts_of(site_scores.models, client.test_size)
         facts = self.permissions.allowed_facts("counts", counts)
-        facts |= self.permissions.allowed_facts("scores", {"scores": values})
+        facts |= self.permissions.allowed_facts("scores", {"scores": _scores_of_models(site_scores)})
         # Either kind tells whether a model has scores.
-        facts |= failed_models_of(scores.models)
-        if scores.typical is not None:
+        facts |= failed_models_of(site_scores.models)
+        if site_scores.typical is not None:
             # It is a score, and times the number of test images a count.
-            facts["typical"] = scores.typical
+            facts["typical"] = site_scores.typical
         return facts
 
 
@@ -135,6 +153,20 @@ def _unpack_models(client: Client, message: bytes, request: Request) -> _Models:
         else:
             members[key] = value
     return _Models(lay_out(shared, request), members, digest_for_all_sites(request, tensors))
+
+
+def _own_scores(client: Client, site_scores: SiteScores) -> OwnScores:
+    """Return the scores that a site keeps for itself."""
+    return OwnScores(
+        num_images=client.test_size,
+        scores=_scores_of_models(site_scores),
+        has_classes=client.module.task.has_classes,
+    )
+
+
+def _scores_of_models(site_scores: SiteScores) -> dict[str, dict[str, float | None]]:
+    """Return the scores of each model by metric, without models that have scored no image."""
+    return {name: _mean_scores(score) for name, score in site_scores.models.items() if score}
 
 
 def _mean_scores(image_scores: Scores) -> dict[str, float | None]:
