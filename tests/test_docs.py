@@ -214,7 +214,7 @@ class Reader:
             if inside[0] == "perada":
                 self.parsed(inside[1:])
         elif words[0] == "cp":
-            assert words[2].partition(":")[0] in services
+            assert {word.partition(":")[0] for word in words[1:3]} & set(services)
 
     def torchrun(self, arguments, parse_only):
         parsed = get_args_parser().parse_args(arguments)

@@ -20,11 +20,10 @@ class SecureSums:
     uniform and cancel exactly (Bonawitz et al., CCS 2017). A simulation computes the same numbers without masks.
 
     Args:
-        min_sites: Smallest number of clients in a sum; a round with fewer is void. In a sum of two, each knows the
-            other's part.
-        threshold: More than this share of a round's clients must stay until its end; at least 2/3. Up to half of
-            ``min_sites`` may then collude with the server: if t of n sites must stay, it needs the help of 2 t − n
-            sites to have two lists of one sum signed.
+        min_sites: Smallest number of clients in a sum; a round with fewer is void. With two sites, each can compute the
+            other's contribution, so it is at least 3.
+        threshold: A sum is revealed only if more than this share of the round's clients stay until its end. It is at
+            least 2/3: then the server learns nothing else, even with the help of half of ``min_sites``, rounded down.
         fraction_bits: Bits after the binary point. The error of a mean is at most 2^−(``fraction_bits`` + 1). An
             update that does not fit into the bits before the point is dropped; nothing is clipped.
 
@@ -41,7 +40,7 @@ class SecureSums:
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
-        hint = "in a sum of two, each site can infer the other's part"
+        hint = "with two sites, each can compute the other's contribution"
         check_integer("secure_sums: min_sites", self.min_sites, 3, hint=hint)
         hint = "below it, a dishonest site could help present different requests to two groups of sites"
         check_number("secure_sums: threshold", self.threshold, ge=2 / 3, lt=1, hint=hint)

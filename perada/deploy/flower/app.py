@@ -73,7 +73,7 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
     check_app_target(folder, name)
     has_secure_sums = re.search(r"^[^#\n]*secure_sums", recipe, re.MULTILINE)
     has_masks = re.search(r"^[^#\n]*ImageMasks", recipe, re.MULTILINE)
-    folders = 'layout: "{class}/*"              # which folders are classes'
+    folders = 'layout: "{class}/*"              # "{class}/{group}_*" keeps all images of a patient on one side'
     if has_masks:
         folders = "# root has the folders images and masks, with the same names in both"
     options = vars(Terms()) | vars(Monitoring())

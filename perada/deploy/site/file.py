@@ -20,12 +20,14 @@ class Limits:
     """Limits of a site on all training on its images, over all runs and recipes.
 
     Args:
-        max_epsilon: Largest ε of a single image; None for that of one whole run of the recipe.
+        max_epsilon: Largest ε of a single image, in the ledger ``release`` of all runs; None for that of one whole run
+            of the recipe. A site that sets it rejects recipes without ``privacy`` before anything leaves.
         delta: δ of that ε, whatever a recipe sets.
         accountant: How ε is computed, whatever a recipe sets: ``rdp`` or ``prv``, which report upper bounds.
         max_rounds: Largest number of rounds; None for no limit.
         max_runs: Largest number of runs, each of which leaves a personal adapter on the site's disk.
-        max_site_epsilon: Largest ε of the site as a whole; None for that of one whole run of the recipe.
+        max_site_epsilon: Largest ε of the site as a whole; None for that of one whole run of the recipe. A site that
+            sets it rejects recipes without ``client_privacy`` and ``secure_sums`` before anything leaves.
     """
 
     max_epsilon: float | None = None
@@ -85,7 +87,7 @@ class SiteFile:
         socket: Where the worker listens; None if the file does not set it.
         may_send: What may leave in addition to updates.
         limits: Limits of all runs.
-        accelerator: Accelerator of the trainer.
+        accelerator: Accelerator of the trainer, such as ``cpu`` or ``cuda``; by default a GPU if there is one.
         secure_sums: The sites that it hides among; None if there are none.
         resume_allow: ``images`` if a run without privacy may continue with other images.
     """
