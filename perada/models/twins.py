@@ -3,7 +3,7 @@
 
 The engine folds clients into the batch: R rows, of which each client has as many, pass through one network, and each
 layer with trained parameters is replaced by a stacked one that has those of all clients (see
-:mod:`perada.engine.fold`).
+``perada.engine.fold``).
 
 PEFT keeps the parameters of IA3 and VeRA in dictionaries, which are no layers of their own. In the fold, such a
 dictionary becomes a layer that scales, and the layer of PEFT around it one that calls this. DoRA's magnitudes are a
@@ -96,7 +96,7 @@ class FrozenConv2dSame(FrozenSubstitute):
     """A frozen convolution with TensorFlow's padding, as in timm's ``tf_efficientnet`` networks.
 
     torch takes long for the input gradient of strided depthwise convolutions in bfloat16 on a CPU, so it is computed in
-    single precision, as :class:`~perada.engine.frozen_layers.FrozenConv2d` does.
+    single precision, as ``perada.engine.frozen_layers.FrozenConv2d`` does.
     """
 
     def forward(self, x: Tensor) -> Tensor:
