@@ -1,53 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Lightning says that is no news is left out while perada trains, and only then."""
+"""Messages of Lightning that are no news, and the seed, are silenced while perada trains, and only then."""
 
 import logging
 import warnings
 
 import pytest
+from pytorch_lightning import seed_everything
+from pytorch_lightning.utilities.seed import isolate_rng
 
 from perada.system.quiet import quiet, quiet_lightning, root_logger_kept
 
-LEAF = "`isinstance(treespec, LeafSpec)` is deprecated, use something else"
-SPEAKER = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+LOGGER = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+SILENCED_MESSAGES = [
+    "Seed set to 7",
+    "GPU available: False, used: False",
+    "TPU available: False, using: 0 TPU cores",
+    "HPU available: False, using: 0 HPUs",
+    "Tip: try litlogger",
+]
+SHOWN_MESSAGES = ["GPU available: True (cuda), used: True", "The seed of the data is in the recipe"]
+SILENCED_WARNING = "`isinstance(treespec, LeafSpec)` is deprecated, use something else"
+SHOWN_WARNING = "another deprecation"
 
 
 @pytest.fixture(autouse=True)
-def fresh():
-    """Nobody has left anything out in this process before, and nothing stays left out."""
-    filters, SPEAKER.filters[:] = [*SPEAKER.filters], []
-    yield
-    SPEAKER.filters[:] = filters
-
-
-def said():
-    """How many of two messages and two warnings are shown, in this order."""
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.filterwarnings("always", "other")
-        for text in (LEAF, "other"):
-            warnings.warn(text, FutureWarning, stacklevel=1)
-    return [
-        *(bool(SPEAKER.filter(SPEAKER.makeRecord("", 20, "", 0, text, (), None))) for text in ("try litlogger", "GPU")),
-        *(text in [str(one.message) for one in shown] for text in (LEAF, "other")),
-    ]
-
-
-def test_meanwhile_and_no_longer():
+def _no_filters():
+    """Start each test without filters, and restore those that there were."""
+    filters_before = LOGGER.filters[:]
+    LOGGER.filters[:] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        with pytest.raises(KeyError), quiet(), quiet():
-            assert said() == [False, True, False, True]
-            raise KeyError
-        assert said() == [True] * 4
+        yield
+    LOGGER.filters[:] = filters_before
 
 
-def test_it_stays_left_out_where_it_was():
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        quiet_lightning()
+def find_shown_messages():
+    """Return those of the messages that the logger passes on."""
+    shown = []
+    for message in SILENCED_MESSAGES + SHOWN_MESSAGES:
+        record = LOGGER.makeRecord(LOGGER.name, logging.INFO, "", 0, message, (), None)
+        if LOGGER.filter(record):
+            shown.append(message)
+    return shown
+
+
+def find_shown_warnings():
+    """Return those of the two warnings that are shown."""
+    with warnings.catch_warnings(record=True) as caught:
+        # pytest turns warnings that no filter names into errors.
+        warnings.filterwarnings("always", SHOWN_WARNING)
+        warnings.warn(SILENCED_WARNING, FutureWarning, stacklevel=1)
+        warnings.warn(SHOWN_WARNING, FutureWarning, stacklevel=1)
+    return [str(warning.message) for warning in caught]
+
+
+def test_messages_that_are_no_news_are_silenced_within_the_statement_only():
+    with pytest.raises(KeyError), quiet(), quiet():
+        assert find_shown_messages() == SHOWN_MESSAGES
+        assert find_shown_warnings() == [SHOWN_WARNING]
+        raise KeyError
+    assert find_shown_messages() == SILENCED_MESSAGES + SHOWN_MESSAGES
+    assert find_shown_warnings() == [SILENCED_WARNING, SHOWN_WARNING]
+
+
+def test_lightnings_seed_is_not_logged(monkeypatch, caplog):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "")  # which seed_everything sets
+    monkeypatch.setenv("PL_SEED_WORKERS", "")
+    with caplog.at_level(logging.INFO, logger="lightning_fabric.utilities.seed"), isolate_rng():
         with quiet():
-            pass
-        assert said() == [False, True, False, True]
+            seed_everything(7)
+        assert caplog.messages == []
+        seed_everything(7)
+        assert caplog.messages == ["Seed set to 7"]
+
+
+def test_what_was_silenced_before_stays_silenced():
+    quiet_lightning()
+    with quiet():
+        pass
+    assert find_shown_messages() == SHOWN_MESSAGES
+    assert find_shown_warnings() == [SHOWN_WARNING]
 
 
 def test_what_a_library_does_to_the_root_logger_is_undone():
