@@ -2,8 +2,10 @@
 """Algorithms by name, and the methods of papers, each an algorithm with arguments that has a recipe."""
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +92,30 @@ class Method:
         return make_algorithm(self.algorithm, **arguments | options)
 
     def __str__(self) -> str:
-        words = [f"algorithm={self.algorithm!r}"]
-        words += [f"{name}={value!r}" for name, value in self.options.items()]
+        text = f"algorithm={self.algorithm!r}"
+        settings = [f"{name}={value!r}" for name, value in self.options.items()]
         if self.server_rule is not None:
-            words.append(f"server_rule={self.server_rule!r}")
-        return " with ".join([words[0], *filter(None, [" and ".join(words[1:])])])
+            settings.append(f"server_rule={self.server_rule!r}")
+        if settings:
+            text += " with " + " and ".join(settings)
+        return text
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What the recipe of a method states.
+
+    Attributes:
+        algorithm: Name of the algorithm in :data:`ALGORITHMS`.
+        arguments: The algorithm's arguments. One that is an algorithm is given by its name.
+        server_rule: Name of the rule in ``SERVER_RULES``; None for the mean.
+        model: Section ``model``.
+    """
+
+    algorithm: str
+    arguments: dict[str, Any]
+    server_rule: str | None
+    model: dict[str, Any]
 
 
 @cache
@@ -104,38 +125,42 @@ def methods() -> dict[str, Method]:
     >>> print(methods()["perada_no_kd"], methods()["flexlora"], sep="; ")
     algorithm='perada' with distill=False; algorithm='fedavg' with server_rule='svd'
     """
-    names_by_class = {kind.__name__: name for name, kind in ALGORITHMS.items()}
-    rules_by_class = {rule.__name__: name for name, rule in SERVER_RULES.items()}
-    recipes = {path.stem: read_yaml(path) for path in sorted(METHODS_FOLDER.glob("*.yaml"))}
-    algorithms: dict[str, str] = {}
-    arguments_of_methods: dict[str, dict[str, Any]] = {}
-    for name, recipe in recipes.items():
-        entry = recipe["federated"]["algorithm"]
-        if isinstance(entry, str):
-            entry = {"class_path": entry}
-        algorithms[name] = names_by_class[entry["class_path"]]
-        arguments_of_methods[name] = {}
-        for argument, value in entry.get("init_args", {}).items():
-            is_algorithm = isinstance(value, str) and value in names_by_class
-            arguments_of_methods[name][argument] = names_by_class[value] if is_algorithm else value
-
+    recipes = {path.stem: _read_recipe(path) for path in sorted(METHODS_FOLDER.glob("*.yaml"))}
     order = list(ALGORITHMS)
-    names = sorted(recipes, key=lambda name: order.index(algorithms[name]))
+    names = sorted(recipes, key=lambda name: order.index(recipes[name].algorithm))
     result = {}
     for name in names:
-        of_same_algorithm = [arguments_of_methods[other] for other in names if algorithms[other] == algorithms[name]]
         recipe = recipes[name]
-        rule = recipe["federated"].get("server_rule")
+        same_algorithm = [recipes[other] for other in names if recipes[other].algorithm == recipe.algorithm]
         result[name] = Method(
             name=name,
-            algorithm=algorithms[name],
-            options=_distinguishing_arguments(
-                ALGORITHMS[algorithms[name]], arguments_of_methods[name], of_same_algorithm
-            ),
-            server_rule=None if rule is None else rules_by_class[rule],
-            model=recipe.get("model", {}),
+            algorithm=recipe.algorithm,
+            options=_distinguishing_arguments(recipe, same_algorithm),
+            server_rule=recipe.server_rule,
+            model=recipe.model,
         )
     return result
+
+
+def _read_recipe(path: Path) -> _Recipe:
+    """Read the recipe of a method, which names classes, with the names of these classes in perada."""
+    names_by_class = {algorithm.__name__: name for name, algorithm in ALGORITHMS.items()}
+    rules_by_class = {rule.__name__: name for name, rule in SERVER_RULES.items()}
+    content = read_yaml(path)
+    entry = content["federated"]["algorithm"]
+    if isinstance(entry, str):
+        entry = {"class_path": entry}
+    arguments = {}
+    for argument, value in entry.get("init_args", {}).items():
+        is_algorithm = isinstance(value, str) and value in names_by_class
+        arguments[argument] = names_by_class[value] if is_algorithm else value
+    rule_class = content["federated"].get("server_rule")
+    return _Recipe(
+        algorithm=names_by_class[entry["class_path"]],
+        arguments=arguments,
+        server_rule=None if rule_class is None else rules_by_class[rule_class],
+        model=content.get("model", {}),
+    )
 
 
 def distinct_methods() -> dict[str, Method]:
@@ -151,23 +176,20 @@ def distinct_methods() -> dict[str, Method]:
     return distinct
 
 
-def _distinguishing_arguments(
-    algorithm_class: type[Algorithm],
-    arguments: dict[str, Any],
-    of_same_algorithm: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """Return the arguments in which methods of one algorithm differ.
+def _distinguishing_arguments(recipe: _Recipe, same_algorithm: Sequence[_Recipe]) -> dict[str, Any]:
+    """Return the arguments of a recipe in which the recipes of its algorithm differ.
 
     Args:
-        algorithm_class: Class of the algorithm.
-        arguments: Arguments of one method.
-        of_same_algorithm: Options of all methods of the algorithm. An argument that one lacks has its default.
+        recipe: The recipe.
+        same_algorithm: All recipes of the algorithm. An argument that one lacks has its default.
     """
-    defaults = {name: parameter.default for name, parameter in inspect.signature(algorithm_class).parameters.items()}
+    parameters = inspect.signature(ALGORITHMS[recipe.algorithm]).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
     distinguishing = {}
-    for argument in {name: None for others in of_same_algorithm for name in others}:
-        value = arguments.get(argument, defaults[argument])
-        differs = any(others.get(argument, defaults[argument]) != value for others in of_same_algorithm)
+    arguments = dict.fromkeys(chain.from_iterable(other.arguments for other in same_algorithm))
+    for argument in arguments:
+        value = recipe.arguments.get(argument, defaults[argument])
+        differs = any(other.arguments.get(argument, defaults[argument]) != value for other in same_algorithm)
         if differs and value is not None:
             distinguishing[argument] = value
     return distinguishing

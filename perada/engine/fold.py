@@ -88,11 +88,17 @@ def fold(model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = Non
             single model but must draw from the same streams.
         wrap: Wraps each module after its replacement; None not to wrap.
     """
-    folder = _Folder(random_only, wrap)
-    return Fold(folder.visit(model, ""), folder.context, frozenset(folder.row_keys), folder.missing)
+    folding = _ModelFolding(random_only=random_only, wrap=wrap)
+    stacked = folding.replace(model, path="")
+    return Fold(
+        model=stacked,
+        context=folding.context,
+        row_keys=frozenset(folding.row_keys),
+        missing=folding.missing,
+    )
 
 
-class _Folder:
+class _ModelFolding:
     """Replaces the modules of a model by their stacked versions."""
 
     def __init__(self, random_only: bool, wrap: Wrap | None) -> None:
@@ -101,17 +107,17 @@ class _Folder:
         self.missing: dict[str, str] = {}
         self._random_only = random_only
         self._wrap = wrap
-        # Replacements by the id of the module: if a module occurs in several places, so must its twin.
-        self._seen: dict[int, nn.Module] = {}
+        # Keys are the ids of modules: if a module occurs in several places, so must its twin.
+        self._replacements: dict[int, nn.Module] = {}
 
-    def visit(self, module: nn.Module, path: str) -> nn.Module:
+    def replace(self, module: nn.Module, path: str) -> nn.Module:
         """Return the replacement of a module in the folded model."""
-        if id(module) not in self._seen:
+        if id(module) not in self._replacements:
             replacement = self._find_replacement(module, path)
             if self._wrap is not None:
                 replacement = self._wrap(replacement, path)
-            self._seen[id(module)] = replacement
-        return self._seen[id(module)]
+            self._replacements[id(module)] = replacement
+        return self._replacements[id(module)]
 
     def _find_replacement(self, module: nn.Module, path: str) -> nn.Module:
         """Return the replacement of a module before it is wrapped; the module itself if nothing in it changes."""
@@ -149,7 +155,7 @@ class _Folder:
         for name, child in module._modules.items():
             children[name] = child
             if child is not None and name not in param_dicts:
-                replacement = self.visit(child, f"{path}.{name}".lstrip("."))
+                replacement = self.replace(child, f"{path}.{name}".lstrip("."))
                 children[name] = replacement
                 any_replaced |= replacement is not child
 

@@ -306,9 +306,9 @@ def plan_privacy(context: RunContext, rounds: int | None) -> Protection:
             settings.privacy,
             context.data.train_sizes,
             context.data.batch_size,
-            queries_of(settings.algorithm, settings.phases),
-            None if tuning is None else queries_of(tuning[0], (tuning[1],)),
-            None if rounds is None else planned_rounds,
+            round_queries=queries_of(settings.algorithm, settings.phases),
+            tuning_queries=None if tuning is None else queries_of(tuning[0], (tuning[1],)),
+            planned=None if rounds is None else planned_rounds,
         )
     clients = None
     if settings.client_privacy is not None:

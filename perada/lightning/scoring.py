@@ -307,7 +307,7 @@ def fine_tune_clients(context: RunContext) -> bool:
     sampling: PrivateSampling | None = None
     images = federation.protection.image_account
     if images is not None:
-        sampling = images.sampling(tuning=True)
+        sampling = images.sampling(is_tuning=True)
     with context.precision():
         broken, failed = federation.personalize(
             context.progress_bar(plans, "Fine-tune"), lambda plan: context.local_steps(plan, sampling)

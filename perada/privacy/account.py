@@ -3,7 +3,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import chain
@@ -15,7 +15,7 @@ from perada.privacy.accounting import ROUNDING, Ledgers, calibrate, check_opacus
 from perada.privacy.options import ClientPrivacy, LedgerName, Privacy
 from perada.privacy.sampling import passes
 
-Planned = Callable[[int], Sequence[int]]
+CountRemainingRounds = Callable[[int], Sequence[int]]
 """Function of a round that returns in how many of the planned rounds, from that one on, each client takes part."""
 
 
@@ -39,8 +39,8 @@ class QueryPlan:
         return tuple(dict.fromkeys(chain.from_iterable(self.queries)))
 
 
-class NoisySteps(NamedTuple):
-    """Noisy steps of one client.
+class StepCost(NamedTuple):
+    """What equal noisy steps of one client cost.
 
     Attributes:
         client: Number of the client.
@@ -66,7 +66,7 @@ class Budget(ABC):
 
     Attributes:
         section: Name of the section.
-        privacy: The section.
+        options: The section.
         limit: The ε that no client may exceed; None for no limit.
         ledgers: Ledgers of the privacy costs so far.
         lost: The part of them that was not planned: rounds that were lost in a crash, or trained by another run.
@@ -74,7 +74,7 @@ class Budget(ABC):
 
     section: str
 
-    def __init__(self, privacy: Privacy | ClientPrivacy, planned: Planned | None) -> None:
+    def __init__(self, privacy: Privacy | ClientPrivacy, planned: CountRemainingRounds | None) -> None:
         check_opacus()
         self.options = privacy
         self._planned = planned
@@ -84,14 +84,14 @@ class Budget(ABC):
         self.lost = Ledgers()
 
     @abstractmethod
-    def costs(self, client: int, tuning: bool = False) -> list[NoisySteps]:
+    def costs(self, client: int, is_tuning: bool = False) -> list[StepCost]:
         """Return the cost of a round, or of the fine-tuning after the last, for one client."""
 
-    def round_costs(self, plan: RoundPlan, tuning: bool = False) -> list[NoisySteps]:
+    def round_costs(self, plan: RoundPlan, is_tuning: bool = False) -> list[StepCost]:
         """Return the costs of a round for all its clients."""
-        costs: list[NoisySteps] = []
+        costs: list[StepCost] = []
         for client in plan.clients:
-            costs += self.costs(client, tuning)
+            costs += self.costs(client, is_tuning)
         return costs
 
     def spend(self, costs: Iterable[Sequence[Any]], lost: bool = False) -> None:
@@ -106,7 +106,7 @@ class Budget(ABC):
             if lost:
                 self.lost.add(client, sigma, rate, steps, sent=sent)
 
-    def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
+    def affordable(self, clients: Sequence[int], is_tuning: bool = False) -> list[int]:
         """Return those of the clients that stay within the limit if they train once more, or are fine-tuned.
 
         Even a run with calibrated noise can reach the limit, if it was resumed with other options or is fine-tuned
@@ -114,11 +114,11 @@ class Budget(ABC):
         """
         if self.limit is None:
             return list(clients)
-        rounds = 0 if tuning else 1
-        tunings = 1 if tuning else 0
+        rounds = 0 if is_tuning else 1
+        tunings = 1 if is_tuning else 0
         affordable = []
         for client in clients:
-            is_free = not self.costs(client, tuning)
+            is_free = not self.costs(client, is_tuning)
             # Calibrated noise reaches the target exactly, up to rounding.
             if is_free or self._epsilon_after(client, rounds, tunings) <= self.limit * ROUNDING:
                 affordable.append(client)
@@ -163,8 +163,8 @@ class Budget(ABC):
             ledger: Name of the ledger.
         """
         history = Counter[tuple[float, float]]()
-        for tuning, times in ((False, rounds), (True, tunings)):
-            for cost in self.costs(client, tuning):
+        for is_tuning, times in ((False, rounds), (True, tunings)):
+            for cost in self.costs(client, is_tuning):
                 if cost.sent or ledger == "release":
                     history[cost.noise_multiplier, cost.sample_rate] += times * cost.steps
         return history
@@ -248,8 +248,8 @@ class Budget(ABC):
 
 
 @dataclass(frozen=True)
-class _NoisySteps:
-    """Steps of one client in a phase of training.
+class _PhaseSteps:
+    """Steps of one client on one stream of batches: in a phase of training or, if batches are shuffled, in all phases.
 
     Attributes:
         queries: Number of gradients of one batch that a step computes. Together they cost as much as one with
@@ -274,8 +274,8 @@ class Account(Budget):
         options: The section ``privacy``.
         sizes: Numbers of training images of the M clients.
         batch_size: Images in a batch.
-        query_plan: Training of each client in a round.
-        tuning: Training of each client after the last round; None without fine-tuning.
+        round_queries: Training of each client in a round.
+        tuning_queries: Training of each client after the last round; None without fine-tuning.
         planned: In how many of the planned rounds each client takes part; None if their number is not fixed.
 
     Attributes:
@@ -294,15 +294,15 @@ class Account(Budget):
         options: Privacy,
         sizes: Sequence[int],
         batch_size: BatchSize,
-        query_plan: QueryPlan,
-        tuning: QueryPlan | None = None,
-        planned: Planned | None = None,
+        round_queries: QueryPlan,
+        tuning_queries: QueryPlan | None = None,
+        planned: CountRemainingRounds | None = None,
     ) -> None:
         super().__init__(options, planned)
         self.sizes = tuple(sizes)
         self.batch_size = batch_size
-        self.rounds = query_plan
-        self.tuning = tuning or QueryPlan((), ())
+        self._round_queries = round_queries
+        self._tuning_queries = tuning_queries or QueryPlan((), ())
         # Clients of the same size take the same steps.
         self._steps = cache(self._count_steps)
         all_steps = [*self._steps(self.sizes[0], False), *self._steps(self.sizes[0], True)]
@@ -322,15 +322,15 @@ class Account(Budget):
         self.least_noise = list(self.noise_multipliers)
         self._check_first_round()
 
-    def query_plan(self, tuning: bool) -> QueryPlan:
+    def query_plan(self, is_tuning: bool) -> QueryPlan:
         """Return the query plan of a round, or of the fine-tuning after the last round."""
-        if tuning:
-            return self.tuning
-        return self.rounds
+        if is_tuning:
+            return self._tuning_queries
+        return self._round_queries
 
-    def sampling(self, tuning: bool = False) -> PrivateSampling:
+    def sampling(self, is_tuning: bool = False) -> PrivateSampling:
         """Return the description of how batches are drawn in a round, or in the fine-tuning after the last round."""
-        streams = tuple(tuple(queries) for queries in self.query_plan(tuning).queries)
+        streams = tuple(tuple(queries) for queries in self.query_plan(is_tuning).queries)
         return PrivateSampling(streams, self.options.sampling, self.options.secure_rng)
 
     def rate(self, client: int) -> float:
@@ -346,14 +346,14 @@ class Account(Budget):
                 name="privacy",
             )
 
-    def round_costs(self, plan: RoundPlan, tuning: bool = False) -> list[NoisySteps]:
+    def round_costs(self, plan: RoundPlan, is_tuning: bool = False) -> list[StepCost]:
         """Return the costs of a round for all its clients.
 
         Raises:
             ValueError: If the clients take other steps than the ledgers count.
         """
         counted = []
-        for phase in self.query_plan(tuning).phases:
+        for phase in self.query_plan(is_tuning).phases:
             counted.append(tuple(phase.local_steps(self.sizes[client], self.batch_size) for client in plan.clients))
         if plan.steps != tuple(counted):
             raise OptionError(
@@ -361,15 +361,15 @@ class Account(Budget):
                 f"{tuple(counted)}; do not use the data module for another run at the same time",
                 name="privacy",
             )
-        return super().round_costs(plan, tuning)
+        return super().round_costs(plan, is_tuning)
 
-    def costs(self, client: int, tuning: bool = False) -> list[NoisySteps]:
+    def costs(self, client: int, is_tuning: bool = False) -> list[StepCost]:
         """Return the cost of a round, or of the fine-tuning after the last, for one client."""
         rate = self._accounted_rate(client)
         costs = []
-        for entry in self._steps(self.sizes[client], tuning):
+        for entry in self._steps(self.sizes[client], is_tuning):
             sigma = self.noise_multipliers[client] / entry.queries**0.5
-            costs.append(NoisySteps(client, sigma, rate, entry.steps, entry.sent))
+            costs.append(StepCost(client, sigma, rate, entry.steps, entry.sent))
         return costs
 
     def metrics(self) -> dict[str, float]:
@@ -420,24 +420,38 @@ class Account(Budget):
         self.least_noise = [min(pair) for pair in zip(self.noise_multipliers, state["least_noise"], strict=True)]
         super().load_state_dict(state, rounds_done, tuned)
 
-    def _count_steps(self, num_images: int, tuning: bool) -> tuple[_NoisySteps, ...]:
+    def _count_steps(self, num_images: int, is_tuning: bool) -> tuple[_PhaseSteps, ...]:
         """Return the noisy steps that a client with ``num_images`` images takes in a round, or in the fine-tuning."""
-        plan = self.query_plan(tuning)
-        steps_of_phases = [phase.local_steps(num_images, self.batch_size) for phase in plan.phases]
-        is_sent = {stream: not tuning and stream not in plan.unsent for stream in plan.streams}
-        counted = []
+        plan = self.query_plan(is_tuning)
+        is_sent = {stream: not is_tuning and stream not in plan.unsent for stream in plan.streams}
         if self.options.sampling == "shuffle":
-            rows = rows_per_batch(num_images, self.batch_size)
+            return self._shuffled_steps(num_images, plan, is_sent)
+        return self._sampled_steps(num_images, plan, is_sent)
+
+    def _shuffled_steps(self, num_images: int, plan: QueryPlan, is_sent: Mapping[str, bool]) -> tuple[_PhaseSteps, ...]:
+        """Return the passes over shuffled images that each stream begins, each counted as a step."""
+        batch_rows = rows_per_batch(num_images, self.batch_size)
+        counted = []
+        for stream, sent in is_sent.items():
             # A stream continues from one of its phases to the next, so its passes are counted over all of them.
-            for stream, sent in is_sent.items():
-                most_queries = max(queries.get(stream, 0) for queries in plan.queries)
-                phases = zip(steps_of_phases, plan.queries, strict=True)
-                steps = sum(steps for steps, queries in phases if stream in queries)
-                counted.append(_NoisySteps(most_queries, passes(num_images, rows, steps), sent))
-            return tuple(counted)
-        for steps, queries in zip(steps_of_phases, plan.queries, strict=True):
+            num_steps = 0
+            most_queries = 0
+            for phase, queries in zip(plan.phases, plan.queries, strict=True):
+                if stream in queries:
+                    num_steps += phase.local_steps(num_images, self.batch_size)
+                    most_queries = max(most_queries, queries[stream])
+            # A pass may extend over several phases, so each is charged with the most queries that any of them makes.
+            num_passes = passes(num_images, batch_rows, num_steps)
+            counted.append(_PhaseSteps(queries=most_queries, steps=num_passes, sent=sent))
+        return tuple(counted)
+
+    def _sampled_steps(self, num_images: int, plan: QueryPlan, is_sent: Mapping[str, bool]) -> tuple[_PhaseSteps, ...]:
+        """Return the steps on independently drawn batches, by phase and stream."""
+        counted = []
+        for phase, queries in zip(plan.phases, plan.queries, strict=True):
+            num_steps = phase.local_steps(num_images, self.batch_size)
             for stream, count in queries.items():
-                counted.append(_NoisySteps(count, steps, is_sent[stream]))
+                counted.append(_PhaseSteps(queries=count, steps=num_steps, sent=is_sent[stream]))
         return tuple(counted)
 
     def _accounted_rate(self, client: int) -> float:

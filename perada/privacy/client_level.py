@@ -19,7 +19,7 @@ from perada.core.checks import OptionError
 from perada.core.seeding import generator
 from perada.core.states import State, double, double_dtype, per_client, stack_size
 from perada.core.text import quoted
-from perada.privacy.account import Budget, NoisySteps, Planned
+from perada.privacy.account import Budget, CountRemainingRounds, StepCost
 from perada.privacy.accounting import calibrate
 from perada.privacy.client_sums import (
     VOTE,
@@ -231,7 +231,7 @@ class ClientLevel(Budget):
         seed: int,
         num_clients: int,
         rounds: int = 0,
-        planned: Planned | None = None,
+        planned: CountRemainingRounds | None = None,
         secure_sums: SecureSums | None = None,
     ) -> None:
         super().__init__(options, planned)
@@ -255,12 +255,12 @@ class ClientLevel(Budget):
             return _NoiseSplit(self.noise_multiplier, 0.0)
         return _NoiseSplit(split_noise(self.noise_multiplier, self._count_std), self._count_std)
 
-    def costs(self, client: int, tuning: bool = False) -> list[NoisySteps]:
+    def costs(self, client: int, is_tuning: bool = False) -> list[StepCost]:
         """Return the cost of a round, a single step, for one client."""
         # Fine-tuning sends nothing.
-        if tuning:
+        if is_tuning:
             return []
-        return [NoisySteps(client, self.noise_multiplier, sample_rate=1.0, steps=1, sent=True)]
+        return [StepCost(client, self.noise_multiplier, sample_rate=1.0, steps=1, sent=True)]
 
     def privatized(self, updates: Updates, received: State, round: int, clients: Sequence[int]) -> State:
         """Make the updates of a round private, and update S. A collective: all ranks must call this.

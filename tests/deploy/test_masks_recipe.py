@@ -108,6 +108,24 @@ def test_the_site_file_of_masks_names_no_layout(tmp_path):
         assert content["data"].get("layout") == layout
 
 
+@pytest.mark.parametrize(
+    ("recipe", "uses_secure_sums"),
+    [
+        ("federated: {secure_sums: {min_sites: 3}}\n", True),
+        ("federated: {secure_sums: {}}\n", True),
+        ("federated:\n  'secure_sums':\n    min_sites: 3\n", True),
+        ("federated: {secure_sums: null}\n", False),
+        ("federated: {drop_outliers: true}  # secure_sums would hide what this reads\n", False),
+        ("trainer: {default_root_dir: secure_sums}\n", False),
+        ("federated:\n", False),
+    ],
+)
+def test_the_site_file_has_secure_sums_if_the_recipe_has_them(tmp_path, recipe, uses_secure_sums):
+    write_app(tmp_path / "federation", "scans", recipe, "ab" * 32, "localhost")
+    content = yaml.safe_load((tmp_path / "federation" / "site" / "site.yaml").read_text())
+    assert ("secure_sums" in content) == uses_secure_sums
+
+
 @pytest.mark.slow
 def test_it_goes_from_init_to_predicted_masks(tmp_path, monkeypatch, capsys):
     pytest.importorskip("segmentation_models_pytorch")

@@ -94,7 +94,7 @@ class Simulation:
         _, phase = tuning
         plan = self.served.plan_for(range(self.federation.num_clients), self.federation.rounds_done, (phase,))
         account = self.federation.protection.image_account
-        private = None if account is None else account.sampling(tuning=True)
+        private = None if account is None else account.sampling(is_tuning=True)
         self.federation.personalize([plan], lambda plan: self.prepared(self.served.cohort_loader(plan, private)))
 
 

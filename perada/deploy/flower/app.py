@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perada.deploy.flower.socket import ask_worker
 from perada.deploy.monitoring import Monitoring
 from perada.deploy.protocol import digest_of_message
 from perada.deploy.transport import FAILURE_CODES, MAX_MESSAGE_BYTES, Failure, Terms, Transport
 from perada.system.files import check_output_folder, writing
+from perada.system.yaml_files import iterate_strings, parse_yaml
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message, RecordDict
@@ -60,30 +61,32 @@ Node = tuple[int, str]
 log = logging.getLogger("perada.deploy")
 
 
-def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> None:
+def write_app(folder: Path, name: str, recipe_text: str, digest: str, host: str) -> None:
     """Write the app of a recipe, together with systemd unit files, a ``site.yaml`` and a README.
 
     Args:
         folder: Folder to write, which must not exist.
         name: Name of the app.
-        recipe: Content of the recipe's file.
+        recipe_text: Content of the recipe's file.
         digest: Digest that sites approve.
         host: Name or address by which sites reach the server.
     """
     check_app_target(folder, name)
-    has_secure_sums = re.search(r"^[^#\n]*secure_sums", recipe, re.MULTILINE)
-    has_masks = re.search(r"^[^#\n]*ImageMasks", recipe, re.MULTILINE)
-    folders = 'layout: "{class}/*"              # "{class}/{group}_*" keeps all images of a patient on one side'
-    if has_masks:
-        folders = "# root has the folders images and masks, with the same names in both"
+    recipe = parse_yaml(recipe_text, "the recipe")
+    federated = recipe.get("federated") or {}
+    uses_secure_sums = federated.get("secure_sums") is not None
+    layout_line = 'layout: "{class}/*"              # "{class}/{group}_*" keeps all images of a patient on one side'
+    if _uses_class(recipe, "ImageMasks"):
+        layout_line = "# root has the folders images and masks, with the same names in both"
     options = vars(Terms()) | vars(Monitoring())
     values = {
         "name": name,
-        "sha256": hashlib.sha256(recipe.encode()).hexdigest(),
+        "sha256": hashlib.sha256(recipe_text.encode()).hexdigest(),
         "digest": digest,
         "host": host,
-        "folders": folders,
-        "hides": "" if has_secure_sums else "# ",  # comments the section out
+        "layout_line": layout_line,
+        # Comments the section out if the recipe has none.
+        "secure_sums_prefix": "" if uses_secure_sums else "# ",
         "config": "\n".join(f"{key} = {json.dumps(value)}" for key, value in options.items()),  # JSON is TOML here
     }
     try:
@@ -95,11 +98,16 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
                 target.write_text(content, encoding="utf-8")
         for subfolder in (folder / "app" / "perada_app", folder / "site"):
             with writing(subfolder):
-                (subfolder / "recipe.yaml").write_text(recipe, encoding="utf-8")
+                (subfolder / "recipe.yaml").write_text(recipe_text, encoding="utf-8")
     except OSError:
         # A second attempt needs a new folder.
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _uses_class(recipe: dict[str, Any], class_name: str) -> bool:
+    """Return whether a recipe names a class, with or without its module."""
+    return any(text.rpartition(".")[2] == class_name for _, text in iterate_strings(recipe))
 
 
 def check_app_target(folder: Path, name: str) -> None:
@@ -120,7 +128,7 @@ def check_app_target(folder: Path, name: str) -> None:
         raise FileExistsError(f"{str(folder)!r} already exists; choose a different folder")
 
 
-def server_app(serve: Serve, recipe: Path) -> "ServerApp":
+def server_app(serve: Serve, recipe_file: Path) -> "ServerApp":
     """Return the app's server side, which reads the terms of the run and serves it over Flower's grid."""
     from flwr.serverapp import ServerApp
 
@@ -130,7 +138,7 @@ def server_app(serve: Serve, recipe: Path) -> "ServerApp":
         terms = Terms.of(context.run_config)
         default_state = get_flwr_home() / "perada" / str(context.run_config["digest"])
         state = Path(terms.state or default_state)
-        serve(recipe, FlowerTransport(grid), terms, state, Monitoring.of(context.run_config))
+        serve(recipe_file, FlowerTransport(grid), terms, state, Monitoring.of(context.run_config))
 
     app = ServerApp()
     app.main()(main)
@@ -151,7 +159,7 @@ def pass_on(message: "Message", context: "Context") -> "Message":
     from flwr.app import Message
 
     try:
-        # The worker limits the length of requests, so any is accepted here.
+        # No length limit here: the worker limits requests.
         payload = unpack_payload(message.content, sys.maxsize)
         if isinstance(payload, bytes):
             path = str(context.node_config.get("socket", ""))

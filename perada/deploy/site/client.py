@@ -46,7 +46,7 @@ from perada.federation.typical_images import MAX_EXAMPLES
 from perada.lightning.privacy_setup import check_private, plan_privacy
 from perada.lightning.run_context import RunContext
 from perada.lightning.setup import check_first_batch, configure_rounds, setup_of_run
-from perada.privacy.account import Account, NoisySteps
+from perada.privacy.account import Account, StepCost
 from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
 from perada.privacy.options import privacy_options
 from perada.privacy.protection import Protection
@@ -235,7 +235,7 @@ class Client:
         tuning = request_kind == "tune"
         costs = account.round_costs(self.plan(Request(request_kind, "0" * 32, "0" * 64)), tuning)
         for _ in range(times):
-            if not account.affordable([0], tuning=tuning):
+            if not account.affordable([0], is_tuning=tuning):
                 break
             account.spend(costs)
 
@@ -333,7 +333,7 @@ class Client:
             prepared = data.prepare(data.transfer_batch_to_device(batch, self.recipe.device, 0))
             yield prepared.x, prepared.y
 
-    def costs(self, request: Request, protection: Protection, ledger: Ledger) -> list[NoisySteps] | None:
+    def costs(self, request: Request, protection: Protection, ledger: Ledger) -> list[StepCost] | None:
         """Return the privacy cost of training.
 
         Args:
@@ -348,9 +348,9 @@ class Client:
         if account is None:
             return []
         tuning = request.kind == "tune"
-        if not account.affordable([0], tuning=tuning):
+        if not account.affordable([0], is_tuning=tuning):
             return None
-        costs = account.round_costs(self.plan(request), tuning=tuning)
+        costs = account.round_costs(self.plan(request), is_tuning=tuning)
         steps_by_noise = Counter[tuple[float, float]]()
         for cost in costs:
             steps_by_noise[cost.noise_multiplier, cost.sample_rate] += cost.steps

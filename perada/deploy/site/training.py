@@ -29,7 +29,7 @@ from perada.deploy.site.incoming import (
     pack_response,
 )
 from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteTotals, SummingState, TrainingState
-from perada.privacy.account import Account, NoisySteps
+from perada.privacy.account import Account, StepCost
 from perada.privacy.accounting import Ledger
 from perada.privacy.protection import Protection
 
@@ -95,7 +95,7 @@ class TrainingHandler(ImageHandler):
 
     def _affordable_costs(
         self, client: Client, request: Request, protection: Protection, ledger: Ledger
-    ) -> Sequence[NoisySteps]:
+    ) -> Sequence[StepCost]:
         """Return the costs of a round for the ledgers of the site's images.
 
         Raises:
@@ -264,7 +264,7 @@ def _with_client_state(training: TrainingState, client_state: Stacks, tuning: bo
     return replace(training, client_state=kept)
 
 
-def _count_costs(account: Account | None, costs: Sequence[NoisySteps], ledger: Ledger) -> dict[str, Any]:
+def _count_costs(account: Account | None, costs: Sequence[StepCost], ledger: Ledger) -> dict[str, Any]:
     """Charge the cost of a round to the site's images, in the run and in the ledger of all runs.
 
     Returns:
