@@ -28,6 +28,8 @@ RequestKind = Literal[
     "join", "train", "tune", "evaluate", "keys", "shares", "hold", "open", "mask", "confirm", "reveal"
 ]
 """Join the run; train a round; fine-tune after the last round; score the models; take a step of a secure sum."""
+Summand = Literal["update", "scores"]
+"""What the sites add up in a secure sum: updates of a round, or scores of its models."""
 SUM_KINDS = ("keys", "shares", "hold", "open", "mask", "confirm", "reveal")
 """The steps of a secure sum in their order; ``open`` only where sites disagree."""
 ResponseCode = Literal[
@@ -87,17 +89,16 @@ class RejectionError(ValueError):
         self.code: ResponseCode = code
 
 
-def display_round(request_kind: str, round: int, of: str = "update") -> int:
+def display_round(request_kind: RequestKind, round: int, summand: Summand = "update") -> int:
     """Return the round of a message as users count it, from 1.
 
-    Messages and files hold the number of rounds before it. A message about the models after a round (to score or
-    fine-tune them, or to add up their scores) is sent when that round is over, so that it holds the number that users
-    give the round.
+    Messages carry the number of finished rounds. Those sent after a round, to score or fine-tune its models or to add
+    up their scores, already include it; all others are one behind.
 
     >>> display_round("train", 0), display_round("evaluate", 1), display_round("mask", 1, "scores")
     (1, 1, 1)
     """
-    is_after_round = request_kind in ("evaluate", "tune") or of == "scores"
+    is_after_round = request_kind in ("evaluate", "tune") or summand == "scores"
     return round if is_after_round else round + 1
 
 
@@ -161,7 +162,7 @@ class Request(Header):
     norm: float = 0.0
     rank: int = 0
     attempt: int = 0
-    of: Literal["update", "scores"] = "update"
+    of: Summand = "update"
     sums: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -182,8 +183,13 @@ class Request(Header):
                 raise ValueError(f"strides of {key!r} must be a list of at most {MAX_DIMENSIONS} numbers")
             for stride in strides:
                 check_integer(f"a stride of {key!r}", stride, 0, le=MAX_COUNT)
-        check_choice("of", self.of, ("update", "scores"))
+        check_choice("of", self.of, get_args(Summand))
         _check_dictionary("sums", self.sums)
+
+    @property
+    def sums_scores(self) -> bool:
+        """Whether the secure sum adds up scores, and not updates."""
+        return self.of == "scores"
 
     @property
     def display_round(self) -> int:

@@ -448,14 +448,14 @@ class Distiller:
         """
         self.report.student = student
         device = device_of(student)
-        clients = self._teachers_as_updates(teachers)
+        teacher_updates = self._teachers_as_updates(teachers)
         scales = self.scales.open("student", 1, device)
-        refined = student
-        if self.options.active(self.round.index) and not self._is_only_teacher(student, clients):
+        refined = None
+        if self.options.active(self.round.index) and not self._is_only_teacher(student, teacher_updates):
             refined = self._refine_student(
                 student,
-                clients,
-                clients_of_teachers=clients_of_teachers or [None] * clients.num_clients,
+                teacher_updates,
+                clients_of_teachers=clients_of_teachers or [None] * teacher_updates.num_clients,
                 average_from=average_from,
                 previous=previous,
                 scales=scales,
@@ -463,12 +463,12 @@ class Distiller:
         if scales is not None:
             self.scales.close("student", scales, torch.ones_like(scales.stepped), self.ranks)
             self.report.add("server/skipped_steps", float(scales.skipped))
-        if not is_finite(refined):
+        if not is_finite(student if refined is None else refined):
             self.report.diverged = True
-            refined = student
+            refined = None
         if self.options.guard is not None and self.options.active(self.round.index):
-            self.report.add("server/distilled", float(refined is not student))
-        return refined
+            self.report.add("server/distilled", float(refined is not None))
+        return student if refined is None else refined
 
     def _teachers_as_updates(self, teachers: Updates | State) -> Updates:
         """Return the teachers as updates, which with secure sums are those of the round."""
@@ -500,10 +500,10 @@ class Distiller:
         average_from: float | None,
         previous: State | None,
         scales: LossScales | None,
-    ) -> State:
+    ) -> State | None:
         """Return the student after the steps of a round.
 
-        It is the student itself if the outputs of a teacher are not finite, or if the guard rejects the result.
+        It is None if the outputs of a teacher are not finite, or if the guard rejects the result.
 
         Args:
             student: State from which the student starts.
@@ -516,17 +516,17 @@ class Distiller:
         options = self.options
         indices = self.server_data.public_indices(self.round.index, options.steps, options.batch_size)
         batches = TeacherBatches.of_steps(indices, options, self.engine)
-        total = self._total_logits(teachers, student, batches)
-        if total.failed_teachers:
+        logit_sum = self._logit_sum(teachers, student, batches)
+        if logit_sum.failed_teachers:
             self.report.diverged = True
-            self.report.failed_teachers += [clients_of_teachers[place] for place in total.failed_teachers]
-            return student
-        targets = self._mean_logits(total, teachers, student)
+            self.report.failed_teachers += [clients_of_teachers[place] for place in logit_sum.failed_teachers]
+            return None
+        targets = self._mean_logits(logit_sum, teachers, student)
         average_logits = None
         if options.guard is not None:
             average_logits = self._public_logits(student, batches)
             if not ensemble_looks_better(average_logits, targets):
-                return student
+                return None
 
         trained = [name for name in self.parameters if name in teachers]
         region = None
@@ -550,28 +550,28 @@ class Distiller:
         if average_logits is not None and is_finite(refined):
             refined_entropy = predicted_class_entropy(self._public_logits(refined, batches))
             if refined_entropy <= predicted_class_entropy(average_logits):
-                return student
+                return None
         return refined
 
-    def _total_logits(self, teachers: Updates, student: State, teacher_batches: TeacherBatches) -> "_LogitSum":
+    def _logit_sum(self, teachers: Updates, student: State, teacher_batches: TeacherBatches) -> "_LogitSum":
         """Return the sum of the teachers' logits on the rows of all batches. A collective."""
         secure = self.round.secure
         if secure is None or secure.logit_sum is None:
-            return self._sum_of_logits(teachers, student, teacher_batches)
+            return self._sum_logits_over_ranks(teachers, student, teacher_batches)
         # Each site has checked its own logits.
         return _LogitSum(secure.logit_sum, logit_dtype=secure.logit_sum.dtype, failed_teachers=[])
 
-    def _mean_logits(self, total: "_LogitSum", teachers: Updates, student: State) -> Tensor:
+    def _mean_logits(self, logit_sum: "_LogitSum", teachers: Updates, student: State) -> Tensor:
         """Compute the mean logits (N, K) of the teachers from their sum."""
         example = next(iter(student.values()))
         secure = self.round.secure
         if secure is None:
-            mean = total.values / teachers.num_clients
-            return mean.to(example.device, total.logit_dtype)
-        mean = secure.secure_sums.real(total.values) / teachers.num_clients
+            mean = logit_sum.values / teachers.num_clients
+            return mean.to(example.device, logit_sum.logit_dtype)
+        mean = secure.secure_sums.real(logit_sum.values) / teachers.num_clients
         return mean.to(example.device, example.dtype)
 
-    def _sum_of_logits(self, teachers: Updates, student: State, teacher_batches: TeacherBatches) -> "_LogitSum":
+    def _sum_logits_over_ranks(self, teachers: Updates, student: State, teacher_batches: TeacherBatches) -> "_LogitSum":
         """Sum the logits over the teachers of all ranks. A collective.
 
         Sums are in double precision, so that the order of ranks matters only in bits that are rounded away; secure sums

@@ -17,9 +17,9 @@ from perada.deploy.sums.keys import (
     SumTerms,
     check_usable,
     conflicting_rounds,
-    heard_digests,
     is_signed_by_itself,
-    parse_heard,
+    parse_digests,
+    received_digests,
 )
 from perada.deploy.sums.party import from_hex, to_hex
 from perada.deploy.sums.progress import SumState
@@ -116,7 +116,7 @@ class SecureSum:
         self._state = sum_state
         self._save = save
         # Converted to the text of an advert and back, which truncates digests like those of the sites.
-        self._sent_digests = parse_heard(SiteClaims(heard=sent_digests or {}).texts()["heard"])
+        self._sent_digests = parse_digests(SiteClaims(received_digests=sent_digests or {}).texts()["heard"])
         # The next attempt excludes these sites.
         self._excluded: set[str] = set()
         self.failed: dict[str, str] = {}
@@ -423,7 +423,7 @@ def consistent_adverts(adverts: Mapping[str, Advert]) -> dict[str, Advert]:
     statements_of_sites = {}
     counts_by_topic: dict[str, Counter[str]] = {}
     for name, advert in adverts.items():
-        statements = {"": advert.terms, **heard_digests(advert)}
+        statements = {"": advert.terms, **received_digests(advert)}
         statements_of_sites[name] = statements
         for topic, statement in statements.items():
             counts_by_topic.setdefault(topic, Counter())[statement] += 1

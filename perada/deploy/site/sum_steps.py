@@ -3,6 +3,7 @@
 
 import json
 import logging
+from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,12 +47,13 @@ class SumHandler:
 
     def offer_keys(self, client: Client, request: Request, run_state: RunState, reply: bytes) -> bytes:
         """Add the keys for the first attempt at the sum to a reply. Keys are never on disk."""
-        if self.party is None or client.settings.secure_sums is None or not _has_summand(request, run_state):
+        record = _find_record(request, run_state)
+        if self.party is None or client.settings.secure_sums is None or not record.is_available:
             return reply
         response = Response.read(read_header(reply))
         if response.code != "ok":
             return reply
-        was_sent = _masked_round(request, run_state) >= request.round
+        was_sent = record.masked_round >= request.round
         keys = self.party.offer_keys(
             self._sum_terms(client, request, run_state), self._make_claims(request, run_state), begin=not was_sent
         )
@@ -61,8 +63,11 @@ class SumHandler:
         """Return the claims that the site sends in addition to its keys."""
         from perada.deploy.sums.keys import SiteClaims
 
-        metrics = run_state.scoring.metrics if request.of == "scores" else run_state.summing.losses
-        return SiteClaims({claimed_name(name) for name in metrics}, run_state.summing.heard)
+        record = _find_record(request, run_state)
+        return SiteClaims(
+            metric_names={claimed_name(name) for name in record.metric_names},
+            received_digests=run_state.summing.heard,
+        )
 
     def _sum_terms(self, client: Client, request: Request, run_state: RunState) -> "SumTerms":
         """Return the terms of the sum that a request is about, from the site's own records."""
@@ -70,7 +75,7 @@ class SumHandler:
 
         options = client.settings.secure_sums
         assert options is not None
-        if request.of == "scores":
+        if request.sums_scores:
             sent_by_server = [run_state.scoring.models_digest]
         else:
             sent_by_server = [
@@ -99,7 +104,7 @@ class SumHandler:
             return reply
         if request.kind in ("keys", "mask"):
             _check_not_masked(request, run_state)
-            if request.of != "scores" and client.site_privacy is not None:
+            if not request.sums_scores and client.site_privacy is not None:
                 client.site_privacy.check_budget(self.store.totals.ledger)
         if reply is None:
             reply = self._make_sum_reply(party, client, request, terms, message_digest, run_state)
@@ -136,7 +141,7 @@ class SumHandler:
         from perada.deploy.sums.party import StepReply
         from perada.deploy.sums.site import Objection
 
-        make_vector = client.scores_vector if request.of == "scores" else client.update_vector
+        make_vector = client.scores_vector if request.sums_scores else client.update_vector
         claims = self._make_claims(request, run_state)
         try:
             return party.step(request, terms, claims, partial(make_vector, run_state))
@@ -148,7 +153,7 @@ class SumHandler:
     def _commit_masked(self, client: Client, request: Request, run_state: RunState) -> None:
         """Commit that the site's vector of a round is about to leave under masks, and its cost."""
         ledger = deepcopy(self.store.totals.ledger)
-        if request.of == "scores":
+        if request.sums_scores:
             summing = replace(run_state.summing, scores_round=request.round)
         else:
             summing = replace(run_state.summing, update_round=request.round)
@@ -158,13 +163,49 @@ class SumHandler:
         self.store.commit(replace(run_state, summing=summing), replace(self.store.totals, ledger=ledger))
 
 
+@dataclass(frozen=True)
+class _SummandRecord:
+    """What the site's state records of its summand: its last update, or its last scores.
+
+    Attributes:
+        is_available: Whether the site has a summand.
+        metric_names: Names of the metrics that are part of it.
+        round: Round of the summand.
+        masked_round: Last round whose vector the site sent under masks.
+    """
+
+    is_available: bool
+    metric_names: Collection[str]
+    round: int
+    masked_round: int
+
+
+def _find_record(request: Request, run_state: RunState) -> _SummandRecord:
+    """Return the record of the summand of the sum that a request is about."""
+    summing = run_state.summing
+    if request.sums_scores:
+        scoring = run_state.scoring
+        return _SummandRecord(
+            is_available=bool(scoring.metrics),
+            metric_names=scoring.metrics,
+            round=scoring.round,
+            masked_round=summing.scores_round,
+        )
+    return _SummandRecord(
+        is_available=bool(summing.update),
+        metric_names=summing.losses,
+        round=run_state.training.round,
+        masked_round=summing.update_round,
+    )
+
+
 def _check_sum_round(request: Request, run_state: RunState) -> None:
     """Raise a RejectionError unless a request is about the sum of the last round, and the site has a summand."""
-    last_round = run_state.scoring.round if request.of == "scores" else run_state.training.round
-    if request.round != last_round or not _has_summand(request, run_state):
+    record = _find_record(request, run_state)
+    if request.round != record.round or not record.is_available:
         raise RejectionError(
             f"secure sum: round {request.display_round} cannot be summed; the last round was "
-            f"{display_round('keys', last_round, request.of)}",
+            f"{display_round('keys', record.round, request.of)}",
             "other",
         )
 
@@ -174,24 +215,12 @@ def _check_not_masked(request: Request, run_state: RunState) -> None:
 
     A vector leaves once: the difference of two sums over other sites would be that of a single site.
     """
-    if _masked_round(request, run_state) >= request.round:
+    if _find_record(request, run_state).masked_round >= request.round:
         raise RejectionError(
             f"secure sum: the vector of round {request.display_round} was already sent under masks", "other"
         )
 
 
-def _has_summand(request: Request, run_state: RunState) -> bool:
-    """Return whether the site has something to add to the sum that a request is about."""
-    if request.of == "scores":
-        return bool(run_state.scoring.metrics)
-    return bool(run_state.summing.update)
-
-
 def _must_be_committed(reply: bytes, request: Request, run_state: RunState) -> bool:
     """Return whether a reply has the site's masked vector, and the state does not yet record that it leaves."""
-    return bool(tensor_sizes(reply)) and _masked_round(request, run_state) < request.round
-
-
-def _masked_round(request: Request, run_state: RunState) -> int:
-    """Return the last round whose vector the site sent under masks."""
-    return run_state.summing.scores_round if request.of == "scores" else run_state.summing.update_round
+    return bool(tensor_sizes(reply)) and _find_record(request, run_state).masked_round < request.round

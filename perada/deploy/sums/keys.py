@@ -155,6 +155,8 @@ class SumTerms:
 class Advert:
     """A site's public keys of one round, signed with its identity.
 
+    Its fields are named like the keys of the message, which are signed.
+
     Attributes:
         name: Name of the site.
         terms: Digest of the :class:`SumTerms`.
@@ -228,39 +230,44 @@ class SiteClaims(NamedTuple):
     of its images, for example, and might send back in a later round what the server had it keep.
 
     Attributes:
-        numbers: Names of what the site adds beside the model.
-        heard: Digest of what the site was sent, by round.
+        metric_names: Names of the numbers that the site adds beside the model.
+        received_digests: Digest of what the site was sent, by round.
     """
 
-    numbers: Collection[str] = ()
-    heard: Mapping[str, str] = {}
+    metric_names: Collection[str] = ()
+    received_digests: Mapping[str, str] = {}
 
     def texts(self) -> dict[str, str]:
         """Return the fields ``numbers`` and ``heard`` of an advert."""
-        last_rounds = sorted(self.heard, key=int)[-MAX_HEARD_ROUNDS:]
+        last_rounds = sorted(self.received_digests, key=int)[-MAX_HEARD_ROUNDS:]
         # All 256 bits: the server chooses both messages, and could find two that agree in 128 bits in 2⁶⁴ trials.
-        heard = "".join(f"{round}:{self.heard[round]} " for round in last_rounds)
-        return {"numbers": " ".join(sorted(self.numbers)), "heard": heard}
+        entries = "".join(f"{round}:{self.received_digests[round]} " for round in last_rounds)
+        return {"numbers": " ".join(sorted(self.metric_names)), "heard": entries}
 
 
-def heard_digests(advert: Advert) -> dict[str, str]:
+def received_digests(advert: Advert) -> dict[str, str]:
     """Return the digests of what a site claims to have been sent, by round."""
-    return parse_heard(advert.heard)
+    return parse_digests(advert.heard)
 
 
-def parse_heard(text: str) -> dict[str, str]:
+def parse_digests(text: str) -> dict[str, str]:
     """Read the digests by round from the text that :meth:`SiteClaims.texts` writes."""
     digests = {}
     for entry in text.split():
-        round, _, heard = entry.partition(":")
-        digests[round] = heard
+        round, _, digest = entry.partition(":")
+        digests[round] = digest
     return digests
 
 
-def conflicting_rounds(heard: Mapping[str, str], other: Advert) -> list[str]:
-    """Return the rounds in which another site was sent something different from what was ``heard`` here."""
-    heard_by_other = heard_digests(other)
-    return [round for round, heard_here in heard.items() if heard_by_other.get(round, heard_here) != heard_here]
+def conflicting_rounds(own_digests: Mapping[str, str], other: Advert) -> list[str]:
+    """Return the rounds in which another site was sent something different from what was sent here.
+
+    Args:
+        own_digests: Digest of what was sent here, by round.
+        other: The other site's advert. A round that it lacks is no conflict.
+    """
+    other_digests = received_digests(other)
+    return [round for round, digest in own_digests.items() if other_digests.get(round, digest) != digest]
 
 
 def share_order(adverts: Sequence[Advert]) -> list[str]:

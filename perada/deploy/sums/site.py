@@ -20,9 +20,9 @@ from perada.deploy.sums.keys import (
     conflicting_rounds,
     digest_of_json,
     exchange_key,
-    heard_digests,
     is_signed,
     pair_mask_key,
+    received_digests,
     seal,
     sealing_key,
     self_mask_key,
@@ -185,10 +185,10 @@ class SiteRound:
         _require_condition(len(order) >= self.terms.options.min_sites, f"{len(order)} sites are too few to hide among")
         _require_condition(own_advert in adverts, "the list has different keys for this site, or none")
         self._check_identities(adverts)
-        heard = heard_digests(own_advert)
+        own_digests = received_digests(own_advert)
         for advert in adverts:
             _require_condition(advert.terms == own_advert.terms, f"the keys of {advert.name!r} are for a different sum")
-            rounds = ", ".join(str(int(round) + 1) for round in conflicting_rounds(heard, advert))
+            rounds = ", ".join(str(int(round) + 1) for round in conflicting_rounds(own_digests, advert))
             _require_condition(not rounds, f"{advert.name!r} was sent something different in round {rounds}")
         self._adverts = {advert.name: advert for advert in adverts}
         self._order = order

@@ -22,7 +22,7 @@ from perada.deploy.sums.site import SiteRound
 from perada.server.sums import SecureSums
 
 NAMES = [f"site{number}" for number in range(7)]
-HEARD_DIGITS = len(keys.SiteClaims(heard={"1": "0" * 64}).texts()["heard"]) - 3
+HEARD_DIGITS = len(keys.SiteClaims(received_digests={"1": "0" * 64}).texts()["heard"]) - 3
 TERMS = SumTerms("a" * 32, 4, "b" * 64, SecureSums())
 IDENTITIES = {name: Ed25519PrivateKey.generate() for name in [*NAMES, "stranger"]}
 
@@ -474,7 +474,7 @@ def test_digests_of_what_sites_were_told_are_compared_in_full():
         claims = keys.SiteClaims((), {"0": message})
         return SiteRound(name, IDENTITIES[name], peers(name), TERMS, claims).advertise()
 
-    digests = keys.heard_digests(heard(first, digest))
+    digests = keys.received_digests(heard(first, digest))
     assert len(bytes.fromhex(digests["0"])) == 32
     assert keys.conflicting_rounds(digests, heard(second, digest)) == []
     for other in others:
