@@ -19,12 +19,12 @@ import torch
 from benchmarks.experiments import mean_and_spread
 from perada.cli import main as perada
 from perada.cli.runs import PeradaCLI
-from perada.studies.compare.running import SILENT
+from perada.studies.compare.running import NO_PROGRESS_BAR
 from perada.system.quiet import info_messages_disabled
 
 COMPARISON = "paper/perada_protocol_mini"
 OUTPUT = Path("perada_protocol_mini.json")
-SCORED = ("personal/local_test", "personal/global_test", "global/global_test")
+SCORE_NAMES = ("personal/local_test", "personal/global_test", "global/global_test")
 HEAD = ("", "own images", "all clients' images", "global model")
 READ_FROM = ("defaults", "all together")
 """Rows whose runs are also scored in other ways."""
@@ -54,7 +54,7 @@ def best_rounds(by_round: Sequence[dict[str, Any]]) -> float:
 def scored_every_round(record: Record) -> list[dict[str, Any]]:
     """Run a row's run again, and score every client after every round."""
     torch.set_num_threads(1)
-    words = [*record["args"], "--trainer.check_val_every_n_epoch=1", SILENT]
+    words = [*record["args"], "--trainer.check_val_every_n_epoch=1", NO_PROGRESS_BAR]
     with info_messages_disabled(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cli = PeradaCLI(words, run=False)
@@ -74,7 +74,7 @@ def table(records: Sequence[Record]) -> str:
             runs_of_variant.setdefault(record["varied"]["variant"], []).append(record)
     lines = ["| " + " | ".join(HEAD) + " |", "|---|---:|---:|---:|"]
     for name, runs in runs_of_variant.items():
-        cells = [cell([run[score] for run in runs]) for score in SCORED]
+        cells = [cell([run[score] for run in runs]) for score in SCORE_NAMES]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
         if name not in READ_FROM:
             continue

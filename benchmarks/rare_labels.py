@@ -17,7 +17,7 @@ from perada.tasks import Classification, MultiLabel, Task
 RATES = (0.03, 0.1, 0.3)
 CLASSES = 10
 CLIENTS = 8
-SCORED = {"fedavg": "global/global_test", "perada": "personal/global_test"}
+SCORE_BY_METHOD = {"fedavg": "global/global_test", "perada": "personal/global_test"}
 """Score of each method on all test images: of the global model, and the mean over personal models."""
 RARE_SHARE = 0.1
 """Share of the images of digits 5 to 9 that clients have."""
@@ -80,7 +80,7 @@ def rare_classes(device: torch.device, repeats: int, quick: bool) -> Iterator[di
     warnings.simplefilter("ignore")
     for name, task in losses.items():
         row: dict[str, Any] = {"loss": name}
-        for method in SCORED:
+        for method in SCORE_BY_METHOD:
             row |= _tuned_scores(_skewed_digits, task, method, device, size)
         yield row
 
@@ -92,7 +92,7 @@ def unknown_labels(device: torch.device, repeats: int, quick: bool) -> Iterator[
     for treatment in TREATMENTS:
         make_experiment = partial(_labelled_digits, treatment)
         row: dict[str, Any] = {"unknown labels": treatment}
-        for method in SCORED:
+        for method in SCORE_BY_METHOD:
             row |= _tuned_scores(make_experiment, MultiLabel(), method, device, size)
         yield row
 
@@ -142,7 +142,7 @@ def _score(
         logger=False,
         enable_progress_bar=False,
     )
-    return float(run.metrics["rounds"][-1][SCORED[method]])
+    return float(run.metrics["rounds"][-1][SCORE_BY_METHOD[method]])
 
 
 def _split(seed: int, on_test_images: bool) -> tuple[Images, Images]:

@@ -10,13 +10,13 @@ import pytest
 from perada.core.checks import OptionError
 from perada.core.text import value_text
 
-UNCHECKED = object()
+ANY_VALUE = object()
 """Stands for any value."""
 
 
 @contextmanager
 def rejects(
-    name: str, value: object = UNCHECKED, *facts: object, error: type[OptionError] = OptionError
+    name: str, value: object = ANY_VALUE, *facts: object, error: type[OptionError] = OptionError
 ) -> Iterator[pytest.ExceptionInfo[OptionError]]:
     """Assert that code rejects an option with one line that names the option, its value and a remedy.
 
@@ -38,7 +38,7 @@ def rejects(
     remedy = option_error.remedy or re.split("[;:] ", message)[-1]
     assert remedy, f"no remedy: {message}"
     assert remedy in message.removeprefix(name)
-    if value is not UNCHECKED:
+    if value is not ANY_VALUE:
         # Texts are compared, since an array is not equal to itself and 1 is equal to True.
         assert value_text(option_error.value) == value_text(value), message
         facts = (value_text(value), *facts)

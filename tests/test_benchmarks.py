@@ -198,7 +198,7 @@ def test_a_benchmark_goes_on_from_the_scores_of_its_commit(tmp_path):
 def protocol_records():
     """Results of two rows and three seeds, as `perada compare` writes them."""
     scores = {"defaults": (0.7, 0.75, 0.71), "all together": (0.5, 0.6, 0.4)}
-    names = (*protocol.SCORED, *protocol.OTHER_SCORES.values())
+    names = (*protocol.SCORE_NAMES, *protocol.OTHER_SCORES.values())
     return [
         {"stage": "run", "seed": seed, "varied": {"variant": variant}}
         | {name: value + place / 100 for place, name in enumerate(names)}

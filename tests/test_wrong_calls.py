@@ -37,7 +37,7 @@ from perada.data import (
 )
 from perada.server import Distillation, ModifiedLocalGD, TrimmedMean, make_rule
 from perada.tasks import Classification, MultiLabel, Regression, Segmentation
-from tests.rejections import UNCHECKED, raises_naming, rejects
+from tests.rejections import ANY_VALUE, raises_naming, rejects
 
 IMAGES = torch.arange(12 * 3 * 4 * 4).view(12, 3, 4, 4).remainder(251).byte()
 LABELS = torch.arange(12) % 2
@@ -388,7 +388,7 @@ def test_paths_of_weights(tmp_path):
     ],
 )
 def test_an_option_that_another_one_makes_ineffective_is_rejected(run, make, option, other):
-    with rejects(option.rpartition("=")[0], UNCHECKED, option, other):
+    with rejects(option.rpartition("=")[0], ANY_VALUE, option, other):
         make(run)
 
 

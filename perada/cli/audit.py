@@ -38,18 +38,18 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} does not exist: the site has not answered any request yet")
     # They import torch, which the help of this command does not need.
-    from perada.deploy.state import check_former, check_not_lost, read_committed, read_mark, read_witnesses
+    from perada.deploy.state import check_former, check_not_lost, read_mark, read_saved_counters, read_witnesses
 
     if options.begin:
-        committed = read_committed(folder)
-        if not committed.commits:
+        counters = read_saved_counters(folder)
+        if not counters.commits:
             check_not_lost(folder, read_mark(folder).commits)
-        former = begin_log(folder, committed)
+        former = begin_log(folder, counters)
         print(f"Started a new log in {folder}; the previous one is {'missing' if former is None else former.name}")
         return
-    log, committed, mark = read_witnesses(folder)
+    log, counters, mark = read_witnesses(folder)
     has_log = log.head is not None or log.entries or log.torn
-    if not has_log and not committed.commits and not mark.tip.lines:
+    if not has_log and not counters.commits and not mark.tip.lines:
         raise FileNotFoundError(
             f"{str(folder)!r} has no {LOG}: the site has not answered any request yet, or this is the wrong folder"
         )
@@ -60,10 +60,10 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
     else:
         print(table(HEADER, [_cells_of_entry(entry) for entry in log.entries]))
     check_chain(log)
-    if not committed.commits:
+    if not counters.commits:
         check_not_lost(folder, mark.commits)
-    check_state(log, committed, mark)
-    check_former(folder, committed)
+    check_state(log, counters, mark)
+    check_former(folder, counters)
     digests = {entry["sha256"] for entry in log.entries}
     for noted in options.noted:
         if noted not in digests:

@@ -16,11 +16,11 @@ from perada.core.text import quoted
 from perada.system.yaml_files import read_yaml
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-PREFIXED = ("method", "privacy", "paper")
+PREFIXED_GROUPS = ("method", "privacy", "paper")
 """Groups whose recipes have the group in their names, such as ``method/ditto``."""
-GROUPS = ("data", *PREFIXED)
+GROUPS = ("data", *PREFIXED_GROUPS)
 """Folders of recipes; those outside are complete."""
-COMBINED = ("data", "method", "privacy")
+COMBINED_GROUPS = ("data", "method", "privacy")
 """Groups of the parts of a combination such as ``cifar10/ditto/sample``, each over those before it."""
 CONFIG_FILE = "config.yaml"
 """File of a run with its options."""
@@ -41,7 +41,7 @@ def shipped_recipes() -> dict[str, Path]:
     files = {}
     for path in sorted(RECIPES.rglob("*.yaml")):
         group = path.parent.name
-        name = f"{group}/{path.stem}" if group in PREFIXED else path.stem
+        name = f"{group}/{path.stem}" if group in PREFIXED_GROUPS else path.stem
         files[name] = path
     return files
 
@@ -60,7 +60,7 @@ def find_recipe(name: str) -> list[Path]:
         return [shipped[key]]
     words = key.split("/")
     paths: list[Path] = []
-    for group, word in zip(COMBINED, words, strict=False):
+    for group, word in zip(COMBINED_GROUPS, words, strict=False):
         path = RECIPES / group / f"{word}.yaml"
         if path not in shipped.values():
             break
@@ -94,10 +94,10 @@ def combinations(name: str) -> list[str]:
     ['cifar10/ditto/client', 'cifar10/ditto/sample']
     """
     words = name.split("/")
-    parts = [RECIPES / group / f"{word}.yaml" for group, word in zip(COMBINED, words, strict=False)]
-    if len(words) >= len(COMBINED) or not all(path.is_file() for path in parts):
+    parts = [RECIPES / group / f"{word}.yaml" for group, word in zip(COMBINED_GROUPS, words, strict=False)]
+    if len(words) >= len(COMBINED_GROUPS) or not all(path.is_file() for path in parts):
         return []
-    group = COMBINED[len(words)]
+    group = COMBINED_GROUPS[len(words)]
     return [f"{name}/{path.stem}" for path in sorted((RECIPES / group).glob("*.yaml"))]
 
 

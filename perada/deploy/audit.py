@@ -68,12 +68,12 @@ class Tip(NamedTuple):
     last: str = "0" * 64
 
 
-NOTHING = Tip()
+EMPTY_TIP = Tip()
 """Tip of an empty log."""
 
 
 @dataclass(frozen=True)
-class Committed:
+class SavedCounters:
     """Counters in a site's saved state; the defaults are those of a site without one.
 
     Attributes:
@@ -84,7 +84,7 @@ class Committed:
     """
 
     commits: int = 0
-    tip: Tip = NOTHING
+    tip: Tip = EMPTY_TIP
     trained: int = 0
     former: Mapping[str, int] = field(default_factory=dict)
 
@@ -98,7 +98,7 @@ class HighWaterMark:
         commits: How often the state was written.
     """
 
-    tip: Tip = NOTHING
+    tip: Tip = EMPTY_TIP
     commits: int = 0
 
     def pack(self) -> bytes:
@@ -139,7 +139,7 @@ class LogContent(NamedTuple):
     @property
     def tip(self) -> Tip:
         """Position of the last entry."""
-        return Tip(len(self.entries), self.entries[-1][KEY]) if self.entries else Tip()
+        return Tip(len(self.entries), self.entries[-1][KEY]) if self.entries else EMPTY_TIP
 
 
 def make_entry(message: bytes, reply: bytes, spent: Callable[[Request], object]) -> Entry:
@@ -211,15 +211,15 @@ class AuditLog:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.tip = Tip()
+        self.tip = EMPTY_TIP
         self._folder = folder
         self._descriptor = -1
         # The file grows by this process's lines only.
         self._size = 0
-        self.open()
+        self.ensure_open()
 
     def close(self) -> None:
-        """Close the file; :meth:`open` reopens it."""
+        """Close the file; :meth:`ensure_open` reopens it."""
         descriptor = self._descriptor
         # The descriptor is forgotten first: it is invalid even if closing it fails.
         self._descriptor = -1
@@ -250,11 +250,11 @@ class AuditLog:
             OSError: If the line cannot be written. The reply must not leave then.
             ValueError: If the log is not the one that this process wrote, likewise.
         """
-        self.open()
+        self.ensure_open()
         entry = make_entry(message, reply, spent) | {"trained": trained, "commits": commits}
         self._append_entry(entry)
 
-    def open(self) -> None:
+    def ensure_open(self) -> None:
         """Open and check the file, unless it is open, and repair what a killed process or a failed disk left.
 
         Raises:
@@ -268,7 +268,7 @@ class AuditLog:
         self._check_continues(log)
         if log.head is None:
             # Write the head first: a log with entries but no head counts as tampered with.
-            _write_head(self._folder, Tip())
+            _write_head(self._folder, EMPTY_TIP)
         path = self._folder / LOG
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o600)
@@ -278,7 +278,8 @@ class AuditLog:
             if log.torn:
                 self._append_torn(log)
             else:
-                if log.head not in (None, log.tip):
+                is_behind = log.head is not None and log.head != log.tip
+                if is_behind:
                     # The lines after the head may not be on disk, and the head must not be ahead of them.
                     with writing(path):
                         os.fsync(self._descriptor)
@@ -360,7 +361,7 @@ def _parse_log(content: bytes, head: Tip | None) -> LogContent:
     entries: list[Entry] = []
     torn_lines: list[bytes] = []
     problem = ""
-    tip = Tip()
+    tip = EMPTY_TIP
     *lines, last_line = content.split(b"\n")
     for number, line in enumerate(lines, 1):
         entry, problem_of_line = _read_entry(line, tip)
@@ -419,12 +420,12 @@ def check_chain(log: LogContent) -> None:
         raise ValueError(f"{LOG}: {problem}; {REMEDY}")
 
 
-def check_state(log: LogContent, committed: Committed, mark: HighWaterMark) -> None:
+def check_state(log: LogContent, counters: SavedCounters, mark: HighWaterMark) -> None:
     """Raise if the log or the state is an older copy, by comparing them and the lock file.
 
     Args:
         log: An undamaged log.
-        committed: Number of writes and log position in the state.
+        counters: Number of writes and log position in the state.
         mark: The copy of both in the lock file. Must be read before the two others if a worker may be running.
 
     Raises:
@@ -433,23 +434,23 @@ def check_state(log: LogContent, committed: Committed, mark: HighWaterMark) -> N
     entries = log.entries
     counts = [entry["commits"] for entry in entries]
     logged = counts[-1] if counts else 0
-    if max(logged, mark.commits) > committed.commits:
+    if max(logged, mark.commits) > counters.commits:
         witness = f"line {len(entries)} of {LOG}" if logged >= mark.commits else f"the file {LOCK}"
-        written = f"an older copy (written {_format_times(committed.commits)})" if committed.commits else "gone"
+        condition = f"an older copy (written {_format_times(counters.commits)})" if counters.commits else "gone"
         raise ValueError(
-            f"{STATE} is {written}, but according to {witness} it was written "
+            f"{STATE} is {condition}, but according to {witness} it was written "
             f"{_format_times(max(logged, mark.commits))}, so everything spent and sent since is forgotten; "
             f"{OLD_STATE_REMEDY}"
         )
     decreases = [index for index in range(1, len(counts)) if counts[index] < counts[index - 1]]
-    begun = entries[0].get("begun", {}) if entries else {}
+    origin = entries[0].get("begun", {}) if entries else {}
     problem = ""
     if decreases:
         problem = f"line {decreases[0] + 1} was written with an older copy of {STATE} than the previous line"
-    elif log.head is None and committed.commits:
+    elif log.head is None and counters.commits:
         problem = f"it is missing, and so is {HEAD}"
-    elif not _contains_tip(entries, committed.tip) and begun.get("committed") != list(committed.tip):
-        problem = f"the state was written after a line {committed.tip.lines} that the log does not contain"
+    elif not _contains_tip(entries, counters.tip) and origin.get("committed") != list(counters.tip):
+        problem = f"the state was written after a line {counters.tip.lines} that the log does not contain"
     elif not _contains_tip(entries, mark.tip):
         problem = f"it is an older copy: {LOCK} records a line {mark.tip.lines} that it does not contain"
     if problem:
@@ -475,7 +476,7 @@ def _format_times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def begin_log(folder: Path, committed: Committed) -> Path | None:
+def begin_log(folder: Path, counters: SavedCounters) -> Path | None:
     """Start a new log when the current one cannot be continued; its first line records this.
 
     The former log is renamed and the new one put in its place in one step. A process that is killed before the head and
@@ -483,7 +484,7 @@ def begin_log(folder: Path, committed: Committed) -> Path | None:
 
     Args:
         folder: State folder of the site.
-        committed: Number of writes and log position in the state.
+        counters: Number of writes and log position in the state.
 
     Returns:
         Where the former log is now; None if there was none.
@@ -494,22 +495,22 @@ def begin_log(folder: Path, committed: Committed) -> Path | None:
     with naming_disk(folder), closing(FolderLock(folder, "worker")) as lock:
         path = folder / LOG
         try:
-            head = _read_head(folder) or Tip()
+            head = _read_head(folder) or EMPTY_TIP
         except ValueError:  # a damaged one may be the reason to begin
-            head = Tip()
+            head = EMPTY_TIP
         former = None
         former_digest = ""
         if path.exists():
             former = _free_name(folder)
             former_digest = digest_of(path)
-        begun = {"file": former_digest, "head": list(head), "committed": list(committed.tip)}
-        entry = {"begun": begun, "trained": committed.trained, "commits": committed.commits}
-        line = _sealed_line(Tip(), entry)
+        origin = {"file": former_digest, "head": list(head), "committed": list(counters.tip)}
+        entry = {"begun": origin, "trained": counters.trained, "commits": counters.commits}
+        line = _sealed_line(EMPTY_TIP, entry)
         with open_atomic(path, private=True, former=former) as file:
             file.write(canonical(line) + b"\n")
         tip = Tip(1, line[KEY])
         _write_head(folder, tip)
-        lock.write(HighWaterMark(tip, committed.commits).pack())
+        lock.write(HighWaterMark(tip, counters.commits).pack())
     return former
 
 

@@ -36,7 +36,7 @@ from perada.server import Distillation
 from perada.server.distill import PUBLIC_BATCH, TeacherBatches
 from perada.tasks import Classification, Task
 
-UNSUPPORTED = {
+UNSUPPORTED_OPTIONS = {
     "precision='16-mixed'": "the loss scale is shared by all clients; use 'bf16-mixed'",
     "max_failures": "--min-sites sets how many sites must answer; leave it out",
     "diagnostics": "they need data from all clients in one place; leave them out",
@@ -92,7 +92,7 @@ class Recipe:
             "a task with options that are computed from all labels": task is not None and task.uses_all_targets,
             "shifts": bool(self.data.shifts),
         }
-        for option, reason in UNSUPPORTED.items():
+        for option, reason in UNSUPPORTED_OPTIONS.items():
             if is_used[option]:
                 raise ValueError(f"{option} cannot be used in a deployment: {reason}")
         check_integer("devices", trainer.world_size, le=1, hint="a site and a server each train on one device")

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from perada.deploy.audit import (
+    EMPTY_TIP,
     LOG,
     OLD_STATE_REMEDY,
     STATE,
     AuditLog,
-    Committed,
     HighWaterMark,
     LogContent,
+    SavedCounters,
     Tip,
     check_chain,
     check_state,
@@ -274,7 +275,7 @@ class StoredSite(NamedTuple):
 
     run_state: RunState
     totals: SiteTotals
-    committed: Committed
+    counters: SavedCounters
 
 
 class SiteStore:
@@ -309,7 +310,7 @@ class SiteStore:
         # The largest count that this process tried to write; None before the first.
         self._attempted: int | None = None
         # The log's tip when the state was last written.
-        self._tip = Tip()
+        self._tip = EMPTY_TIP
         self._run: str | None = None
         # Count of each former run's file.
         self._former: dict[str, int] = {}
@@ -327,9 +328,9 @@ class SiteStore:
         self.current()
         log = read_log(self.folder)
         check_chain(log)
-        committed = Committed(self.commits, self._tip, self.totals.rounds, self._former)
-        check_state(log, committed, HighWaterMark.unpack(self._lock.read()))
-        check_former(self.folder, committed)
+        counters = SavedCounters(self.commits, self._tip, self.totals.rounds, self._former)
+        check_state(log, counters, HighWaterMark.unpack(self._lock.read()))
+        check_former(self.folder, counters)
         self.audit = AuditLog(self.folder)
 
     def close(self) -> None:
@@ -350,7 +351,7 @@ class SiteStore:
         """
         self._lock.check_in_place()
         with naming_disk(self.folder):
-            self.audit.open()
+            self.audit.ensure_open()
             if self._unwritten_bytes:
                 check_space(self.folder / SITE_STATE, self._unwritten_bytes)
                 self._unwritten_bytes = 0
@@ -377,7 +378,7 @@ class SiteStore:
         except FileNotFoundError:
             check_not_lost(self.folder, max(self.commits, HighWaterMark.unpack(self._lock.read()).commits))
             return None
-        commits = stored.committed.commits
+        commits = stored.counters.commits
         if self._attempted is not None and not self.commits <= commits <= self._attempted:
             raise ValueError(
                 f"{str(path)!r} was replaced while this worker was running: it is number {commits} of the states "
@@ -391,9 +392,9 @@ class SiteStore:
         self.totals = stored.totals
         self.commits = commits
         self._attempted = commits
-        self._tip = stored.committed.tip
+        self._tip = stored.counters.tip
         self._run = stored.run_state.run
-        self._former = dict(stored.committed.former)
+        self._former = dict(stored.counters.former)
         return stored.run_state
 
     def load(self, run: str) -> RunState:
@@ -419,8 +420,8 @@ class SiteStore:
                 ) from None
         if stored.run_state.run != run:
             raise ValueError(f"{str(path)!r} contains run {stored.run_state.run} instead; restore it from a backup")
-        if stored.committed.commits != self._former[run]:
-            raise RejectionError(_older_copy_message(path, stored.committed.commits, self._former[run]), "other")
+        if stored.counters.commits != self._former[run]:
+            raise RejectionError(_older_copy_message(path, stored.counters.commits, self._former[run]), "other")
         return stored.run_state
 
     @property
@@ -512,28 +513,28 @@ def former_file(folder: Path, run: str) -> Path:
     return folder / FORMER_RUNS / f"{run}.safetensors"
 
 
-def check_former(folder: Path, committed: Committed) -> None:
+def check_former(folder: Path, counters: SavedCounters) -> None:
     """Raise if the state or the file of a former run is an older copy.
 
     A missing file of a former run is accepted: that run cannot be continued, and the totals include what it spent.
 
     Args:
         folder: State folder.
-        committed: Number of writes and log position in the state.
+        counters: Number of writes and log position in the state.
 
     Raises:
         ValueError: If one is; the message names it and the remedy.
     """
     for path in sorted((folder / FORMER_RUNS).glob("*.safetensors")):
         commits = _read_commits(path)
-        if commits > committed.commits:
+        if commits > counters.commits:
             raise ValueError(
-                f"{SITE_STATE} is an older copy: it is number {committed.commits} of the states written, but "
+                f"{SITE_STATE} is an older copy: it is number {counters.commits} of the states written, but "
                 f"{str(path)!r} is number {commits}, so everything spent and sent since is forgotten; "
                 f"{OLD_STATE_REMEDY}"
             )
-        if path.stem in committed.former and commits != committed.former[path.stem]:
-            raise ValueError(_older_copy_message(path, commits, committed.former[path.stem]))
+        if path.stem in counters.former and commits != counters.former[path.stem]:
+            raise ValueError(_older_copy_message(path, commits, counters.former[path.stem]))
 
 
 def _older_copy_message(path: Path, commits: int, expected_commits: int) -> str:
@@ -596,18 +597,18 @@ def _build_stored(
     return StoredSite(
         RunState(**(state | parts)),
         SiteTotals(ledger, rounds, sampling),
-        Committed(commits, Tip(*audit), rounds, former),
+        SavedCounters(commits, Tip(*audit), rounds, former),
     )
 
 
-def read_committed(folder: Path) -> Committed:
+def read_saved_counters(folder: Path) -> SavedCounters:
     """Return the counters of the state in a folder; the defaults if there is none.
 
     Raises:
         ValueError: If the state is damaged.
     """
     path = folder / SITE_STATE
-    return read_state(path).committed if path.is_file() else Committed()
+    return read_state(path).counters if path.is_file() else SavedCounters()
 
 
 def read_mark(folder: Path) -> HighWaterMark:
@@ -616,7 +617,7 @@ def read_mark(folder: Path) -> HighWaterMark:
     return HighWaterMark.unpack(path.read_bytes() if path.is_file() else b"")
 
 
-def read_witnesses(folder: Path) -> tuple[LogContent, Committed, HighWaterMark]:
+def read_witnesses(folder: Path) -> tuple[LogContent, SavedCounters, HighWaterMark]:
     """Read the log and the counters of the state and the lock file, without comparing them.
 
     A worker may write to them meanwhile.
@@ -624,10 +625,10 @@ def read_witnesses(folder: Path) -> tuple[LogContent, Committed, HighWaterMark]:
     while True:
         # The lock file is written last, so that its content was in the two others before.
         mark = read_mark(folder)
-        committed = read_committed(folder)
+        counters = read_saved_counters(folder)
         log = read_log(folder)
-        if read_committed(folder) == committed:
-            return log, committed, mark
+        if read_saved_counters(folder) == counters:
+            return log, counters, mark
 
 
 def read_runs(folder: Path, *, tensors: bool = True) -> tuple[list[RunState], SiteTotals]:
@@ -642,7 +643,7 @@ def read_runs(folder: Path, *, tensors: bool = True) -> tuple[list[RunState], Si
         return [], SiteTotals()
     stored = read_state(path, tensors=tensors)
     states = [stored.run_state]
-    for run in sorted(stored.committed.former):
+    for run in sorted(stored.counters.former):
         former_path = former_file(folder, run)
         if former_path.is_file():
             states.append(read_state(former_path, tensors=tensors).run_state)

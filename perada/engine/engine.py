@@ -458,10 +458,10 @@ def engine_class(engine_name: str) -> type[Engine]:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise invalid_option("engine", engine_name, requirement, f"{error}") from error
-    found = getattr(module, class_name, None)
-    if not (isinstance(found, type) and issubclass(found, Engine)):
+    named_class = getattr(module, class_name, None)
+    if not (isinstance(named_class, type) and issubclass(named_class, Engine)):
         raise invalid_option("engine", engine_name, requirement)
-    return found
+    return named_class
 
 
 def make_engine(engine_name: str, model: nn.Module, **options: Any) -> Engine:
@@ -472,10 +472,10 @@ def make_engine(engine_name: str, model: nn.Module, **options: Any) -> Engine:
         model: The model of a single client.
         options: Further arguments of :class:`Engine`.
     """
-    made_by = engine_class(engine_name)
-    if made_by is Engine:
+    chosen_class = engine_class(engine_name)
+    if chosen_class is Engine:
         return Engine(model, cast(EngineName, engine_name), **options)
-    return made_by(model, **options)
+    return chosen_class(model, **options)
 
 
 def classes_last(output: Tensor) -> Tensor:

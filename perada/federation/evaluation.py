@@ -290,7 +290,7 @@ class EvaluationPass:
             results |= spread(name, local_test, metric.lower_is_better, self._sizes, self._recent, own_failed)
             if self.everywhere:
                 name = f"both/global_test{suffix}"
-                global_test = self._of_everywhere(name, everywhere_scores[metric.name][:, 0])
+                global_test = self._spread_to_clients(name, everywhere_scores[metric.name][:, 0])
                 per_client[name] = global_test
                 results |= spread(name, global_test, metric.lower_is_better, is_failed=everywhere_failed)
         per_client["typical/local_test"] = self._num_typical.double() / self._sizes
@@ -347,9 +347,9 @@ class EvaluationPass:
             return self._mean_of_classes(name, global_score, 0).expand(self.num_clients)
         if not self.everywhere:
             return None
-        return self._of_everywhere(name, sampled_scores)
+        return self._spread_to_clients(name, sampled_scores)
 
-    def _of_everywhere(self, name: str, sampled_scores: Tensor) -> Tensor:
+    def _spread_to_clients(self, name: str, sampled_scores: Tensor) -> Tensor:
         """Return scores (M,) of all clients, NaN for those that do not run on everyone's images.
 
         Args:
@@ -574,8 +574,8 @@ class ShiftedEvaluation:
             self.typical_shares = self._num_typical.double() / self._num_images
 
         global_failed = self._global.failed_images[:, 0] > 0
-        personal_of_metrics = self._of_clients(self._personal)
-        both_of_metrics = self._of_clients(self._both_scores)
+        personal_of_metrics = self._compute_client_scores(self._personal)
+        both_of_metrics = self._compute_client_scores(self._both_scores)
         results = {}
         for name, scores in self._global.means().items():
             global_scores = scores[:, 0]
@@ -588,7 +588,7 @@ class ShiftedEvaluation:
             results[name] = ModelScores(personal, global_score, both)
         return results
 
-    def _of_clients(self, merged_scores: Scores) -> dict[str, ClientScores]:
+    def _compute_client_scores(self, merged_scores: Scores) -> dict[str, ClientScores]:
         """Return the merged scores of the models of ``everywhere``, by metric, as scores of all clients."""
         clients = list(self.everywhere)
         failed = torch.zeros(self.federation.num_clients, dtype=torch.bool)

@@ -22,7 +22,7 @@ HUB_TIMEOUT = 5.0
 """Seconds to wait for the Hub's first answer."""
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 """File names to look for in a folder, in this order."""
-SHIPPED = "perada:"
+SHIPPED_PREFIX = "perada:"
 """Prefix of ``pretrained=`` for weights that ship with perada."""
 SHIPPED_SOURCES = {"perada:digits_test_resnet": "Digits", "perada:fashion_test_resnet": "FashionMNIST"}
 """Image sets that shipped weights were trained on. Those not listed were trained on synthetic images."""
@@ -85,8 +85,8 @@ def weights_file(source: str) -> str:
         FileNotFoundError: If there is no such file.
     """
     path = Path(source)
-    if source.startswith(SHIPPED):
-        path = Path(__file__).parent / "weights" / f"{source.removeprefix(SHIPPED)}.safetensors"
+    if source.startswith(SHIPPED_PREFIX):
+        path = Path(__file__).parent / "weights" / f"{source.removeprefix(SHIPPED_PREFIX)}.safetensors"
     if path.is_dir():
         candidates = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
         candidates += sorted([*path.glob("*.safetensors"), *path.glob("*.pth")])

@@ -26,7 +26,7 @@ from perada.models.adapted import (
     saved_tensors,
     tensors_taken_for_saved,
 )
-from perada.models.weight_files import LITE0, SHIPPED
+from perada.models.weight_files import LITE0, SHIPPED_PREFIX
 from perada.results.cards import record_of_nobody, record_of_one
 from perada.results.run_file import RunFile, first_difference, published
 from perada.system.digests import check_sums
@@ -275,7 +275,7 @@ def needs_backbone_file(info: Mapping[str, Any]) -> bool:
     backbone = info["backbone"]
     if not pretrained or backbone is None:
         return True
-    is_file = isinstance(pretrained, str) and pretrained != LITE0 and not pretrained.startswith(SHIPPED)
+    is_file = isinstance(pretrained, str) and pretrained != LITE0 and not pretrained.startswith(SHIPPED_PREFIX)
     # The configuration of a folder of transformers is read from there, too.
     return is_file and not backbone.startswith("hf:")
 

@@ -217,10 +217,10 @@ class Run(Models):
         Raises:
             OptionError: See :meth:`export`.
         """
-        wanted = prediction or self.info.get("prediction", "personal")
+        exported_prediction = prediction or self.info.get("prediction", "personal")
         # Without two models per client the run's option has no effect, which set-up has reported.
         has_both = self.personalized and self.info["global_model"]
-        if wanted != "both" or (prediction is None and not has_both):
+        if exported_prediction != "both" or (prediction is None and not has_both):
             return frozenset()
         clients = self._remaining_clients if client is None else [client]
         # The states of thousands of clients would fill the memory, so they are read again when they are written.

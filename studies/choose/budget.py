@@ -142,8 +142,8 @@ class SearchPlan:
         for method in self.methods:
             former_rounds = 0
             for rung in self.rungs:
-                stretch = costs[method].seconds(rung.rounds - former_rounds)
-                seconds += rung.num_candidates * self.num_draws * stretch
+                segment_seconds = costs[method].seconds(rung.rounds - former_rounds)
+                seconds += rung.num_candidates * self.num_draws * segment_seconds
                 former_rounds = rung.rounds
         return seconds
 
@@ -269,8 +269,9 @@ def num_draws_for(num_held_out: int) -> int:
     >>> num_draws_for(1000), num_draws_for(300), num_draws_for(20)
     (1, 3, 5)
     """
-    wanted = (0.4 / 0.015) ** 2
-    return min(5, max(1, math.ceil(wanted / max(1, num_held_out))))
+    num_images = (0.4 / 0.015) ** 2
+    num_draws = math.ceil(num_images / max(1, num_held_out))
+    return min(5, max(1, num_draws))
 
 
 def mean_cost(costs: Sequence[Cost]) -> Cost:

@@ -32,9 +32,9 @@ from perada.studies.compare.command import split_words
 from perada.studies.compare.comparison import CRITERIA, MEAN
 from perada.studies.compare.configured import ConfiguredRun, MakeCLI
 from perada.studies.compare.grid import HOLD_OUT, VALIDATE
-from perada.studies.compare.plan import CHOSEN_BY, Plan
+from perada.studies.compare.plan import SELECTION_SCORES, Plan
 from perada.studies.compare.results import Results
-from perada.studies.compare.running import SILENT, runner
+from perada.studies.compare.running import NO_PROGRESS_BAR, task_runner
 from perada.system.files import check_output_folder
 from perada.system.quiet import info_messages_disabled
 
@@ -57,7 +57,7 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     _add_options(parser)
     split = split_words(words, parser)
     parsed = parser.parse_args(split.of_compare)
-    overrides = [*split.of_fit, SILENT]
+    overrides = [*split.of_fit, NO_PROGRESS_BAR]
     budget = parse_duration(parsed.budget)
     folder = parsed.output
     _check_folder(folder)
@@ -119,7 +119,7 @@ def _search_and_write(
     for method_search in methods.values():
         results.check({name: recipe.digest for name, recipe in method_search.plan.recipes.items()})
     folder.mkdir(parents=True, exist_ok=True)
-    with runner(make_cli, options.threads, options.jobs, options.anonymous) as carry_out:
+    with task_runner(make_cli, options.threads, options.jobs, options.anonymous) as carry_out:
         search = Search(
             options=options,
             methods=methods,
@@ -237,7 +237,7 @@ def _prepare_method(
         tune_seeds=[],
         trials=None,
         sampler="tpe",
-        choose_by=list(CHOSEN_BY),
+        choose_by=list(SELECTION_SCORES),
         variants=[],
         vary=[],
     )
@@ -273,7 +273,7 @@ def _write_recipe(make_cli: MakeCLI, search: Search, path: Path, held_out: HeldO
     assert search.plan is not None
     rounds = search.plan.rounds
     job = method_search.final_job(held_out.candidate, search.options.seeds[0], rounds)
-    words = recipe_words([word for word in job.args if word != SILENT], held_out.way, min(5, rounds))
+    words = recipe_words([word for word in job.args if word != NO_PROGRESS_BAR], held_out.way, min(5, rounds))
     text = format_recipe(make_cli(words), _format_header(search, held_out), _comment_options(search, held_out))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

@@ -42,7 +42,7 @@ from perada.studies.choose.trials import (
 from perada.studies.compare.grid import Point
 from perada.studies.compare.plan import Job, Plan, Row
 from perada.studies.compare.results import Record, Results
-from perada.studies.compare.running import CarryOut, Result, RunTask, Stretch
+from perada.studies.compare.running import CarryOut, Result, RunTask, Segment
 from perada.system.files import write_atomic
 
 ROUNDS = "trainer.max_epochs"
@@ -192,7 +192,7 @@ class Search:
         largest_plan: The plan if time did not matter.
         results: Results of earlier commands; each new one is added.
         state: The rest of what was done by earlier commands.
-        carry_out: See :func:`perada.studies.compare.running.runner`.
+        carry_out: See :func:`perada.studies.compare.running.task_runner`.
         names: Names of the clients, which reasons of failed runs must not have in an anonymous search.
 
     Attributes:
@@ -503,12 +503,15 @@ class Search:
 
     def _drop_former_last_rung(self, plan: SearchPlan) -> None:
         """Leave out runs of a smaller search in this folder, whose last rung had other settings or fewer rounds."""
-        wanted = []
+        planned_args = []
         for candidate in self.finalists:
+            method = self.methods[candidate.method]
             for seed in self.options.seeds:
-                wanted.append(self.methods[candidate.method].final_job(candidate, seed, plan.rounds).args)
+                planned_args.append(method.final_job(candidate, seed, plan.rounds).args)
         records = self.results.records
-        self.results.records = [record for record in records if record["stage"] != "run" or record["args"] in wanted]
+        self.results.records = [
+            record for record in records if record["stage"] != "run" or record["args"] in planned_args
+        ]
 
     def _plan_last_rung(self, plan: SearchPlan) -> SearchPlan:
         """Return the plan with the methods and seeds of the last rung for which there is time now."""
@@ -549,10 +552,10 @@ class Search:
         runs = []
         for trial in trials:
             if not self._is_done(trial.job):
-                stretch = Stretch(
+                segment = Segment(
                     trial.rounds, self._locate_checkpoint(trial, trial.rounds), self._last_checkpoint(trial)
                 )
-                runs.append(_PlannedRun(trial.job, stretch))
+                runs.append(_PlannedRun(trial.job, segment))
         self._execute_runs(runs)
         records = []
         for trial in trials:
@@ -584,7 +587,7 @@ class Search:
         """Execute runs, and write each result when it is available."""
         tasks = []
         for run in runs:
-            tasks.append(RunTask(run.job.args, False, run.stretch, self.end_by))
+            tasks.append(RunTask(run.job.args, False, run.segment, self.end_by))
         for number, result in self.carry_out(tasks):
             if result is None:
                 self._print_progress(runs[number])
@@ -616,10 +619,10 @@ class Search:
     def _print_progress(self, run: "_PlannedRun") -> None:
         """Print the number and the name of a run, the time, and the best so far, in one line."""
         job = run.job
-        if run.stretch is None:
+        if run.segment is None:
             what = f"{job.label} on all training images, seed {job.seed}"
         else:
-            what = f"{job.label}, setting {job.varied['setting']}, up to round {run.stretch.last_round}"
+            what = f"{job.label}, setting {job.varied['setting']}, up to round {run.segment.last_round}"
         left = max(0.0, self.options.budget - self.elapsed)
         times = f"{format_duration(self.elapsed)} of {format_duration(self.options.budget)}"
         line = f"[{times}, at most {format_duration(left)} left] {what}"
@@ -637,7 +640,7 @@ class Search:
 
 @dataclass(frozen=True)
 class _PlannedRun:
-    """A run, and the stretch of it that is trained; None for all of it."""
+    """A run, and the segment of it that is trained; None for all of it."""
 
     job: Job
-    stretch: Stretch | None
+    segment: Segment | None

@@ -16,9 +16,9 @@ from perada.studies.compare.comparison import Comparison, NotComparableError
 from perada.studies.compare.configured import MakeCLI
 from perada.studies.compare.figures import draw_figures, save_figure
 from perada.studies.compare.grid import Observation, Point, Sampler, has_range, inside, points, propose
-from perada.studies.compare.plan import CHOSEN_BY, Job, Plan, Row, words
+from perada.studies.compare.plan import SELECTION_SCORES, Job, Plan, Row, words
 from perada.studies.compare.results import NO_POINT, GridTrial, Record, Results, choose_trial, mean_score, score_text
-from perada.studies.compare.running import CarryOut, Result, RunTask, runner
+from perada.studies.compare.running import CarryOut, Result, RunTask, task_runner
 from perada.studies.compare.tables import curve_tables, grid_table, summary
 from perada.studies.compare.verdict import verdict
 from perada.studies.drawing import check_drawing
@@ -34,7 +34,7 @@ class ComparisonRunner:
     Args:
         plan: The runs.
         results: Results of earlier commands; each new result is added.
-        carry_out: See :func:`perada.studies.compare.running.runner`.
+        carry_out: See :func:`perada.studies.compare.running.task_runner`.
     """
 
     def __init__(self, plan: Plan, results: Results, carry_out: CarryOut) -> None:
@@ -225,7 +225,7 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     if len(set(counts.values())) > 1:
         counts_text = ", ".join(f"{name} {count}" for name, count in counts.items())
         print(f"Algorithms differ in their number of settings: {counts_text}", file=sys.stderr)
-    with runner(make_cli, options.threads, options.jobs, options.anonymous) as carry_out:
+    with task_runner(make_cli, options.threads, options.jobs, options.anonymous) as carry_out:
         num_failed = ComparisonRunner(plan, results, carry_out).run()
     tables = [curve_tables(results.records), summary(results.records), verdict(results.records)]
     if options.tune:
@@ -350,7 +350,7 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--choose_by",
         nargs="+",
-        default=list(CHOSEN_BY),
+        default=list(SELECTION_SCORES),
         metavar="SCORE",
         help=(
             "Scores on the held-out images by whose mean settings are chosen, such as global/global_test or "

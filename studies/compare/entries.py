@@ -106,13 +106,13 @@ class Entry:
         if not _name_the_same_class(algorithm.class_path, self.class_path):
             other = algorithm.class_path
         else:
-            for argument, wanted in self.init_args.items():
+            for argument, expected in self.init_args.items():
                 value = algorithm.init_args.get(argument)
                 if isinstance(value, Namespace):  # an algorithm
                     value = value.class_path
-                    is_same = _name_the_same_class(value, wanted)
+                    is_same = _name_the_same_class(value, expected)
                 else:
-                    is_same = value == wanted
+                    is_same = value == expected
                 if not is_same:
                     other = f"{argument}={value}"
                     break

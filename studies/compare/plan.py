@@ -42,11 +42,11 @@ TRIALS = 10
 """Settings that are tried if ``--tune`` has a range."""
 START = "before fine-tuning"
 """Label of the row of the initial model: pretrained backbone, untrained adapter."""
-CHOSEN_BY = ("personal/local_test", "personal/global_test")
+SELECTION_SCORES = ("personal/local_test", "personal/global_test")
 """Scores whose mean, on validation images, chooses from the grid by default."""
-BOTH_CHOSEN_BY = ("both/local_test", "both/global_test")
+SELECTION_SCORES_OF_BOTH = ("both/local_test", "both/global_test")
 """The same of clients that predict with both of their models."""
-DIAGNOSED = ("theory/", "updates/")
+DIAGNOSTIC_PREFIXES = ("theory/", "updates/")
 """Beginnings of the names of diagnostics."""
 NO_LOGGER = "--trainer.logger=false"
 """A comparison has too many runs for a folder each."""
@@ -273,7 +273,7 @@ class Plan:
             option_words += [f"--trials={self.trials}", f"--sampler={options.sampler}"]
         if options.tune_seeds:
             option_words.append(f"--tune_seeds={','.join(map(str, self.tune_seeds))}")
-        if options.tune and options.choose_by != list(CHOSEN_BY):
+        if options.tune and options.choose_by != list(SELECTION_SCORES):
             option_words.append(f"--choose_by={','.join(options.choose_by)}")
         return option_words
 
@@ -301,7 +301,7 @@ class Plan:
         if self.options.tune_seeds and not self.options.tune:
             seeds = " ".join(map(str, self.tune_seeds))
             raise ValueError(f"--tune_seeds {seeds} requires settings to try; add --tune, or leave --tune_seeds out")
-        if self.options.choose_by != list(CHOSEN_BY) and not self.options.tune:
+        if self.options.choose_by != list(SELECTION_SCORES) and not self.options.tune:
             scores = " ".join(self.options.choose_by)
             raise ValueError(
                 f"--choose_by {scores} requires settings to choose from; add --tune, or leave --choose_by out"
@@ -391,8 +391,8 @@ class Plan:
             if name not in lower_is_better:
                 raise ValueError(_unknown_score_message(name, lower_is_better))
         chosen_by = self.options.choose_by
-        if chosen_by == list(CHOSEN_BY) and _predicts_with_both_models(cli):
-            chosen_by = list(BOTH_CHOSEN_BY)
+        if chosen_by == list(SELECTION_SCORES) and _predicts_with_both_models(cli):
+            chosen_by = list(SELECTION_SCORES_OF_BOTH)
         signed = [f"-{name}" if lower_is_better[name] else name for name in chosen_by]
         for other_signed in self._chosen_by.values():
             has_minus = [name.startswith("-") for name in signed]

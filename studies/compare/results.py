@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from perada.results.report import unit_of
 from perada.studies.compare.grid import Point
-from perada.studies.compare.plan import CHOSEN_BY, Job
+from perada.studies.compare.plan import SELECTION_SCORES, Job
 from perada.system.digests import check_sealed, sealed
 from perada.system.files import write_atomic
 
@@ -190,7 +190,7 @@ def score(record: Record | None) -> float | None:
     if record is None or "failed" in record or record["diverged"]:
         return None
     values = []
-    for signed_name in record.get("chosen_by", CHOSEN_BY):
+    for signed_name in record.get("chosen_by", SELECTION_SCORES):
         value = record.get(signed_name.removeprefix("-"))
         if value is None:
             return None
@@ -217,4 +217,4 @@ def score_text(records: Sequence[Record]) -> str:
 
 def lower_is_better(record: Record) -> bool:
     """Return whether all scores that a run is judged by are better if they are lower."""
-    return all(name.startswith("-") for name in record.get("chosen_by", CHOSEN_BY))
+    return all(name.startswith("-") for name in record.get("chosen_by", SELECTION_SCORES))

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children, get_context, parent_process
@@ -30,12 +30,12 @@ from perada.results.report import PRIVACY, SCORE_GROUPS, SCORES_OF_BOTH, TYPICAL
 from perada.results.restore import plain_data
 from perada.scores.failed_outputs import describe_failed
 from perada.studies.compare.configured import ConfiguredRun, MakeCLI
-from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED
+from perada.studies.compare.plan import DIAGNOSTIC_PREFIXES, SELECTION_SCORES
 from perada.system.quiet import info_messages_disabled
 
-SCORED = (*SCORE_GROUPS, TYPICAL_SHARES, *DIAGNOSED)
+SCORE_PREFIXES = (*SCORE_GROUPS, TYPICAL_SHARES, *DIAGNOSTIC_PREFIXES)
 """Beginnings of the names of scores."""
-SILENT = "--trainer.enable_progress_bar=false"
+NO_PROGRESS_BAR = "--trainer.enable_progress_bar=false"
 CLIENT_SCORES = ("personal/local_test", "personal/global_test", *SCORES_OF_BOTH)
 """Scores that are written for each client."""
 LOCAL_STEPS = "training.local_steps"
@@ -46,10 +46,10 @@ reason."""
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A stretch of a run's rounds, from its checkpoint to the next one.
+class Segment:
+    """A segment of a run's rounds, from its checkpoint to the next one.
 
-    A run that is trained in stretches ends in the same states as one that is not interrupted.
+    A run that is trained in segments ends in the same states as one that is not interrupted.
 
     Attributes:
         last_round: Number of rounds after which training pauses. The models are then scored, as they are at the end.
@@ -68,13 +68,13 @@ class RunTask(NamedTuple):
     Attributes:
         args: Options of ``perada fit``.
         scores_start: Whether to score the initial model too.
-        stretch: The rounds to train; None for all of them.
+        segment: The rounds to train; None for all of them.
         end_by: Time (``time.time``) at which a run that is not done fails; None for no limit.
     """
 
     args: Sequence[str]
     scores_start: bool
-    stretch: Stretch | None = None
+    segment: Segment | None = None
     end_by: float | None = None
 
 
@@ -118,7 +118,7 @@ class OutOfTimeError(Exception):
 
 
 class RoundClock(pl.Callback):
-    """Measures rounds, pauses a run after the last round of its stretch, and ends it when its time is over.
+    """Measures rounds, pauses a run after the last round of its segment, and ends it when its time is over.
 
     Args:
         task: The run.
@@ -139,18 +139,18 @@ class RoundClock(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Save the run after the last round of its stretch; the loop, whose hook comes first, has closed the round."""
+        """Save the run after the last round of its segment; the loop, whose hook comes first, has closed the round."""
         if self.task.end_by is not None and time.time() > self.task.end_by:
             raise OutOfTimeError("the time for all runs was over; allow more, or train fewer rounds")
         if not trainer.is_last_batch:
             return
         self.seconds_of_rounds.append(time.perf_counter() - self._started_at)
-        stretch = self.task.stretch
+        segment = self.task.segment
         rounds_done = trainer.current_epoch + 1
-        if stretch is None or rounds_done < stretch.last_round or rounds_done == trainer.max_epochs:
+        if segment is None or rounds_done < segment.last_round or rounds_done == trainer.max_epochs:
             return
         # An uninterrupted run would not fine-tune and score the models here, so the checkpoint comes before that.
-        trainer.save_checkpoint(stretch.checkpoint)
+        trainer.save_checkpoint(segment.checkpoint)
         trainer.should_stop = True
 
 
@@ -205,7 +205,7 @@ def _run_task(make_cli: MakeCLI, task: RunTask, anonymous: bool) -> Result:
         **epsilons(loop.history[-1]),
         **curves_of_history(loop.history),
     }
-    if task.stretch is not None:
+    if task.segment is not None:
         result["run"]["seconds_of_rounds"] = clock.seconds_of_rounds
     return result
 
@@ -236,16 +236,21 @@ def _fit_timed(cli: ConfiguredRun, task: RunTask, clock: RoundClock) -> float:
     watch = Stopwatch()
     callbacks_of(cli.trainer).extend([clock, watch])
     checkpoint = None
-    if task.stretch is not None and task.stretch.start is not None:
-        checkpoint = str(task.stretch.start)
-    # A run in which nothing was learned has diverged in the table, which also has a note on stale clients.
-    with suppress(NothingLearnedError), plain_data(checkpoint, cli.trainer), warnings.catch_warnings():
+    if task.segment is not None and task.segment.start is not None:
+        checkpoint = str(task.segment.start)
+    with ExitStack() as stack:
+        # A run in which nothing was learned counts as diverged in the table.
+        stack.enter_context(suppress(NothingLearnedError))
+        stack.enter_context(plain_data(checkpoint, cli.trainer))
+        # The table has a note on stale clients instead of the warning.
+        stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", STALE)
         cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=checkpoint, weights_only=True)
     seconds = watch.seconds
     shifted = cli.model.results.shifted
     if shifted is not None and cli.datamodule.shifts_when == "end":
-        seconds -= shifted.seconds  # shifted images are scored after the last round, outside validation
+        # Shifted images are scored after the last round, outside validation.
+        seconds -= shifted.seconds
     return seconds
 
 
@@ -260,7 +265,7 @@ def _failed_outputs(cli: ConfiguredRun, anonymous: bool) -> Result:
 
 def _has_diverged(cli: ConfiguredRun) -> bool:
     """Return whether a score or a training loss is NaN or infinite."""
-    values = [cli.model.scores[name] for name in CHOSEN_BY if name in cli.model.scores]
+    values = [cli.model.scores[name] for name in SELECTION_SCORES if name in cli.model.scores]
     for metrics in cli.loop.history:
         values += [value for name, value in metrics.items() if name.startswith("train/")]
     return not all(math.isfinite(value) for value in values)
@@ -325,10 +330,13 @@ def curves_of_history(history: Sequence[dict[str, float]]) -> dict[str, list[dic
     """Return scores and diagnostics after each round that has some, counted from 1; nothing if only one round has."""
     rows = []
     for metrics in history:
-        if any(name in CHOSEN_BY or name.startswith(DIAGNOSED) for name in metrics):
-            scores = {name: value for name, value in metrics.items() if name.startswith(SCORED)}
+        is_scored = any(name in SELECTION_SCORES or name.startswith(DIAGNOSTIC_PREFIXES) for name in metrics)
+        if is_scored:
+            scores = {name: value for name, value in metrics.items() if name.startswith(SCORE_PREFIXES)}
             rows.append({"round": metrics["round"] + 1, **_json_numbers(scores)})
-    return {"history": rows} if len(rows) > 1 else {}
+    if len(rows) < 2:
+        return {}
+    return {"history": rows}
 
 
 def same_budget(cli: ConfiguredRun) -> list[str]:
@@ -369,7 +377,7 @@ def _json_numbers(mean_scores: dict[str, float]) -> dict[str, float | None]:
 
 
 @contextmanager
-def runner(make_cli: MakeCLI, threads: int, jobs: int, anonymous: bool = False) -> Iterator[CarryOut]:
+def task_runner(make_cli: MakeCLI, threads: int, jobs: int, anonymous: bool = False) -> Iterator[CarryOut]:
     """Provide the function that runs tasks, in this process or in several others.
 
     The processes end with the ``with`` statement, and are killed if it ends with an error.
@@ -415,7 +423,7 @@ class RunningTask:
     """The number of a task, and the index of the pool that runs it."""
 
     number: int
-    pool: int
+    pool_index: int
 
 
 def _run_in_pools(
@@ -429,10 +437,10 @@ def _run_in_pools(
         while next_number < len(tasks) and free_pools:
             task = tasks[next_number]
             yield Event(next_number, None)
-            pool = free_pools.pop()
-            silent_task = task._replace(args=[*task.args, SILENT])
-            future = pools[pool].submit(attempt_task, silent_task)
-            running[future] = RunningTask(next_number, pool)
+            pool_index = free_pools.pop()
+            silent_task = task._replace(args=[*task.args, NO_PROGRESS_BAR])
+            future = pools[pool_index].submit(attempt_task, silent_task)
+            running[future] = RunningTask(number=next_number, pool_index=pool_index)
             next_number += 1
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             ended = running.pop(future)
@@ -440,8 +448,8 @@ def _run_in_pools(
                 result = future.result()
             except BrokenProcessPool:
                 result = {"failed": "its process was killed or crashed before it was done", "seconds": 0.0}
-                pools[ended.pool] = _new_pool()
-            free_pools.append(ended.pool)
+                pools[ended.pool_index] = _new_pool()
+            free_pools.append(ended.pool_index)
             yield Event(ended.number, result)
 
 

@@ -25,7 +25,7 @@ from perada.results.report import (
     title,
     unit_of,
 )
-from perada.studies.compare.plan import BOTH_CHOSEN_BY, CHOSEN_BY, DIAGNOSED, named
+from perada.studies.compare.plan import DIAGNOSTIC_PREFIXES, SELECTION_SCORES, SELECTION_SCORES_OF_BOTH, named
 from perada.studies.compare.results import (
     NO_POINT,
     Record,
@@ -265,7 +265,7 @@ def grid_table(records: Sequence[Record]) -> str:
     chosen_by: dict[str, None] = {}
     for record in trials:
         texts.update(dict.fromkeys(record["point"]))
-        chosen_by.update(dict.fromkeys(record.get("chosen_by", CHOSEN_BY)))
+        chosen_by.update(dict.fromkeys(record.get("chosen_by", SELECTION_SCORES)))
     rows = []
     for label, records_of_row in records_of_rows(trials).items():
         trials_of_row = trials_of(records_of_row)
@@ -293,7 +293,7 @@ def _grid_note(options: Sequence[str], chosen_by: Sequence[str], *, lower_chosen
         lower_chosen: Whether the lowest score is chosen in all rows; then the minus is left out.
         unit: Unit of the scores.
     """
-    scores_of_both = [name for name in chosen_by if name.removeprefix("-") in BOTH_CHOSEN_BY]
+    scores_of_both = [name for name in chosen_by if name.removeprefix("-") in SELECTION_SCORES_OF_BOTH]
     scores_of_one = [name for name in chosen_by if name not in scores_of_both]
     # Rows whose clients have two models are chosen by the same scores as the others, but of another prediction.
     only_some_have_both = bool(scores_of_both and scores_of_one)
@@ -321,7 +321,7 @@ def curve_tables(records: Sequence[Record]) -> str:
     for record in runs:
         for metrics in record["history"]:
             rounds.add(metrics["round"])
-            diagnostics.update(dict.fromkeys(name for name in metrics if name.startswith(DIAGNOSED)))
+            diagnostics.update(dict.fromkeys(name for name in metrics if name.startswith(DIAGNOSTIC_PREFIXES)))
     tables = []
     for name in (*SCORES, *diagnostics):
         rows = []
@@ -372,7 +372,7 @@ def _over_seeds(runs: Sequence[Record], name: str, unit: ScoreUnit) -> str:
     text_of: Callable[[float], str]
     if name == ENTROPY:
         text_of = "{:.2f}".format
-    elif name.startswith(DIAGNOSED):
+    elif name.startswith(DIAGNOSTIC_PREFIXES):
         text_of = "{:.4g}".format
     elif name.startswith(TYPICAL_SHARES):
         text_of = percent

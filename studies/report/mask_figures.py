@@ -19,8 +19,8 @@ IGNORED_COLOUR = "#ffffff"
 """Colour of pixels that do not count."""
 BACKGROUND_COLOUR = "#d5dae0"
 """Colour of class 0."""
-_COLUMNS = {"personal": "client's own model", "global": "global model", "both": "both models"}
-"""Titles of the models by their columns in the table."""
+_TITLE_OF_MODEL = {"personal": "client's own model", "global": "global model", "both": "both models"}
+"""Titles of the models by the names that their predictions have."""
 
 
 def masks(record: RunRecord, name: str) -> RenderedFigure | None:
@@ -28,35 +28,36 @@ def masks(record: RunRecord, name: str) -> RenderedFigure | None:
     if not record.examples:
         return None
     examples = record.examples
-    columns = [column for column in _COLUMNS if all(column in example.predictions for example in examples)]
-    if len(columns) == 2 and all(_are_equal(example) for example in examples):
+    models = [model for model in _TITLE_OF_MODEL if all(model in example.predictions for example in examples)]
+    if len(models) == 2 and all(_are_equal(example) for example in examples):
         # Clients predict with the global model.
-        columns = ["global"]
+        models = ["global"]
     classes = record.class_names
     ignored = int(record.task.get("init_args", {}).get("ignore_index", 255))
     with report_style():
         from matplotlib.figure import Figure
 
-        num_columns = 2 + len(columns)
+        num_columns = 2 + len(models)
         figure = Figure(figsize=(1.7 * num_columns + 0.4, 1.7 * len(examples) + 0.7), layout="constrained")
         rows = figure.subplots(len(examples), num_columns, squeeze=False)
-        titles = ["image", "true mask", *(_COLUMNS[column] for column in columns)]
+        titles = ["image", "true mask", *(_TITLE_OF_MODEL[model] for model in models)]
         for axes, title in zip(rows[0], titles, strict=True):
             axes.set_title(title)
         for axes_of_row, example in zip(rows, examples, strict=True):
             axes_of_row[0].set_ylabel(f"{_client_name(record, example)}\nimage {example.number}", fontsize=8)
             axes_of_row[0].imshow(example.picture, cmap="gray", vmin=0, vmax=255)
             _draw_mask(axes_of_row[1], example.label, len(classes), ignored)
-            for axes, column in zip(axes_of_row[2:], columns, strict=True):
-                _draw_mask(axes, example.predictions[column], len(classes), ignored)
+            for axes, model in zip(axes_of_row[2:], models, strict=True):
+                _draw_mask(axes, example.predictions[model], len(classes), ignored)
             for axes in axes_of_row:
                 axes.set(xticks=[], yticks=[])
                 axes.grid(False)
-        _add_class_legend(figure, record, examples, columns, ignored)
-        return render(figure, name, _describe_figure(record, examples, columns, ignored), wide=num_columns > 3)
+        _add_class_legend(figure, record, examples, models, ignored)
+        return render(figure, name, _describe_figure(record, examples, models, ignored), wide=num_columns > 3)
 
 
 def _are_equal(example: MaskExample) -> bool:
+    """Return whether both models predict the same mask."""
     import numpy as np
 
     first, second = example.predictions.values()
@@ -104,7 +105,7 @@ def _add_class_legend(
 
     class_numbers: set[int] = set()
     for example in examples:
-        for mask in (example.label, *(example.predictions[column] for column in shown_models)):
+        for mask in (example.label, *(example.predictions[model] for model in shown_models)):
             class_numbers.update(np.unique(mask).tolist())
     handles = []
     for number, class_name in enumerate(record.class_names):
@@ -124,10 +125,10 @@ def _describe_figure(
     for example in examples:
         counted = example.label != ignored
         shares = []
-        for column in shown_models:
+        for model in shown_models:
             share = math.nan
             if counted.any():
-                share = float((example.predictions[column] == example.label)[counted].mean())
-            shares.append(f"{_COLUMNS[column]} {100 * share:.1f} %")
+                share = float((example.predictions[model] == example.label)[counted].mean())
+            shares.append(f"{_TITLE_OF_MODEL[model]} {100 * share:.1f} %")
         sentences.append(f"{_client_name(record, example)}, image {example.number}: {', '.join(shares)}")
     return f"Test images, their true masks and the predicted ones. Pixels predicted correctly: {'; '.join(sentences)}."

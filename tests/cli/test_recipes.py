@@ -37,8 +37,8 @@ COMPLETE = [
     for path in FILES
     if path.parent == ROOT and path.stem not in ("sites", *COMPARISONS)  # tests/deploy runs the first
 ]
-COMBINED = ["/".join(parts) for parts in product(IMAGES, GROUPS["method"])]
-COMBINED += ["/".join(parts) for parts in product(IMAGES, GROUPS["method"], GROUPS["privacy"])]
+COMBINATIONS = ["/".join(parts) for parts in product(IMAGES, GROUPS["method"])]
+COMBINATIONS += ["/".join(parts) for parts in product(IMAGES, GROUPS["method"], GROUPS["privacy"])]
 BACKBONES_OF_STARTS = {"perada_figure5": "resnet18", "perada_figure5_mini": "test_resnet"}
 """Comparisons that start from a file of weights, and the network that these are of."""
 SPELT_OUT = {
@@ -163,7 +163,7 @@ def rejection(data, method, privacy=None):
     return None
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in COMBINED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in COMBINATIONS])
 @pytest.mark.every(20)
 def test_every_combination_runs_or_says_why_not(parser, written, capsys, name):
     data, method, privacy = [*name.split("/"), None][:3]
@@ -286,7 +286,7 @@ def test_recipes_are_found_by_name():
     names = [*COMPLETE, *COMPARISONS, "sites", *GROUPS["data"]]
     names += [f"{group}/{name}" for group in ("method", "privacy", "paper") for name in GROUPS[group]]
     assert sorted(shipped_recipes()) == sorted(names)  # a name for each file, and none for combinations
-    for name in [*names, *SPELT_OUT, *COMBINED]:
+    for name in [*names, *SPELT_OUT, *COMBINATIONS]:
         parts = name.split("/")
         if parts[0] in GROUPS["data"]:
             expected = [ROOT / group / f"{part}.yaml" for group, part in zip(FOLDERS, parts, strict=False)]

@@ -181,7 +181,7 @@ def test_a_site_goes_on_whatever_write_of_an_answer_fails(error, count, site, tm
     for first in range(undisturbed.num_operations):
         disk, tried_reply, errors, tried = answered(first, count)
         assert disk.has_failed and tried_reply == reply
-        assert tried.committed.commits == stored.committed.commits
+        assert tried.counters.commits == stored.counters.commits
         assert tried.totals.ledger.state_dict() == stored.totals.ledger.state_dict()
     assert errors  # the last operation, too, must succeed before the reply leaves
 

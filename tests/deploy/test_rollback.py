@@ -383,7 +383,7 @@ def test_the_number_in_log_and_state_counts_every_commit(tiny, tmp_path):
         put_back(tmp_path / "copy", files, {}, ())
         assert read_log(tmp_path / "copy").entries[-1]["commits"] == written, kind
         if before is not None:
-            assert read_state(tmp_path / "copy" / SITE_STATE).committed.commits == written
+            assert read_state(tmp_path / "copy" / SITE_STATE).counters.commits == written
         assert HighWaterMark.unpack(files[LOCK]).commits == written
     assert written == 2 * 4  # a round's training, its vector, its scores and theirs
 

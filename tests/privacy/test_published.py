@@ -21,7 +21,7 @@ SECTIONS = {
     "privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
     "client_privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
 }
-SCORED = ("personal/", "global/", "train/", "theory/", "updates/")
+SCORE_PREFIXES = ("personal/", "global/", "train/", "theory/", "updates/")
 
 
 def images(count, seed=0):
@@ -61,7 +61,7 @@ def scored(folder):
     for path in sorted(folder.rglob("*")):
         if path.name == "run.json":
             metrics = json.loads(path.read_text())["metrics"]
-            found |= {name for name in names(metrics) if any(f"/{kind}" in name for kind in SCORED)}
+            found |= {name for name in names(metrics) if any(f"/{kind}" in name for kind in SCORE_PREFIXES)}
             found |= {name for name in metrics if name not in ("rounds", "clients")}
         elif path.suffix == ".md":
             found |= {line for line in path.read_text().splitlines() if re.search(r"\d %", line)}
@@ -155,7 +155,7 @@ def test_records_of_private_runs_keep_what_ledgers_count(tmp_path):
     (record,) = read_records(next(tmp_path.rglob("run.json")).parent)
     kept = record.published()
     assert {name for row in kept.rounds for name in row} == {
-        name for row in record.rounds for name in row if not name.startswith(SCORED)
+        name for row in record.rounds for name in row if not name.startswith(SCORE_PREFIXES)
     }
     assert kept.clients == {name: own for name, own in record.clients.items() if name.startswith("privacy/")}
     assert kept.clients and not (kept.by_round or kept.initial or kept.global_local or kept.calibration)

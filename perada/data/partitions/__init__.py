@@ -519,8 +519,8 @@ def _draw_without_replacement(total: int, proportions: Array, available: Array, 
         # The proportions of all remaining classes may be 0, or so small that they underflow.
         if not weights.sum() > 0:
             weights = remaining.astype(np.float64)
-        wanted = apportion(int(total - drawn.sum()), weights / weights.sum(), rng)
-        drawn += np.minimum(wanted, remaining)
+        class_counts = apportion(int(total - drawn.sum()), weights / weights.sum(), rng)
+        drawn += np.minimum(class_counts, remaining)
     return drawn
 
 

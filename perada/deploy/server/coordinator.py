@@ -151,7 +151,7 @@ class Coordinator:
             images=self.images,
             folder=folder,
             ask=self._ask_for_sum,
-            on_disk=self._on_disk,
+            retry_on_disk_failure=self._retry_on_disk_failure,
             former=former_states,
         )
 
@@ -787,9 +787,9 @@ class Coordinator:
         states = self.server.state_dict()
         if self.summed_rounds.former:
             states["former"] = self.summed_rounds.former
-        self._on_disk(lambda: write_progress(self.folder, self.progress, states))
+        self._retry_on_disk_failure(lambda: write_progress(self.folder, self.progress, states))
 
-    def _on_disk(self, access: Callable[[], ResultT]) -> ResultT:
+    def _retry_on_disk_failure(self, access: Callable[[], ResultT]) -> ResultT:
         """Read or write files of the run. If the disk fails, wait for it, at most for a deadline.
 
         Args:

@@ -42,7 +42,7 @@ Facts = Mapping[str, Any]
 """What a site sends beside its update (:class:`perada.deploy.protocol.Response`)."""
 TRANSIENT = ("late", "unreachable", "crashed", "disk")
 """Codes of failures after which a request may be sent to the site again in the same round."""
-UNTRAINED = ("exhausted", "unapproved", "past", "future", "other", "protocol")
+TRAINING_REJECTIONS = ("exhausted", "unapproved", "past", "future", "other", "protocol")
 """Codes of sites that reject a request to train."""
 ADMISSION_INTERVAL = 10
 """Number of rounds between two requests to join to a site that was not admitted.
@@ -196,7 +196,7 @@ class Roster:
         for member in self.progress.roster:
             if member.name in responses:
                 member.epsilon = responses[member.name].facts.get("epsilon", member.epsilon)
-            elif failed.get(member.name, "exhausted") not in UNTRAINED:
+            elif failed.get(member.name, "exhausted") not in TRAINING_REJECTIONS:
                 # The site may have trained without the server knowing, so its ε is unknown.
                 member.epsilon = member.epsilon | {"release": None}
 

@@ -99,7 +99,7 @@ class SummedRounds:
         images: The server's public images.
         folder: State folder, which has the state of a sum under way.
         ask: Requests a step of a sum from sites.
-        on_disk: Runs a function that reads or writes files of the run, and waits while the disk fails.
+        retry_on_disk_failure: Runs a function that reads or writes files of the run, and waits while the disk fails.
         former: States of the server from before the last sum; empty if there are none.
     """
 
@@ -111,7 +111,7 @@ class SummedRounds:
     images: PublicImages
     folder: Path
     ask: AskForSum
-    on_disk: Callable[[Callable[[], Any]], Any]
+    retry_on_disk_failure: Callable[[Callable[[], Any]], Any]
     former: dict[str, Any] = field(default_factory=dict)
 
     def close(self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]]) -> None:
@@ -283,7 +283,7 @@ class SummedRounds:
         def terms(attempt: int) -> SumTerms:
             return SumTerms(progress.run, progress.done, progress.recipe, contents.options, attempt, of=of)
 
-        state = self.on_disk(lambda: read_sum(self.folder, progress.run, progress.done, of))
+        state = self.retry_on_disk_failure(lambda: read_sum(self.folder, progress.run, progress.done, of))
         if state is not None:
             # Before the restart, they may have sent the vectors whose cost is counted.
             record.masked = list(state.senders)
@@ -293,7 +293,7 @@ class SummedRounds:
             self._without_liars(answered, record),
             contents.size,
             sum_state=state,
-            save=lambda state: self.on_disk(lambda: write_sum(self.folder, progress.run, state)),
+            save=lambda state: self.retry_on_disk_failure(lambda: write_sum(self.folder, progress.run, state)),
             sent_digests=progress.sent_digests,
         )
         survivors: list[str] = []

@@ -27,7 +27,7 @@ def complete_rounds(task):
 
 def made_up_result(task, score, seconds):
     """The result of a run in which all clients have a score."""
-    rounds = complete_rounds(task) if task.stretch is None else task.stretch.last_round
+    rounds = complete_rounds(task) if task.segment is None else task.segment.last_round
     clients = {
         name: [score] * 3
         for name in ("personal/local_test", "personal/global_test", "both/local_test", "both/global_test")
@@ -76,9 +76,9 @@ class Runs:
             yield Event(number, None)
             if self.interrupt_after is not None and len(self.tasks) == self.interrupt_after:
                 raise KeyboardInterrupt
-            rounds = complete_rounds(task) if task.stretch is None else task.stretch.last_round
+            rounds = complete_rounds(task) if task.segment is None else task.segment.last_round
             # A trial goes on from its checkpoint.
-            former = [t.stretch.last_round for t in self.tasks if task.stretch and t.args == task.args]
+            former = [t.segment.last_round for t in self.tasks if task.segment and t.args == task.args]
             seconds = (rounds - max(former, default=0)) * self.seconds_per_round + 0.5
             self.tasks.append(task)
             score = self.score(task)
@@ -97,7 +97,7 @@ def runs(tmp_path, monkeypatch):
     made_up = Runs()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
-    monkeypatch.setattr(command, "runner", made_up.runner)
+    monkeypatch.setattr(command, "task_runner", made_up.runner)
     monkeypatch.setattr(search.time, "time", made_up.time)
     few = {name: candidates.METHODS[name] for name in METHODS}
     monkeypatch.setattr(command, "METHODS", few)
@@ -107,7 +107,7 @@ def runs(tmp_path, monkeypatch):
 
 
 def is_trial(task):
-    return task.stretch is not None
+    return task.segment is not None
 
 
 def method_of(task):
@@ -165,7 +165,7 @@ def test_a_third_of_the_settings_remains_within_each_method(runs):
     trained = {}
     for task in runs.tasks:
         if is_trial(task):
-            trained.setdefault((method_of(task), task.stretch.last_round), []).append(task.args)
+            trained.setdefault((method_of(task), task.segment.last_round), []).append(task.args)
     for method in ("Standalone", "FedAvg", "Ditto"):
         # The first setting was also timed with two rounds.
         assert [len(trained[method, rounds]) for rounds in (2, 1, 3, 9)] == [1, 6, 2, 1]

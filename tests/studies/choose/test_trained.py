@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches that train: trials in stretches, the choice, and what the written recipe trains to."""
+"""Searches that train: trials in segments, the choice, and what the written recipe trains to."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from perada.cli.runs import build_compared
 from perada.data import Digits
 from perada.studies.choose import candidates, command
 from perada.studies.choose.recipe_file import format_recipe, recipe_words
-from perada.studies.compare.running import OutOfTimeError, RunTask, Stretch, attempt
+from perada.studies.compare.running import OutOfTimeError, RunTask, Segment, attempt
 from tests import recipes
 
 HELD_OUT = ["--data.client_validation=0.2", "--data.client_validation_seed=3", "--data.evaluate_on=validation"]
@@ -77,9 +77,9 @@ def test_a_trial_in_stretches_ends_like_an_uninterrupted_fit(recipe, tmp_path, a
 
     checkpoint = None
     for last_round in (1, 2, 4):
-        stretch = Stretch(last_round, tmp_path / f"after_{last_round}.ckpt", start=checkpoint)
-        result = attempt(build, RunTask(args, False, stretch), threads=1)
-        checkpoint = stretch.checkpoint
+        segment = Segment(last_round, tmp_path / f"after_{last_round}.ckpt", start=checkpoint)
+        result = attempt(build, RunTask(args, False, segment), threads=1)
+        checkpoint = segment.checkpoint
         assert "failed" not in result
         assert len(result["run"]["seconds_of_rounds"]) in (1, 2)
     in_stretches = built[-1]

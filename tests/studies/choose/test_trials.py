@@ -8,7 +8,7 @@ from perada.studies.choose.candidates import METHODS, Candidate
 from perada.studies.choose.trials import best_of, choose_method, lead, prefer_both_models, rank_candidates, read_scores
 from perada.studies.compare.comparison import EVERYONE, MEAN, OWN
 
-CHOSEN_BY = ["personal/local_test", "personal/global_test"]
+SELECTION_SCORES = ["personal/local_test", "personal/global_test"]
 
 
 def record(personal, everyone, both=None, **fields):
@@ -16,7 +16,7 @@ def record(personal, everyone, both=None, **fields):
     if both is not None:
         clients["both/local_test"] = personal
         clients["both/global_test"] = both
-    return {"clients": clients, "diverged": False, "chosen_by": CHOSEN_BY, **fields}
+    return {"clients": clients, "diverged": False, "chosen_by": SELECTION_SCORES, **fields}
 
 
 def candidate(number=0, method="ditto"):
@@ -25,7 +25,7 @@ def candidate(number=0, method="ditto"):
 
 def held_out(mean, method="ditto", number=0, lower=False):
     prefix = "-" if lower else ""
-    fields = {"chosen_by": [f"{prefix}{name}" for name in CHOSEN_BY]}
+    fields = {"chosen_by": [f"{prefix}{name}" for name in SELECTION_SCORES]}
     (scores,) = read_scores(candidate(number, method), 3, [record([mean], [mean], **fields)], MEAN)
     return scores
 

@@ -31,9 +31,9 @@ from perada.studies.compare import command, file
 from perada.studies.compare.command import ComparisonRunner
 from perada.studies.compare.entries import ENTRIES
 from perada.studies.compare.grid import parse_grid
-from perada.studies.compare.plan import CHOSEN_BY, Plan
+from perada.studies.compare.plan import SELECTION_SCORES, Plan
 from perada.studies.compare.results import GridTrial, Results, choose_trial, score, trials_of
-from perada.studies.compare.running import RunTask, epsilons, runner, same_budget
+from perada.studies.compare.running import RunTask, epsilons, same_budget, task_runner
 from perada.studies.compare.tables import curve_tables, grid_table, summary
 from perada.system.digests import KEY
 from perada.tasks import Classification, Regression
@@ -223,7 +223,7 @@ def test_several_processes_take_seed_after_seed(recipe, monkeypatch):
         yield carry_out
 
     durations = {"ditto": 9.0, "fedavg": 1.0, "fedprox": 5.0}
-    monkeypatch.setattr(command, "runner", recorder)
+    monkeypatch.setattr(command, "task_runner", recorder)
     monkeypatch.setattr(Results, "seconds", lambda self, label="": durations.get(label, 0.0))
     with pytest.raises(Stopped):
         main(["compare", recipe, "--algorithms", *sorted(durations)[::-1], "--seeds", "4", "1", "--jobs", "2"])
@@ -245,7 +245,7 @@ def stub(args):
 def test_a_process_that_dies_takes_its_own_run_along_only(capfd):
     tasks = [RunTask([word], scores_start=word == "b") for word in ("a", "die", "b", "c", "die", "d")]
     before = dict(os.environ)
-    with runner(stub, threads=3, jobs=2) as carry_out:
+    with task_runner(stub, threads=3, jobs=2) as carry_out:
         events = list(carry_out(tasks))
         events += [(6 + number, result) for number, result in carry_out([RunTask(["e"], scores_start=False)])]
     assert sorted(number for number, result in events if result is None) == list(range(7))
@@ -268,7 +268,7 @@ def slow(args):
 def test_a_comparison_that_is_stopped_ends_its_processes_and_no_others(tmp_path):
     other = get_context("spawn").Process(target=time.sleep, args=(3600,))
     other.start()
-    with pytest.raises(KeyboardInterrupt), runner(slow, threads=1, jobs=2) as carry_out:
+    with pytest.raises(KeyboardInterrupt), task_runner(slow, threads=1, jobs=2) as carry_out:
         for _ in carry_out([RunTask([str(tmp_path / name)], scores_start=False) for name in "abc"]):
             raise KeyboardInterrupt
     for child in active_children():
@@ -548,7 +548,9 @@ def test_an_adapter_for_all_runs_is_not_that_of_algorithms_with_one_of_their_own
     """``--model.adapter`` on the command line is as if the recipe had it; ``--vary`` is for every algorithm."""
     arguments = Namespace(recipes=[recipe], algorithms=["fedavg", "feddpa", "fedalt_row", "rolora"], seeds=[0], vary=[])
     arguments.update(
-        Namespace(tune=[], set=[], variants=[], trials=None, sampler="tpe", choose_by=list(CHOSEN_BY), paper=False)
+        Namespace(
+            tune=[], set=[], variants=[], trials=None, sampler="tpe", choose_by=list(SELECTION_SCORES), paper=False
+        )
     )
     arguments.update(Namespace(redivide=False, tune_seeds=[]))
     make = partial(PeradaCLI, run=False)
