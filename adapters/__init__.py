@@ -53,7 +53,7 @@ def register(name: str, config_class: type[PeftConfig], model: type[BaseTuner]) 
     # strings, so a plain string is found in PEFT's dictionaries as well.
     peft_type = cast(PeftType, name)
     registered = mapping.PEFT_TYPE_TO_CONFIG_MAPPING.get(peft_type)
-    # By name: a module that is loaded again defines its class anew.
+    # Classes are compared by name, since a module that is loaded again defines its class anew.
     if registered is not None and registered.__qualname__ != config_class.__qualname__:
         raise ValueError(f"name={name!r} is already used by {registered.__name__}; choose a different name")
     mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] = config_class

@@ -65,7 +65,7 @@ def backbone_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a normalisation layer with parameters."""
-    # By name: some norms of timm and transformers derive from none of torch's classes.
+    # Norms are found by name, since some of timm and transformers derive from none of torch's classes.
     return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
 
 

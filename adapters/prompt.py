@@ -256,7 +256,7 @@ def transformer_layout(model: nn.Module) -> TransformerLayout:
         start = network.num_prefix_tokens
         width = network.embed_dim
         patch_embedding = network.patch_embed
-    # By name: importing transformers' module for networks of timm takes seconds.
+    # The class is found by name, since importing transformers' module for networks of timm takes seconds.
     elif type(model).__module__ == "transformers.models.vit.modeling_vit":
         blocks = [name for name, module in backbone_modules(model) if type(module).__name__ == "ViTLayer"]
         start = 1

@@ -109,7 +109,8 @@ class _RegisterAfterPeft(MetaPathFinder):
             exec_module(module)
             importlib.import_module("perada.adapters")
 
-        # Set on this object only: a loader around it would hide what else it can do, such as read PEFT's sources.
+        # The method is replaced on this object only: a loader around it would hide what else it can do, such as read
+        # PEFT's sources.
         spec.loader.exec_module = exec_and_register  # type: ignore[method-assign]  # which mypy allows on no object
         return spec
 

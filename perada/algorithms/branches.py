@@ -210,7 +210,7 @@ class FedDPAF(FedAvg):
         check_number("finetune_epochs", finetune_epochs, gt=0, hint="FedAvg does not fine-tune")
         self.weight = weight
         self.finetune_epochs = finetune_epochs
-        # Created here so that an invalid weight is rejected before the rounds.
+        # OwnBranch is created here, so that an invalid weight is rejected before the rounds.
         self._personalization = OwnBranch(weight)
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:

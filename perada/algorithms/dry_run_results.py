@@ -94,7 +94,7 @@ class _CheckedDryRun(DryRun):
         who = f"{type(self.algorithm).__name__}.{method}"
         former_client_state: Stacks = {}
         if method == "end_round":
-            # Read before the call, which might change its arguments in place. The second one is the client state.
+            # The client state, the second argument, is read before the call, which might change it in place.
             former_client_state = _first_rows(arguments[1])
         result = _call_foreign(who, function, *arguments)
         if method in ("initial_client_state", "begin_round"):

@@ -94,7 +94,7 @@ class DryRunStep:
         """Return made-up logits (C, 2, K) and representations (C, 2, F) of two images."""
         logits = self.logits(states, stream)
         width = self._width or logits.shape[-1]
-        # Not zero, since an algorithm may divide by their length.
+        # They are not zero, since an algorithm may divide by their length.
         representations = 1 + logits[..., :1].expand(-1, -1, width)
         return logits, representations
 
@@ -127,7 +127,8 @@ class DryRunStep:
         self.queries[stream] += 1
         random = self._make_generator(stream)
         total = torch.zeros(self._num_clients, device=device_of(states))
-        # Sorted, so that a tensor's made-up gradient does not depend on the order in which an algorithm lists them.
+        # Names are sorted, so that a tensor's made-up gradient does not depend on the order in which an algorithm lists
+        # them.
         for _, value in sorted(states.items()):
             if value.requires_grad:
                 slope = (torch.rand(value.shape, generator=random) - 0.5).to(value)

@@ -97,7 +97,8 @@ class FLoRA(_Merging):
             state[pair.up] = torch.zeros_like(server.previous[pair.up])
 
             previous_down = server.previous[pair.down]
-            # Drawn on the CPU and in double precision, so that the numbers are the same for all devices and dtypes.
+            # The numbers are drawn on the CPU and in double precision, so that they are the same for all devices and
+            # dtypes.
             random = generator(server.seed, "flora", server.round, layer)
             from_zero_to_one = torch.rand(previous_down.shape, generator=random, dtype=torch.float64)
             from_minus_one_to_one = 2 * from_zero_to_one - 1

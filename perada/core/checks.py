@@ -126,7 +126,7 @@ def use_plain_numbers(options: object) -> None:
     for name, value in [*vars(options).items()]:
         plain = plain_number(value)
         if plain is not value:
-            # Also of a frozen dataclass.
+            # object.__setattr__() also sets the fields of a frozen dataclass.
             object.__setattr__(options, name, plain)
 
 

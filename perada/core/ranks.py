@@ -110,7 +110,7 @@ class Ranks:
             buffers[rank] = torch.empty_like(tensor, device=self._device)
             operations.append(torch.distributed.P2POp(torch.distributed.irecv, buffers[rank], rank))
         if operations:
-            # As one batch: two ranks that each first send to the other would wait for ever.
+            # All transfers are one batch: two ranks that each first send to the other would wait for ever.
             for transfer in torch.distributed.batch_isend_irecv(operations):
                 transfer.wait()
         for rank, buffer in buffers.items():

@@ -64,7 +64,7 @@ class Phase:
         """
         if self.epochs is None:
             return cast(int, self.steps)
-        # Rounded first: 0.1 · 30 is 3.0000000000000004 in floating point, and means 3.
+        # The product is rounded first: 0.1 · 30 is 3.0000000000000004 in floating point, and means 3.
         batches = round(self.epochs * size / rows_per_batch(size, batch_size), 9)
         return max(1, math.ceil(batches))
 
@@ -395,7 +395,7 @@ def busiest_lane(plan: RoundPlan) -> float:
     """
     loads = [0] * plan.chunks_at_a_time
     for chunk in plan.chunks:
-        # As in batch_places: a chunk begins in the lane that is the first to end its earlier ones.
+        # Lanes are filled as in batch_places: a chunk begins in the lane that is the first to end its earlier ones.
         lane = loads.index(min(loads))
         loads[lane] += sum(steps_of_phase[place] for place in chunk for steps_of_phase in plan.steps)
     return max(loads) * len(loads) / max(1, sum(loads))

@@ -157,7 +157,7 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
 
 def _has_running_statistics(module: nn.Module) -> bool:
     """Return whether a module is a norm that can have running statistics; they may be None."""
-    # Not hasattr(): PEFT's wrappers forward it to the module that they wrap, and would count as norms too.
+    # hasattr() would not do: PEFT's wrappers forward it to the module that they wrap, and would count as norms too.
     return "running_mean" in module._buffers
 
 
@@ -524,7 +524,7 @@ def is_finite(state: State) -> bool:
     if not state:
         return True
     finite = [value.isfinite().all() for value in state.values()]
-    # Stacked on the device, so that the host waits for it only once.
+    # The values are stacked on the device, so that the host waits for it only once.
     return bool(torch.stack(finite).all())
 
 

@@ -214,7 +214,7 @@ def _full_text(value: object) -> str:
     """Describe a value; see :func:`value_text`."""
     plain = plain_number(value)
     if plain is not value:
-        # As NumPy prints it: the number 0.1 in float32 is 0.10000000149 in Python.
+        # The number is formatted by NumPy: 0.1 in float32 is 0.10000000149 in Python.
         return repr(plain) if isinstance(plain, str) else str(value)
     if isinstance(value, PurePath):
         return repr(str(value))

@@ -91,7 +91,7 @@ def _compute_attention(
 @cache
 def has_bfloat16_products() -> bool:
     """Return whether the processor multiplies matrices in bfloat16 by AMX; False where torch cannot tell."""
-    # Not in all supported versions of torch.
+    # Some supported versions of torch lack it.
     get_capabilities = getattr(torch.cpu, "get_capabilities", None)
     if get_capabilities is None:
         return False

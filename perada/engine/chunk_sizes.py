@@ -88,7 +88,8 @@ def activation_bytes(model: nn.Module, image: Tensor) -> int | None:
         return None
     tensors = [*copied.parameters(), *copied.buffers()]
     weights = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in tensors}
-    # By storage, as several operations may keep the same activations. Holding the storages keeps their numbers unique.
+    # Activations are counted by storage, as several operations may keep the same ones. Holding the storages keeps their
+    # numbers unique.
     storages: dict[int, torch.UntypedStorage] = {}
 
     def count(tensor: Tensor) -> Tensor:

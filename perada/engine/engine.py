@@ -261,7 +261,7 @@ class Engine:
         module = self._fold.model.get_submodule(head)
         hook = module.register_forward_pre_hook(lambda _, args: head_inputs.append(args[0]))
         try:
-            # Not compiled, since a compiler may leave out the hook.
+            # This model is not compiled, since a compiler may leave out the hook.
             logits = self._compute_logits(states, x, _call_with_tensors, training, counts, streams)
         finally:
             hook.remove()

@@ -93,7 +93,7 @@ def _find_obstacle(model: nn.Module, x: Tensor, channels_last: bool, tolerance: 
     """
     folded = Engine(model, "folded", channels_last=channels_last)
     loop = Engine(model, "loop", channels_last=channels_last)
-    # As few as possible: passes of a large model take seconds on a CPU.
+    # The check runs on as few images as possible: passes of a large model take seconds on a CPU.
     rows = NORM_ROWS if batch_norms(model) else 1
     if len(x) > 1:
         two_clients = x[:2, :rows]

@@ -130,7 +130,7 @@ class LossScales:
                 if has_stepped:
                     scales_of_stepped.append((scale, num_good_steps))
         candidates = scales_of_stepped or all_scales
-        # Of equal scales, the one with the fewest good steps, which grows last.
+        # Among equal scales, the one with the fewest good steps is chosen, which grows last.
         return min(candidates, default=self.start)
 
 
@@ -200,7 +200,7 @@ class MaskedOptimizer(torch.optim.Optimizer, ABC):
                     if parameter.grad is None:
                         continue
                     rows = per_client(stepping, parameter)
-                    # Not a product: a skipped gradient is infinite or NaN, and 0 times that is NaN.
+                    # A product would not do: a skipped gradient is infinite or NaN, and 0 times that is NaN.
                     gradient = parameter.grad.where(rows, 0)
                     self._update_parameter(parameter, gradient, rows.to(parameter), group)
 

@@ -99,7 +99,7 @@ def output_size(conv: nn.Conv2d, size: torch.Size) -> MapSize:
         conv: The convolution.
         size: Height and width of its input.
     """
-    # Not conv.padding, which may be a word such as "same".
+    # conv.padding would not do: it may be a word such as "same".
     pad_left, pad_right, pad_top, pad_bottom = conv._reversed_padding_repeated_twice
     padded_height = size[0] + pad_top + pad_bottom
     padded_width = size[1] + pad_left + pad_right

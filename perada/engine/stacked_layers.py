@@ -107,7 +107,7 @@ class StackedLayer(nn.Module):
         self.merged = {name for name, parameter in parameters.items() if isinstance(parameter, Merged)}
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
-        # Not named_buffers(), which leaves out buffers that are None.
+        # named_buffers() would leave out buffers that are None.
         for name, buffer in original._buffers.items():
             self.register_buffer(name, buffer)
 
@@ -538,7 +538,7 @@ class StackedPReLU(StackedLayer):
         """Activate (R, D, ...)."""
         image_axes = x_R.dim() - 2
         negative = self.scaled(x_R, [1, -1] + [1] * image_axes)
-        # Not clamp(), which has a gradient of 1 at 0 where torch's layer has the slope.
+        # clamp() would have a gradient of 1 at 0, where torch's layer has the slope.
         return torch.where(x_R > 0, x_R, negative)
 
 

@@ -36,7 +36,7 @@ class WrappingSubstitute(Substitute):
         self.original = original
 
     def _replaced_module(self) -> nn.Module:
-        # Not `self.original`, whose lookup would recurse if there is no such child yet, as while unpickling.
+        # The lookup of `self.original` would recurse if there is no such child yet, as while unpickling.
         replaced = nn.Module.__getattr__(self, "original")
         assert isinstance(replaced, nn.Module)
         return replaced

@@ -233,7 +233,7 @@ class Chunk:
             new_client_state, update = local_round.algorithm.end_round(
                 self.full, client_state, received, self.tensor_names
             )
-        # An algorithm may make what is not finite of what is.
+        # end_round() may turn finite states into NaN.
         if local_round.private is not None:
             accepted = _all_finite(torch.ones_like(finite), update)
         else:
@@ -425,7 +425,7 @@ class Chunk:
         clip_norm = self._training.clip_norm
         for leaves in leaves_of_roles:
             add_terms(leaves, pull, slope)
-            # Clipped with these terms in them, each role for itself.
+            # Gradients are clipped with these terms added, separately for each role.
             gradients = _gradients_of(leaves)
             if gradients and clip_norm is not None:
                 _clip_gradients(gradients, clip_norm)

@@ -102,7 +102,8 @@ class Cohort:
         self._early_updates: dict[int, _ChunkUpdate] = {}
         self._finite = torch.zeros(clients, dtype=torch.bool, device=device)
         self._accepted = torch.zeros(clients, dtype=torch.bool, device=device)
-        # Clients of whom a sample could not be read. Not in `broken`, which workers change at the same time.
+        # Clients of whom a sample could not be read. They are not added to `broken`, which workers change at the same
+        # time.
         self._unreadable = torch.zeros(clients, dtype=torch.bool, device=device)
         # The global random streams before the first step.
         self._first_streams: GlobalStreams | None = None

@@ -213,7 +213,7 @@ class EvaluationPass:
                 self._num_typical_everywhere[run.clients] += is_typical.sum(1).cpu()
             clients = to_device_async(torch.tensor(run.clients), owner.device)
             is_owner = owner.unsqueeze(1) == clients  # (B, p)
-            # The first of the p models if none is the owner's.
+            # argmax() selects the first of the p models if none is the owner's.
             owner_model = is_owner.long().argmax(1)
             logits = run.logits[owner_model, rows]
             if owner_logits is None:
@@ -513,7 +513,7 @@ class ShiftedEvaluation:
         engine = self.federation.engine
         x = batch.x
         if engine.trunk is not None and tuple(x.shape[1:]) == tuple(engine.trunk.image):
-            # Once, and not for each model.
+            # Features are computed once, and not for each model.
             x = engine.features(x)
         # All processes have the global model, and share its batches among them.
         is_batch_of_rank = index % federation.ranks.size == federation.ranks.rank

@@ -126,7 +126,7 @@ class Federation:
         losses: Tensor | None = None
         if loader and settings.algorithm.compares_models:
             losses = self._compare_models(cohort_plan, loader)
-        # Counted before any training, since an interrupted round has spent its budget too.
+        # The costs are counted before any training, since an interrupted round has spent its budget too.
         self.protection.spend(shares.plan, self.ranks)
         received = self.server.broadcast(cohort_plan, self.num_clients, losses)
         client_state = self.store.local.gather(cohort_plan.clients)

@@ -182,7 +182,7 @@ def _norms_and_cosines(
         for block in blocks:
             change = double(sent_rows[:, block]) - double(received_rows[:, block])
             products[rows] += (change * mean_change[block]).sum(1)
-    # One collective, and one transfer to the host, for both.
+    # Both take one collective, and one transfer to the host.
     table = torch.stack([squares, products])
     updates.ranks.sum_([table])
     squares, products = table.cpu().double()

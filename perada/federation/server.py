@@ -233,7 +233,7 @@ class Server:
         distiller = self._make_distiller(context, teachers)
         accepted_clients = tuple(plan.clients[place] for place in accepted.places)
         step = self._server_step(context, visible, accepted_clients, distiller)
-        # Cloned, since the algorithm may return tensors that it was given, such as those of an update.
+        # Tensors are cloned, since the algorithm may return some that it was given, such as those of an update.
         state = clone(algorithm.server_step(step))
         if context.level is not None:
             state = floor_variances(state)

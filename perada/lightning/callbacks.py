@@ -57,7 +57,7 @@ class _RoundClock:
         """Start the clock of a round."""
         self._round_started_at = time.monotonic()
         if self._first_round is None:
-            # Not 0 in a run that is resumed.
+            # A run that is resumed begins after 0.
             self._first_round = trainer.current_epoch
             self._fit_started_at = self._round_started_at
 

@@ -48,7 +48,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target.parent.mkdir(parents=True, exist_ok=True)
         former = target.with_name(PREVIOUS) if target.name == LAST else None
         with open_atomic(target, former=former) as file:
-            # Of what is to be written and not of what is read back: a disk that changes it must not go unnoticed.
+            # The digest covers the bytes to be written, not those read back: a disk that changes them must not go
+            # unnoticed.
             digest = hashlib.sha256()
 
             def write(chunk: bytes) -> int:

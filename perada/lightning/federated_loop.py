@@ -259,7 +259,7 @@ class FederatedLoop(pl.Callback):
             training=self.training,
             evaluation=self.evaluation,
         )
-        # Before anything else calls the algorithm.
+        # The checks must precede every other call of the algorithm.
         check_run(setup_of_run(data, module, self.settings_of(module)))
         settings = self._complete_settings(trainer, data, module)
         settings = with_diagnostics(settings, self.evaluation.diagnostics, data, module)
@@ -344,7 +344,8 @@ class FederatedLoop(pl.Callback):
             rounds_done = self._checkpoint["federation"]["rounds_done"]
         fingerprint = cross_rank_fingerprint(context, rounds_done)
         if ranks.size > 1:
-            # Only here: it takes a while for large data, and a single process has nothing to compare.
+            # The fingerprint is only computed here: it takes a while for large data, and a single process has nothing
+            # to compare.
             fingerprint["data"] = context.data.fingerprint
         check_ranks_agree(ranks, fingerprint)
         return Federation(
@@ -615,7 +616,8 @@ class FederatedLoop(pl.Callback):
             "step": self.history[-1]["step"] if self.history else 0,
             "scores": context.results.scores,
             "shifted": {} if shifted is None else shifted.state_dict(),
-            # Of the last evaluation, for predictions without the training images. A resumed run does not read them.
+            # These states are kept from the last evaluation for predictions without the training images. A resumed run
+            # does not read them.
             "states of both": states_of_both(context),
             "info": run_record.run_info(context),
             "data": context.data.fingerprint,

@@ -114,7 +114,7 @@ class FederatedClassifier(pl.LightningModule):
         self.everywhere: list[int] = []
         self.results = EvaluationResults()
         self.federation: Federation | None = None
-        # Set by the loop, if clients predict with both models.
+        # The loop sets it if clients predict with both models.
         self.both: BothModels | None = None
 
     def build(

@@ -267,7 +267,7 @@ def states_near_initial(module: FederatedClassifier, num_clients: int) -> State:
     states = {key: value.clone() for key, value in expand(get_state(module.model), num_clients).items()}
     for key in module.tensor_names.parameters:
         value = states[key]
-        # Drawn on the CPU, so that the noise is the same on every device.
+        # The noise is drawn on the CPU, so that it is the same on every device.
         noise = torch.randn(value.shape, generator=source, dtype=value.dtype)
         states[key] = (value + 0.02 * noise.to(value.device)).requires_grad_()
     return states

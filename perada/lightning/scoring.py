@@ -275,7 +275,7 @@ def _mean_over_sets(client_scores_of_sets: Sequence[ClientScores]) -> ClientScor
     """Return the clients' mean scores over several shifted sets."""
     failed = torch.stack([client_scores.has_failed for client_scores in client_scores_of_sets]).any(0)
     means = torch.stack([client_scores.scores for client_scores in client_scores_of_sets]).nanmean(0)
-    # Not the mean over those sets on which the outputs are finite.
+    # A mean over only the sets on which the outputs are finite would mislead.
     return ClientScores(means.masked_fill(failed, math.nan), failed)
 
 

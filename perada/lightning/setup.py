@@ -297,7 +297,7 @@ def _announce_sampled_models(context: RunContext) -> None:
     count = len(context.module.everywhere)
     if context.module.evaluation.global_test_clients is not None or count == clients:
         return
-    # Not Federation.personalized, which holds only after the fine-tuning: its models are scored as well.
+    # Federation.personalized would not do: it holds only after the fine-tuning, whose models are scored as well.
     if not context.settings.has_personal_models:
         return
     images = _num_test_images(context)

@@ -512,7 +512,7 @@ def _from_transformers(
     in_chans: int,
 ) -> Backbone:
     """Build a transformers image classifier."""
-    # Imported here, since it takes seconds that other backbones need not wait for.
+    # The import stands here, since it takes seconds that other backbones need not wait for.
     from transformers import AutoConfig, AutoModelForImageClassification
 
     source = pretrained if isinstance(pretrained, str) else name.removeprefix("hf:")
@@ -554,7 +554,7 @@ def _is_local(name: str, source: str, has_weights: bool) -> bool:
     """Whether a model is a local folder, or has all of its files in the Hub's cache."""
     if Path(source).is_dir():
         return True
-    # Of each tuple one file is needed.
+    # One file of each tuple is needed.
     needed: list[tuple[str, ...]] = [("config.json",)]
     if has_weights:
         needed.append(("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"))

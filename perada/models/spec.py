@@ -92,6 +92,6 @@ def frozen_digest(model: nn.Module) -> str:
     for key, value in sorted(model.state_dict().items()):
         if key not in trained:
             digest.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
-            # As bytes, since NumPy has no bfloat16.
+            # Tensors are hashed as bytes, since NumPy has no bfloat16.
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -373,7 +373,7 @@ class _Trial:
     def _is_close(self, expected: Tensor, logits: Tensor) -> bool:
         """Return whether logits agree up to rounding; logits that are not finite prove nothing and count as equal."""
         change = float((logits - expected).abs().max())
-        # "not >" instead of "<=", for NaN.
+        # The comparison is "not >" instead of "<=", so that NaN counts as equal.
         return not change > self.tolerance * max(float(expected.abs().max()), 1e-6)
 
 

@@ -150,7 +150,7 @@ def load_weights(model: nn.Module, source: str, head: str) -> None:
                 name="pretrained",
                 value=source,
             )
-    # Not strict: a head, and counters of BatchNorm, may be missing, as checked above.
+    # The load is not strict: a head, and counters of BatchNorm, may be missing, as checked above.
     model.load_state_dict({key: value for key, value in state.items() if key in model_state}, strict=False)
 
 

@@ -75,7 +75,7 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
     """
     check_delta(delta)
     check_choice("accountant", accountant, ACCOUNTANTS)
-    # Sorted, so that the floating-point sum does not depend on which step came first.
+    # Steps are sorted, so that the floating-point sum does not depend on which came first.
     segments = [(sigma, rate, steps) for (sigma, rate), steps in sorted(history.items()) if steps]
     for sigma, rate, steps in segments:
         check_step(sigma, rate, steps)
@@ -122,7 +122,7 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
     low = 0.0
     high = 20.0
     epsilon_of_high = epsilon_of(high)
-    # Written such that NaN, which compares false, continues the search.
+    # NaN compares false, so that it continues the search.
     while not epsilon_of_high <= target_epsilon:
         high = 2 * high
         if high > 1e6:
@@ -144,7 +144,7 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
     return high
 
 
-# Cached, since the histories of clients that did not take part in a round are the same in the next one.
+# Results are cached, since the histories of clients that did not take part in a round are the same in the next one.
 @lru_cache(maxsize=100_000)
 def _compute_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
     """Return the ε of a sequence of (noise multiplier, sample rate, steps) by Opacus."""

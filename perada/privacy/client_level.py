@@ -408,7 +408,7 @@ class ClientLevel(Budget):
         moved: State = {}
         for key, value in base_state.items():
             if key in change:
-                # Added in double precision, so that it is rounded once.
+                # The noise is added in double precision, so that the sum is rounded once.
                 exact = double(value) + change[key].to(value.device, double_dtype(value.device))
                 moved[key] = exact.to(value.dtype)
             else:

@@ -220,7 +220,7 @@ def check_products(device: torch.device, option_names: str) -> None:
     Raises:
         ValueError: If the precision is reduced, as with TF32.
     """
-    # Generated on the CPU, where products have full precision.
+    # The inputs are generated on the CPU, where products have full precision.
     a = torch.rand(2, 256, 256, generator=generator(0, "probe"))
     on_device = a.to(device)
     with torch.autocast(device.type, enabled=False):

@@ -190,7 +190,7 @@ class Protection:
             round_id = f"{kind} {plan.round} {costs}"
         else:
             round_id = secrets.token_hex(16)
-        # A collective: each rank drew another random id, and all use that of rank 0.
+        # This is a collective: each rank drew another random id, and all use that of rank 0.
         round_id = ranks.gather(round_id)[0]
         entry = self._make_entry(round_id, plan.round) | costs
         if entry["id"] in self.counted:

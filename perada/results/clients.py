@@ -130,7 +130,7 @@ def with_joined(run: Models, single: Models, record: dict[str, Any]) -> tuple[di
         entries[f"clients/{name}"] = values[0]
     for part, rows in single.metrics.get("partition", {}).items():
         entries[f"partition/{part}"] = rows[0]
-    # Of the new client alone, "all" images are its own.
+    # The new client is scored by itself, so that "all" images are its own.
     for name in single.metrics["clients"]:
         if name.partition("/")[2].startswith("global_test"):
             entries[f"clients/{name}"] = math.nan

@@ -323,7 +323,7 @@ def _write_safetensors(model: nn.Module, x: Tensor, path: Path, metadata: dict[s
     tensors = {name: value.cpu().clone().contiguous() for name, value in model.state_dict().items()}
     path.write_bytes(save(tensors, metadata))
     read_model = copy.deepcopy(model)
-    # Set to zero first, so that a tensor that is missing in the file changes the logits.
+    # All tensors are set to zero first, so that one that is missing in the file changes the logits.
     for value in read_model.state_dict().values():
         value.zero_()
     with safe_open(path, framework="pt") as file:

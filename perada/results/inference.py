@@ -153,7 +153,7 @@ class Predictions:
 def _path_cell(path: str) -> str:
     """Return a path as the cell of a table. Spreadsheets would read some as formulas, such as ``=1.png``."""
     if path.startswith(FORMULA):
-        # Still the path of the same file.
+        # The path is still that of the same file.
         return f"./{path}"
     return path
 

@@ -203,7 +203,7 @@ class Run(Models):
                 self._write_run_file(stage, digests, with_scores)
         for name, folder_client in folders:
             if folder_client not in clients_with_both:
-                # That of an earlier export.
+                # This file is that of an earlier export.
                 (folder / name / TYPICAL_FILE).unlink(missing_ok=True)
         return folder
 
@@ -378,7 +378,7 @@ class Run(Models):
         has_backbone_file = needs_backbone_file(self.info)
         if has_backbone_file:
             save_backbone(adapted, stage)
-        # In the order of SHA256SUMS.
+        # Files are listed in the order of SHA256SUMS.
         file_names = [CARD_FILE]
         if self.info.get("classes"):
             file_names.append(CLASS_NAMES_FILE)

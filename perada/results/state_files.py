@@ -238,7 +238,7 @@ class StateFiles:
 
 def _slices_of_file(open_file: safe_open) -> dict[str, Any]:
     """Return the tensors of a file by name; only the parts that are indexed are read."""
-    # Of the untyped handle, since safetensors has no annotations.
+    # The handle is untyped, since safetensors has no annotations.
     handle: Any = open_file
     return {name: handle.get_slice(name) for name in handle.keys()}
 

@@ -19,7 +19,7 @@ from perada.tasks import Keypoints, Regression, Segmentation, Task
 from perada.tasks.base import SummedMetric
 
 if TYPE_CHECKING:
-    # Imported where it is used: it takes seconds, and a saved run predicts without it.
+    # The import stands where it is used: it takes seconds, and a saved run predicts without it.
     import torchmetrics
 
 MetricChoice = str | Sequence[str | Mapping[str, Any]]

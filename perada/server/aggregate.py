@@ -139,7 +139,7 @@ class Updates:
             without: Names of tensors to leave out.
         """
         index_of = {place: index for index, place in enumerate(self.places)}
-        # Of the selected clients that this rank has: positions among the selected ones, and indices in the stack.
+        # These are the positions of this rank's clients among the selected ones, and their indices in the stack.
         places = []
         indices = []
         for place, row in enumerate(rows):
@@ -268,7 +268,7 @@ class UpdateSums:
             self._sums[name] = weights.new_zeros(value.shape[1:])
         sums = self._sums[name].view(-1)
         for block in column_blocks(rows):
-            # Copied even if it is in double precision already, since it is changed below.
+            # The state is copied even if it is in double precision already, since it is changed below.
             numbers = rows[:, block].to(weights.dtype, copy=True)
             if excludes:
                 # Zero times NaN would be NaN.

@@ -307,7 +307,8 @@ class TrustRegion:
         [0.0, 1.0]
         """
         distance = _distance_between(state, self.center, self.tensor_names)
-        # Not `distance <= radius`: a state with NaN is returned as it is, so that the caller can detect it.
+        # `distance <= radius` would not do: a state with NaN must be returned as it is, so that the caller can detect
+        # it.
         if not distance > self.radius:
             return state
         share = self.radius / distance
@@ -583,7 +584,8 @@ class Distiller:
             states |= teachers.local_rows
         device = device_of(student)
         sums = []
-        # By place among the teachers of all ranks; counted on the device, so that the host waits for it only once.
+        # Batches are counted by place among the teachers of all ranks, on the device, so that the host waits for it
+        # only once.
         num_failed_batches = torch.zeros(teachers.num_clients, dtype=torch.int64, device=device)
         local_places = to_device_async(torch.tensor(teachers.places, dtype=torch.int64), device)
 
@@ -613,7 +615,7 @@ class Distiller:
         limit = math.inf
         if self.round.secure is not None:
             limit = self.round.secure.secure_sums.limit(num_clients)
-        # False for NaN.
+        # The comparison is false for NaN.
         return (values.abs() < limit).flatten(1).all(1)
 
     def _image_logit_pairs(
@@ -766,7 +768,7 @@ class Distiller:
         """Return the first step, counted from 0, whose state is averaged; after the last step if there is none."""
         if average_from is None:
             return self.options.steps
-        # Rounded before ceil(), since products such as 0.3 · 10 may exceed an integer in floating point.
+        # The product is rounded before ceil(), since products such as 0.3 · 10 may exceed an integer in floating point.
         return math.ceil(round(average_from * self.options.steps, 9))
 
     def _is_validated(self, step: int) -> bool:

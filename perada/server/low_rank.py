@@ -311,7 +311,7 @@ class _ProductRule(ComposedRule):
             lost = product_difference(mean_product, merged)
             error.add(difference=lost, reference=mean_product, scale=layer.scale)
         aggregation.metrics["updates/lora_error"] = error.value
-        # In the order of the updates, as the other rules return them.
+        # Tensors are in the order of the updates, as the other rules return them.
         return {name: result[name] for name in updates.names}
 
     def _aggregate_others(self, aggregation: Aggregation, layers: Iterable[Factors]) -> State:

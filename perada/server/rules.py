@@ -49,7 +49,7 @@ class Median(_Coordinatewise):
         high = ordered[len(ordered) // 2]
         if len(ordered) % 2:
             return low.clone()
-        # Halved first, since the sum could overflow in float16.
+        # Values are halved first, since their sum could overflow in float16.
         return low / 2 + high / 2
 
 
@@ -84,7 +84,7 @@ class TrimmedMean(_Coordinatewise):
     def _reduce_sorted(self, ordered: Tensor) -> Tensor:
         num_dropped = floor_share(self.trim, len(ordered))
         remaining = ordered[num_dropped : len(ordered) - num_dropped]
-        # Not Tensor.mean(): this function sums tensors of half precision in double precision.
+        # Tensor.mean() would not do: this function sums tensors of half precision in double precision.
         means = mean({"coordinates": remaining}, client_weights("uniform", [1] * len(remaining)))
         return means["coordinates"]
 

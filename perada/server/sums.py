@@ -75,7 +75,7 @@ class SecureSums:
             extremes = values.aminmax()
             smallest = float(extremes.min)
             largest = float(extremes.max)
-        # Written such that NaN, which compares false, is rejected too.
+        # NaN compares false, so that it is rejected too.
         if not -limit < smallest <= largest < limit:
             wrong = values[~(values.abs() < limit)][0]
             raise ValueError(
@@ -115,7 +115,7 @@ class SecureSums:
         limit = self.limit(updates.num_clients)
         summable = []
         for place in places:
-            # False for NaN.
+            # The comparison is false for NaN.
             if float(magnitudes[place]) * shares[place] < limit:
                 summable.append(place)
         return summable

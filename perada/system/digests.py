@@ -76,7 +76,7 @@ def check_format(file: Path | str, version: object, supported: int) -> None:
 
     >>> check_format("the checkpoint", 1, 1)
     """
-    # Not isinstance: True is an int, too, and equals 1.
+    # isinstance() would not do: True is an int, too, and equals 1.
     if type(version) is not int or version != supported:
         name = repr(str(file)) if isinstance(file, Path) else file
         raise WrongFormat(

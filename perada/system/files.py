@@ -49,7 +49,7 @@ def sync(paths: Iterable[Path]) -> None:
         return
     paths = list(paths)
     if len(paths) <= 1:
-        # Without the start of a pool of threads.
+        # One path is synchronised without the start of a pool of threads.
         _sync_paths(paths)
         return
     parts = [paths[start::_SYNC_THREADS] for start in range(_SYNC_THREADS)]
@@ -515,7 +515,7 @@ def try_lock(handle: int, wait: bool = False) -> bool:
     Raises:
         OSError: If the file system has no locks.
     """
-    # Imported here, since it takes about 50 ms, a quarter of the start of the command line.
+    # The import stands here, since it takes about 50 ms, a quarter of the start of the command line.
     from filelock import lock_descriptor
 
     return lock_descriptor(handle, blocking=wait)

@@ -115,7 +115,8 @@ class MethodSearch:
         """
         point = candidate.point | _length_options(total_rounds) | {"data.client_validation_seed": str(draw)}
         if self.local_epochs is not None:
-            # Clients take as many steps as on all training images: of few images, a fifth may be half of the batches.
+            # Clients take as many steps as on all training images: if there are few images, a fifth of them may be half
+            # of the batches.
             point["training.local_epochs"] = f"{self.local_epochs / (1 - HELD_OUT_SHARE):.6g}"
         return make_trial(self.plan.job(self.row, draw, "tune", point), candidate, draw, rounds)
 

@@ -146,8 +146,8 @@ class ComparisonRunner:
                 self._count_failed_outputs(job, record)
         jobs_with_start = self._jobs_with_start(pending)
         if self.plan.options.jobs > 1:
-            # Seed after seed, so that a comparison that is cut off has some of all rows. Within a seed the longest
-            # first, so that no process has nothing to do at the end.
+            # Jobs are sorted by seed, so that a comparison that is cut off has some of all rows. Within a seed the
+            # longest first, so that no process has nothing to do at the end.
             seeds = [*self.plan.tune_seeds, *self.plan.seeds]
             pending.sort(key=lambda job: (seeds.index(job.seed), -self.results.seconds(job.label)))
         for number, result in self.carry_out([RunTask(job.args, job in jobs_with_start) for job in pending]):

@@ -416,7 +416,7 @@ class Plan:
         varied = dict(row.varied)
         row_words = [*words(self.variants.get(row.variant, {})), *words(varied)]
 
-        # Of an option that is given twice the later value counts.
+        # If an option is given twice, the later value counts.
         args = ["--config", row.recipe, NO_LOGGER]
         if row.algorithm:
             args += entry_of(row.algorithm).words(recipe.cli, self.options.paper)

@@ -395,7 +395,7 @@ def task_runner(make_cli: MakeCLI, threads: int, jobs: int, anonymous: bool = Fa
     # Processes of others, such as those that read images for a run of the caller, are left alone.
     other_children = active_children()
     environment = dict(os.environ)
-    # Inherited by the processes: libraries read the first as they are imported, Python reads the second.
+    # The processes inherit both: libraries read the first as they are imported, Python reads the second.
     os.environ.update({"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"})
     pools = [_new_pool() for _ in range(jobs)]
     try:

@@ -524,7 +524,7 @@ class Coordinator:
         if self.settings.secure_sums is not None:
             number_of_first = self.roster.numbers[progress.selected[0]]
             self.summed_rounds.note_sent(self._training_message(number_of_first))
-        # Saved before sites are asked, so that a restarted server asks the same ones.
+        # The selection is saved before sites are asked, so that a restarted server asks the same ones.
         save_begin = time.monotonic()
         self._save_progress()
         # The sites have as much time as ever if the server waited for its disk.

@@ -115,7 +115,7 @@ class SecureSum:
         self._vector_size = vector_size
         self._state = sum_state
         self._save = save
-        # Converted to the text of an advert and back, which truncates digests like those of the sites.
+        # Digests are converted to the text of an advert and back, which drops old rounds as the sites do.
         self._sent_digests = parse_digests(SiteClaims(received_digests=sent_digests or {}).texts()["heard"])
         # The next attempt excludes these sites.
         self._excluded: set[str] = set()
@@ -192,7 +192,7 @@ class SecureSum:
         server = ServerRound(terms, [*adverts.values()])
         advert_list = [vars(adverts[name]) for name in server.order]
         state = SumState(terms.round, terms.of, attempt, advert_list)
-        # Saved before the list is sent, since a restarted server must send the same list.
+        # The list is saved before it is sent, since a restarted server must send the same one.
         self._save(state)
         boxes = self._collect_shares(server, attempt, advert_list)
         holders = self._deliver_shares(server, attempt, boxes)

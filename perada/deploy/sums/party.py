@@ -175,7 +175,7 @@ class Party:
                 seals = round.open()
                 return StepReply({"seals": seals.hex()})
             case "mask":
-                # Checked before the vector is computed, which takes passes over the public images.
+                # The list is checked before the vector is computed, which takes passes over the public images.
                 round.check_step("mask")
                 vector = make_vector(round.num_sites, round.shared_metric_names)
                 masked_vector = round.mask(content["there"], vector)

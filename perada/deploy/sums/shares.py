@@ -96,7 +96,7 @@ def multiply(a: int, b: int) -> int:
 
 def _invert_all(elements: list[int]) -> list[int]:
     """Invert all elements with a single inversion, of their product, and three multiplications for each element."""
-    # For each element, the product of those before it.
+    # Each product is that of the elements before an element.
     products = [1]
     for element in elements:
         products.append(multiply(products[-1], element))
