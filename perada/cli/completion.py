@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from jsonargparse import ArgumentParser
 
-from perada.cli.options import RECIPE_COMMANDS, facts
+from perada.cli.options import RECIPE_COMMANDS, stored_commands
 from perada.cli.recipes import combinations, shipped_recipes
 
 PROPOSALS_COMMAND = "perada completion words"
@@ -115,10 +115,10 @@ def _starting_with(prefix: str, words: Iterable[str]) -> list[str]:
 
 def _options_of_command(command: str) -> dict[str, list[str]]:
     """Return the options of a command, each with its leading dashes and the values to propose for it."""
-    options = dict(facts()["commands"][command]["options"])
+    options = dict(stored_commands()["commands"][command]["options"])
     # These commands also take every option that a recipe may set.
     if command in (*RECIPE_COMMANDS, "check", "choose", "compare"):
-        for name, values in facts()["recipe_options"].items():
+        for name, values in stored_commands()["recipe_options"].items():
             options[f"--{name}"] = values
     return options
 

@@ -29,7 +29,11 @@ LINKED_SECTIONS = ("training", "distillation", "evaluation", "privacy", "client_
 """Sections of the federated loop; the parser links them to its arguments of the same names."""
 RECIPE_COMMANDS = ("fit", "test", "predict")
 """Commands that take the options of recipes."""
-UNCHECKED = ("data inspect", "clients add", "check", "completion")
+SWEEP_COMMANDS = ("compare", "choose")
+"""Commands that take the options of recipes beside their own, for all of their runs."""
+COMMANDS_IN_RECIPES = (*RECIPE_COMMANDS, "compare")
+"""Commands that may have a section in a recipe, with options for them only."""
+UNCHECKED_COMMANDS = ("data inspect", "clients add", "check", "completion")
 """Commands whose options are not checked here: they depend on the images that are named; ``check`` lists all mistakes
 at once; ``completion`` gets incomplete lines."""
 
@@ -51,7 +55,7 @@ class Facts(TypedDict):
 
 
 @cache
-def names_elsewhere() -> dict[str, tuple[str, ...]]:
+def options_by_foreign_name() -> dict[str, tuple[str, ...]]:
     """Return the options that have different names in papers and other programs, by these names."""
     options_by_name = {}
     for options, names in TEXTS["elsewhere"].items():
@@ -61,7 +65,7 @@ def names_elsewhere() -> dict[str, tuple[str, ...]]:
 
 
 @cache
-def facts() -> Facts:
+def stored_commands() -> Facts:
     """Read ``commands.json``."""
     commands: Facts = json.loads(COMMANDS_FILE.read_text(encoding="utf-8"))
     return commands
@@ -69,14 +73,14 @@ def facts() -> Facts:
 
 def help_text(command: str, words: Sequence[str]) -> str | None:
     """Return the help of a command if nothing else is requested; None if its parser must answer."""
-    if command not in facts()["commands"] or not words or words[-1] not in ("-h", "--help"):
+    if command not in stored_commands()["commands"] or not words or words[-1] not in ("-h", "--help"):
         return None
     # Other commands' help may depend on the words before it.
     if len(words) > 1 and command not in ("fit", "test"):
         return None
     if any(word.partition("=")[0] in ("-h", "--help") for word in words[:-1]):
         return None
-    lines = facts()["commands"][command]["help"]
+    lines = stored_commands()["commands"][command]["help"]
     width = shutil.get_terminal_size().columns
     return "\n".join(lines) if width == STORED_WIDTH else rewrapped(lines, width)
 
@@ -89,10 +93,10 @@ def reject_unknown_options(command: str, words: Sequence[str]) -> None:
     Raises:
         ArgumentError: If an option does not exist.
     """
-    if command not in facts()["commands"] or command in UNCHECKED:
+    if command not in stored_commands()["commands"] or command in UNCHECKED_COMMANDS:
         return
-    takes_recipes = command in (*RECIPE_COMMANDS, "compare", "choose")
-    options = set(facts()["commands"][command]["options"])
+    takes_recipes = command in (*RECIPE_COMMANDS, *SWEEP_COMMANDS)
+    options = set(stored_commands()["commands"][command]["options"])
     if takes_recipes:
         options |= {f"--{name}" for name in _recipe_options()}
     for word in words:
@@ -101,18 +105,20 @@ def reject_unknown_options(command: str, words: Sequence[str]) -> None:
         option = word.partition("=")[0]
         if not option.startswith("--") or _option_exists(option, options):
             continue
-        if takes_recipes:
-            if _may_be_lightnings(option[2:]):
-                continue
-            proposals = near_names(option, facts()["commands"][command]["options"])
-            if not proposals:
-                proposals = [f"--{name}" for name in nearest(option[2:], _recipe_options())]
-        else:
-            proposals = near_names(option, options)
-        remedy = (
-            f"did you mean {' or '.join(proposals)}?" if proposals else f"`perada {command} --help` lists the options"
-        )
-        raise ArgumentError(None, f"unrecognized arguments: {option}; {remedy}")
+        if takes_recipes and _may_be_trainer_option(option.removeprefix("--")):
+            continue
+        raise _unknown_option(command, option, takes_recipes)
+
+
+def _unknown_option(command: str, option: str, takes_recipes: bool) -> ArgumentError:
+    """Return the error for an option that a command does not have, with those that may have been meant."""
+    proposals = near_names(option, stored_commands()["commands"][command]["options"])
+    if takes_recipes and not proposals:
+        proposals = [f"--{name}" for name in propose_options(option.removeprefix("--"), _recipe_options())]
+    remedy = f"`perada {command} --help` lists the options"
+    if proposals:
+        remedy = f"did you mean {' or '.join(proposals)}?"
+    return ArgumentError(None, f"unrecognized arguments: {option}; {remedy}")
 
 
 def check_recipe(path: Path) -> None:
@@ -128,13 +134,13 @@ def check_recipe(path: Path) -> None:
         if key in SECTIONS_OF_RECIPES and isinstance(value, dict):
             names = [f"{key}.{name}" for name in value]
         for name in names:
-            if _option_exists(name, options) or name in (*RECIPE_COMMANDS, "compare") or _may_be_lightnings(name):
+            if _option_exists(name, options) or name in COMMANDS_IN_RECIPES or _may_be_trainer_option(name):
                 continue
             wrong_name = name
             if name == key and isinstance(value, dict) and value:
                 # The first option of a misspelt section gives a better hint.
                 wrong_name = f"{name}.{next(iter(value))}"
-            proposals = nearest(wrong_name, options)
+            proposals = propose_options(wrong_name, options)
             remedy = f"did you mean {' or '.join(proposals)}?" if proposals else "`perada fit --help` lists the options"
             raise YamlFileError(f"{path}: there is no option {name!r}; {remedy}")
 
@@ -176,7 +182,7 @@ def _check_class_paths(section: object, path: Path, option: str) -> None:
 
 def _recipe_options() -> set[str]:
     """Return the names of all options of recipes, without dashes."""
-    return {*facts()["recipe_options"], *facts()["sections"]}
+    return {*stored_commands()["recipe_options"], *stored_commands()["sections"]}
 
 
 def _option_exists(name: str, option_names: Collection[str]) -> bool:
@@ -184,7 +190,7 @@ def _option_exists(name: str, option_names: Collection[str]) -> bool:
     if name.removesuffix("+") in option_names:
         return True
     dashes = "--" if name.startswith("--") else ""
-    sections = {f"{dashes}{section}" for section in facts()["sections"]}
+    sections = {f"{dashes}{section}" for section in stored_commands()["sections"]}
     parent, _, _ = name.rpartition(".")
     while parent:
         if parent in option_names and parent not in sections:
@@ -193,23 +199,23 @@ def _option_exists(name: str, option_names: Collection[str]) -> bool:
     return False
 
 
-def _may_be_lightnings(name: str) -> bool:
+def _may_be_trainer_option(name: str) -> bool:
     """Return whether an option of the trainer may exist in the installed version of Lightning."""
-    return name.startswith("trainer.") and version("pytorch-lightning") != facts()["lightning"]
+    return name.startswith("trainer.") and version("pytorch-lightning") != stored_commands()["lightning"]
 
 
-def nearest(wrong_name: str, option_names: Collection[str]) -> list[str]:
+def propose_options(wrong_name: str, option_names: Collection[str]) -> list[str]:
     """Return the options that a wrong name may mean.
 
     Args:
         wrong_name: Name of an option that does not exist.
         option_names: Names of all options.
 
-    >>> nearest("trainer.rounds", ["trainer.max_epochs", "trainer.max_steps"])
+    >>> propose_options("trainer.rounds", ["trainer.max_epochs", "trainer.max_steps"])
     ['trainer.max_epochs']
-    >>> nearest("model.adaptr", ["model.adapter", "data.dataset"])
+    >>> propose_options("model.adaptr", ["model.adapter", "data.dataset"])
     ['model.adapter']
-    >>> nearest("federated.privacy.max_norm", ["privacy", "client_privacy"])
+    >>> propose_options("federated.privacy.max_norm", ["privacy", "client_privacy"])
     ['privacy.max_norm']
     """
     # The loop takes these sections, so they are looked for in its own.
@@ -221,7 +227,7 @@ def nearest(wrong_name: str, option_names: Collection[str]) -> list[str]:
     meanings: dict[str, list[str]] = {}
     for name in option_names:
         meanings.setdefault(name.rpartition(".")[2], []).append(name)
-    for word, targets in names_elsewhere().items():
+    for word, targets in options_by_foreign_name().items():
         existing = [name for name in targets if name in option_names or name.rpartition(".")[0] in option_names]
         if existing:
             meanings[word] = existing

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 
 from jsonargparse import ArgumentParser
 
-from perada.cli.options import LINKED_SECTIONS, facts, nearest
+from perada.cli.options import LINKED_SECTIONS, propose_options, stored_commands
 from perada.core.checks import OptionError
 from perada.core.text import abbreviated, near_names
 
@@ -102,7 +102,7 @@ def unknown_option(message: str, options: list[str]) -> OptionError | None:
     if parts.get("group"):
         key = f"{parts['group']}.{key}"
     dashes = parts.get("dashes") or ""
-    proposals = [f"{dashes}{name}" for name in nearest(key, options)]
+    proposals = [f"{dashes}{name}" for name in propose_options(key, options)]
     remedy = ""
     if proposals:
         remedy = f"did you mean {' or '.join(proposals)}?"
@@ -138,7 +138,7 @@ def _unknown_class_option(class_path: str, argument: str, keys: Sequence[str], t
         option = f"{place}.{argument}"
         text = f"{place}: {class_path}: Option {argument!r} is not accepted"
     prefix = option.rpartition(".")[0]
-    proposals = nearest(option, [f"{prefix}.{name}" for name in arguments])
+    proposals = propose_options(option, [f"{prefix}.{name}" for name in arguments])
     if proposals:
         remedy = f"did you mean {' or '.join(proposals)}?"
     elif arguments:
@@ -366,7 +366,7 @@ def _accepted_types(message: str) -> str:
 
 def _accepted_classes(option: str, bases: Iterable[type]) -> list[str]:
     """Return the classes that an option accepts: those in its help, or those that the packages of its bases export."""
-    values_of_options = facts()["recipe_options"]
+    values_of_options = stored_commands()["recipe_options"]
     names = values_of_options.get(option) or values_of_options.get(option.removesuffix(".base"))
     if names:
         return names

@@ -11,7 +11,7 @@ import pytest
 from perada.cli import describe, main, options
 from perada.cli.completion import completion, proposals
 from perada.cli.main import COMMANDS, EXISTING
-from perada.cli.options import check_recipe, facts, reject_unknown_options
+from perada.cli.options import check_recipe, reject_unknown_options, stored_commands
 
 REMEDY = "run python -m perada.cli.describe"
 LARGE = {"torch", "numpy", "pytorch_lightning", "torchmetrics", "transformers", "timm", "peft", "matplotlib"}
@@ -31,33 +31,33 @@ def described():
 
 def without_lightning(names):
     """Options that do not depend on Lightning's version; another one may have others."""
-    if facts()["lightning"] == version("pytorch-lightning"):
+    if stored_commands()["lightning"] == version("pytorch-lightning"):
         return names
     return {name: values for name, values in names.items() if not name.startswith("trainer.")}
 
 
 def test_the_file_has_every_command_and_option(described):
-    assert list(facts()["commands"]) == LEAVES, REMEDY
+    assert list(stored_commands()["commands"]) == LEAVES, REMEDY
     expected = without_lightning(described["recipe_options"])
-    assert without_lightning(facts()["recipe_options"]) == expected, REMEDY
+    assert without_lightning(stored_commands()["recipe_options"]) == expected, REMEDY
 
 
 @pytest.mark.parametrize("command", LEAVES)
 def test_help_in_the_file_is_what_the_parser_prints(command, described, capsys):
     # Words, since versions of Python break lines of a usage at other places.
     live = " ".join(described["commands"][command]["help"]).split()
-    assert " ".join(facts()["commands"][command]["help"]).split() == live, REMEDY
+    assert " ".join(stored_commands()["commands"][command]["help"]).split() == live, REMEDY
     with pytest.raises(SystemExit, match="0"):
         main([*command.split(), "--help"])
     assert capsys.readouterr().out.split() == live
-    assert facts()["commands"][command]["options"] == described["commands"][command]["options"], REMEDY
+    assert stored_commands()["commands"][command]["options"] == described["commands"][command]["options"], REMEDY
 
 
 def test_a_changed_option_is_noticed(monkeypatch):
     """The comparison above can fail: an option that a parser gains is in what it says of itself."""
     monkeypatch.setitem(COMMANDS, "ls", ("cli.doctor:doctor", "x"))
     assert "--imports" in describe._describe_command(("ls",), "cli.doctor:doctor", "x")["options"]
-    assert "--imports" not in facts()["commands"]["ls"]["options"]
+    assert "--imports" not in stored_commands()["commands"]["ls"]["options"]
 
 
 @pytest.mark.every(16)

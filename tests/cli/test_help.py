@@ -12,7 +12,7 @@ from perada import Evaluation, FederatedClassifier, FederatedLoop, Training
 from perada.api import OPTION_CLASSES
 from perada.cli import main
 from perada.cli.help_format import HelpFormatter, new_parser
-from perada.cli.options import facts
+from perada.cli.options import stored_commands
 from perada.cli.parser import MOST_USED, TRAINER_TEXTS
 from perada.cli.runs import PeradaCLI
 from perada.data import FederatedDataModule
@@ -81,9 +81,9 @@ PYTHON = re.compile(
 """What a reader of help would have to know Python, Sphinx or jsonargparse for."""
 
 
-@pytest.mark.parametrize("command", facts()["commands"])
+@pytest.mark.parametrize("command", stored_commands()["commands"])
 def test_no_help_needs_python(command):
-    text = " ".join("\n".join(facts()["commands"][command]["help"]).split())
+    text = " ".join("\n".join(stored_commands()["commands"][command]["help"]).split())
     assert PYTHON.findall(text) == []
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from perada.cli import main
-from perada.cli.options import facts
+from perada.cli.options import stored_commands
 from perada.cli.wrapping import rewrapped
 
 
@@ -14,7 +14,7 @@ from perada.cli.wrapping import rewrapped
 @pytest.mark.parametrize("width", [60, 100, 200])
 @pytest.mark.every_value
 def test_a_help_has_the_same_words_at_any_width(command, width):
-    lines = facts()["commands"][command]["help"]
+    lines = stored_commands()["commands"][command]["help"]
     text = rewrapped(lines, width)
     assert text.split() == " ".join(lines).split()
     for line in text.splitlines():
