@@ -27,7 +27,7 @@ from perada.core.text import abbreviated, printable
 from perada.data import FederatedDataModule, ImageMasks, Images, ImageTable
 from perada.data.partitions.division import Division
 from perada.data.sets.base import Manifest
-from perada.data.sets.folders import check_no_masks_beside, have_masks
+from perada.data.sets.folders import have_masks, reject_masks_in_image_folders
 from perada.data.sets.image_paths import list_images
 from perada.data.sets.label_columns import (
     BINARY,
@@ -513,7 +513,7 @@ def _read_folder(folder: str, task: str, declared: dict[str, Any], layout: str |
         return _describe_source("ImageMasks", options, "masks", "client" in manifest.columns, manifest)
     if layout is None:
         if "classes" not in declared:
-            check_no_masks_beside(Path(folder), files)
+            reject_masks_in_image_folders(Path(folder), files)
         layout = propose_layout(files)
         if not layout:
             raise ValueError(_no_layout_message(folder, files))

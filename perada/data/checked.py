@@ -52,7 +52,7 @@ COUNT_LIMIT = 200_000
 
 
 @dataclass
-class Checked:
+class CheckedData:
     """The checked data: a store for each part, and the facts about the task."""
 
     train: Store
@@ -160,7 +160,7 @@ def check(
     resolve: Resolve = resolve_subset,
     task: Task | None = None,
     network_outputs: int | None = None,
-) -> Checked:
+) -> CheckedData:
     """Open and check the data.
 
     Labels that are words become their index in ``data.classes``, or in the sorted words of all clients, which then are
@@ -232,7 +232,7 @@ def check(
     for store in stores.values():
         set_up_checks_on_use(store, task, num_classes)
     warn_of_raw_floats({**stores, "public": public})
-    checked = Checked(
+    checked = CheckedData(
         train=stores["training"],
         test=stores.get("test"),
         public=public,
@@ -256,7 +256,7 @@ def _labelled_sets(data: FederatedData, resolve: Resolve) -> dict[str, Sequence[
     return sets
 
 
-def _check_prepared_size(checked: Checked) -> None:
+def _check_prepared_size(checked: CheckedData) -> None:
     """Raise an OptionError if a task of positions gets samples without a size, or of another size than it needs."""
     task = checked.task
     if not task.has_positions:

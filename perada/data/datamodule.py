@@ -35,7 +35,7 @@ from perada.data.batches.round_batches import EvalBatches, RoundBatches
 from perada.data.batches.samples import MapStore, Samples, Store
 from perada.data.batches.transforms import BatchT, Preparation
 from perada.data.broken_images import OnBroken, without_broken
-from perada.data.checked import Checked, check, first_image_format
+from perada.data.checked import CheckedData, check, first_image_format
 from perada.data.federated import FederatedData
 from perada.data.final_size import read_at_size, read_clients_at_size, read_shifts_at_size
 from perada.data.fingerprints import Fingerprint, fingerprint_of
@@ -270,7 +270,7 @@ class FederatedDataModule(pl.LightningDataModule):
         _ = self.checked
 
     @cached_property
-    def checked(self) -> Checked:
+    def checked(self) -> CheckedData:
         """The data, divided and checked.
 
         Raises:
@@ -281,7 +281,7 @@ class FederatedDataModule(pl.LightningDataModule):
         with collection_paused():
             return self._check_data()
 
-    def _check_data(self) -> Checked:
+    def _check_data(self) -> CheckedData:
         """Divide and check the data; see :attr:`checked`."""
         if self.division is not None:
             divided = self.division.share_out()
@@ -344,7 +344,7 @@ class FederatedDataModule(pl.LightningDataModule):
             task.check_moved_images(self.division.dataset.movements, "the clients' images")
         check_movements(self.shifts, task)
 
-    def _check_balanced_sampling(self, checked: Checked) -> None:
+    def _check_balanced_sampling(self, checked: CheckedData) -> None:
         """Raise an OptionError if the images of a client cannot be drawn by class."""
         problem = ""
         remedy = "set sampling='uniform'"

@@ -29,7 +29,7 @@ from perada.core.states import bytes_of
 from perada.core.text import abbreviated
 from perada.data.batches.datasets import as_labels, isolated_randomness, resolve_subset, seed_all
 from perada.data.batches.samples import MapStore, Store, TensorStore
-from perada.data.checked import Checked
+from perada.data.checked import CheckedData
 from perada.data.sets.manifest import ImageFiles
 from perada.data.value_hashes import add_to_hash, hash_of, hash_of_content, new_hash
 
@@ -51,7 +51,7 @@ PartFingerprint = dict[str, list[str] | None]
 """Hashes of each client's ``labels`` and ``images``; None for what cannot be compared."""
 
 
-def fingerprint_of(checked: Checked, client_names: Sequence[str] | None, evaluated: str) -> Fingerprint:
+def fingerprint_of(checked: CheckedData, client_names: Sequence[str] | None, evaluated: str) -> Fingerprint:
     """Compute the fingerprint of checked data.
 
     Args:
@@ -358,7 +358,7 @@ def _changed_clients(old: Sequence[str], new: Sequence[str], client_names: Seque
     return text
 
 
-def training_fingerprint(data: Checked, clients: Sequence[int]) -> PartFingerprint:
+def training_fingerprint(data: CheckedData, clients: Sequence[int]) -> PartFingerprint:
     """Hash the training labels and images of some clients, as if the data had no others.
 
     Which images of a client are hashed depends on the number of clients and of all their images, so the hashes of a

@@ -31,7 +31,7 @@ from perada.data.batches.transforms import (
     to_image,
     upright_size,
 )
-from perada.data.checked import Checked
+from perada.data.checked import CheckedData
 from perada.data.sets.base import ImageSet
 from perada.data.sets.manifest import ImageFiles
 from perada.tasks.geometry import Size
@@ -270,7 +270,7 @@ class Preprocessing:
         return x
 
 
-def preprocessing_of(checked: Checked, preparation: Preparation, full_scale: float | None = None) -> Preprocessing:
+def preprocessing_of(checked: CheckedData, preparation: Preparation, full_scale: float | None = None) -> Preprocessing:
     """Return the preprocessing of the clients' images, without augmentation.
 
     Args:
@@ -363,7 +363,7 @@ def _make_preprocessing(
     return Preprocessing("uint8", model_shape, channels, tuple(steps), mean, std, full_scale)
 
 
-def _stored_size(checked: Checked, size: int | None) -> tuple[int, int] | None:
+def _stored_size(checked: CheckedData, size: int | None) -> tuple[int, int] | None:
     """Return height and width of uint8 training images before the data module resizes them.
 
     None for other samples, which are not resized, and if the sizes may differ.

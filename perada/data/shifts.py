@@ -21,7 +21,7 @@ from perada.core.text import SPREADS, dtype_name, value_text
 from perada.data.batches.datasets import isolated_randomness, seed_all
 from perada.data.batches.samples import MapStore, Rows, Samples, Store, TensorStore
 from perada.data.batches.transforms import resize_uint8
-from perada.data.checked import Checked, check
+from perada.data.checked import CheckedData, check
 from perada.data.federated import FederatedData
 from perada.data.sets.arrays import CORRUPTIONS
 from perada.data.sets.base import ImageSet, split_of
@@ -161,7 +161,7 @@ def check_movements(shifts: Mapping[str, Shift | ImageSet], task: Task) -> None:
         task.check_moved_images(movements, f"test images (shifts: {name!r})")
 
 
-def conditions(shifts: Mapping[str, Shift | ImageSet], checked: Checked, size: int | None) -> list[Condition]:
+def conditions(shifts: Mapping[str, Shift | ImageSet], checked: CheckedData, size: int | None) -> list[Condition]:
     """Check that the shifts fit the data, and list the conditions to evaluate.
 
     Args:
@@ -196,7 +196,7 @@ def conditions(shifts: Mapping[str, Shift | ImageSet], checked: Checked, size: i
     return all_conditions
 
 
-def _check_corruptible(name: str, checked: Checked) -> None:
+def _check_corruptible(name: str, checked: CheckedData) -> None:
     """Check that the libraries of the corruptions load, and support the images.
 
     Raises:
@@ -224,7 +224,7 @@ def _check_corruptible(name: str, checked: Checked) -> None:
         )
 
 
-def _labelled_test_set(name: str, image_set: ImageSet, checked: Checked, size: int | None) -> Store:
+def _labelled_test_set(name: str, image_set: ImageSet, checked: CheckedData, size: int | None) -> Store:
     """Return the test split of another set, after checking that its labels are of the clients' classes."""
     test = image_set.with_split(False)
     title = f"shifts: {name!r} ({split_of(test)})"

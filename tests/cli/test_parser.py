@@ -14,7 +14,7 @@ from perada.api import OPTION_CLASSES
 from perada.cli.describe import commands_of_tree
 from perada.cli.main import COMMANDS, main
 from perada.cli.messages import one_line
-from perada.cli.options import TEXTS, names_elsewhere
+from perada.cli.options import TEXTS, options_by_foreign_name
 from perada.cli.runs import PeradaCLI
 
 TINY = {
@@ -69,7 +69,7 @@ def test_every_command_of_another_program_stands_for_one_here():
 
 def test_every_name_of_another_program_stands_for_an_option():
     known = {action.dest for action in config().parser._actions}
-    for name in {target for targets in names_elsewhere().values() for target in targets}:
+    for name in {target for targets in options_by_foreign_name().values() for target in targets}:
         above = name.rpartition(".")[0]
         assert name in known or above in known, name
 

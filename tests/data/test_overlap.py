@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.samples import make_store
-from perada.data.checked import Checked, first_image_format
+from perada.data.checked import CheckedData, first_image_format
 
 GREY = torch.arange(6 * 16, dtype=torch.uint8).view(6, 4, 4)
 
@@ -39,7 +39,7 @@ def overlap(clients, public, make, make_public=None, size=None):
     train = make_store([make(images) for images in clients], size=size)
     server = make_store([(make_public or make)(public, labelled=False)], labelled=False, size=size)
     try:
-        Checked(train, None, server, None, 1, None, False, first_image_format(train)).check_overlap("privacy")
+        CheckedData(train, None, server, None, 1, None, False, first_image_format(train)).check_overlap("privacy")
     except ValueError as error:
         index, client, other = re.findall(r"\d+", str(error))
         return int(client), int(index), int(other)

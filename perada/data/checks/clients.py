@@ -16,7 +16,7 @@ from perada.data.labels import SCAN_LIMIT, read_label
 from perada.data.sets.label_numbers import find_shifted_numbers
 from perada.tasks import Task
 
-MASKS_COMPARED = 20
+MAX_COMPARED_MASKS = 20
 """Masks of a client that are compared with those of others, if they are read one by one."""
 
 
@@ -65,7 +65,7 @@ def _compare_masks(
         is_declared: Whether the number of classes is declared.
         bases: The sets of the training masks.
     """
-    values_of_clients = _read_mask_values(labels_of_parts, stores, task, client_names, MASKS_COMPARED)
+    values_of_clients = _read_mask_values(labels_of_parts, stores, task, client_names, MAX_COMPARED_MASKS)
     if find_suspects(values_of_clients):
         # Masks that were not read yet may have the missing classes.
         values_of_clients = _read_mask_values(labels_of_parts, stores, task, client_names, SCAN_LIMIT)

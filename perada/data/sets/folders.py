@@ -63,8 +63,8 @@ class ImageFolder(OwnImages):
             manifest = class_folders([root], root, layout)
         if self._class_names is None:
             files = [str(PurePosixPath(path).relative_to(root)) for path in manifest.paths]
-            check_no_masks_beside(root, files)
-            _check_no_masks(root, files, manifest)
+            reject_masks_in_image_folders(root, files)
+            _reject_mask_folders_as_classes(root, files, manifest)
         return manifest
 
     def _check_classes(self, manifest: Manifest, is_train: Array) -> None:
@@ -107,10 +107,10 @@ class Images(OwnImages):
             # A layout may leave the masks out.
             pattern = layout_pattern(self.layout)
             matching = [file for file in files if pattern.fullmatch(file)]
-            check_no_masks_beside(root, matching or files)
+            reject_masks_in_image_folders(root, matching or files)
         manifest = match_layout(root, files, self.layout)
         if self._class_names is None:
-            _check_no_masks(root, files, manifest)
+            _reject_mask_folders_as_classes(root, files, manifest)
         return manifest
 
 
@@ -170,8 +170,8 @@ class ImageMasks(OwnImages):
         root = Path(self.root)
         files = list_images(root)
         pairs = self._pair_folders(files)
-        pair_of_images = {(*pair.parent, pair.image_folder): pair for pair in pairs}
-        if len(pair_of_images) < len(pairs):
+        pairs_by_image_folder = {pair.path_of_images: pair for pair in pairs}
+        if len(pairs_by_image_folder) < len(pairs):
             names = sorted({pair.mask_folder for pair in pairs})
             raise ValueError(
                 f"{root} has several folders that may hold the masks of the same images: {abbreviated(names)}; set "
@@ -184,19 +184,18 @@ class ImageMasks(OwnImages):
         fields_of_images: list[dict[str, str]] = []
         for file in files:
             parts = PurePosixPath(file).with_suffix("").parts
-            pair = _pair_of(parts[:-1], pair_of_images)
+            pair = _pair_of(parts[:-1], pairs_by_image_folder)
             if pair is None:
                 continue
-            place = len(pair.parent)
-            file_of_stem = masks_of_pairs[pair]
-            stem = stem_of_mask("/".join(parts[place + 1 :]), file_of_stem.keys())
+            masks_by_stem = masks_of_pairs[pair]
+            stem = stem_of_mask("/".join(pair.parts_below(parts)), masks_by_stem.keys())
             if stem is None:
                 without_mask.append(file)
                 continue
             image_paths.append(file)
-            mask_paths.append(file_of_stem[stem])
-            fields_of_images.append(_facts_of(parts, place, pair.split, self.shared_groups is True))
-        self._check_pairs(image_paths, mask_paths, without_mask, pair_of_images)
+            mask_paths.append(masks_by_stem[stem])
+            fields_of_images.append(_fields_of_folders(parts, pair, self.shared_groups is True))
+        self._check_pairs(image_paths, mask_paths, without_mask, pairs_by_image_folder)
         self._warn_of_unused(files, [*image_paths, *mask_paths])
         self._warn_of_high_root(pairs)
         columns = self._complete_columns(fields_of_images)
@@ -218,7 +217,7 @@ class ImageMasks(OwnImages):
             if images in folders and masks not in folders:
                 parents.add(folders[: folders.index(images)])
         if not parents:
-            check_no_masks_beside(Path(self.root), files)
+            reject_masks_in_image_folders(Path(self.root), files)
             raise FileNotFoundError(
                 f"{self.root} has no images in folders called {images!r}; set images and masks to the names of the "
                 "folders"
@@ -230,7 +229,7 @@ class ImageMasks(OwnImages):
         image_paths: Sequence[str],
         mask_paths: Sequence[str],
         without_mask: Sequence[str],
-        pair_of_images: Mapping[tuple[str, ...], MaskFolders],
+        pairs_by_image_folder: Mapping[tuple[str, ...], MaskFolders],
     ) -> None:
         """Raise an error for images without mask, and for a mask of several images.
 
@@ -238,14 +237,13 @@ class ImageMasks(OwnImages):
             image_paths: Images with a mask.
             mask_paths: Their masks.
             without_mask: Images without a mask.
-            pair_of_images: The folders by that of images.
+            pairs_by_image_folder: The pairs of folders by the path of that with images.
         """
         if without_mask:
             first = PurePosixPath(without_mask[0]).with_suffix("")
-            pair = _pair_of(first.parts[:-1], pair_of_images)
+            pair = _pair_of(first.parts[:-1], pairs_by_image_folder)
             assert pair is not None
-            place = len(pair.parent)
-            expected = PurePosixPath(*pair.parent, pair.mask_folder, *first.parts[place + 1 :])
+            expected = PurePosixPath(*pair.path_of_masks, *pair.parts_below(first.parts))
             raise FileNotFoundError(
                 f"{len(without_mask)} of {len(image_paths) + len(without_mask)} images in {self.root} have no mask: "
                 f"{abbreviated(without_mask)}; add masks such as {expected}.png, or remove the images"
@@ -301,13 +299,13 @@ class ImageMasks(OwnImages):
 
 def _list_masks(files: Iterable[str], pairs: Sequence[MaskFolders]) -> dict[MaskFolders, dict[str, str]]:
     """Return the files of the masks of each pair of folders, by their names without extension."""
-    pair_of_masks = {(*pair.parent, pair.mask_folder): pair for pair in pairs}
+    pairs_by_mask_folder = {pair.path_of_masks: pair for pair in pairs}
     masks_of_pairs: dict[MaskFolders, dict[str, str]] = {pair: {} for pair in pairs}
     for file in files:
         parts = PurePosixPath(file).with_suffix("").parts
-        pair = _pair_of(parts[:-1], pair_of_masks)
+        pair = _pair_of(parts[:-1], pairs_by_mask_folder)
         if pair is not None:
-            stem = "/".join(parts[len(pair.parent) + 1 :])
+            stem = "/".join(pair.parts_below(parts))
             masks_of_pairs[pair][stem] = file
     return masks_of_pairs
 
@@ -320,26 +318,25 @@ def _pair_of(folders: tuple[str, ...], pairs: Mapping[tuple[str, ...], MaskFolde
     return None
 
 
-def _facts_of(parts: Sequence[str], place: int, split: str, shared_groups: bool) -> dict[str, str]:
+def _fields_of_folders(parts: Sequence[str], pair: MaskFolders, shared_groups: bool) -> dict[str, str]:
     """Return client, split and group of an image, as far as its folders name them.
 
     Args:
         parts: Folders and name of the image.
-        place: Position of the folder of images.
-        split: Split in the name of this folder, if it has one.
+        pair: The folder of images that it is in, and that of the masks.
         shared_groups: Whether a group of the same name is the same group in the folders of all clients.
     """
     fields: dict[str, str] = {}
-    for folder in parts[:place]:
+    for folder in pair.parent:
         if folder.lower() in SPLITS:
             fields["split"] = folder
         else:
             fields.setdefault("client", folder)
-    if split:
-        fields["split"] = split
-    below = parts[place + 1 : -1]
-    if below:
-        fields["group"] = "/".join(below)
+    if pair.split:
+        fields["split"] = pair.split
+    *folders_below, _ = pair.parts_below(parts)
+    if folders_below:
+        fields["group"] = "/".join(folders_below)
         if "client" in fields and not shared_groups:
             # Patients of different clients may have the same number.
             fields["group"] = f"{fields['client']}/{fields['group']}"
@@ -355,7 +352,7 @@ def have_masks(files: Iterable[str]) -> bool:
     return bool(find_mask_folders(files))
 
 
-def check_no_masks_beside(root: Path, files: Sequence[str]) -> None:
+def reject_masks_in_image_folders(root: Path, files: Sequence[str]) -> None:
     """Raise a ValueError if some of the images are masks in the folders of their images, which would be images too.
 
     Args:
@@ -376,7 +373,7 @@ def check_no_masks_beside(root: Path, files: Sequence[str]) -> None:
     )
 
 
-def _check_no_masks(root: Path, files: Sequence[str], manifest: Manifest) -> None:
+def _reject_mask_folders_as_classes(root: Path, files: Sequence[str], manifest: Manifest) -> None:
     """Raise a ValueError if the classes or the clients of images are their folders and those of their masks."""
     classes = list(manifest.classes or ())
     clients = sorted({*manifest.columns.get("client", ())})
@@ -384,14 +381,14 @@ def _check_no_masks(root: Path, files: Sequence[str], manifest: Manifest) -> Non
         roles = [role_of(name) for name in names]
         kinds = {role.file_kind for role in roles if role is not None}
         if None not in roles and len(kinds) > 1:
-            _check_beside_each_other(root, files, classes)
+            _reject_paired_class_folders(root, files, classes)
     for name in classes:
         role = role_of(name)
         if role is not None and role.file_kind == MASKS:
-            _check_not_masks_of_others(root, files, name, classes)
+            _reject_class_of_masks(root, files, name, classes)
 
 
-def _check_beside_each_other(root: Path, files: Sequence[str], class_folders: Sequence[str]) -> None:
+def _reject_paired_class_folders(root: Path, files: Sequence[str], class_folders: Sequence[str]) -> None:
     """Raise a ValueError if folders named like those of images and of masks are beside each other.
 
     Args:
@@ -404,8 +401,8 @@ def _check_beside_each_other(root: Path, files: Sequence[str], class_folders: Se
     if pairs:
         first = pairs[0]
         raise ValueError(
-            f"{root} has images and their masks in folders such as {'/'.join((*first.parent, first.image_folder))} and "
-            f"{'/'.join((*first.parent, first.mask_folder))}, which would be classes: read them with ImageMasks; "
+            f"{root} has images and their masks in folders such as {'/'.join(first.path_of_images)} and "
+            f"{'/'.join(first.path_of_masks)}, which would be classes: read them with ImageMasks; "
             f"{confirmation}"
         )
     # The first file of each kind, by the folders above both.
@@ -425,7 +422,7 @@ def _check_beside_each_other(root: Path, files: Sequence[str], class_folders: Se
             )
 
 
-def _check_not_masks_of_others(root: Path, files: Sequence[str], name: str, class_folders: Sequence[str]) -> None:
+def _reject_class_of_masks(root: Path, files: Sequence[str], name: str, class_folders: Sequence[str]) -> None:
     """Raise a ValueError if the files of a class have the names of those in a folder beside it, which are their masks.
 
     Args:

@@ -75,6 +75,20 @@ class MaskFolders:
     mask_folder: str
     split: str = ""
 
+    @property
+    def path_of_images(self) -> tuple[str, ...]:
+        """The folder of images, with the folders above it."""
+        return (*self.parent, self.image_folder)
+
+    @property
+    def path_of_masks(self) -> tuple[str, ...]:
+        """The folder of masks, with the folders above it."""
+        return (*self.parent, self.mask_folder)
+
+    def parts_below(self, parts: Sequence[str]) -> Sequence[str]:
+        """Return the part of a path that is below the folder of images, or that of masks."""
+        return parts[len(self.parent) + 1 :]
+
 
 def find_mask_folders(files: Iterable[str]) -> list[MaskFolders]:
     """Find folders of images that have a folder of masks beside them.
@@ -98,16 +112,16 @@ def find_mask_folders(files: Iterable[str]) -> list[MaskFolders]:
                 siblings.setdefault(folder, set()).add("/".join(parts[depth + 1 :]))
     pairs: list[MaskFolders] = []
     for parent, siblings in stems_of_folders.items():
-        for images, image_stems in siblings.items():
-            role = role_of(images)
+        for image_folder, image_stems in siblings.items():
+            role = role_of(image_folder)
             if role is None or role.file_kind != IMAGES:
                 continue
-            for masks, mask_stems in siblings.items():
-                if role_of(masks) != FolderRole("masks", role.split):
+            for mask_folder, mask_stems in siblings.items():
+                if role_of(mask_folder) != FolderRole("masks", role.split):
                     continue
-                are_named_so = (images, masks) == (IMAGES, MASKS)
-                if are_named_so or any(stem_of_mask(stem, mask_stems) for stem in image_stems):
-                    pairs.append(MaskFolders(parent, images, masks, role.split))
+                have_plain_names = image_folder == IMAGES and mask_folder == MASKS
+                if have_plain_names or any(stem_of_mask(stem, mask_stems) for stem in image_stems):
+                    pairs.append(MaskFolders(parent, image_folder, mask_folder, role.split))
     return pairs
 
 
@@ -134,12 +148,12 @@ def find_masks_beside_images(files: Iterable[str]) -> dict[str, str]:
     >>> find_masks_beside_images(["a/1.jpg", "a/1_mask.png", "a/1_mask_2.png", "b/1_mask.png"])
     {'a/1_mask.png': 'a/1.jpg', 'a/1_mask_2.png': 'a/1.jpg'}
     """
-    file_of_stem = {str(PurePosixPath(file).with_suffix("")): file for file in files}
+    files_by_stem = {str(PurePosixPath(file).with_suffix("")): file for file in files}
     image_of_mask: dict[str, str] = {}
-    for stem, file in file_of_stem.items():
+    for stem, file in files_by_stem.items():
         match = _MASK_BESIDE_IMAGE.fullmatch(stem)
-        if match is not None and match["image"] in file_of_stem:
-            image_of_mask[file] = file_of_stem[match["image"]]
+        if match is not None and match["image"] in files_by_stem:
+            image_of_mask[file] = files_by_stem[match["image"]]
     return image_of_mask
 
 
@@ -179,6 +193,6 @@ def find_masks(files: Sequence[str]) -> set[str]:
     """
     masks = set(find_masks_beside_images(files))
     for pair in find_mask_folders(files):
-        folder = "/".join((*pair.parent, pair.mask_folder, ""))
+        folder = "/".join(pair.path_of_masks) + "/"
         masks.update(file for file in files if file.startswith(folder))
     return masks
