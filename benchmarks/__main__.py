@@ -37,6 +37,7 @@ BENCHMARKS = {
     "ranks": "ranks",
     "jobs": "jobs",
     "federation_size": "federation_size",
+    "checkpointing": "checkpointing",
     "start_up": "start_up",
     "private_step": "private_step",
     "private_memory": "private_step",

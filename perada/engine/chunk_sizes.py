@@ -2,6 +2,7 @@
 """The number of clients that train at the same time on a processor."""
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -70,8 +71,11 @@ def clients_in_cache(state_bytes: int, trained_bytes: int) -> int:
     return max(1, CACHE_BYTES // max(1, client_bytes))
 
 
-def activation_bytes(model: nn.Module, image: Tensor) -> int | None:
+def activation_bytes(model: nn.Module, image: Tensor, recomputed: Collection[str] = ()) -> int | None:
     """Return the bytes of activations that a forward pass of the model keeps for its backward pass, for each image.
+
+    Of blocks that run again in the backward pass, it keeps the inputs. While they run again, the activations of one
+    block at a time are added, so those of the largest one are counted, too.
 
     Nothing is computed: the pass runs on tensors without numbers. The layers of the folded model, and kernels of other
     devices, may keep a little more or less.
@@ -79,6 +83,7 @@ def activation_bytes(model: nn.Module, image: Tensor) -> int | None:
     Args:
         model: The single model in which its trained parameters require gradients.
         image: A prepared image (channels, height, width).
+        recomputed: Paths of the blocks that run again.
 
     Returns:
         The bytes; None if the model cannot run without numbers, for example because it reads some.
@@ -86,27 +91,72 @@ def activation_bytes(model: nn.Module, image: Tensor) -> int | None:
     copied = meta_copy(model)
     if copied is None:
         return None
-    tensors = [*copied.parameters(), *copied.buffers()]
-    weights = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in tensors}
-    # Activations are counted by storage, as several operations may keep the same ones. Holding the storages keeps their
-    # numbers unique.
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        address = StorageWeakRef(storage).cdata
-        if address not in weights:
-            storages[address] = storage
-        return tensor
-
+    counter = _ActivationCounter(copied)
+    for path in recomputed:
+        block = copied.get_submodule(path)
+        block.register_forward_pre_hook(counter.enter_block)
+        block.register_forward_hook(counter.leave_block)
     # Two of them: BatchNorm cannot train on a single image whose map is a single pixel.
     images = image.new_empty(2, *image.shape, device="meta")
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), saved_tensors_hooks(count, lambda tensor: tensor):
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.enable_grad(),
+            saved_tensors_hooks(counter.count, lambda tensor: tensor),
+        ):
             copied(images)
     except Exception:  # a network of the caller's own may do anything with its numbers
         return None
-    return math.ceil(sum(storage.nbytes() for storage in storages.values()) / len(images))
+    return math.ceil(counter.num_bytes() / len(images))
+
+
+class _ActivationCounter:
+    """Counts the activations that a pass keeps.
+
+    They are counted by storage, as several operations may keep the same ones. Holding the storages keeps their
+    addresses unique.
+
+    Args:
+        model: The model, whose own tensors are not counted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        self._weights = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in tensors}
+        self._kept: dict[int, torch.UntypedStorage] = {}
+        # Activations within blocks that run again, one dictionary for each call of a block.
+        self._of_blocks: list[dict[int, torch.UntypedStorage]] = []
+        self._current = self._kept
+
+    def count(self, tensor: Tensor) -> Tensor:
+        """Count a tensor that is kept for the backward pass, and return it."""
+        storage = tensor.untyped_storage()
+        address = StorageWeakRef(storage).cdata
+        if address not in self._weights:
+            self._current[address] = storage
+        return tensor
+
+    def enter_block(self, block: nn.Module, inputs: tuple[object, ...]) -> None:
+        """Begin a block that runs again."""
+        self._current = {}
+        self._of_blocks.append(self._current)
+
+    def leave_block(self, block: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        """End a block that runs again: its inputs are kept if any activations in it are."""
+        has_activations = bool(self._current)
+        self._current = self._kept
+        for tensor in inputs:
+            if has_activations and isinstance(tensor, Tensor):
+                self.count(tensor)
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all that is kept, and of what the largest of the blocks adds when it runs again."""
+        kept = sum(storage.nbytes() for storage in self._kept.values())
+        largest = 0
+        for storages in self._of_blocks:
+            added = sum(storage.nbytes() for address, storage in storages.items() if address not in self._kept)
+            largest = max(largest, added)
+        return kept + largest
 
 
 class Chunks(NamedTuple):

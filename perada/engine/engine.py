@@ -10,7 +10,8 @@ network mixes the images of a batch.
 import copy
 import importlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
@@ -37,7 +38,9 @@ from perada.core.states import (
 from perada.core.text import abbreviated
 from perada.engine.attention import FasterAttention, can_run_faster
 from perada.engine.fold import Fold, fold
-from perada.engine.frozen_trunk import FrozenTrunk, find_trunk
+from perada.engine.frozen_trunk import ConstantModule, FrozenTrunk, find_trunk
+from perada.engine.recomputation import RecomputedBlock
+from perada.engine.stacked_layers import FoldContext
 from perada.tasks import Task
 
 EngineName = Literal["auto", "folded", "loop"]
@@ -62,6 +65,8 @@ class Engine:
         per_pixel: Whether the model returns logits (B, K, H, W) of pixels. The engine returns them with the classes
             last, (B, H, W, K), as tasks and the server expect logits.
         compile: Options of ``torch.compile``, which then compiles the pass of full batches; ``None`` not to compile.
+        recomputed: Paths of the blocks of the model that run again in the backward pass instead of keeping their
+            activations (:mod:`~perada.engine.recomputation`).
 
     Attributes:
         default_name: The ``engine_name`` of engines that are made without one, such as those of a subclass.
@@ -82,6 +87,7 @@ class Engine:
         channels_last: bool = False,
         per_pixel: bool = False,
         compile: dict[str, Any] | None = None,
+        recomputed: Collection[str] = (),
     ) -> None:
         if engine_name is None:
             engine_name = self.default_name
@@ -89,7 +95,9 @@ class Engine:
         self.model = model
         self.memory_format = torch.channels_last if channels_last else torch.preserve_format
         self.per_pixel = per_pixel
-        folded = fold(model)
+        self.recomputed = frozenset(recomputed)
+        self.trunk: FrozenTrunk | None = None
+        folded = self.folded()
         if folded.missing:
             layers = [f"{path} ({name})" for path, name in folded.missing.items()]
             message = f"trained layers without a stacked version: {abbreviated(layers, 4)}"
@@ -104,8 +112,7 @@ class Engine:
         if engine_name == "loop" or folded.missing:
             self.kind = "loop"
             # The loop runs the single model, but its dropout layers must draw from the clients' streams too.
-            self._fold = fold(model, random_only=True)
-        self.trunk: FrozenTrunk | None = None
+            self._fold = self.folded(random_only=True)
         self._single = model
         self._tied = tied_names(model)
         # Whether the network calls torch's attention, until the first pass in bfloat16 shows that it does not.
@@ -132,6 +139,11 @@ class Engine:
         return self.kind == "folded"
 
     @property
+    def is_recomputing(self) -> bool:
+        """Whether blocks of the model run again in the backward pass."""
+        return bool(self.recomputed)
+
+    @property
     def is_compiled(self) -> bool:
         """Whether passes of full batches are compiled."""
         return self._full_batch is not _call_with_tensors
@@ -142,10 +154,18 @@ class Engine:
         return self._fold.model
 
     def folded(self, random_only: bool = False) -> Fold:
-        """Fold the model again, with the frozen trunk if one was found."""
-        if self.trunk is None:
-            return fold(self.model, random_only=random_only)
-        return fold(self.model, random_only=random_only, wrap=self.trunk.wrap)
+        """Fold the model, with the frozen trunk if one was found, and with the blocks that are recomputed."""
+        context = FoldContext()
+        return fold(self.model, random_only=random_only, wrap=partial(self._wrap, context), context=context)
+
+    def _wrap(self, context: FoldContext, module: nn.Module, path: str) -> nn.Module:
+        """Return the module to use at ``path`` of a folded model, whose passes have the context."""
+        if self.trunk is not None:
+            module = self.trunk.wrap(module, path)
+        # The output of a constant module has no gradient.
+        if path in self.recomputed and not isinstance(module, ConstantModule):
+            return RecomputedBlock(module, context, self.trunk)
+        return module
 
     def find_trunk(self, image: Tensor, least_share: float = 0.0) -> FrozenTrunk | None:
         """Find the part of the model before all trained tensors, whose features may from then on replace images.
@@ -223,8 +243,10 @@ class Engine:
                 states = self._with_copied_buffers(states)
         if self._calls_attention and full_batch is _call_with_tensors and can_run_faster(x):
             attention = FasterAttention()
+            self._fold.context.faster_attention = True
             with attention:
                 logits = self.run_clients(states, x, full_batch, real_counts, streams)
+            self._fold.context.faster_attention = False
             # In networks without attention, later passes save its time, which every function of torch takes.
             self._calls_attention = attention.was_called
         else:

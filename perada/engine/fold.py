@@ -79,7 +79,9 @@ class Fold:
     missing: dict[str, str]
 
 
-def fold(model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = None) -> Fold:
+def fold(
+    model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = None, context: FoldContext | None = None
+) -> Fold:
     """Build the stacked version of a model, sharing all its frozen modules.
 
     Args:
@@ -87,8 +89,9 @@ def fold(model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = Non
         random_only: Replace only the layers that draw random numbers. This is for the loop over clients, which runs the
             single model but must draw from the same streams.
         wrap: Wraps each module after its replacement; None not to wrap.
+        context: Facts about the current pass; None for new ones.
     """
-    folding = _ModelFolding(random_only=random_only, wrap=wrap)
+    folding = _ModelFolding(random_only=random_only, wrap=wrap, context=context or FoldContext())
     stacked = folding.replace(model, path="")
     return Fold(
         model=stacked,
@@ -101,8 +104,8 @@ def fold(model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = Non
 class _ModelFolding:
     """Replaces the modules of a model by their stacked versions."""
 
-    def __init__(self, random_only: bool, wrap: Wrap | None) -> None:
-        self.context = FoldContext()
+    def __init__(self, random_only: bool, wrap: Wrap | None, context: FoldContext) -> None:
+        self.context = context
         self.row_keys: set[str] = set()
         self.missing: dict[str, str] = {}
         self._random_only = random_only

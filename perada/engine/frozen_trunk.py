@@ -46,6 +46,19 @@ class RecordedPass:
     outputs: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class FeaturePass:
+    """A pass that takes the outputs of constant modules from features.
+
+    Attributes:
+        rows: Number of rows R.
+        outputs: Outputs (R, ...) of the needed modules, by path, which are not changed.
+    """
+
+    rows: int
+    outputs: Mapping[str, Tensor]
+
+
 class FrozenTrunk:
     """The constant modules of a model, and their outputs in the current pass.
 
@@ -59,7 +72,7 @@ class FrozenTrunk:
 
     Attributes:
         size: Number F of elements of an image's features.
-        rows: Number of rows of the current pass, if it runs on features.
+        feature_pass: The current pass, if it runs on features; None if it runs on images.
         spoil: Whether blank images and the outputs that features replace are filled with NaN, which shows whether a
             model uses them.
     """
@@ -76,10 +89,8 @@ class FrozenTrunk:
         self.image = image_shape
         self.share = share
         self.size = sum(shapes[path].numel() for path in needed)
-        self.rows = 0
         self.spoil = False
-        # Outputs that were cut from features, by path; None unless the current pass runs on features.
-        self._cut_outputs: dict[str, Tensor] | None = None
+        self.feature_pass: FeaturePass | None = None
         # Outputs that were computed so far, by path; None unless the current pass computes features.
         self._recorded_outputs: dict[str, Tensor] | None = None
         # Whether the current pass ends as soon as all features are known.
@@ -113,15 +124,14 @@ class FrozenTrunk:
         Returns:
             The model's input: the images as they are, or a blank image for each row of features.
         """
-        self._cut_outputs = None
+        self.feature_pass = None
         if not self.holds(x_R):
             return x_R
-        self._cut_outputs = {}
+        outputs: dict[str, Tensor] = {}
         for path, part in self.parts(x_R).items():
             dtype, layout = self._formats.get(path, (part.dtype, torch.contiguous_format))
-            output = part.view(-1, *self.shapes[path])
-            # A model may change the output in place, so this is a copy.
-            self._cut_outputs[path] = output.to(dtype, copy=True, memory_format=layout)
+            outputs[path] = part.view(-1, *self.shapes[path]).to(dtype, memory_format=layout)
+        self.feature_pass = FeaturePass(len(x_R), outputs)
         return self._blank_images(len(x_R), x_R)
 
     def _blank_images(self, num_rows: int, like: Tensor) -> Tensor:
@@ -134,7 +144,6 @@ class FrozenTrunk:
         Returns:
             Images (R, ...).
         """
-        self.rows = num_rows
         blank = torch.nan if self.spoil else 0.0
         # A view of a single number takes no memory.
         return like.new_full((), blank, dtype=self._image_dtype).expand(num_rows, *self.image)
@@ -149,7 +158,7 @@ class FrozenTrunk:
         Returns:
             Features (R, F).
         """
-        self._cut_outputs = None
+        self.feature_pass = None
         self._recorded_outputs = {}
         if x_R.is_floating_point():
             self._image_dtype = x_R.dtype
@@ -171,7 +180,7 @@ class FrozenTrunk:
             model: A model in evaluation mode that was folded with :meth:`wrap`.
             x_R: Images (R, ...).
         """
-        self._cut_outputs = None
+        self.feature_pass = None
         self._recorded_outputs = {}
         self._ends_early = False
         if x_R.is_floating_point():
@@ -194,11 +203,10 @@ class FrozenTrunk:
         Returns:
             What the model returns for the images of that pass.
         """
-        # A model may change an output in place, so these are copies.
-        self._cut_outputs = {path: output.clone() for path, output in outputs.items()}
         first_output = next(iter(outputs.values()))
+        self.feature_pass = FeaturePass(len(first_output), outputs)
         logits: Tensor = model(self._blank_images(len(first_output), first_output))
-        self._cut_outputs = None
+        self.feature_pass = None
         return logits
 
     def output(self, path: str, run_model: Callable[[], Tensor], like: Tensor) -> Tensor:
@@ -209,11 +217,12 @@ class FrozenTrunk:
             run_model: Function that computes the output.
             like: Tensor with the dtype and device of the output.
         """
-        if self._cut_outputs is not None:
-            if path in self._cut_outputs:
-                return self._cut_outputs[path]
+        if self.feature_pass is not None:
+            if path in self.feature_pass.outputs:
+                # A model may change the output in place, and run again in the backward pass, so this is a copy.
+                return self.feature_pass.outputs[path].clone()
             # The values of an output that is not needed are not used, but the model may depend on its shape.
-            shape = (self.rows, *self.shapes[path])
+            shape = (self.feature_pass.rows, *self.shapes[path])
             if self.spoil:
                 return like.new_full(shape, torch.nan)
             return like.new_empty(shape)

@@ -9,7 +9,7 @@ Suffixes of names give shapes: R = C·B rows, C clients, B images per client, D 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -42,6 +42,7 @@ class FoldContext:
         draws: Number of layers that have drawn from the streams in this pass.
         together: Normalise the full batches of all clients by one call. This copies the batch twice, but is faster on a
             GPU than a kernel for each client.
+        faster_attention: Whether the pass runs under :class:`~perada.engine.attention.FasterAttention`.
     """
 
     num_clients: int = 1
@@ -49,6 +50,7 @@ class FoldContext:
     streams: Streams | None = None
     draws: int = 0
     together: bool = False
+    faster_attention: bool = False
 
     def begin(
         self,
@@ -64,6 +66,11 @@ class FoldContext:
         self.streams = streams
         self.together = together
         self.draws = 0
+
+    def restore(self, facts: "FoldContext") -> None:
+        """Set all attributes to those of ``facts``."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(facts, field.name))
 
     def next_streams(self) -> Streams:
         """Return the streams of the next layer that draws.

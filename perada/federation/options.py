@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from perada.core.checks import check_choice, check_integer, check_number, check_options, use_plain_numbers
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, check_options, use_plain_numbers
 from perada.engine.engine import EngineName, engine_class
 from perada.federation.diagnostics import Diagnostic, check_diagnostics
 from perada.federation.settings import ClientOptimizer, LocalTraining
@@ -45,6 +45,9 @@ class Training:
         torch_compile: Run the model through ``torch.compile``, or its options, such as ``{"mode": "reduce-overhead"}``
             for CUDA graphs. The first rounds take minutes, so it is for GPUs and many rounds; private gradients are not
             compiled.
+        checkpointing: Gradient checkpointing: a pass keeps only the inputs of the network's repeated blocks, which run
+            again in the backward pass. Gradients are the same; a step takes less memory, and about a third longer
+            (docs/memory.md). Not for private gradients.
 
     Raises:
         ValueError: If an option is out of range.
@@ -69,6 +72,7 @@ class Training:
     channels_last: bool | None = None
     cache_features: bool | None = None
     torch_compile: bool | dict[str, Any] = False
+    checkpointing: bool = False
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
@@ -90,6 +94,14 @@ class Training:
         check_options("torch_compile", compile_options, "{'dynamic': True}")
         check_choice("channels_last", self.channels_last, (None, True, False))
         check_choice("cache_features", self.cache_features, (None, True, False))
+        check_choice("checkpointing", self.checkpointing, (True, False))
+        if self.checkpointing and self.torch_compile not in (False, None):
+            raise OptionError(
+                f"checkpointing=True cannot be combined with torch_compile={self.torch_compile!r}: compiled passes do "
+                "not record what a block depends on; leave one of them out",
+                name="checkpointing",
+                value=True,
+            )
 
     @property
     def epochs_per_round(self) -> float | None:

@@ -142,8 +142,10 @@ def trains_side_by_side(engine: Engine, settings: Settings) -> bool:
     is_sequential = settings.privacy is not None or settings.loss_scaling is not None
     # An algorithm or an engine from elsewhere may keep something between steps, which other threads would overwrite.
     is_from_elsewhere = is_foreign(settings.algorithm) or type(engine) is not Engine
+    # torch's global random stream, which belongs to the process, is set back while a block runs again.
+    sets_global_stream = engine.is_recomputing
     # Compiled networks are not meant for several threads.
-    return not (runs_one_model or engine.is_compiled or is_sequential or is_from_elsewhere)
+    return not (runs_one_model or engine.is_compiled or is_sequential or is_from_elsewhere or sets_global_stream)
 
 
 def workers_of(engine: Engine, count: int, device: torch.device) -> list[Worker]:

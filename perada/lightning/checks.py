@@ -18,6 +18,7 @@ from perada.core.text import abbreviated, dtype_name
 from perada.data import FederatedDataModule
 from perada.engine.fold_check import check_fold
 from perada.engine.frozen_trunk import FrozenTrunk
+from perada.engine.recomputation_check import check_recomputation
 from perada.federation.diagnostics import Diagnostic, choose_diagnostics, obstacles
 from perada.federation.settings import Settings, without_factors
 from perada.federation.setup_checks import names_sent
@@ -97,6 +98,33 @@ def check_adapter(context: RunContext, images: Tensor) -> None:
     if usage.merging is not None:
         rank_zero_warn(usage.merging)
     context.passed.adapter = True
+
+
+def check_checkpointing(context: RunContext, images: Tensor) -> None:
+    """Check once per run that gradient checkpointing, if it is on, changes no gradient.
+
+    Args:
+        context: The run.
+        images: Prepared training images of some clients (C, B, ...). A private run is checked on noise instead.
+
+    Raises:
+        OptionError: If the network's blocks compute something else when they run again.
+    """
+    engine = context.module.engine
+    if not engine.is_recomputing or context.passed.recomputation:
+        return
+    if context.settings.private:
+        images = torch.randn(1, 2, *images.shape[2:], generator=generator(0, "check checkpointing")).to(images.dtype)
+    reason = check_recomputation(engine, context.on_model_device(images))
+    if reason is not None:
+        raise OptionError(
+            f"checkpointing=True cannot recompute the blocks of backbone {context.adapted.backbone.name!r}: {reason}; "
+            "have the blocks draw from torch's random streams only, keep nothing between passes and leave their inputs "
+            "as they are, or set training.checkpointing to false",
+            name="checkpointing",
+            value=True,
+        )
+    context.passed.recomputation = True
 
 
 def check_first_images(context: RunContext, images: Tensor) -> None:

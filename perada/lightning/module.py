@@ -24,6 +24,7 @@ from perada.lightning.exact_log import log_exactly
 from perada.lightning.foreign_callbacks import check_callbacks
 from perada.lightning.results import EvaluationResults
 from perada.models.adapted import AdaptedModel, find_tensor_names
+from perada.models.blocks import repeated_blocks
 from perada.models.configurations import AdapterChoice
 from perada.models.merging import TrainBackbone
 from perada.models.spec import ModelSpec, frozen_digest
@@ -178,12 +179,16 @@ class FederatedClassifier(pl.LightningModule):
             self.model.to(memory_format=torch.channels_last)
         torch_compile = self.training_options.torch_compile
         compile_options = {} if torch_compile is True else torch_compile or None
+        recomputed: tuple[str, ...] = ()
+        if self.training_options.checkpointing:
+            recomputed = repeated_blocks(self.model, self.adapted.backbone.name)
         self._make_engine = partial(
             make_engine,
             model=self.model,
             channels_last=channels_last,
             per_pixel=self.per_pixel,
             compile=compile_options,
+            recomputed=recomputed,
         )
         self.engine = self._make_engine(self.training_options.engine)
         self.tensor_names = find_tensor_names(self.model, *self.adapted.backbone.head_modules)

@@ -33,10 +33,12 @@ class PassedChecks:
     Attributes:
         folding: Clients that are folded into one batch get the same results as they would on their own.
         adapter: The network uses what is trained in it.
+        recomputation: Blocks that run again in the backward pass compute the same.
     """
 
     folding: bool = False
     adapter: bool = False
+    recomputation: bool = False
 
 
 @dataclass(eq=False)

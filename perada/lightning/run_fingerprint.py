@@ -21,7 +21,7 @@ from perada.lightning.run_context import RunContext
 from perada.results.restore import CHECKPOINT_KEY
 from perada.server import Distillation, ServerRule
 
-COMPUTATION = ("engine", "clients_per_chunk", "channels_last", "cache_features", "torch_compile")
+COMPUTATION = ("engine", "clients_per_chunk", "channels_last", "cache_features", "torch_compile", "checkpointing")
 """Options of training that control how it is computed; results are the same up to rounding.
 
 Only the number of steps in logs differs, which counts cohort batches: smaller chunks of clients make more of them.

@@ -27,6 +27,7 @@ from perada.federation.workers import trains_side_by_side
 from perada.lightning.checks import (
     check_adapter,
     check_batch_norm,
+    check_checkpointing,
     check_first_images,
     check_folding,
     dry_run_foreign_classes,
@@ -179,7 +180,7 @@ def _choose_chunks(context: RunContext, first_image: Tensor | None) -> Chunks:
         # Private training limits the images in a pass by what their gradients take.
         return Chunks(None)
     assert first_image is not None
-    image_bytes = activation_bytes(context.module.model, first_image)
+    image_bytes = activation_bytes(context.module.model, first_image, engine.recomputed)
     if image_bytes is None:
         return Chunks(None)
     batch_size = context.data.batch_size
@@ -255,6 +256,7 @@ def check_first_batch(context: RunContext, batch: CohortBatch, trains: bool) -> 
             _check_images_apart(context, batch)
     check_batch_norm(context)
     check_adapter(context, batch.x)
+    check_checkpointing(context, batch.x)
 
 
 def _check_images_apart(context: RunContext, batch: CohortBatch) -> None:

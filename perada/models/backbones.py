@@ -157,7 +157,7 @@ def _turn_off_checkpointing(backbone: Backbone) -> None:
     if was_on:
         warnings.warn(
             f"gradient checkpointing of backbone {backbone.name!r} is turned off, since the backward pass would not "
-            "see the client's weights; to save memory, lower clients_per_chunk or batch_size",
+            "see the client's weights; to save memory, set training.checkpointing to true",
             stacklevel=3,
         )
 

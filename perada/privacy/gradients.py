@@ -122,10 +122,19 @@ class SampleGradients:
         one_by_one: Whether clients run one by one.
 
     Raises:
-        ValueError: If the options require the stacked model but the training engine does not fold.
+        ValueError: If the options require the stacked model but the training engine does not fold, or if it recomputes
+            blocks.
     """
 
     def __init__(self, options: Privacy, engine: Engine, task: Task) -> None:
+        if engine.is_recomputing:
+            raise OptionError(
+                "checkpointing=True saves no memory in private training, which keeps the inputs of trained layers for "
+                "the gradients of single images; set training.checkpointing to false, and lower "
+                "privacy.physical_batch_size",
+                name="checkpointing",
+                value=True,
+            )
         self.options = options
         self.engine = engine
         self.task = task

@@ -95,6 +95,8 @@ def check_gradients(
         )
     try:
         sums = _unclipped_sums(privacy, engine, states, x, y, task)
+    except OptionError:  # of options that cannot be combined, with a remedy of its own
+        raise
     except Exception as error:  # layers fail under the hooks with errors of any kind
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(

@@ -51,6 +51,21 @@ def test_activations_are_counted_once_for_each_image():
     assert activation_bytes(model, image) == 4 * 32
 
 
+def test_of_recomputed_blocks_the_inputs_and_the_largest_are_counted():
+    def block(hidden):
+        return nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Linear(hidden, 8))
+
+    blocks = [block(8), block(64), block(16)]
+    model = nn.Sequential(nn.Flatten(), *blocks, nn.Linear(8, 3))
+    image = torch.zeros(1, 2, 4)
+    # Each block and the head keep 8 inputs. The second block adds 64 numbers, which ReLU and its last layer keep.
+    assert activation_bytes(model, image, ["1", "2", "3"]) == 4 * (4 * 8 + 64)
+    assert activation_bytes(model, image) == 4 * (4 * 8 + 8 + 64 + 16)
+    # Nothing is kept of a frozen block before all that is trained.
+    blocks[0].requires_grad_(False)
+    assert activation_bytes(model, image, ["1", "2", "3"]) == 4 * (3 * 8 + 64)
+
+
 def test_counting_activations_changes_nothing():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Dropout(0.5), nn.Linear(2, 3))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -109,7 +124,7 @@ def test_frozen_runs_count_images_and_models_of_a_step(monkeypatch):
     counted = {}
     for algorithm in ("fedavg", "ditto"):
         monkeypatch.setattr(setup, "is_mostly_trained", lambda model: False)
-        monkeypatch.setattr(setup, "activation_bytes", lambda model, image: 10)
+        monkeypatch.setattr(setup, "activation_bytes", lambda model, image, recomputed: 10)
 
         def chunks_in_memory(client_bytes, clients, threads, key=algorithm):
             counted[key] = (client_bytes, clients)
