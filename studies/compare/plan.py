@@ -2,6 +2,7 @@
 """The runs of a comparison: every recipe, algorithm, seed and point of the grid, as options of ``perada fit``."""
 
 import hashlib
+import inspect
 import json
 import re
 import warnings
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from jsonargparse import Namespace
@@ -22,7 +23,7 @@ from perada.data.sets.manifest import OwnImages
 from perada.models.weight_files import check_weights
 from perada.scores.metrics import score_names
 from perada.studies.compare.configured import ConfiguredRun, MakeCLI
-from perada.studies.compare.entries import ENTRIES, entry_of
+from perada.studies.compare.entries import ALGORITHM, ENTRIES, entry_of
 from perada.studies.compare.file import leaves
 from perada.studies.compare.grid import (
     HOLD_OUT,
@@ -256,8 +257,11 @@ class Plan:
             self.recipes[recipe] = ConfiguredRecipe(cli, _digest_of(str(path) for path in cli.config.config))
             if arguments.redivide:
                 _warn_of_fixed_images(recipe, cli.datamodule.division)
+        # What algorithms have in place of an argument that a recipe sets for its own one, by recipe and argument.
+        self._defaults_in_place: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             self._check_row(row)
+        self._warn_of_defaults()
 
     def _words_of_options(self) -> list[str]:
         """Return the options other than recipes and algorithms, which distinguish rows of one file."""
@@ -354,6 +358,7 @@ class Plan:
         self._chosen_by[row] = self._scores_to_choose_by(cli)
         if row.algorithm:
             entry_of(row.algorithm).check(cli.config.federated.algorithm)
+            self._note_defaults(row, cli)
         if cli.loop.test_mode:
             raise ValueError(
                 "privacy: secure_rng=false is rejected by perada compare, which writes each run's seed next to "
@@ -370,6 +375,44 @@ class Plan:
                 self._make_checked_cli(job)
             except Exception as error:  # a parser's, or any class's
                 raise ValueError(f"--tune {' '.join(words(point))} with {job.label}: {error}") from error
+
+    def _note_defaults(self, row: Row, cli: ConfiguredRun) -> None:
+        """Note arguments that the recipe sets for its own algorithm, and whose default another algorithm has in a row.
+
+        Args:
+            row: The row.
+            cli: A run of it.
+        """
+        recipe = self.recipes[row.recipe].cli
+        algorithm_class = type(recipe.loop.algorithm)
+        recipe_arguments = _arguments_of_algorithm(recipe)
+        row_arguments = _arguments_of_algorithm(cli)
+        entry = entry_of(row.algorithm)
+        set_options = _option_names(self.grids[row.algorithm])
+        for joined_name in (*self.settings[row.algorithm], *self.variants.get(row.variant, {}), *dict(row.varied)):
+            set_options |= set(options_of_name(joined_name))
+        for name, parameter in inspect.signature(algorithm_class).parameters.items():
+            if name not in row_arguments or name in entry.init_args or f"{ALGORITHM}.{name}" in set_options:
+                continue
+            recipe_value = recipe_arguments.get(name, parameter.default)
+            if recipe_value not in (parameter.default, row_arguments[name]):
+                rows = self._defaults_in_place.setdefault((row.recipe, name), [])
+                text = f"{row.algorithm} {row_arguments[name]}"
+                if text not in rows:
+                    rows.append(text)
+
+    def _warn_of_defaults(self) -> None:
+        """Warn of arguments that the rows of a recipe do not have in common, although they could."""
+        for (recipe, name), rows in self._defaults_in_place.items():
+            own = self.recipes[recipe].cli
+            value = _arguments_of_algorithm(own)[name]
+            algorithm = rows[0].partition(" ")[0]
+            warnings.warn(
+                f"{recipe!r} sets {name}={value} for {type(own.loop.algorithm).__name__} only; other algorithms have "
+                f"their default: {', '.join(rows)}. For the same value, add "
+                f"--set {algorithm}:{ALGORITHM}.{name}={value}",
+                stacklevel=2,
+            )
 
     def _make_checked_cli(self, job: Job) -> ConfiguredRun:
         """Build a run without its model, and raise a FileNotFoundError if the model's weights are missing."""
@@ -483,6 +526,14 @@ class Plan:
         if len(self.options.recipes) == 1:
             return ""
         return f"{recipe.removesuffix('.yaml')} "
+
+
+def _arguments_of_algorithm(cli: ConfiguredRun) -> dict[str, Any]:
+    """Return the arguments of a run's algorithm, defaults included; none if it takes none, or is the default one."""
+    algorithm = cli.config.federated.algorithm
+    if algorithm is None or algorithm.get("init_args") is None:
+        return {}
+    return dict(vars(algorithm.init_args))
 
 
 def _warn_of_fixed_images(recipe: str, division: Division | None) -> None:

@@ -1332,3 +1332,28 @@ def test_redividing_warns_of_test_images_that_stay(recipe, tmp_path, monkeypatch
     # Neither without the option nor for a set that data.seed does divide.
     main(words)
     main(["compare", recipe, "--algorithms", "fedavg", "standalone", "--redivide"])
+
+
+def test_arguments_that_only_the_own_algorithm_of_a_recipe_has_are_named(recipe, monkeypatch, recwarn):
+    """λ of PerAda in a recipe is not that of Ditto, so their rows would differ by more than the algorithm."""
+    monkeypatch.setattr(ComparisonRunner, "run", lambda runner: 0)
+    content = yaml.safe_load(Path(recipe).read_text())
+    content["federated"]["algorithm"] = {"class_path": "PerAda", "init_args": {"prox_strength": 0.125}}
+    Path("with_lambda.yaml").write_text(yaml.safe_dump(content))
+    words = ["compare", "with_lambda.yaml", "--algorithms", "perada", "perada_no_kd", "ditto", "fedavg"]
+    with pytest.warns(UserWarning, match=r"prox_strength=0\.125 for PerAda.* ditto 1\.0\. .*--set ditto:"):
+        main(words)
+    recwarn.clear()
+    option = "federated.algorithm.prox_strength"
+    for others in (
+        ["--set", f"ditto:{option}=1"],
+        ["--tune", f"ditto:{option}=0.1,1"],
+        ["--vary", f"{option}=0.1,1"],
+    ):
+        algorithms = ["perada", "ditto"] if others[0] == "--vary" else ["perada", "ditto", "fedavg"]
+        main(["compare", "with_lambda.yaml", "--algorithms", *algorithms, *others])
+    # The recipe has the default, too.
+    content["federated"]["algorithm"]["init_args"]["prox_strength"] = 1.0
+    Path("with_lambda.yaml").write_text(yaml.safe_dump(content))
+    main(words)
+    assert not [warning for warning in recwarn if "prox_strength" in str(warning.message)]
