@@ -111,10 +111,10 @@ def test_the_site_file_of_masks_names_no_layout(tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "uses_secure_sums"),
     [
-        ("federated: {secure_sums: {min_sites: 3}}\n", True),
-        ("federated: {secure_sums: {}}\n", True),
-        ("federated:\n  'secure_sums':\n    min_sites: 3\n", True),
-        ("federated: {secure_sums: null}\n", False),
+        ("secure_sums: {min_sites: 3}\n", True),
+        ("secure_sums: {}\n", True),
+        ("'secure_sums':\n  min_sites: 3\n", True),
+        ("secure_sums: null\n", False),
         ("federated: {drop_outliers: true}  # secure_sums would hide what this reads\n", False),
         ("trainer: {default_root_dir: secure_sums}\n", False),
         ("federated:\n", False),
