@@ -163,8 +163,8 @@ def check(
 ) -> CheckedData:
     """Open and check the data.
 
-    Labels that are words become their index in ``data.classes``, or in the sorted words of all clients, which then are
-    the classes. The class names of Hugging Face's datasets are used unless ``num_classes`` is another number.
+    Word labels become their index in ``data.classes``. If these are not given, the classes are the sorted words of all
+    clients. The class names of Hugging Face's datasets are used unless ``num_classes`` is another number.
 
     Args:
         data: The data.

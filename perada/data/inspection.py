@@ -240,6 +240,7 @@ def _unknown_counts(dataset: Dataset[Any], task: Task, num_classes: int) -> Arra
     labels = declared_labels(dataset)
     assert isinstance(labels, torch.Tensor)
     if labels.ndim != 2:
+        # An image has one label or a mask, and none of its classes is unknown.
         return np.zeros(num_classes, dtype=np.int64)
     array: Array = (~task.known(labels)).sum(0).numpy()
     return array

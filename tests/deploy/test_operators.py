@@ -139,5 +139,5 @@ def test_a_site_says_both_ids_of_a_run(tiny, tmp_path, caplog):
     for message, run in ((train(worker), "4711"), (other_run(worker), "4712")):
         worker.answer(message, run)
         order = read_header(message)["run"]
-        assert f"run {run} (perada's {order}): train" in caplog.text
+        assert f"run {run} ({order} of perada): train" in caplog.text
         assert worker.store.load(order).transport_run == run

@@ -124,7 +124,7 @@ def choose_task(task: Task | None, labels: Tensor) -> Task:
 def fit_task(task: Task, labels_of_parts: Mapping[str, list[Tensor]], num_classes: int, training_images: int) -> Task:
     """Check the task's options and the unknown labels, and compute the options that depend on the training labels.
 
-    Of large data whose labels are not declared, only some labels are known before training.
+    If the data are large and do not declare their labels, only some labels are known before training.
 
     Raises:
         ValueError: If an option does not match the number of classes, no training label is known, or the server's
@@ -218,6 +218,7 @@ def warn_of_unknown_labels(task: Task, labels_of_clients: Sequence[Tensor], clas
     """Warn about labels that are unknown in more than half of the training images."""
     nonempty = [labels for labels in labels_of_clients if labels.size(0)]
     if nonempty[0].ndim != 2:
+        # Only vectors of labels have unknown ones in part of the images.
         return
     is_known = task.known(torch.cat(nonempty))
     num_images, num_labels = is_known.shape

@@ -21,7 +21,7 @@ _COMMON_FOREGROUND = 255
 _MASKS_AT_ONCE = 64
 """Number of masks that are counted together."""
 _MAX_VALUES = 20
-"""Largest number of values of which a message lists all."""
+"""A message lists all values if there are at most this many."""
 _MAX_CLIENTS = 5
 """Largest number of clients whose values a message lists."""
 _MIN_MASKS = 3

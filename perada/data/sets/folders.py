@@ -257,7 +257,7 @@ class ImageMasks(OwnImages):
             )
 
     def _warn_of_unused(self, files: Sequence[str], used: Sequence[str]) -> None:
-        """Warn of images in a folder whose name is one of images, but that has no folder of masks beside it."""
+        """Warn of images that are skipped: their folder is named for images, but no folder of masks is beside it."""
         unused = []
         for file in sorted({*files}.difference(used)):
             roles = [role_of(folder) for folder in PurePosixPath(file).parts[:-1]]
@@ -272,18 +272,18 @@ class ImageMasks(OwnImages):
             )
 
     def _warn_of_high_root(self, pairs: Sequence[MaskFolders]) -> None:
-        """Warn of a folder above that of the clients, which are all one client."""
+        """Warn if root is above the clients' folders, so that all images belong to a single client."""
         shared = folder_of_clients([pair.parent for pair in pairs], SPLITS.keys())
         if shared:
             clients = sorted({pair.parent[len(shared)] for pair in pairs})
             warnings.warn(
-                f"all images in {self.root} are of one client, {shared[0]!r}: if the folders in it are clients "
+                f"all images in {self.root} belong to one client, {shared[0]!r}: if the folders in it are clients "
                 f"({abbreviated(clients)}), set root to {Path(self.root, *shared)}",
                 stacklevel=2,
             )
 
     def _complete_columns(self, fields_of_images: Sequence[Mapping[str, str]]) -> dict[str, Array]:
-        """Return the columns of what the folders name; raise a ValueError for one that only some images have."""
+        """Return clients, splits and groups as columns; raise a ValueError for one that only some images have."""
         values_of_columns: dict[str, list[str]] = {}
         for fields_of_image in fields_of_images:
             for name, value in fields_of_image.items():

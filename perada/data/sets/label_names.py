@@ -23,7 +23,7 @@ _MISSING_OR_NONE = frozenset({"none", "nil", "missing", "undefined", "unknown", 
 """Words that may also be a class, such as the finding "none", in lower case."""
 _WRITTEN_BY_PYTHON = "None"
 _MAX_CLASSES = 10
-"""Largest number of classes of which a message lists all."""
+"""A message lists all classes if there are at most this many."""
 
 
 def number_of(name: str) -> Decimal | None:

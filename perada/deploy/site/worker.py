@@ -178,7 +178,7 @@ class SiteWorker:
         client = self.clients.get(request.recipe)
         if client is None:
             raise RejectionError(f"the recipe with the digest {request.recipe} is not approved", "unapproved")
-        self.log.info("run %s (perada's %s): %s", transport_run, request.run, request)
+        self.log.info("run %s (%s of perada): %s", transport_run, request.run, request)
         if request.kind == "join":
             unpack(message, {})
             sizes = self.permissions.allowed_facts("sizes", {"size": client.size, "tests": client.test_size})
