@@ -75,10 +75,11 @@ def keys_server(parser: ArgumentParser, words: list[str]) -> None:
 def keys_site(parser: ArgumentParser, words: list[str]) -> None:
     """Write a site's keys: one that the server registers, and one that identifies it to other sites in secure sums."""
     options = _parse_folder_and_name(parser, words, "Name of the site, such as st-marys.")
-    folder = options.folder
-    name = options.name
+    # This module imports cryptography, whose absence the line above reports.
     from perada.deploy.sums.identity import private_key_file, public_key_file, write_identity
 
+    folder = options.folder
+    name = options.name
     # Both files are checked before the first key is written, so that no folder gets one key without the other.
     check_new_files(folder, [private_key_file(folder, name).name, public_key_file(folder, name).name])
     write_site_keys(folder, name)
@@ -92,24 +93,31 @@ def keys_site(parser: ArgumentParser, words: list[str]) -> None:
 def keys_identity(parser: ArgumentParser, words: list[str]) -> None:
     """Write a key for secure sums only: for a site with its other key, or an authority that signs lists of sites."""
     options = _parse_folder_and_name(parser, words, "Name of the site, or of the authority.")
-    folder = options.folder
-    name = options.name
+    # This module imports cryptography, whose absence the line above reports.
     from perada.deploy.sums.identity import write_identity
 
+    folder = options.folder
+    name = options.name
     check_site_name(name)
     write_identity(folder, name)
     print(f"Wrote {folder}: send {name}.id.pub to the sites; {name}.id stays here")
 
 
 def _parse_folder_and_name(parser: ArgumentParser, words: list[str], name_help: str) -> Namespace:
-    """Parse the options of a command that writes keys."""
-    from perada.deploy.sums.vector import check_cryptography
-
+    """Parse the options of a command that writes keys, which needs cryptography."""
     parser.add_argument("folder", type=Path, help="Folder to write them to; created if it does not exist.")
     parser.add_argument("--name", type=str, required=True, help=name_help)
     options = parser.parse_args(words)
-    check_cryptography()
+    _require_cryptography()
     return options
+
+
+def _require_cryptography() -> None:
+    """Raise a ModuleNotFoundError if a library for keys is not installed."""
+    # The import takes longer than the help of a command.
+    from perada.deploy.sums.vector import check_cryptography
+
+    check_cryptography()
 
 
 def keys_sign(parser: ArgumentParser, words: list[str]) -> None:
@@ -117,9 +125,8 @@ def keys_sign(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("list", type=Path, help="File with one line per site, from their NAME.id.pub.")
     parser.add_argument("--identity", type=Path, required=True, help="The authority's key, such as NAME.id.")
     options = parser.parse_args(words)
-    from perada.deploy.sums.vector import check_cryptography
-
-    check_cryptography()
+    _require_cryptography()
+    # This module imports cryptography, whose absence the line above reports.
     from perada.deploy.sums.identity import sign_sites
 
     signature_file = sign_sites(options.list, options.identity)

@@ -608,7 +608,8 @@ def table_options(
     path_column = _find_path_column(path, values)
     first_path = values[path_column][0]
     if not (Path(path).parent / first_path).is_file() and Path(first_path).is_file():
-        options["folder"] = "."  # paths begin where the command was started
+        # Paths begin where the command was started.
+        options["folder"] = "."
     columns_by_role = {"path": path_column}
     for role in ("client", "group", "split"):
         free_columns = [name for name in values if name not in columns_by_role.values()]
@@ -624,13 +625,13 @@ def table_options(
     free_values = {name: values[name] for name in free_columns}
     label_options = _label_options(free_values, task, decimal or ".")
     if label_options is None:
-        wanted = {"masks": "mask", "numbers": "number"}.get(task, "label")
+        value_kind = {"masks": "mask", "numbers": "number"}.get(task, "label")
         column_name = "mask" if task == "masks" else "label"
         comma_remedy = ""
         if decimal is None and _find_number_column(free_values, task, ","):
             comma_remedy = "add --decimal , if its numbers have decimal commas, or "
         raise ValueError(
-            f"images={path!r}: the column of the {wanted}s cannot be inferred from {', '.join(map(repr, values))}; "
+            f"images={path!r}: the column of the {value_kind}s cannot be inferred from {', '.join(map(repr, values))}; "
             f"{comma_remedy}rename it to {column_name!r}"
         )
     label = label_options.get("label", "label")

@@ -117,7 +117,6 @@ def test_the_site_file_of_masks_names_no_layout(tmp_path):
         ("secure_sums: null\n", False),
         ("federated: {drop_outliers: true}  # secure_sums would hide what this reads\n", False),
         ("trainer: {default_root_dir: secure_sums}\n", False),
-        ("federated:\n", False),
     ],
 )
 def test_the_site_file_has_secure_sums_if_the_recipe_has_them(tmp_path, recipe, uses_secure_sums):
