@@ -11,11 +11,14 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
 from pytorch_lightning.accelerators import CPUAccelerator
 
+from perada.algorithms.specs import class_path_of
 from perada.lightning.trainer_setup import available_cores
 from perada.results.report import unit_of
 from perada.studies.choose.budget import CANDIDATES, SearchPlan, num_draws_for, parse_duration
 from perada.studies.choose.candidates import (
     METHODS,
+    PROX_STRENGTH,
+    PULLED,
     SHARED_ONLY,
     WITH_PUBLIC_IMAGES,
     WITHOUT_PUBLIC_IMAGES,
@@ -31,8 +34,9 @@ from perada.studies.choose.trials import GOALS, HeldOutScores, lead
 from perada.studies.compare.command import split_words
 from perada.studies.compare.comparison import CRITERIA, MEAN
 from perada.studies.compare.configured import ConfiguredRun, MakeCLI
+from perada.studies.compare.entries import entry_of
 from perada.studies.compare.grid import HOLD_OUT, VALIDATE
-from perada.studies.compare.plan import SELECTION_SCORES, Plan
+from perada.studies.compare.plan import SELECTION_SCORES, Plan, arguments_of_algorithm
 from perada.studies.compare.results import Results
 from perada.studies.compare.running import NO_PROGRESS_BAR, task_runner
 from perada.system.files import check_output_folder
@@ -232,7 +236,7 @@ def _prepare_method(
         paper=False,
         seeds=list(options.seeds),
         redivide=False,
-        set=[],
+        set=_keep_strength(cli, method),
         tune=[],
         tune_seeds=[],
         trials=None,
@@ -247,6 +251,16 @@ def _prepare_method(
     adapters = fitting_adapters(method_cli, cli.datamodule)
     candidates: list[Candidate] = make_candidates(method, method_cli, adapters, CANDIDATES[0])
     return MethodSearch(plan, row, candidates, method_cli.loop.training.epochs_per_round)
+
+
+def _keep_strength(cli: ConfiguredRun, method: str) -> list[str]:
+    """Return words by which a method has λ of the recipe's algorithm, if both pull personal models to a shared one."""
+    class_paths = [entry_of(name).class_path for name in PULLED]
+    is_pulled = class_path_of(type(cli.loop.algorithm)) in class_paths
+    strength = arguments_of_algorithm(cli).get("prox_strength")
+    if method not in PULLED or not is_pulled or strength is None:
+        return []
+    return [f"{method}:{PROX_STRENGTH}={strength}"]
 
 
 def _hand_over(make_cli: MakeCLI, search: Search, folder: Path, counts: ImageCounts, interrupted: bool) -> None:

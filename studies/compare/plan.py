@@ -385,8 +385,8 @@ class Plan:
         """
         recipe = self.recipes[row.recipe].cli
         algorithm_class = type(recipe.loop.algorithm)
-        recipe_arguments = _arguments_of_algorithm(recipe)
-        row_arguments = _arguments_of_algorithm(cli)
+        recipe_arguments = arguments_of_algorithm(recipe)
+        row_arguments = arguments_of_algorithm(cli)
         entry = entry_of(row.algorithm)
         set_options = _option_names(self.grids[row.algorithm])
         for joined_name in (*self.settings[row.algorithm], *self.variants.get(row.variant, {}), *dict(row.varied)):
@@ -405,7 +405,7 @@ class Plan:
         """Warn of arguments that the rows of a recipe do not have in common, although they could."""
         for (recipe, name), rows in self._defaults_in_place.items():
             own = self.recipes[recipe].cli
-            value = _arguments_of_algorithm(own)[name]
+            value = arguments_of_algorithm(own)[name]
             algorithm = rows[0].partition(" ")[0]
             warnings.warn(
                 f"{recipe!r} sets {name}={value} for {type(own.loop.algorithm).__name__} only; other algorithms have "
@@ -528,7 +528,7 @@ class Plan:
         return f"{recipe.removesuffix('.yaml')} "
 
 
-def _arguments_of_algorithm(cli: ConfiguredRun) -> dict[str, Any]:
+def arguments_of_algorithm(cli: ConfiguredRun) -> dict[str, Any]:
     """Return the arguments of a run's algorithm, defaults included; none if it takes none, or is the default one."""
     algorithm = cli.config.federated.algorithm
     if algorithm is None or algorithm.get("init_args") is None:

@@ -139,6 +139,20 @@ def test_held_out_images_choose_also_where_test_images_favour_another_method(run
         assert ("--data.evaluate_on=validation" in task.args) == is_trial(task)
 
 
+def test_the_first_setting_of_all_pulled_methods_has_the_strength_of_the_recipe(runs, tmp_path):
+    content = recipes.recipe(trainer={"max_epochs": 9})
+    content["federated"] = {
+        "algorithm": {"class_path": "PerAda", "init_args": {"distill": False, "prox_strength": 0.25}}
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(content))
+    choose()
+    first_of_ditto = next(task for task in runs.tasks if method_of(task) == "Ditto")
+    strengths = [word for word in first_of_ditto.args if word.startswith("--federated.algorithm.prox_strength=")]
+    assert strengths == ["--federated.algorithm.prox_strength=0.25"]
+    others = [task.args for task in runs.tasks if method_of(task) == "FedAvg"]
+    assert not any("prox_strength" in word for args in others for word in args)
+
+
 @pytest.mark.slow
 def test_if_training_alone_is_chosen_the_page_has_what_training_together_would_change(runs, tmp_path):
     held_out = {"Standalone": 0.8, "FedAvg": 0.5, "Ditto": 0.7}
@@ -147,7 +161,7 @@ def test_if_training_alone_is_chosen_the_page_has_what_training_together_would_c
     choose()
     page = (tmp_path / "choice" / "choice.md").read_text()
     assert "Take every client alone" in page
-    together = "The best way of training together that was found, ditto, personal model, is worse by 5.0"
+    together = "The best way of training together that was found, ditto, both models, is worse by 5.0"
     # In the advice and in the e-mail.
     assert page.count(together) == 2
     assert (tmp_path / "choice" / "clients.png").is_file()
