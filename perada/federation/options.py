@@ -46,7 +46,7 @@ class Training:
             for CUDA graphs. The first rounds take minutes, so it is for GPUs and many rounds; private gradients are not
             compiled.
         checkpointing: Gradient checkpointing: a pass keeps only the inputs of the network's repeated blocks, which run
-            again in the backward pass. Gradients are the same; a step takes less memory, and about a third longer
+            again in the backward pass. Gradients are the same; a step takes less memory and a quarter to a half longer
             (docs/memory.md). Not for private gradients.
 
     Raises:
