@@ -164,13 +164,13 @@ CASES = [
     ("dense", "full", {}, ("folded",)),
     ("spectral", "full", {}, ("loop",)),
     ("test_vit", "prompt", {}, ("folded",)),
-    ("test_vit", "dora", {}, ("folded",)),
+    ("test_vit", "lora", {"use_dora": True, "lora_dropout": 0.2}, ("folded",)),
     ("test_vit", "ia3", {}, ("folded",)),
     ("test_vit", "full", {}, ("folded",)),
     ("test_resnet", "full", {}, ("folded", "loop")),
     ("test_resnet", "lora", {"lora_dropout": 0.2}, ("folded", "loop")),
     ("tf_efficientnet_lite0", "residual", {}, ("folded", "loop")),
-    ("test_convnext", "full", {}, ("folded", "loop")),
+    ("test_convnext", "full", {}, ("loop",)),
     ("regnety_002", "bias_norm", {}, ("folded", "loop")),
 ]
 QUICK = 8
