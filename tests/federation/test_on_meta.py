@@ -246,7 +246,7 @@ NECESSARY_WAITS = {
     ("aggregate.py", "change_norms"): (1, "how long the updates are, if only their sums are kept"),
     ("outliers.py", "_norms_and_cosines"): (2, "how long and how alike the updates are, in two tables"),
     ("states.py", "is_finite"): (2, "whether the global state is finite, and the distilled one"),
-    ("distill.py", "_sum_of_logits"): (1, "whose logits are finite"),
+    ("distill.py", "_sum_logits_over_ranks"): (1, "whose logits are finite"),
     ("distill.py", "_distance_between"): (
         2,
         "the trust region: from the former state to the average, and on to the student",

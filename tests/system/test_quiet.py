@@ -66,6 +66,8 @@ def test_messages_that_are_no_news_are_silenced_within_the_statement_only():
 def test_lightnings_seed_is_not_logged(monkeypatch, caplog):
     monkeypatch.setenv("PL_GLOBAL_SEED", "")  # which seed_everything sets
     monkeypatch.setenv("PL_SEED_WORKERS", "")
+    # A command that another test called in this process may have silenced the logger for good.
+    monkeypatch.setattr(logging.getLogger("lightning_fabric.utilities.seed"), "filters", [])
     with caplog.at_level(logging.INFO, logger="lightning_fabric.utilities.seed"), isolate_rng():
         with quiet():
             seed_everything(7)
