@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from perada.deploy.sums.party import Party
 
 
-class StepCost(NamedTuple):
+class MeasuredStep(NamedTuple):
     """Cost of one local step of a client.
 
     Attributes:
@@ -43,7 +43,7 @@ class StepCost(NamedTuple):
     device_memory: float | None
 
 
-def measure_step(client: Client) -> StepCost:
+def measure_step(client: Client) -> MeasuredStep:
     """Take one local step from the first state, and measure it; nothing is kept."""
     request = Request("train", "0" * 32, "0" * 64)
     device = client.recipe.device
@@ -64,7 +64,7 @@ def measure_step(client: Client) -> StepCost:
     seconds = time.monotonic() - begin
     # ru_maxrss is in bytes on macOS, and in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
-    return StepCost(
+    return MeasuredStep(
         seconds=seconds,
         num_steps=sum(steps[0] for steps in plan.steps),
         memory=getrusage(RUSAGE_SELF).ru_maxrss * unit / 1e9,
@@ -72,7 +72,7 @@ def measure_step(client: Client) -> StepCost:
     )
 
 
-def format_memory(cost: StepCost) -> str:
+def format_memory(cost: MeasuredStep) -> str:
     """Format the memory that a step needs."""
     memory = f"{cost.memory:.2f} GB"
     if cost.device_memory is None:

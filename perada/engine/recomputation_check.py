@@ -44,11 +44,11 @@ def check_recomputation(engine: Engine, x: Tensor) -> str | None:
     except Exception:  # networks raise errors of any kind, for which other checks have messages
         return None
     try:
-        found = _state_after_pass(recomputing, states, images)
+        recomputed = _state_after_pass(recomputing, states, images)
     except Exception as error:  # as above, but only where blocks are recomputed
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return f"it fails in the backward pass ({reason})"
-    differing = [key for key, value in expected.items() if not _agree(value, found[key])]
+    differing = [key for key, value in expected.items() if not _agree(value, recomputed[key])]
     if differing:
         return f"the gradients or statistics of {abbreviated(differing, 3)} change if blocks run again"
     return None
@@ -72,8 +72,8 @@ def _state_after_pass(engine: Engine, states: State, x: Tensor) -> dict[str, Ten
     return {key: value.grad if value.requires_grad else value for key, value in leaves.items()}
 
 
-def _agree(expected: Tensor | None, found: Tensor | None) -> bool:
+def _agree(expected: Tensor | None, actual: Tensor | None) -> bool:
     """Return whether two tensors agree up to rounding, or are both None."""
-    if expected is None or found is None:
-        return expected is found
-    return torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE * float(expected.abs().max()), equal_nan=True)
+    if expected is None or actual is None:
+        return expected is actual
+    return torch.allclose(actual, expected, rtol=TOLERANCE, atol=TOLERANCE * float(expected.abs().max()), equal_nan=True)

@@ -202,8 +202,8 @@ class Client:
         """
         simulated = setup_of_run(self.data, self.module, settings)
         # How many sites there are, and what the server has, is known only to the server.
-        known = replace(simulated, num_clients=None, fewest_clients=None, num_public=None, num_labelled=None)
-        check_run(known)
+        site_run = replace(simulated, num_clients=None, fewest_clients=None, num_public=None, num_labelled=None)
+        check_run(site_run)
 
     def _check_public_images(self) -> None:
         """Check that the public set of a private recipe contains no image of the site, which only the site can do.
