@@ -76,4 +76,6 @@ def _agree(expected: Tensor | None, actual: Tensor | None) -> bool:
     """Return whether two tensors agree up to rounding, or are both None."""
     if expected is None or actual is None:
         return expected is actual
-    return torch.allclose(actual, expected, rtol=TOLERANCE, atol=TOLERANCE * float(expected.abs().max()), equal_nan=True)
+    return torch.allclose(
+        actual, expected, rtol=TOLERANCE, atol=TOLERANCE * float(expected.abs().max()), equal_nan=True
+    )
