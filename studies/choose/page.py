@@ -66,7 +66,8 @@ def write_search_page(folder: Path, search: Search, counts: ImageCounts, interru
     comparison = compared(records)
     second = find_second(search, chosen)
     goal = search.options.goal
-    parts = ["# Which method suits these images", *advice(comparison, chosen, second, goal=goal, metric=metric)]
+    parts = ["# Which method suits these images", *_warn_of_few_rounds(search)]
+    parts += advice(comparison, chosen, second, goal=goal, metric=metric)
     if interrupted:
         parts.append("**The search was interrupted.** The same command goes on.")
     shown = list(parts[1:])
@@ -83,6 +84,21 @@ def write_search_page(folder: Path, search: Search, counts: ImageCounts, interru
     text = printable_lines("\n\n".join(parts))
     (folder / PAGE).write_text(f"{text}\n", encoding="utf-8")
     return printable_lines("\n\n".join(shown))
+
+
+def _warn_of_few_rounds(search: Search) -> list[str]:
+    """Return a paragraph that stands before the advice if the budget was too small for the recipe's rounds."""
+    assert search.plan is not None
+    rounds = search.plan.rounds
+    recipe_rounds = search.largest_plan.rounds
+    if rounds == recipe_rounds:
+        return []
+    return [
+        f"**The budget allowed only {rounds} of the recipe's {recipe_rounds} rounds.** After all rounds another method "
+        "may be better, and scores that are hardly better than guessing tell nothing. Allow more time, or choose "
+        "smaller images (`--data.image_size`), a smaller network (`--model.backbone`), or an adapter in fewer layers "
+        "(`--model.adapter`)."
+    ]
 
 
 def _draw_figures(
