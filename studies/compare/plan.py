@@ -377,7 +377,7 @@ class Plan:
                 raise ValueError(f"--tune {' '.join(words(point))} with {job.label}: {error}") from error
 
     def _note_defaults(self, row: Row, cli: ConfiguredRun) -> None:
-        """Note arguments that the recipe sets for its own algorithm, and whose default another algorithm has in a row.
+        """Note arguments that the recipe sets for its own algorithm, and whose default a related one has in a row.
 
         Args:
             row: The row.
@@ -385,6 +385,10 @@ class Plan:
         """
         recipe = self.recipes[row.recipe].cli
         algorithm_class = type(recipe.loop.algorithm)
+        row_class = type(cli.loop.algorithm)
+        # Elsewhere an argument of the same name may mean something else, such as λ of FedProx and of pFedMe.
+        if not (issubclass(row_class, algorithm_class) or issubclass(algorithm_class, row_class)):
+            return
         recipe_arguments = arguments_of_algorithm(recipe)
         row_arguments = arguments_of_algorithm(cli)
         entry = entry_of(row.algorithm)

@@ -1340,7 +1340,7 @@ def test_arguments_that_only_the_own_algorithm_of_a_recipe_has_are_named(recipe,
     content = yaml.safe_load(Path(recipe).read_text())
     content["federated"]["algorithm"] = {"class_path": "PerAda", "init_args": {"prox_strength": 0.125}}
     Path("with_lambda.yaml").write_text(yaml.safe_dump(content))
-    words = ["compare", "with_lambda.yaml", "--algorithms", "perada", "perada_no_kd", "ditto", "fedavg"]
+    words = ["compare", "with_lambda.yaml", "--algorithms", "perada", "perada_no_kd", "ditto", "mtl"]
     with pytest.warns(UserWarning, match=r"prox_strength=0\.125 for PerAda.* ditto 1\.0\. .*--set ditto:"):
         main(words)
     recwarn.clear()
