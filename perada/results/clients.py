@@ -62,7 +62,7 @@ def _edit_metric(name: str, value: Any, edit: EditList) -> Any:  # noqa: ANN401 
 def _without_client(metrics: Mapping[str, Any], client: int) -> dict[str, Any]:
     """Return the metrics with NaN or zeros in place of a client's values, except for its ε."""
 
-    def clear(name: str, entries: list[Any], empty: Any) -> list[Any]:  # noqa: ANN401  # a number or a row
+    def clear(name: str, entries: list[Any], empty: object) -> list[Any]:
         if name.startswith("clients/privacy/"):
             return entries
         return [*entries[:client], empty, *entries[client + 1 :]]
@@ -141,7 +141,7 @@ def with_joined(run: Models, single: Models, record: dict[str, Any]) -> tuple[di
         entries["global/local_test"] = math.nan
     entries["test_images"] = single.metrics.get("test_images", [0])[0]
 
-    def append_entry(name: str, joined_entries: list[Any], empty: Any) -> list[Any]:  # noqa: ANN401  # a number or a row
+    def append_entry(name: str, joined_entries: list[Any], empty: object) -> list[Any]:
         entry = entries.get(name)
         if entry is None:
             entry = empty

@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -210,7 +209,7 @@ def _read_parquet(path: Path) -> tuple[list[str], list[Array], list[int]]:
     return table.column_names, columns, list(range(1, len(table) + 1))
 
 
-def _as_text(value: Any) -> Any:  # noqa: ANN401  # whatever Parquet can hold
+def _as_text(value: object) -> object:
     if isinstance(value, list):
         return [str(element) for element in value]
     return "" if value is None else str(value)

@@ -355,6 +355,9 @@ def test_what_was_dealt_is_not_opened_once_it_masks_a_vector(step, tiny, tmp_pat
 
 def test_keys_in_the_list_have_one_form(tiny, tmp_path):
     deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    lie = lambda sums: advert({"seals": "00" * 32})(deployment.identities[0], sums)  # noqa: E731
+
+    def lie(sums):
+        return advert({"seals": "00" * 32})(deployment.identities[0], sums)
+
     (record,), *_ = run(deployment, {("site0", "train"): lie})
     assert record.summed == deployment.names[1:] and record.failed == {"site0": "malformed"}
