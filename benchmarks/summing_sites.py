@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from perada.core.states import State
 from perada.deploy.protocol import Request, RequestKind, Response, digest_of_message, pack, read_header, spec_of, unpack
-from perada.deploy.server.summing import MASKED, SecureSum
+from perada.deploy.server.summing import MASKED_VECTOR_NAME, SecureSum
 from perada.deploy.sums import site
 from perada.deploy.sums.keys import SiteClaims, SumTerms
 from perada.deploy.sums.party import Party
@@ -193,17 +193,19 @@ class _Round:
             costs.up += len(reply) / 1e6
             costs.down += len(message) / 1e6
         secure_sum = SecureSum(self._ask, lambda attempt: terms("", attempt), trained, self.contents.size)
-        survivors, total = secure_sum.run()
+        vector_sum = secure_sum.run()
+        total = vector_sum.total
+        num_survivors = len(vector_sum.survivors)
         costs.lap("unmask")
         if self.masking < len(federation.names):
             # A vector that stood for others left no sum, and was received only once.
             total = self.expected
-            total[-1] = len(survivors) << OPTIONS.fraction_bits
-            costs.server["receive"] *= len(survivors) / self.masking
+            total[-1] = num_survivors << OPTIONS.fraction_bits
+            costs.server["receive"] *= num_survivors / self.masking
         elif not np.array_equal(total, self.expected):
             raise RuntimeError("the secure sum is not the sum of the vectors")
         costs.lap()
-        self.contents.decode(total, len(survivors))
+        self.contents.decode(total, num_survivors)
         costs.lap("mean")
         return costs
 
@@ -213,7 +215,7 @@ class _Round:
         """Ask the sites for a step, as :class:`.AskStep`."""
         costs = self.costs
         responses = {}
-        spec = spec_of({MASKED: torch.empty(numbers, dtype=torch.uint64)} if numbers else {})
+        spec = spec_of({MASKED_VECTOR_NAME: torch.empty(numbers, dtype=torch.uint64)} if numbers else {})
         costs.lap(self.step)
         for number, (name, sums) in enumerate(sums_of_site.items()):
             costs.lap()
@@ -263,7 +265,7 @@ class _Round:
             costs.lap(request.kind, at_site=True)
         else:
             costs.lap(request.kind, at_site=True)
-            reply = pack(response, {MASKED: torch.from_numpy(step_reply.masked_vector)})
+            reply = pack(response, {MASKED_VECTOR_NAME: torch.from_numpy(step_reply.masked_vector)})
             costs.lap("send", at_site=True)
         return reply
 

@@ -44,8 +44,10 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
         counters = read_saved_counters(folder)
         if not counters.commits:
             check_not_lost(folder, read_mark(folder).commits)
-        former = begin_log(folder, counters)
-        print(f"Started a new log in {folder}; the previous one is {'missing' if former is None else former.name}")
+        moved_log = begin_log(folder, counters)
+        print(
+            f"Started a new log in {folder}; the previous one is {'missing' if moved_log is None else moved_log.name}"
+        )
         return
     log, counters, mark = read_witnesses(folder)
     has_log = log.head is not None or log.entries or log.torn

@@ -41,7 +41,7 @@ FOREGROUND = 255
 """Value of the foreground in many masks with two classes."""
 MASKS_READ = 20
 """Number of masks of a folder whose values are looked at."""
-MAX_LISTED = 10
+MAX_NAMES = 10
 """Largest number of files or clients in a list."""
 TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True)
 
@@ -213,7 +213,7 @@ def format_inspection(inspection: Inspection) -> str:
         table=_clients_table(inspection, inspection.train, inspection.test),
         unknown_table=unknown_table,
         lists=lists,
-        most=MAX_LISTED,
+        most=MAX_NAMES,
         printable=printable,
         median=np.median,
         found=inspection,
@@ -278,16 +278,16 @@ def _notes_on_inspection(inspection: Inspection) -> list[str]:
         notes.append(f"all images are of the class {inspection.classes[0]}: a run requires at least two classes")
     rare_classes = inspection.train.sum(0) < MIN_IMAGES_OF_CLASS
     if rare_classes.any():
-        names = abbreviated(np.array(inspection.classes)[rare_classes].tolist(), MAX_LISTED)
+        names = abbreviated(np.array(inspection.classes)[rare_classes].tolist(), MAX_NAMES)
         notes.append(f"fewer than {MIN_IMAGES_OF_CLASS} training images of the class: {names}")
     small_clients = inspection.images[:, 0] < MIN_IMAGES_OF_CLIENT
     if small_clients.any():
-        names = abbreviated(np.array(inspection.clients)[small_clients].tolist(), MAX_LISTED)
+        names = abbreviated(np.array(inspection.clients)[small_clients].tolist(), MAX_NAMES)
         notes.append(f"fewer than {MIN_IMAGES_OF_CLIENT} training images: {names}")
     untested_clients = inspection.images[:, 1] == 0
     if untested_clients.any():
         notes.append(
-            f"no test images: {abbreviated(np.array(inspection.clients)[untested_clients].tolist(), MAX_LISTED)}"
+            f"no test images: {abbreviated(np.array(inspection.clients)[untested_clients].tolist(), MAX_NAMES)}"
         )
     return notes
 

@@ -31,7 +31,7 @@ from perada.core.text import printable
 from perada.deploy.exported import export_server_run, export_site_run
 from perada.deploy.monitoring import Monitoring, json_logs, stamp, text_handler
 from perada.deploy.server.coordinator import Coordinator
-from perada.deploy.server.progress import RunProgress, read_progress
+from perada.deploy.server.progress import RunProgress, read_saved_run
 from perada.deploy.site.client import Client
 from perada.deploy.site.endpoint import check_endpoint, open_endpoint
 from perada.deploy.site.file import Approved, SiteFile, read_site
@@ -236,10 +236,11 @@ def _run_of_server(folder: Path, name: str | None) -> Run:
         raise ValueError(f"{str(folder)!r} does not contain the recipe; pass it with --recipe")
     recipe = server_recipe(name)
     recipe.build(recipe.num_classes, recipe.task)
-    progress, states = read_progress(folder)
+    saved_run = read_saved_run(folder)
+    progress = saved_run.progress
     if progress.recipe != recipe.digest:
         raise ValueError(f"{name!r} is not the recipe of run {progress.run}; pass that recipe with --recipe")
-    return export_server_run(recipe, progress, states)
+    return export_server_run(recipe, progress, saved_run.states)
 
 
 def run_local(recipe: str, site_paths: Sequence[Path], folder: Path, terms: Terms, monitoring: Monitoring) -> None:

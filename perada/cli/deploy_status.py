@@ -34,7 +34,7 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
 
 def site_status(site: SiteFile) -> str:
     """Format what a site has trained in each run, and spent in total."""
-    states, totals = read_runs(site.state, tensors=False)
+    states, totals = read_runs(site.state, with_tensors=False)
     if not states:
         return f"Site {site.name} has trained nothing yet."
     paragraphs = [f"Site {site.name}, the current run first:", _runs_table(states)]

@@ -30,7 +30,7 @@ from perada.cli.parser import option_class_names
 from perada.cli.runs import PeradaCLI
 from perada.engine import EngineName
 
-LINKED = {f"--federated.{name}.help" for name in OPTION_CLASSES}
+OPTIONS_WITHOUT_EFFECT = {f"--federated.{name}.help" for name in OPTION_CLASSES}
 """Options of the parser that have no effect, since the loop's arguments are separate sections."""
 
 
@@ -94,7 +94,7 @@ def _describe_options(actions: Iterable[Action]) -> dict[str, list[str]]:
         if action.help == SUPPRESS:
             continue
         for option in option_names(action):
-            if option not in LINKED:
+            if option not in OPTIONS_WITHOUT_EFFECT:
                 names[option] = _values_of_action(action)
     return names
 

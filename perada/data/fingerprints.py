@@ -261,7 +261,7 @@ def _hash_of_words(words: Iterable[str]) -> str:
     return result.hexdigest()
 
 
-def difference_in_names(former: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+def difference_in_names(previous_fingerprint: Mapping[str, Any], current_fingerprint: Mapping[str, Any]) -> str | None:
     """Describe how the clients or classes of two fingerprints differ in their names or order; None if they do not.
 
     The result continues a sentence about the former data.
@@ -270,26 +270,27 @@ def difference_in_names(former: Mapping[str, Any], here: Mapping[str, Any]) -> s
         ("clients", "pass the same clients in the same order as before"),
         ("classes", "number the classes as before"),
     ):
-        before = former.get(what)
-        now = here.get(what)
+        before = previous_fingerprint.get(what)
+        now = current_fingerprint.get(what)
         if before == now:
             continue
         return f"its {what} {_change_of_names(before, now)}; {remedy}"
     return None
 
 
-def _change_of_names(former: object, now: object) -> str:
+def _change_of_names(previous_names: object, current_names: object) -> str:
     """Describe how two lists of names differ; anything but a list stands for data without names."""
-    if not isinstance(former, list) or not isinstance(now, list):
-        return f"are {_describe_names(former)}, but here they are {_describe_names(now)}"
-    if sorted(map(str, former)) == sorted(map(str, now)):
-        return f"are {abbreviated(former)} in this order, but here they are {abbreviated(now)}"
-    return f"are {_describe_names(former)}, but here they are {_describe_names(now)}{_first_change(former, now)}"
+    if not isinstance(previous_names, list) or not isinstance(current_names, list):
+        return f"are {_describe_names(previous_names)}, but here they are {_describe_names(current_names)}"
+    if sorted(map(str, previous_names)) == sorted(map(str, current_names)):
+        return f"are {abbreviated(previous_names)} in this order, but here they are {abbreviated(current_names)}"
+    first_change = _first_change(previous_names, current_names)
+    return f"are {_describe_names(previous_names)}, but here they are {_describe_names(current_names)}{first_change}"
 
 
-def _first_change(former: Sequence[object], now: Sequence[object]) -> str:
+def _first_change(previous_names: Sequence[object], current_names: Sequence[object]) -> str:
     """Describe the first difference of two lists in parentheses; an empty string if one begins with the other."""
-    for old, new in zip(former, now, strict=False):
+    for old, new in zip(previous_names, current_names, strict=False):
         if old != new:
             return f" ({old!r} became {new!r})"
     return ""
@@ -302,7 +303,9 @@ def _describe_names(value: object) -> str:
     return abbreviated(list(map(str, value)))
 
 
-def difference_in_content(former: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+def difference_in_content(
+    previous_fingerprint: Mapping[str, Any], current_fingerprint: Mapping[str, Any]
+) -> str | None:
     """Describe how the labels or images of two fingerprints differ; None if no difference is known."""
     for part, title in (
         ("train", "training images"),
@@ -311,8 +314,8 @@ def difference_in_content(former: Mapping[str, Any], here: Mapping[str, Any]) ->
         ("public", "public images"),
         ("server_validation", "validation images on the server"),
     ):
-        before = former.get(part)
-        now = here.get(part)
+        before = previous_fingerprint.get(part)
+        now = current_fingerprint.get(part)
         if not isinstance(before, dict) or not isinstance(now, dict):
             continue  # the numbers of images are compared elsewhere
         for what, description in (("labels", f"the labels of the {title}"), ("images", f"the {title}")):
@@ -322,15 +325,15 @@ def difference_in_content(former: Mapping[str, Any], here: Mapping[str, Any]) ->
                 continue
             if part in ("public", "server_validation"):
                 return f"{description} differ from those of the checkpoint"
-            return f"{description} of {_changed_clients(old, new, here.get('clients'))}"
+            return f"{description} of {_changed_clients(old, new, current_fingerprint.get('clients'))}"
     return None
 
 
-def changed_content(former: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+def changed_content(previous_fingerprint: Mapping[str, Any], current_fingerprint: Mapping[str, Any]) -> str | None:
     """Name what differs in two fingerprints of one client's data, such as ``training images``; None if nothing does."""
     for part, title in (("train", "training images"), ("test", "test images"), ("validation", "validation images")):
-        before = former.get(part)
-        now = here.get(part)
+        before = previous_fingerprint.get(part)
+        now = current_fingerprint.get(part)
         if not isinstance(before, dict) or not isinstance(now, dict):
             if before != now:
                 return title
@@ -371,17 +374,17 @@ def training_fingerprint(data: CheckedData, clients: Sequence[int]) -> PartFinge
     return part_fingerprint(data.train.select(clients))
 
 
-def first_changed_client(former: PartFingerprint, here: PartFingerprint) -> int | None:
+def first_changed_client(previous_part: PartFingerprint, current_part: PartFingerprint) -> int | None:
     """Return the position of the first client whose labels or images differ; None if no difference is known.
 
     Args:
-        former: Fingerprint of a part of the data.
-        here: Fingerprint of the same part for the same number of clients in the same order.
+        previous_part: Fingerprint of a part of the data.
+        current_part: Fingerprint of the same part for the same number of clients in the same order.
     """
     changed = []
     for what in ("labels", "images"):
-        old_hashes = former[what]
-        new_hashes = here[what]
+        old_hashes = previous_part[what]
+        new_hashes = current_part[what]
         if old_hashes is None or new_hashes is None:
             continue
         for client, (old, new) in enumerate(zip(old_hashes, new_hashes, strict=True)):

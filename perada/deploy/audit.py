@@ -80,13 +80,13 @@ class SavedCounters:
         commits: How often the state was written, in all runs together.
         tip: How far the log was when it was last written.
         trained: Number of rounds that were trained by then, in all runs together.
-        former: For each former run, how often the state had been written when the file of that run was put aside.
+        former_commits: For each former run, how often the state had been written when its file was put aside.
     """
 
     commits: int = 0
     tip: Tip = EMPTY_TIP
     trained: int = 0
-    former: Mapping[str, int] = field(default_factory=dict)
+    former_commits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -498,20 +498,20 @@ def begin_log(folder: Path, counters: SavedCounters) -> Path | None:
             head = _read_head(folder) or EMPTY_TIP
         except ValueError:  # a damaged one may be the reason to begin
             head = EMPTY_TIP
-        former = None
-        former_digest = ""
+        moved_log = None
+        log_digest = ""
         if path.exists():
-            former = _free_name(folder)
-            former_digest = digest_of(path)
-        origin = {"file": former_digest, "head": list(head), "committed": list(counters.tip)}
+            moved_log = _free_name(folder)
+            log_digest = digest_of(path)
+        origin = {"file": log_digest, "head": list(head), "committed": list(counters.tip)}
         entry = {"begun": origin, "trained": counters.trained, "commits": counters.commits}
         line = _sealed_line(EMPTY_TIP, entry)
-        with open_atomic(path, private=True, former=former) as file:
+        with open_atomic(path, private=True, backup_path=moved_log) as file:
             file.write(canonical(line) + b"\n")
         tip = Tip(1, line[KEY])
         _write_head(folder, tip)
         lock.write(HighWaterMark(tip, counters.commits).pack())
-    return former
+    return moved_log
 
 
 def _free_name(folder: Path) -> Path:

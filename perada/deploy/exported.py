@@ -78,7 +78,7 @@ def export_server_run(recipe: ServerRecipe, progress: RunProgress, saved_states:
     Args:
         recipe: Recipe whose network is built.
         progress: Progress of the run.
-        saved_states: The server's states, as :func:`perada.deploy.server.progress.read_progress` returns them.
+        saved_states: The server's states, as :func:`perada.deploy.server.progress.SavedRun` holds them.
     """
     assert recipe.module.adapted is not None
     settings = recipe.settings()

@@ -115,9 +115,9 @@ class Stamp(logging.Filter):
 
 def stamp(logger: logging.Logger, read_context: Callable[[], Mapping[str, object]]) -> None:
     """Add context to the records of a logger, replacing any context added before."""
-    former = [each for each in logger.filters if isinstance(each, Stamp)]
-    for each in former:
-        logger.removeFilter(each)
+    stamps = [stamp_filter for stamp_filter in logger.filters if isinstance(stamp_filter, Stamp)]
+    for stamp_filter in stamps:
+        logger.removeFilter(stamp_filter)
     logger.addFilter(Stamp(read_context))
 
 

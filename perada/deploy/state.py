@@ -87,14 +87,14 @@ def pack_nested(content: Mapping[str, object], version: int) -> bytes:
     return pack(header, tensors)
 
 
-def read_nested(path: Path, version: int, build: Callable[..., ContentT], *, tensors: bool = True) -> ContentT:
+def read_nested(path: Path, version: int, build: Callable[..., ContentT], *, with_tensors: bool = True) -> ContentT:
     """Read a file that :func:`write_nested` wrote.
 
     Args:
         path: The file.
         version: Version that its format must have.
         build: Makes the result of the dictionary that was written, which it gets as keywords.
-        tensors: Whether to read tensors and bytes; otherwise they are None, and PyTorch is not imported.
+        with_tensors: Whether to read tensors and bytes; otherwise they are None, and PyTorch is not imported.
 
     Raises:
         ValueError: If the file is damaged, or has another version.
@@ -104,7 +104,7 @@ def read_nested(path: Path, version: int, build: Callable[..., ContentT], *, ten
         # The header of a local file may be larger than that of a message.
         header = read_header(file_content, len(file_content))
         check_format(path, header["format"], version)
-        from_json = _tensor_reader(file_content) if tensors else _without_tensors
+        from_json = _tensor_reader(file_content) if with_tensors else _without_tensors
         return build(**json.loads(header["kept"], object_hook=from_json))
     except WrongFormat:
         raise
@@ -313,7 +313,7 @@ class SiteStore:
         self._tip = EMPTY_TIP
         self._run: str | None = None
         # Count of each former run's file.
-        self._former: dict[str, int] = {}
+        self._former_commits: dict[str, int] = {}
         # Size of the last state, if it could not be written.
         self._unwritten_bytes = 0
         try:
@@ -328,7 +328,7 @@ class SiteStore:
         self.current()
         log = read_log(self.folder)
         check_chain(log)
-        counters = SavedCounters(self.commits, self._tip, self.totals.rounds, self._former)
+        counters = SavedCounters(self.commits, self._tip, self.totals.rounds, self._former_commits)
         check_state(log, counters, HighWaterMark.unpack(self._lock.read()))
         check_former(self.folder, counters)
         self.audit = AuditLog(self.folder)
@@ -394,7 +394,7 @@ class SiteStore:
         self._attempted = commits
         self._tip = stored.counters.tip
         self._run = stored.run_state.run
-        self._former = dict(stored.counters.former)
+        self._former_commits = dict(stored.counters.former_commits)
         return stored.run_state
 
     def load(self, run: str) -> RunState:
@@ -409,7 +409,7 @@ class SiteStore:
         if current is not None and current.run == run:
             return current
         path = former_file(self.folder, run)
-        if run not in self._former:
+        if run not in self._former_commits:
             return RunState(run)
         with naming_disk(path):
             try:
@@ -420,8 +420,8 @@ class SiteStore:
                 ) from None
         if stored.run_state.run != run:
             raise ValueError(f"{str(path)!r} contains run {stored.run_state.run} instead; restore it from a backup")
-        if stored.counters.commits != self._former[run]:
-            raise RejectionError(_older_copy_message(path, stored.counters.commits, self._former[run]), "other")
+        if stored.counters.commits != self._former_commits[run]:
+            raise RejectionError(_older_copy_message(path, stored.counters.commits, self._former_commits[run]), "other")
         return stored.run_state
 
     @property
@@ -432,7 +432,7 @@ class SiteStore:
     @property
     def runs(self) -> list[str]:
         """Ids of all runs that the site has trained in."""
-        runs = set(self._former)
+        runs = set(self._former_commits)
         if self._run is not None:
             runs.add(self._run)
         return sorted(runs)
@@ -444,14 +444,14 @@ class SiteStore:
             DiskError: If they cannot be written. The file is then the one before, or this one.
         """
         self._lock.check_in_place()
-        former = {run: commits for run, commits in self._former.items() if run != run_state.run}
+        former_commits = {run: commits for run, commits in self._former_commits.items() if run != run_state.run}
         former_path = None
         if self._run is not None and self._run != run_state.run:
             # Another run begins, or goes on: the file of the last one is put aside.
             with naming_disk(self.folder):
                 (self.folder / FORMER_RUNS).mkdir(exist_ok=True, mode=0o700)
             former_path = former_file(self.folder, self._run)
-            former[self._run] = self.commits
+            former_commits[self._run] = self.commits
         commits = self.commits + 1
         tip = self.audit.tip
         content = {
@@ -461,7 +461,7 @@ class SiteStore:
             "sampling": totals.sampling,
             "commits": commits,
             "audit": list(tip),
-            "former": former,
+            "former": former_commits,
         }
         # The write may fail after the rename, so the attempt is noted first: current() then accepts either file.
         self._attempted = commits
@@ -469,13 +469,13 @@ class SiteStore:
         self._unwritten_bytes = len(file_content)
         path = self.folder / SITE_STATE
         with naming_disk(path):
-            write_atomic(path, file_content, private=True, former=former_path)
+            write_atomic(path, file_content, private=True, backup_path=former_path)
         self._unwritten_bytes = 0
         self.totals = totals
         self.commits = commits
         self._tip = tip
         self._run = run_state.run
-        self._former = former
+        self._former_commits = former_commits
 
     def log(self, message: bytes, reply: bytes, spent: Callable[[Request], object]) -> None:
         """Write a reply to the audit log before it leaves; see :meth:`.AuditLog.append`.
@@ -533,8 +533,8 @@ def check_former(folder: Path, counters: SavedCounters) -> None:
                 f"{str(path)!r} is number {commits}, so everything spent and sent since is forgotten; "
                 f"{OLD_STATE_REMEDY}"
             )
-        if path.stem in counters.former and commits != counters.former[path.stem]:
-            raise ValueError(_older_copy_message(path, commits, counters.former[path.stem]))
+        if path.stem in counters.former_commits and commits != counters.former_commits[path.stem]:
+            raise ValueError(_older_copy_message(path, commits, counters.former_commits[path.stem]))
 
 
 def _older_copy_message(path: Path, commits: int, expected_commits: int) -> str:
@@ -562,17 +562,17 @@ def _read_commits(path: Path) -> int:
         ) from error
 
 
-def read_state(path: Path, *, tensors: bool = True) -> StoredSite:
+def read_state(path: Path, *, with_tensors: bool = True) -> StoredSite:
     """Read a site's file.
 
     Args:
         path: The file.
-        tensors: Whether to read tensors and bytes; otherwise they are None.
+        with_tensors: Whether to read tensors and bytes; otherwise they are None.
 
     Raises:
         ValueError: If it is damaged.
     """
-    return read_nested(path, SITE_FORMAT, _build_stored, tensors=tensors)
+    return read_nested(path, SITE_FORMAT, _build_stored, with_tensors=with_tensors)
 
 
 def _build_stored(
@@ -631,20 +631,20 @@ def read_witnesses(folder: Path) -> tuple[LogContent, SavedCounters, HighWaterMa
             return log, counters, mark
 
 
-def read_runs(folder: Path, *, tensors: bool = True) -> tuple[list[RunState], SiteTotals]:
+def read_runs(folder: Path, *, with_tensors: bool = True) -> tuple[list[RunState], SiteTotals]:
     """Return the runs of a site, the current one first, and what all runs have spent.
 
     Args:
         folder: State folder of the site.
-        tensors: Whether to read tensors and bytes; otherwise they are None.
+        with_tensors: Whether to read tensors and bytes; otherwise they are None.
     """
     path = folder / SITE_STATE
     if not path.is_file():
         return [], SiteTotals()
-    stored = read_state(path, tensors=tensors)
+    stored = read_state(path, with_tensors=with_tensors)
     states = [stored.run_state]
-    for run in sorted(stored.counters.former):
+    for run in sorted(stored.counters.former_commits):
         former_path = former_file(folder, run)
         if former_path.is_file():
-            states.append(read_state(former_path, tensors=tensors).run_state)
+            states.append(read_state(former_path, with_tensors=with_tensors).run_state)
     return states, stored.totals

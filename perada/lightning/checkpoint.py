@@ -46,8 +46,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        former = target.with_name(PREVIOUS) if target.name == LAST else None
-        with open_atomic(target, former=former) as file:
+        backup_path = target.with_name(PREVIOUS) if target.name == LAST else None
+        with open_atomic(target, backup_path=backup_path) as file:
             # The digest covers the bytes to be written, not those read back: a disk that changes them must not go
             # unnoticed.
             digest = hashlib.sha256()

@@ -242,17 +242,17 @@ def early_difference(path: Path, fingerprint: EarlyFingerprint, allowed: Sequenc
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)[CHECKPOINT_KEY]
         for name, value in fingerprint.model.items():
-            former = saved["info"][name]
+            saved_value = saved["info"][name]
             # A network or a configuration of the caller's own is compared at set-up.
-            if isinstance(value, str) and isinstance(former, str) and value != former:
-                return _other_run_message(f"its {name} {_describe_difference(former, value)}", trains)
+            if isinstance(value, str) and isinstance(saved_value, str) and value != saved_value:
+                return _other_run_message(f"its {name} {_describe_difference(saved_value, value)}", trains)
         partition_file = path.parent.parent / "partition.json"
         if partition_file.is_file() and ALLOW_CLIENTS not in allowed:
-            former_partition = json.loads(partition_file.read_text(encoding="utf-8"))
+            saved_partition = json.loads(partition_file.read_text(encoding="utf-8"))
             for name, option in fingerprint.partition.items():
-                if former_partition.get(name, option) != option:
+                if saved_partition.get(name, option) != option:
                     return _other_run_message(
-                        f"its {name} {_describe_difference(former_partition[name], option)}", trains
+                        f"its {name} {_describe_difference(saved_partition[name], option)}", trains
                     )
         ignored = [*CLIENT_FIELDS] if ALLOW_CLIENTS in allowed else []
         # A text is the mark of a secret seed, of a run in the test mode of privacy.
@@ -310,12 +310,12 @@ def _check_fields(saved: dict[str, Any], belongs: dict[str, Any], ignored: Seque
         raise ValueError(difference)
 
 
-def _check_names(former: dict[str, Any], current: dict[str, Any], trains: bool) -> None:
+def _check_names(saved_data: dict[str, Any], current_data: dict[str, Any], trains: bool) -> None:
     """Raise a ValueError if clients or classes have different names or a different order.
 
     Their states and their noise are stored by number.
     """
-    difference = difference_in_names(former, current)
+    difference = difference_in_names(saved_data, current_data)
     if difference is None:
         return
     if trains:
@@ -323,9 +323,9 @@ def _check_names(former: dict[str, Any], current: dict[str, Any], trains: bool) 
     raise ValueError(_other_run_message(difference, trains))
 
 
-def _check_content(former: dict[str, Any], context: RunContext, trains: bool, allowed: Sequence[str]) -> None:
+def _check_content(saved_data: dict[str, Any], context: RunContext, trains: bool, allowed: Sequence[str]) -> None:
     """Raise a ValueError if images or labels differ from those that the run was trained on, unless that is allowed."""
-    difference = difference_in_content(former, context.data.fingerprint)
+    difference = difference_in_content(saved_data, context.data.fingerprint)
     resumes_private_run = trains and context.settings.private
     if difference is None or (ALLOW_IMAGES in allowed and not resumes_private_run):
         return
@@ -344,26 +344,28 @@ def _check_content(former: dict[str, Any], context: RunContext, trains: bool, al
 
 
 def _difference_in_fields(
-    former: dict[str, Any],
+    saved_fields: dict[str, Any],
     belongs: dict[str, Any],
     ignored: Sequence[str],
     trains: bool,
 ) -> str | None:
     """Return the message on the first field of ``belongs`` in which a checkpoint differs; None if there is none."""
     for name, value in belongs.items():
-        former_value = former.get(name)
-        if former_value != value and name not in ignored:
-            return _other_run_message(f"its {name} {_describe_difference(former_value, value)}", trains)
+        saved_value = saved_fields.get(name)
+        if saved_value != value and name not in ignored:
+            return _other_run_message(f"its {name} {_describe_difference(saved_value, value)}", trains)
     return None
 
 
-def _difference_in_options(former: dict[str, Any], options: dict[str, Any], allowed: Sequence[str]) -> str | None:
+def _difference_in_options(
+    saved_options: dict[str, Any], options: dict[str, Any], allowed: Sequence[str]
+) -> str | None:
     """Return the message on the first option in which a checkpoint differs; None if there is none."""
     for name, value in options.items():
-        former_value = former.get(name)
-        if former_value != value and name not in allowed:
+        saved_value = saved_options.get(name)
+        if saved_value != value and name not in allowed:
             return (
-                f"the checkpoint belongs to a run with {name}={_shorten_repr(former_value)}, but this run has "
+                f"the checkpoint belongs to a run with {name}={_shorten_repr(saved_value)}, but this run has "
                 f"{_shorten_repr(value)}; resume with the original value, or accept the change with "
                 f"resume_allow=[{name!r}] (--federated.resume_allow=[{name}])"
             )
@@ -378,13 +380,13 @@ def _other_run_message(difference: str, trains: bool) -> str:
     return f"the checkpoint belongs to a different run: {difference}; {remedy}"
 
 
-def _describe_difference(former: object, value: object) -> str:
+def _describe_difference(saved_value: object, value: object) -> str:
     """Describe how two values differ; for dictionaries, only the first difference."""
-    if isinstance(former, dict) and isinstance(value, dict):
-        for key in former | value:
-            if former.get(key) != value.get(key):
-                return f"have {key!r} of shape {former.get(key)}, here {value.get(key)}"
-    return f"is {_shorten_repr(former)}, here {_shorten_repr(value)}"
+    if isinstance(saved_value, dict) and isinstance(value, dict):
+        for key in saved_value | value:
+            if saved_value.get(key) != value.get(key):
+                return f"have {key!r} of shape {saved_value.get(key)}, here {value.get(key)}"
+    return f"is {_shorten_repr(saved_value)}, here {_shorten_repr(value)}"
 
 
 def _shorten_repr(value: object, limit: int = 80) -> str:

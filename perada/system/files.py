@@ -178,7 +178,7 @@ def open_atomic(
     *,
     private: bool = False,
     durable: bool = True,
-    former: Path | None = None,
+    backup_path: Path | None = None,
 ) -> Iterator[BinaryIO]:
     """Open a temporary file that atomically replaces another one at the end of the ``with`` statement.
 
@@ -188,7 +188,7 @@ def open_atomic(
         path: The file, in an existing folder.
         private: Whether only the owner may read the file.
         durable: Whether to return only once the file is on disk; otherwise the caller must call :func:`sync`.
-        former: Path to which the former file is moved; ``None`` to delete it. ``path`` exists at every moment.
+        backup_path: Path to which the former file is moved; ``None`` to delete it. ``path`` exists at every moment.
 
     Raises:
         OSError: If the file cannot be written; the error contains the path.
@@ -202,10 +202,10 @@ def open_atomic(
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
-                if former is not None and path.is_file():
-                    _link_as(path, former)
+                if backup_path is not None and path.is_file():
+                    _link_as(path, backup_path)
                     if durable:
-                        sync([former.parent])
+                        sync([backup_path.parent])
                 os.replace(partial, path)
             if durable:
                 sync([path.parent])

@@ -142,11 +142,11 @@ def workers_start() -> Iterator[None]:
         yield
         return
     blocked = {signal.SIGINT, signal.SIGTERM}
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def begin_worker(worker: int = 0) -> None:

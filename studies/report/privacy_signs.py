@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from perada.deploy.server import SERVER_STATE
-from perada.deploy.server.progress import read_progress
+from perada.deploy.server.progress import read_run_progress
 from perada.privacy.journal import JOURNAL
 
 _JOURNAL_FILES = f"{Path(JOURNAL).stem}*"
@@ -43,7 +43,7 @@ def shows_privacy(folder: Path) -> bool:
         return True
     if not (folder / SERVER_STATE).is_file():
         return False
-    progress, _ = read_progress(folder, tensors=False)
+    progress = read_run_progress(folder)
     return progress.client_level is not None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from perada.deploy.server import SERVER_STATE
-from perada.deploy.server.progress import is_over, read_progress
+from perada.deploy.server.progress import is_over, read_run_progress
 from perada.results.report import SHIFTS_FILE
 from perada.results.run_file import RUN_FILE
 from perada.studies.report.page import MARK, write_page
@@ -134,7 +134,7 @@ def is_finished(record: RunRecord) -> bool:
     """Return whether a run, or a deployed run in the folder of its server, has finished."""
     if not (record.folder / SERVER_STATE).is_file():
         return has_all_rounds(record)
-    progress, _ = read_progress(record.folder, tensors=False)
+    progress = read_run_progress(record.folder)
     return is_over(progress)
 
 

@@ -14,7 +14,7 @@ import torch
 from perada.cli import deploy
 from perada.cli.deploy_status import run_status
 from perada.deploy.protocol import read_header
-from perada.deploy.server.progress import Member, RoundRecord, RunProgress, read_progress, write_progress
+from perada.deploy.server.progress import Member, RoundRecord, RunProgress, read_saved_run, write_progress
 from perada.deploy.server.rounds import epsilon_metrics
 from perada.deploy.site.file import Approved
 from perada.deploy.state import RunState, ScoringState, read_runs
@@ -52,12 +52,12 @@ def test_the_status_of_a_run_needs_no_torch(tmp_path):
     progress = progress_of([RoundRecord(0, selected=NAMES, answered=NAMES)])
     write_progress(tmp_path, progress, {"global": {"w": torch.ones(2)}, "server": {}})
     assert printed_without_torch(tmp_path) == f"{run_status(progress)}\n"
-    read, states = read_progress(tmp_path)
-    assert read == progress
-    assert states["global"]["w"].tolist() == [1, 1]
-    read, states = read_progress(tmp_path, tensors=False)
-    assert read == progress
-    assert states["global"]["w"] is None
+    saved_run = read_saved_run(tmp_path)
+    assert saved_run.progress == progress
+    assert saved_run.states["global"]["w"].tolist() == [1, 1]
+    saved_run = read_saved_run(tmp_path, with_tensors=False)
+    assert saved_run.progress == progress
+    assert saved_run.states["global"]["w"] is None
 
 
 def test_the_status_of_a_site_needs_no_torch(tiny, tmp_path):
@@ -78,7 +78,7 @@ def test_the_status_of_a_site_needs_no_torch(tiny, tmp_path):
     assert text.startswith("Site north, the current run first:")
     (row,) = cells(text.split("\n\n")[1].strip())
     assert (row["transport's id"], row["rounds trained"], row["last round"]) == ("4711", "1", "1")
-    states, totals = read_runs(folder, tensors=False)
+    states, totals = read_runs(folder, with_tensors=False)
     full_states, full_totals = read_runs(folder)
     assert totals.ledger.history(0) == full_totals.ledger.history(0)
     assert states[0].training.round == full_states[0].training.round == 0

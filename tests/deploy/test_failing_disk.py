@@ -491,9 +491,9 @@ def test_a_file_is_never_missing_on_a_file_system_without_links(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fails)
         with pytest.raises(OSError, match="Input/output error"):
-            write_atomic(path, b"second", private=True, former=former)
+            write_atomic(path, b"second", private=True, backup_path=former)
     assert path.read_bytes() == b"first"
-    write_atomic(path, b"second", private=True, former=former)
+    write_atomic(path, b"second", private=True, backup_path=former)
     assert (path.read_bytes(), former.read_bytes()) == (b"second", b"first")
     assert former.stat().st_mode & 0o777 == 0o600
 

@@ -59,7 +59,7 @@ class Killed(Watched, Demo):
         self.processes["worker-beta"].send_signal(signal.SIGCONT)
 
     def closed(self):
-        return records.read_progress(self.folder / "server")[0].done
+        return records.read_run_progress(self.folder / "server").done
 
 
 def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
         demo.command(resume=True)
         assert demo.processes["run"].wait(600) == 0, demo.log("run").read_text()[-2000:]
 
-        over, states = records.read_progress(demo.folder / "server")
+        killed_run = records.read_saved_run(demo.folder / "server")
         sites = {site: demo.state(site) for site in SITES}
         for site in SITES:
             demo.kill(f"worker-{site}")
@@ -115,10 +115,10 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
             assert sorted(path.name for path in book.folder.iterdir()) == [HEAD, LOG, "lock", SITE_STATE]
         said = demo.log("worker-beta").read_text()
     assert said.count("train, round 2\n") >= 2  # asked again after the ClientApp's death, and not trained again
-    here, expected = in_peace(tmp_path)
-    assert over.done == here.done == ROUNDS
-    same(states["global"], expected["global"])
-    assert untimed(over) == untimed(here)
+    local_run = in_peace(tmp_path)
+    assert killed_run.progress.done == local_run.progress.done == ROUNDS
+    same(killed_run.states["global"], local_run.states["global"])
+    assert untimed(killed_run.progress) == untimed(local_run.progress)
     for site, state in sites.items():
         other = read_state(tmp_path / f"state-{site}" / SITE_STATE)[0]
         assert state.training.num_rounds == other.training.num_rounds == ROUNDS
@@ -133,7 +133,7 @@ def in_peace(folder):
     digest = recipe_digest(str(recipe))
     files = [str(site_file(folder, place, recipe, digest)) for place in range(len(SITES))]
     main(["deploy", "run", str(recipe), "--folder", str(folder / "local"), "--min-sites", "3", "--local", *files])
-    return records.read_progress(folder / "local")
+    return records.read_saved_run(folder / "local")
 
 
 def same(found, expected):

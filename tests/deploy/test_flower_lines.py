@@ -11,7 +11,7 @@ import pytest
 
 from perada.deploy.flower import running
 from perada.deploy.flower.app import write_app
-from perada.deploy.flower.running import Link, follow, run_app
+from perada.deploy.flower.running import CommandOutcome, Link, follow, run_app
 from perada.deploy.monitoring import FlowerLines, Monitoring, as_json_line, json_logs
 from perada.deploy.transport import Terms
 
@@ -136,7 +136,7 @@ def test_lines_are_shown_when_they_come_and_a_record_that_may_go_on_after_a_mome
         real(line, **options)
 
     monkeypatch.setattr(running, "print", noted, raising=False)
-    assert follow(["run"], {"PATH": "/usr/bin:/bin"}, FlowerLines()) == (None, False)
+    assert follow(["run"], {"PATH": "/usr/bin:/bin"}, FlowerLines()) == CommandOutcome(None, interrupted=False)
     (early, first), (late, last) = seen
     assert first["message"] == "first\nmore" and last["message"] == "ε end"
     assert late - early > 0.2

@@ -13,7 +13,7 @@ pytest.importorskip("segmentation_models_pytorch")
 
 from perada.cli import main
 from perada.cli.flower import recipe_digest
-from perada.deploy.server.progress import read_progress
+from perada.deploy.server.progress import read_saved_run
 from perada.studies import deployment
 from perada.studies.deployment import SITES, run_demo
 from tests.masks import squares
@@ -84,7 +84,9 @@ def test_over_flower_it_is_the_simulation_to_the_bit(secure_sums, tmp_path, capf
     monkeypatch.setattr(deployment, "demo_recipe", lambda *_: text)
     assert run_demo(ROUNDS, recipe_digest, tmp_path / "server", secure_sums) == 0
     assert "has the status finished:completed" in capfd.readouterr().out
-    progress, states = read_progress(tmp_path / "server")
+    saved_run = read_saved_run(tmp_path / "server")
+    progress = saved_run.progress
+    states = saved_run.states
     assert [sorted(record.answered) for record in progress.records] == [[*SITES]] * ROUNDS
     if secure_sums:
         assert [record.summed for record in progress.records] == [[*SITES]] * ROUNDS

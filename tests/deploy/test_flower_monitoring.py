@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from perada.cli import main
 from perada.cli.flower import recipe_digest
-from perada.deploy.server.progress import read_progress
+from perada.deploy.server.progress import read_run_progress
 from perada.studies.deployment import ENVIRONMENT, SITES, Demo, free_port
 from perada.system.files import LOCK
 
@@ -48,7 +48,7 @@ def test_a_run_over_flower_is_watched(capsys):
             over.set()
             thread.join()
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        progress = read_progress(demo.folder / "server")[0]
+        progress = read_run_progress(demo.folder / "server")
         certificate = x509.load_pem_x509_certificate((demo.folder / "keys" / "server.pem").read_bytes())
         for site in SITES:
             main(["deploy", "audit", str(demo.folder / f"state-{site}"), "--json"])

@@ -34,7 +34,7 @@ def local(folder, rounds):
     digest = recipe_digest(str(recipe))
     files = [str(site_file(folder, place, recipe, digest)) for place in range(len(SITES))]
     main(["deploy", "run", str(recipe), "--folder", str(folder / "local"), "--min-sites", "3", "--local", *files])
-    return records.read_progress(folder / "local")
+    return records.read_saved_run(folder / "local")
 
 
 def same(found, expected):
@@ -51,10 +51,12 @@ def test_over_flower_or_in_one_process(tmp_path, capfd):
     said = capfd.readouterr().out
     assert "has the status finished:completed" in said
     assert "3 of 3 sites replied" in said
-    (over, states), (here, expected) = records.read_progress(tmp_path / "flower"), local(tmp_path, 1)
-    assert [member.name for member in over.roster] == [member.name for member in here.roster] == list(SITES)
-    same(states["global"], expected["global"])
-    assert untimed(over) == untimed(here)
+    flower_run = records.read_saved_run(tmp_path / "flower")
+    local_run = local(tmp_path, 1)
+    for run in (flower_run, local_run):
+        assert [member.name for member in run.progress.roster] == list(SITES)
+    same(flower_run.states["global"], local_run.states["global"])
+    assert untimed(flower_run.progress) == untimed(local_run.progress)
 
 
 def test_a_worker_and_the_server_are_killed_in_mid_round(tmp_path):
@@ -75,11 +77,11 @@ def test_a_worker_and_the_server_are_killed_in_mid_round(tmp_path):
         demo.processes["run"].wait(180)
         demo.start("run", [*words, f"{config} resume=true"])
         demo.wait_for(lambda: "| 1     |" in demo.log("run").read_text(), "run", "the table of rounds", 300)
-        over, states = records.read_progress(demo.folder / "server")
+        killed_run = records.read_saved_run(demo.folder / "server")
         sites = [read_state(demo.folder / f"state-{site}" / SITE_STATE)[0] for site in SITES]
-    expected = local(here, 2)
-    same(states["global"], expected[1]["global"])
-    assert untimed(over) == untimed(expected[0])
+    local_run = local(here, 2)
+    same(killed_run.states["global"], local_run.states["global"])
+    assert untimed(killed_run.progress) == untimed(local_run.progress)
     for site, state in zip(SITES, sites, strict=True):
         other = read_state(here / f"state-{site}" / SITE_STATE)[0]
         assert state.training.num_rounds == other.training.num_rounds == 2

@@ -23,7 +23,7 @@ from perada.deploy.flower.running import Link, run_app
 from perada.deploy.monitoring import JsonLines, Monitoring, as_json_line, stamp
 from perada.deploy.protocol import pack, read_header
 from perada.deploy.server.metrics import CountingTransport, serving
-from perada.deploy.server.progress import read_progress
+from perada.deploy.server.progress import read_run_progress
 from perada.deploy.transport import Failure, LocalTransport, Terms
 from perada.server.sums import SecureSums
 from perada.studies.deployment import free_port
@@ -202,7 +202,7 @@ def test_a_local_run_serves_metrics_and_logs_json(tmp_path, capsys, monkeypatch)
     ]
     main([*words, "--metrics-port", str(port), "--log-format", "json"])
     assert [one["rounds_done",] for one in seen] == [0, 1, 1] and seen[-1]["site_connected", "beta"] == 1
-    progress = read_progress(tmp_path / "run")[0]
+    progress = read_run_progress(tmp_path / "run")
     lines, now = lines_of(capsys.readouterr().out), datetime.now(UTC)
     names = {"time", "level", "logger", "message", "run", "round", "site"}
     assert lines and all(line.keys() == names for line in lines)

@@ -9,7 +9,7 @@ import pytest
 from perada.cli.deploy_status import run_status
 from perada.cli.main import main
 from perada.deploy.protocol import Request, pack
-from perada.deploy.server.progress import read_progress
+from perada.deploy.server.progress import read_run_progress
 
 from .parties import Parties
 from .test_sites import train
@@ -28,7 +28,7 @@ def test_logs_status_and_audit_count_the_rounds_of_a_run_from_one(tiny, tmp_path
     assert [NAMED.search(line)[1] for line in scored] == ["1", "2", "3"]
     assert {*NAMED.findall(caplog.text)} == {"1", "2", "3"}
 
-    progress = read_progress(tmp_path / "server")[0]
+    progress = read_run_progress(tmp_path / "server")
     table = run_status(progress).split("\n\n")[1].splitlines()[2:]
     assert [line.split("|")[1].strip() for line in table] == ["1", "2", "3"]
     assert [row["round"] for row in progress.history] == [0, 1, 2]  # for programs

@@ -24,10 +24,11 @@ def test_a_long_run_of_many_sites_is_read_as_it_was_written(tmp_path):
     progress.history = [{"round": float(round), "a": math.inf, "b": math.nan, "c": 0.1} for round in range(3000)]
     records.write_progress(tmp_path, progress, {"global": {"w": torch.ones(2)}, "server": {}})
     assert (tmp_path / records.SERVER_STATE).stat().st_size > MAX_TABLE_BYTES
-    found, states = records.read_progress(tmp_path)
+    saved_run = records.read_saved_run(tmp_path)
+    found = saved_run.progress
     assert found.records == progress.records and found.roster == progress.roster
     assert found.history[-1]["a"] == math.inf and math.isnan(found.history[0]["b"]) and found.history[7]["c"] == 0.1
-    assert torch.equal(states["global"]["w"], torch.ones(2))
+    assert torch.equal(saved_run.states["global"]["w"], torch.ones(2))
 
 
 def test_a_fine_tuning_with_too_few_sites_can_be_repeated(tiny, tmp_path):

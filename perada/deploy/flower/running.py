@@ -223,8 +223,10 @@ def run_app(app: Path, link: Link, terms: Terms, monitoring: Monitoring = DEFAUL
             print(line, file=stream or sys.stdout, flush=True)
 
     with link.connection() as (name, environment):
-        run, interrupted = follow(["run", str(app), name, "--stream", "--run-config", config], environment, lines)
-        if interrupted:
+        run_command = ["run", str(app), name, "--stream", "--run-config", config]
+        outcome = follow(run_command, environment, lines)
+        run = outcome.run
+        if outcome.interrupted:
             if run is None:
                 message = f"Stopped before the run had a number; check whether it started with: {link.command()}"
             else:
@@ -313,20 +315,30 @@ def _run_config(app: Path, options: Mapping[str, object]) -> str:
     return " ".join(config)
 
 
+@dataclass(frozen=True)
+class CommandOutcome:
+    """How a ``flwr`` command ended.
+
+    Attributes:
+        run: Id of the run that it started; None if it did not print one.
+        interrupted: Whether Ctrl-C ended it.
+    """
+
+    run: str | None
+    interrupted: bool
+
+
 def follow(
     command_words: Sequence[str],
     environment: Mapping[str, str],
     lines: TextLines | None = None,
-) -> tuple[str | None, bool]:
+) -> CommandOutcome:
     """Run a ``flwr`` command, and print its output until it ends.
 
     Args:
         command_words: The command's arguments.
         environment: Its environment.
         lines: How its lines are converted; by default not at all.
-
-    Returns:
-        The id of the run that it started (None if it did not print one), and whether Ctrl-C ended it.
     """
     lines = TextLines() if lines is None else lines
     started = None
@@ -351,7 +363,7 @@ def follow(
             raise
     for text in lines.flush():
         print(text, flush=True)
-    return (started[1] if started else None), interrupted
+    return CommandOutcome(started[1] if started else None, interrupted)
 
 
 class _LineReader:

@@ -34,7 +34,7 @@ _CHUNK = 2**20
 log = logging.getLogger(__name__)
 
 
-def frame(payload: bytes | Failure, run: str = "") -> bytes:
+def encode_frame(payload: bytes | Failure, run: str = "") -> bytes:
     """Encode a payload or a failure, and the name of the run."""
     kind = 0
     body = b""
@@ -46,16 +46,26 @@ def frame(payload: bytes | Failure, run: str = "") -> bytes:
     return _HEAD.pack(_MARK, kind, len(name), len(body)) + name + body
 
 
-def read_frame(connection: socket.socket, max_bytes: int, seconds: float) -> tuple[bytes | Failure, str]:
+@dataclass(frozen=True)
+class Frame:
+    """Content of a frame.
+
+    Attributes:
+        payload: The message, or the failure in its place.
+        run: Name of the run.
+    """
+
+    payload: bytes | Failure
+    run: str
+
+
+def read_frame(connection: socket.socket, max_bytes: int, seconds: float) -> Frame:
     """Read a frame. No memory is allocated for bytes that have not arrived.
 
     Args:
         connection: Connection to read from.
         max_bytes: Largest size of the payload.
         seconds: Time within which the frame must arrive.
-
-    Returns:
-        The payload or failure, and the name of the run.
 
     Raises:
         Failure: ``malformed`` if it is not a frame, ``rejected`` if it is too large, ``crashed`` if it is cut off.
@@ -75,8 +85,8 @@ def read_frame(connection: socket.socket, max_bytes: int, seconds: float) -> tup
     except UnicodeDecodeError:
         raise Failure("malformed") from None
     if kind:
-        return Failure(FAILURE_CODES[kind - 1]), run
-    return _read_exactly(connection, length, end), run
+        return Frame(Failure(FAILURE_CODES[kind - 1]), run)
+    return Frame(_read_exactly(connection, length, end), run)
 
 
 def _read_exactly(connection: socket.socket, length: int, end: float) -> bytes:
@@ -124,9 +134,8 @@ def ask_worker(
             connection.connect(os.fspath(path))
             # The worker closes the connection if it rejects the head; its code can still be read.
             with suppress(BrokenPipeError):
-                connection.sendall(frame(message, run))
-            reply, _ = read_frame(connection, max_bytes, end - time.monotonic())
-            return reply
+                connection.sendall(encode_frame(message, run))
+            return read_frame(connection, max_bytes, end - time.monotonic()).payload
     except Failure as failure:
         return failure
     except TimeoutError:
@@ -239,15 +248,15 @@ class Listener(AbstractContextManager["Listener"]):
                 time.sleep(0.1)
                 continue
             try:
-                message, run = read_frame(connection, self._max_bytes, TRANSFER_TIMEOUT)
-                if isinstance(message, Failure):
+                request = read_frame(connection, self._max_bytes, TRANSFER_TIMEOUT)
+                if isinstance(request.payload, Failure):
                     raise Failure("malformed")
             except Exception as error:  # whatever one request causes, such as a lack of memory, the next one is read
                 failure = error if isinstance(error, Failure) else Failure("malformed")
                 log.warning("a request was rejected: %s (%s)", failure.code, type(error).__name__)
                 _send_reply(connection, failure)
                 continue
-            self._replace_waiting(_WaitingRequest(connection, message, run), "late")
+            self._replace_waiting(_WaitingRequest(connection, request.payload, request.run), "late")
 
     def _replace_waiting(self, request: _WaitingRequest | None, code: str) -> None:
         """Queue a request in place of the waiting one, which is answered with a failure of this code."""
@@ -313,4 +322,4 @@ def _send_reply(connection: socket.socket, reply: bytes | Failure) -> None:
     """Send a reply, if the other side still waits for it."""
     with connection, suppress(OSError):
         connection.settimeout(TRANSFER_TIMEOUT)
-        connection.sendall(frame(reply))
+        connection.sendall(encode_frame(reply))

@@ -30,8 +30,9 @@ from perada.deploy.server import SERVER_STATE
 from perada.deploy.server.progress import (
     RoundRecord,
     RunProgress,
+    SavedRun,
     participation_of,
-    read_progress,
+    read_saved_run,
     write_progress,
 )
 from perada.deploy.server.rounds import (
@@ -125,12 +126,14 @@ class Coordinator:
             )
         with naming_disk(folder):
             self._lock = FolderLock(folder, "server")
-        former_states: dict[str, Any] = {}
+        states_before: dict[str, Any] = {}
         self._waits = SiteWaits(terms.deadline)
         try:
             with naming_disk(folder):
                 if terms.resume:
-                    self.progress, former_states = self._resume_run()
+                    saved_run = self._resume_run()
+                    self.progress = saved_run.progress
+                    states_before = saved_run.states.get("former", {})
                 else:
                     self.progress = self._begin_run()
         except (ValueError, OSError):
@@ -152,7 +155,7 @@ class Coordinator:
             folder=folder,
             ask=self._ask_for_sum,
             retry_on_disk_failure=self._retry_on_disk_failure,
-            former=former_states,
+            states_before=states_before,
         )
 
     def _begin_run(self) -> RunProgress:
@@ -163,22 +166,19 @@ class Coordinator:
             progress.labels = labels_digest(recipe.num_classes, recipe.task, recipe.classes)
         return progress
 
-    def _resume_run(self) -> tuple[RunProgress, dict[str, Any]]:
-        """Restore the states of an interrupted run.
-
-        Returns:
-            Its progress, and the states from before its last secure sum; empty if there are none.
-        """
-        progress, states = read_progress(self.folder)
+    def _resume_run(self) -> SavedRun:
+        """Restore the states of an interrupted run, and return what was saved of it."""
+        saved_run = read_saved_run(self.folder)
+        progress = saved_run.progress
         if (progress.recipe, progress.rounds) != (self.recipe.digest, self.recipe.rounds):
             raise ValueError(
                 f"{str(self.folder)!r} contains a run of a different recipe or different weights; use the original ones"
             )
-        self.server.load_state_dict(states)
+        self.server.load_state_dict(saved_run.states)
         for member in progress.roster:
             # A site that has lied may have been repaired meanwhile.
             member.lie = ""
-        return progress, states.get("former", {})
+        return saved_run
 
     def _max_reply_size(self) -> int:
         """Return the largest size of a reply. Tensors may differ between odd and even rounds."""
@@ -623,7 +623,7 @@ class Coordinator:
 
     def _ask_for_sum(
         self,
-        of: str,
+        summand: str,
         record: RoundRecord,
         kind: RequestKind,
         attempt: int,
@@ -631,15 +631,15 @@ class Coordinator:
         vector_size: int,
     ) -> dict[str, tuple[Response, State]]:
         """Request a step of a secure sum from sites; an :class:`.AskForSum`."""
-        from perada.deploy.server.summing import MASKED
+        from perada.deploy.server.summing import MASKED_VECTOR_NAME
 
         numbers = self.roster.numbers
         expected: State = {}
         if vector_size:
-            expected[MASKED] = torch.zeros(vector_size, dtype=torch.uint64)
+            expected[MASKED_VECTOR_NAME] = torch.zeros(vector_size, dtype=torch.uint64)
 
         def message_for(name: str) -> bytes:
-            return pack(self._make_request(kind, numbers[name], attempt=attempt, of=of, sums=contents[name]))
+            return pack(self._make_request(kind, numbers[name], attempt=attempt, of=summand, sums=contents[name]))
 
         # A record of its own: a site that failed in an earlier step is asked in this one.
         step_record = RoundRecord(record.round)
@@ -785,8 +785,8 @@ class Coordinator:
     def _save_progress(self) -> None:
         """Write the states and the progress."""
         states = self.server.state_dict()
-        if self.summed_rounds.former:
-            states["former"] = self.summed_rounds.former
+        if self.summed_rounds.states_before:
+            states["former"] = self.summed_rounds.states_before
         self._retry_on_disk_failure(lambda: write_progress(self.folder, self.progress, states))
 
     def _retry_on_disk_failure(self, access: Callable[[], ResultT]) -> ResultT:

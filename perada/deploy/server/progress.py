@@ -179,12 +179,25 @@ def write_progress(folder: Path, progress: RunProgress, saved_states: dict[str, 
     write_nested(folder / SERVER_STATE, {"progress": progress, "states": saved_states}, SERVER_FORMAT)
 
 
-def read_progress(folder: Path, *, tensors: bool = True) -> tuple[RunProgress, dict[str, Any]]:
+@dataclass(frozen=True)
+class SavedRun:
+    """What the server has saved of a run.
+
+    Attributes:
+        progress: Progress of the run.
+        states: The server's states: ``global``, ``server`` (by name) and, with secure sums, ``former``.
+    """
+
+    progress: RunProgress
+    states: dict[str, Any]
+
+
+def read_saved_run(folder: Path, *, with_tensors: bool = True) -> SavedRun:
     """Read the progress and the states that :func:`write_progress` wrote.
 
     Args:
         folder: Folder of the run.
-        tensors: Whether to read the states' tensors; otherwise they are None, and PyTorch is not imported.
+        with_tensors: Whether to read the states' tensors; otherwise they are None, and PyTorch is not imported.
 
     Raises:
         FileNotFoundError: If the folder has no such file.
@@ -196,17 +209,17 @@ def read_progress(folder: Path, *, tensors: bool = True) -> tuple[RunProgress, d
             f"{str(folder)!r} does not contain a deployed run: it has no {SERVER_STATE}; pass the folder of one"
         )
 
-    def build(progress: dict[str, Any], states: dict[str, Any]) -> tuple[RunProgress, dict[str, Any]]:
+    def build(progress: dict[str, Any], states: dict[str, Any]) -> SavedRun:
         progress["roster"] = [Member(**member) for member in progress["roster"]]
         progress["records"] = [RoundRecord(**record) for record in progress["records"]]
-        return RunProgress(**progress), states
+        return SavedRun(RunProgress(**progress), states)
 
-    return read_nested(path, SERVER_FORMAT, build, tensors=tensors)
+    return read_nested(path, SERVER_FORMAT, build, with_tensors=with_tensors)
 
 
 def read_run_progress(folder: Path) -> RunProgress:
-    """Read only the progress of a run, without importing PyTorch. Raises the errors of :func:`read_progress`."""
-    return read_progress(folder, tensors=False)[0]
+    """Read only the progress of a run, without importing PyTorch. Raises the errors of :func:`read_saved_run`."""
+    return read_saved_run(folder, with_tensors=False).progress
 
 
 def write_sum(folder: Path, run: str, sum_state: SumState) -> None:
@@ -214,14 +227,14 @@ def write_sum(folder: Path, run: str, sum_state: SumState) -> None:
     write_nested(folder / SUM_STATE, {"run": run, "state": sum_state}, SUM_FORMAT)
 
 
-def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:
+def read_sum(folder: Path, run: str, round: int, summand: str) -> SumState | None:
     """Return the state that a secure sum had when the server was stopped; None if it had not begun.
 
     Args:
         folder: Folder of the run.
         run: Id of the run.
         round: Round of the sum.
-        of: Quantity that is summed: ``update`` or ``scores``.
+        summand: Quantity that is summed: ``update`` or ``scores``.
 
     Raises:
         ValueError: If the file is damaged.
@@ -235,7 +248,7 @@ def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:
 
     saved_run, state = read_nested(path, SUM_FORMAT, build)
     # The file is not deleted when a sum is completed, so it may belong to an earlier one.
-    is_this_sum = (saved_run, state.round, state.of) == (run, round, of)
+    is_this_sum = (saved_run, state.round, state.of) == (run, round, summand)
     if not is_this_sum:
         return None
     return state

@@ -37,7 +37,7 @@ class AskForSum(Protocol):
 
     def __call__(
         self,
-        of: str,
+        summand: str,
         record: RoundRecord,
         kind: RequestKind,
         attempt: int,
@@ -47,7 +47,7 @@ class AskForSum(Protocol):
         """Request the step.
 
         Args:
-            of: What is added up: ``update`` or ``scores``.
+            summand: What is added up: ``update`` or ``scores``.
             record: Record of the round, to which failures and megabytes are added.
             kind: As in :class:`.AskStep`.
             attempt: As there.
@@ -100,7 +100,7 @@ class SummedRounds:
         folder: State folder, which has the state of a sum under way.
         ask: Requests a step of a sum from sites.
         retry_on_disk_failure: Runs a function that reads or writes files of the run, and waits while the disk fails.
-        former: States of the server from before the last sum; empty if there are none.
+        states_before: States of the server from before the last sum; empty if there are none.
     """
 
     recipe: ServerRecipe
@@ -112,7 +112,7 @@ class SummedRounds:
     folder: Path
     ask: AskForSum
     retry_on_disk_failure: Callable[[Callable[[], Any]], Any]
-    former: dict[str, Any] = field(default_factory=dict)
+    states_before: dict[str, Any] = field(default_factory=dict)
 
     def close(self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]]) -> None:
         """Close a round with the secure sum of the sites' updates; sites that trained have ``answered``."""
@@ -212,16 +212,16 @@ class SummedRounds:
         """
         progress = self.progress
         if not record.void:
-            self.former = states_before
+            self.states_before = states_before
             progress.spoiled = 0
             return
         num_broken = sum(code == "broken" for code in record.failed.values())
         most_broke = 2 * num_broken > len(record.selected)
         if most_broke or record.void.startswith(SPOILED):
             progress.spoiled += 1
-        if self.former and (most_broke or progress.spoiled >= MAX_SPOILED_ROUNDS):
-            self.server.load_state_dict(self.former)
-            self.former = {}
+        if self.states_before and (most_broke or progress.spoiled >= MAX_SPOILED_ROUNDS):
+            self.server.load_state_dict(self.states_before)
+            self.states_before = {}
             progress.spoiled = 0
             record.void += "; the model from before the last sum was restored"
             log.warning("round %d: the model from before the last secure sum was restored", record.round + 1)
@@ -256,7 +256,7 @@ class SummedRounds:
 
     def add_up(
         self,
-        of: str,
+        summand: str,
         record: RoundRecord,
         answered: Mapping[str, tuple[Response, State]],
         contents: Contents,
@@ -264,7 +264,7 @@ class SummedRounds:
         """Make a secure sum over sites that have trained, or scored.
 
         Args:
-            of: What is added up: ``update`` or ``scores``.
+            summand: What is added up: ``update`` or ``scores``.
             record: Record that gets the codes of sites that are not in the sum.
             answered: Responses of the sites, with their keys.
             contents: Layout of the vectors.
@@ -281,14 +281,14 @@ class SummedRounds:
         progress = self.progress
 
         def terms(attempt: int) -> SumTerms:
-            return SumTerms(progress.run, progress.done, progress.recipe, contents.options, attempt, of=of)
+            return SumTerms(progress.run, progress.done, progress.recipe, contents.options, attempt, of=summand)
 
-        state = self.retry_on_disk_failure(lambda: read_sum(self.folder, progress.run, progress.done, of))
+        state = self.retry_on_disk_failure(lambda: read_sum(self.folder, progress.run, progress.done, summand))
         if state is not None:
             # Before the restart, they may have sent the vectors whose cost is counted.
             record.masked = list(state.senders)
         secure_sum = SecureSum(
-            partial(self.ask, of, record),
+            partial(self.ask, summand, record),
             terms,
             self._without_liars(answered, record),
             contents.size,
@@ -296,28 +296,28 @@ class SummedRounds:
             save=lambda state: self.retry_on_disk_failure(lambda: write_sum(self.folder, progress.run, state)),
             sent_digests=progress.sent_digests,
         )
-        survivors: list[str] = []
         try:
-            survivors, total = secure_sum.run()
-        finally:
-            for name in survivors:
+            vector_sum = secure_sum.run()
+            for name in vector_sum.survivors:
                 record.failed.pop(name, None)
+        finally:
             record.failed |= secure_sum.failed
             for member in progress.roster:
                 member.lie = secure_sum.lies.get(member.name, member.lie)
-        return FinishedSum(survivors, contents.decode(total, len(survivors)))
+        survivors = vector_sum.survivors
+        return FinishedSum(survivors, contents.decode(vector_sum.total, len(survivors)))
 
     def _without_liars(
         self, answered: Mapping[str, tuple[Response, State]], record: RoundRecord
     ) -> dict[str, tuple[Response, State]]:
         """Return the answers of sites that are not known to have lied, and record the other sites as failed."""
-        from perada.deploy.server.summing import LIED
+        from perada.deploy.server.summing import LIE_CODE
 
         liars = {member.name for member in self.progress.roster if member.lie}
         honest = {}
         for name, answer in answered.items():
             if name in liars:
-                record.failed[name] = LIED
+                record.failed[name] = LIE_CODE
             else:
                 honest[name] = answer
         return honest

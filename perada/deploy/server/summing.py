@@ -30,11 +30,11 @@ from perada.deploy.sums.vector import Uint64Vector
 
 MAX_FAILURES = 3
 """Number of failed exchanges of keys and shares, without a site to blame, after which a sum is given up."""
-LIED = "lied"
+LIE_CODE = "lied"
 """Code of a site that provably lied in a sum."""
-DISPUTED = "disputed"
+DISPUTE_CODE = "disputed"
 """Code of a site that most others reject, or that rejects sites which most others accept."""
-MASKED = "masked"
+MASKED_VECTOR_NAME = "masked"
 """Name of the tensor with a masked vector."""
 _DIGEST = "[0-9a-f]{64}"
 ContentT = TypeVar("ContentT")
@@ -64,6 +64,19 @@ class AskStep(Protocol):
         Returns:
             Response and tensors of each site that answered, by name.
         """
+
+
+@dataclass(frozen=True)
+class VectorSum:
+    """The sum of the vectors of sites.
+
+    Attributes:
+        survivors: Names of the sites in the sum.
+        total: Sum of their vectors.
+    """
+
+    survivors: list[str]
+    total: Uint64Vector
 
 
 @dataclass(frozen=True)
@@ -122,11 +135,8 @@ class SecureSum:
         self.failed: dict[str, str] = {}
         self.lies: dict[str, str] = {}
 
-    def run(self) -> tuple[list[str], Uint64Vector]:
+    def run(self) -> VectorSum:
         """Compute the sum.
-
-        Returns:
-            The sites in the sum, and the sum of their vectors.
 
         Raises:
             RejectionError: If too few sites remain at a step. The sum can then not be decrypted.
@@ -146,7 +156,7 @@ class SecureSum:
             if name not in self.lies:
                 log.warning("secure sum: site %s lied: %s", name, lie, extra={"site": name})
             self.lies[name] = lie
-            self.failed[name] = LIED
+            self.failed[name] = LIE_CODE
 
     def _exchange_shares(self) -> _SharedRound:
         """Exchange keys and shares. An attempt that fails is repeated without the sites that are to blame.
@@ -295,7 +305,7 @@ class SecureSum:
                 excluded[name] = f"it rejected the keys of {', '.join(accepted_by_most)}, which most sites accept"
         for name, reason in excluded.items():
             log.warning("secure sum: site %s is excluded: %s", name, reason, extra={"site": name})
-            self.failed[name] = DISPUTED
+            self.failed[name] = DISPUTE_CODE
         self._excluded |= excluded.keys()
         raise RejectionError(
             f"secure sum: sites reject one another's keys: excluding {', '.join(sorted(excluded))}", "other"
@@ -329,7 +339,7 @@ class SecureSum:
         silent = [name for name in accused if name not in seeds]
         for name in silent:
             log.warning("secure sum: site %s did not open the shares that it is accused of spoiling", name)
-            self.failed.setdefault(name, DISPUTED)
+            self.failed.setdefault(name, DISPUTE_CODE)
         self._excluded |= {*lies, *silent}
         raise RejectionError(
             f"secure sum: sealed shares do not open: excluding {', '.join(sorted(self._excluded))}", "other"
@@ -345,12 +355,8 @@ class SecureSum:
         server.begin(sum_state.senders)
         return _SharedRound(server, sum_state)
 
-    def _finish_round(self, shared_round: _SharedRound) -> tuple[list[str], Uint64Vector]:
-        """Collect the masked vectors, and remove the masks from their sum.
-
-        Returns:
-            The sites in the sum, and the sum.
-        """
+    def _finish_round(self, shared_round: _SharedRound) -> VectorSum:
+        """Collect the masked vectors, and remove the masks from their sum."""
         server = shared_round.summing_server
         state = shared_round.sum_state
         state.survivors = server.take(self._collect_vectors(state))
@@ -364,7 +370,7 @@ class SecureSum:
         dropouts = set(state.senders) - survivors
         answers = self._ask_same("reveal", state.attempt, state.signatures, {"signatures": state.signatures})
         revealed = self._read_answers(answers, lambda _, content: _read_revealed(content, survivors, dropouts))
-        return state.survivors, server.total(revealed)
+        return VectorSum(state.survivors, server.total(revealed))
 
     def _collect_vectors(self, sum_state: SumState) -> dict[str, Uint64Vector]:
         """Request the masked vectors, and return those that arrive.
@@ -377,7 +383,7 @@ class SecureSum:
         )
         vectors = {}
         for name, (_, tensors) in masked.items():
-            vectors[name] = tensors[MASKED].numpy()
+            vectors[name] = tensors[MASKED_VECTOR_NAME].numpy()
         if not sum_state.survivors:
             return vectors
         # Before the restart, sites may have signed that these are in the sum; they sign no other list.

@@ -37,8 +37,8 @@ class Permissions:
         Raises:
             RejectionError: If they have changed, and the run is private or the site does not allow it.
         """
-        former = run_state.training.fingerprint
-        changed = changed_content(former, client.fingerprint) if former else None
+        trained_fingerprint = run_state.training.fingerprint
+        changed = changed_content(trained_fingerprint, client.fingerprint) if trained_fingerprint else None
         if changed is None:
             return
         loop = client.recipe.loop

@@ -32,7 +32,9 @@ def test_over_flower_it_is_the_simulation_to_the_bit(tmp_path, capfd, monkeypatc
     said = capfd.readouterr().out
     assert "has the status finished:completed" in said and "All processes have ended" in said
     assert "mask (update, attempt 1), round 2: 3 of 3 sites replied in" in said
-    progress, states = records.read_progress(tmp_path / "server")
+    saved_run = records.read_saved_run(tmp_path / "server")
+    progress = saved_run.progress
+    states = saved_run.states
     assert [record.summed for record in progress.records] == [[*deployment.SITES]] * 2
 
     monkeypatch.chdir(tmp_path)
@@ -118,18 +120,19 @@ class Killed(Watched, Demo):
     def done(self):
         """Rounds that are over."""
         try:
-            return records.read_progress(self.folder / "server")[0].done
+            return records.read_run_progress(self.folder / "server").done
         except FileNotFoundError:
             return 0
 
     def closed(self, number):
         """The record of a round once it is over: its sum is that of the updates on the disks of those that it names."""
         self.wait_for(lambda: self.done() > number, "run", f"the end of round {number}", 400)
-        progress, states = records.read_progress(self.folder / "server")
+        saved_run = records.read_saved_run(self.folder / "server")
+        progress = saved_run.progress
         kept = {site: read_state(self.folder / f"state-{site}" / SITE_STATE)[0] for site in FOUR}
         record = progress.records[number]
         assert progress.done == number + 1 and {state.training.round for state in kept.values()} == {number}
-        found = states["global"]
+        found = saved_run.states["global"]
         if record.void:
             expected = self.before
         else:

@@ -88,7 +88,7 @@ def test_one_site_that_spoils_a_round_does_not_take_the_model_back(tiny, tmp_pat
     coordinator._run_round()
     first = {key: value.clone() for key, value in coordinator.server.global_state.items()}
     coordinator._run_round()
-    assert coordinator.progress.records[1].void and coordinator.summed_rounds.former
+    assert coordinator.progress.records[1].void and coordinator.summed_rounds.states_before
     assert all(torch.equal(value, first[key]) for key, value in coordinator.server.global_state.items())
 
 
