@@ -276,16 +276,16 @@ def _make_training(training: Training | dict[str, Any] | None, arguments: Mappin
     Raises:
         ValueError: If an option is set in both, or is out of range.
     """
-    options: Mapping[str, Any]
+    partial_options: Mapping[str, Any]
     options_set: Collection[str]
     if isinstance(training, Training):
-        options = {}
+        partial_options = {}
         # Which fields of an object were set, and which have their defaults, cannot be known.
         options_set = [field.name for field in fields(training)]
     else:
-        options = {} if training is None else training
-        check_options("training", options, "{'momentum': 0.9}")
-        options_set = options
+        partial_options = {} if training is None else training
+        check_options("training", partial_options, "{'momentum': 0.9}")
+        options_set = partial_options
     arguments_set = {name: value for name, value in arguments.items() if value is not None}
     for name, value in arguments_set.items():
         if name in options_set:
@@ -296,7 +296,7 @@ def _make_training(training: Training | dict[str, Any] | None, arguments: Mappin
             )
     if isinstance(training, Training):
         return training
-    chosen = {**options, **arguments_set}
+    chosen = {**partial_options, **arguments_set}
     if not {*STARTING_RATES, "optimizer"} & set(chosen):
         chosen |= STARTING_RATES
     result = options_of(Training, "training", chosen)
@@ -366,8 +366,8 @@ def _check_trainer_options(options: Mapping[str, Any], rounds: int) -> None:
     for name, value in options.items():
         if name not in trainer_options:
             options_of_finetune = inspect.signature(finetune).parameters
-            near = near_names(name, [*options_of_finetune, *trainer_options])
-            remedy = f"did you mean {near[0]}?" if near else "leave it out"
+            similar_names = near_names(name, [*options_of_finetune, *trainer_options])
+            remedy = f"did you mean {similar_names[0]}?" if similar_names else "leave it out"
             if name in ("epochs", "num_epochs"):
                 remedy = "rounds and local_epochs are the options for it"
             raise OptionError(

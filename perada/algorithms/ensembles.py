@@ -212,7 +212,7 @@ def draw_gaussian(center: State, spread: State, samples: int, random: torch.Gene
 
 
 def sample_models(
-    updates: Mapping[str, Tensor],
+    client_models: Mapping[str, Tensor],
     weights: Tensor,
     sampler: Sampler,
     samples: int,
@@ -224,7 +224,7 @@ def sample_models(
     mean.
 
     Args:
-        updates: The clients' models (C, ...).
+        client_models: The clients' models (C, ...).
         weights: Weight (C,) of each client in the Gaussian's mean and variances.
         sampler: ``gaussian``, or ``dirichlet`` for the distribution Dir(1, ..., 1).
         samples: Number S of models.
@@ -233,8 +233,8 @@ def sample_models(
     Returns:
         The models (S, ...).
     """
-    center = mean(updates, weights)
-    floating = {key: value for key, value in updates.items() if value.is_floating_point()}
+    center = mean(client_models, weights)
+    floating = {key: value for key, value in client_models.items() if value.is_floating_point()}
     # Normalised exponential variables have the distribution Dir(1, ..., 1). They are drawn for the Gaussian too, so
     # that its numbers stay those that come next in the generator's stream.
     shares = torch.empty(samples, len(weights), dtype=torch.float64).exponential_(generator=random)

@@ -76,10 +76,10 @@ def proposals(line: str, current: str) -> list[str]:
 
     # Follow the words down the tree of commands, such as "deploy" and "keys".
     entry: str | Tree = COMMANDS
-    path: list[str] = []
+    command_words: list[str] = []
     while isinstance(entry, dict) and words and words[0] in entry:
         word = words.pop(0)
-        path.append(word)
+        command_words.append(word)
         entry = entry[word][0]
     if isinstance(entry, dict):
         # The command is incomplete, or a word is not part of any.
@@ -87,7 +87,7 @@ def proposals(line: str, current: str) -> list[str]:
             return []
         return _starting_with(typed, [*entry, "--help"])
 
-    command = " ".join(path)
+    command = " ".join(command_words)
     option, equals, value = typed.partition("=")
     if equals and option.startswith("--"):
         values_to_propose = _starting_with(value, _values_of_option(command, option, value))

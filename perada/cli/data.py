@@ -99,9 +99,9 @@ def add_options(parser: ArgumentParser, images_class: type[Source], section: str
     parser.add_class_arguments(images_class, section, skip=skipped)
 
 
-def make_division(source: str, images_class: type[Source], options: dict[str, Any]) -> Division:
+def make_division(source: str, images_class: type[Source], arguments: dict[str, Any]) -> Division:
     """Divide the images of a source by client, or assign all of them to one if the source names no clients."""
-    images = images_class(source.removeprefix("hf:"), **options)
+    images = images_class(source.removeprefix("hf:"), **arguments)
     return Division(images, ByDomain("client") if images.names_clients else IID(1))
 
 

@@ -86,7 +86,7 @@ def format_sent(client: Client, may_send: Sequence[str]) -> str:
     if client.settings.secure_sums is None:
         size = max(megabytes(recipe.sent(round)) for round in range(2))
         return f"{size:.3f} MB per round, plus {', '.join(may_send) or 'nothing else'}"
-    vector_size = max(recipe.contents(round, client.images).size for round in range(2))
+    vector_size = max(recipe.contents(round, client.public_images).size for round in range(2))
     summed: list[str] = []
     if client.site_privacy is None:
         summed = [kind for kind in may_send if kind in ("counts", "scores", "losses")]

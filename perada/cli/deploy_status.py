@@ -91,14 +91,14 @@ def _format_own_scores(run_states: Sequence[RunState]) -> list[str]:
         return []
     newest = scored[0]
     scoring = newest.scoring
-    own = scoring.own
-    unit = SHARES if own.has_classes else NUMBERS
-    metrics = list(next(iter(own.scores.values())))
+    own_scores = scoring.own
+    unit = SHARES if own_scores.has_classes else NUMBERS
+    metrics = list(next(iter(own_scores.scores.values())))
     rows = []
-    for model, score_of_metric in own.scores.items():
+    for model, score_of_metric in own_scores.scores.items():
         values = [score_of_metric.get(metric) for metric in metrics]
         rows.append([model, *(unit.number(math.nan if value is None else value) for value in values)])
-    sentence = f"Own test images ({own.num_images}), after round {scoring.round} of run {newest.run}:"
+    sentence = f"Own test images ({own_scores.num_images}), after round {scoring.round} of run {newest.run}:"
     return [sentence, table(["model", *(f"{metric}{unit.symbol}" for metric in metrics)], rows)]
 
 

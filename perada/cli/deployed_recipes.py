@@ -147,20 +147,20 @@ def _check_approved(path: Path, text: bytes, site_file: SiteFile) -> None:
         )
 
 
-def _check_unapproved_classes(path: Path, text: bytes, content: dict[str, Any], site_file: SiteFile) -> None:
+def _check_unapproved_classes(path: Path, text: bytes, recipe_content: dict[str, Any], site_file: SiteFile) -> None:
     """Check that a recipe that is not approved names only classes of perada, before anything is imported.
 
     Args:
         path: File of the recipe.
         text: Its bytes.
-        content: Its content.
+        recipe_content: Its content.
         site_file: Content of the site's file.
 
     Raises:
         ValueError: If it names others.
     """
     is_approved = bool(site_file.recipes[path.absolute()].sha256)
-    classes = [] if is_approved else foreign_classes(content)
+    classes = [] if is_approved else foreign_classes(recipe_content)
     if classes:
         raise ValueError(
             f"{str(path)!r} is not approved and names {quoted(classes)}, which is not part of perada and was not "
@@ -322,12 +322,12 @@ def _public_images(data: FederatedDataModule) -> Dataset[Any] | None:
     return without_broken(FederatedData([], public=public), data.on_broken, data.num_workers).public
 
 
-def _build_loggers(content: dict[str, Any], folder: Path) -> list[Logger]:
+def _build_loggers(recipe_content: dict[str, Any], folder: Path) -> list[Logger]:
     """Build the loggers of a recipe, with paths relative to a folder.
 
     CSV loggers are left out: the run's folder has ``metrics.csv`` in any case.
     """
-    section = (content.get("trainer") or {}).get("logger")
+    section = (recipe_content.get("trainer") or {}).get("logger")
     entries = section if isinstance(section, list) else [section]
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--logger", type=Logger)
@@ -403,17 +403,17 @@ def _is_options_file(word: str) -> bool:
         return False
 
 
-def _build_cli(content: dict[str, Any], accelerator: str) -> PeradaCLI:
+def _build_cli(recipe_content: dict[str, Any], accelerator: str) -> PeradaCLI:
     """Build the objects of a recipe on one device, without its loggers."""
-    content = {key: value for key, value in content.items() if key not in ("ckpt_path", "weights_only")}
-    trainer = {key: value for key, value in (content.get("trainer") or {}).items() if key != "logger"}
+    recipe_content = {key: value for key, value in recipe_content.items() if key not in ("ckpt_path", "weights_only")}
+    trainer = {key: value for key, value in (recipe_content.get("trainer") or {}).items() if key != "logger"}
     if accelerator != "auto":
         trainer["accelerator"] = accelerator
-    content["trainer"] = trainer
+    recipe_content["trainer"] = trainer
     # The recipe gets a folder of its own, since relative paths of files with options begin where the recipe is.
     with Scratch() as folder:
         file = folder / "recipe.yaml"
         with writing(file):
-            file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+            file.write_text(yaml.safe_dump(recipe_content, sort_keys=False), encoding="utf-8")
         overrides = [f"--trainer.{option}" for option in QUIET]
         return PeradaCLI(["--config", str(file), *overrides], run=False)

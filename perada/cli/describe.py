@@ -65,10 +65,10 @@ def commands_of_tree(tree: Tree, prefix: tuple[str, ...] = ()) -> Iterator[tuple
             yield from commands_of_tree(entry, (*prefix, name))
 
 
-def _describe_command(path: tuple[str, ...], target: str, description: str) -> CommandFacts:
+def _describe_command(command_words: tuple[str, ...], target: str, description: str) -> CommandFacts:
     """Return the help that a command prints, and the options that it adds to its parser for that."""
     module, _, function = target.partition(":")
-    parser = new_parser(" ".join(["perada", *path]), description)
+    parser = new_parser(" ".join(["perada", *command_words]), description)
     text = StringIO()
     with redirect_stdout(text), suppress(SystemExit):
         getattr(import_module(f"perada.{module}"), function)(parser, ["--help"])

@@ -389,7 +389,7 @@ def _check_baselines(baselines: str | None, runs: Sequence[Path], output: Path |
         raise ValueError("--baselines needs the folder of a single run; to show several runs, name their folders")
 
 
-def _with_baselines(record: "RunRecord", baselines: str | None, scores: bool | None) -> "RunRecord":
+def _with_baselines(record: "RunRecord", baselines: str | None, requested: bool | None) -> "RunRecord":
     """Return the record of a run with its baselines, which are trained if ``--baselines`` names no file.
 
     Without ``--baselines`` they are those that were trained before, if there are any.
@@ -399,7 +399,7 @@ def _with_baselines(record: "RunRecord", baselines: str | None, scores: bool | N
     trained_file = record.folder / BASELINES_FILE
     if baselines is None and not trained_file.is_file():
         return record
-    if record.private and not scores:
+    if record.private and not requested:
         if baselines is None:
             return record
         raise ValueError(

@@ -320,13 +320,13 @@ class PeradaCLI(LightningCLI):
         if self.predictions.path is not None:
             print(f"Predictions: {self.predictions.path}")
         federation = self.loop.context.federation
-        found: list[FailedOutputs] = []
+        failed_outputs: list[FailedOutputs] = []
         for (model, client), images in sorted(self.predictions.failed.items()):
             if model == "global":
-                found.append(FailedOutputs("global", client, images, federation.rounds_done))
+                failed_outputs.append(FailedOutputs("global", client, images, federation.rounds_done))
             elif federation.personalized:
-                found.append(FailedOutputs("personal", client, images, federation.rounds_done))
-        self._raise_for(dated(found, self.model.results.failed_outputs))
+                failed_outputs.append(FailedOutputs("personal", client, images, federation.rounds_done))
+        self._raise_for(dated(failed_outputs, self.model.results.failed_outputs))
 
 
 def compare(parser: ArgumentParser, words: list[str]) -> None:

@@ -14,16 +14,16 @@ def new_hash() -> "hashlib.blake2b":
     return hashlib.blake2b(digest_size=16)
 
 
-def add_to_hash(hasher: "hashlib.blake2b", shape: tuple[int, ...], dtype: torch.dtype, content: memoryview) -> None:
+def add_to_hash(hasher: "hashlib.blake2b", shape: tuple[int, ...], dtype: torch.dtype, value_bytes: memoryview) -> None:
     """Add values to a hash: the shape and the dtype of a value, then the bytes of one or several."""
     hasher.update(f"{shape} {dtype} ".encode())
-    hasher.update(content)
+    hasher.update(value_bytes)
 
 
-def hash_of_content(shape: tuple[int, ...], dtype: torch.dtype, content: memoryview) -> "hashlib.blake2b":
+def hash_of_content(shape: tuple[int, ...], dtype: torch.dtype, value_bytes: memoryview) -> "hashlib.blake2b":
     """Return the hash of values of one shape and dtype from their bytes."""
     result = new_hash()
-    add_to_hash(result, shape, dtype, content)
+    add_to_hash(result, shape, dtype, value_bytes)
     return result
 
 

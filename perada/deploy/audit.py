@@ -356,13 +356,13 @@ def read_log(folder: Path) -> LogContent:
             return _parse_log(content, head)
 
 
-def _parse_log(content: bytes, head: Tip | None) -> LogContent:
+def _parse_log(log_bytes: bytes, head: Tip | None) -> LogContent:
     """Read the content of a log, and find its first invalid line."""
     entries: list[Entry] = []
     torn_lines: list[bytes] = []
     problem = ""
     tip = EMPTY_TIP
-    *lines, last_line = content.split(b"\n")
+    *lines, last_line = log_bytes.split(b"\n")
     for number, line in enumerate(lines, 1):
         entry, problem_of_line = _read_entry(line, tip)
         # An entry after torn lines must describe them; the entry of an undamaged log describes none.

@@ -156,14 +156,14 @@ class Engine:
     def folded(self, random_only: bool = False) -> Fold:
         """Fold the model, with the frozen trunk if one was found, and with the blocks that are recomputed."""
         context = FoldContext()
-        return fold(self.model, random_only=random_only, wrap=partial(self._wrap, context), context=context)
+        return fold(self.model, random_only=random_only, wrap=partial(self._wrap_module, context), context=context)
 
-    def _wrap(self, context: FoldContext, module: nn.Module, path: str) -> nn.Module:
-        """Return the module to use at ``path`` of a folded model, whose passes have the context."""
+    def _wrap_module(self, context: FoldContext, module: nn.Module, module_path: str) -> nn.Module:
+        """Return the module to use at ``module_path`` of a folded model, whose passes have the context."""
         if self.trunk is not None:
-            module = self.trunk.wrap(module, path)
+            module = self.trunk.wrap(module, module_path)
         # The output of a constant module has no gradient.
-        if path in self.recomputed and not isinstance(module, ConstantModule):
+        if module_path in self.recomputed and not isinstance(module, ConstantModule):
             return RecomputedBlock(module, context, self.trunk)
         return module
 
@@ -315,7 +315,7 @@ class Engine:
         self,
         states: State,
         x: Tensor,
-        rows: int | None = None,
+        max_rows: int | None = None,
         *,
         batch_statistics: bool = False,
     ) -> Tensor:
@@ -324,24 +324,24 @@ class Engine:
         Args:
             states: States (C, ...).
             x: Images (B, ...) or their features (B, F).
-            rows: Maximum number of rows that run at once, where an image is a row for each state. If there are more
+            max_rows: Maximum number of rows that run at once, where an image is a row for each state. If there are more
                 images, one state at a time runs on groups of them. By default 512 images of 32×32 on a CPU, since
                 larger batches do not fit its caches, and 131,072 on a GPU; fewer for larger images, at least 16. A
                 token of a text counts as 32 numbers, since the model turns it into a vector.
             batch_statistics: Normalise by the statistics of all the images, as in :meth:`logits`; these then run
-                together, whatever ``rows`` is.
+                together, whatever ``max_rows`` is.
 
         Returns:
             Logits (C, B, K).
         """
-        if rows is None:
+        if max_rows is None:
             numbers_per_row = x[0].numel()
             if not x.is_floating_point():
                 numbers_per_row *= NUMBERS_PER_TOKEN
             numbers_at_once = NUMBERS_AT_ONCE_GPU if x.is_cuda else NUMBERS_AT_ONCE_CPU
-            rows = max(16, numbers_at_once // numbers_per_row)
-        states_at_once = max(1, rows // len(x))
-        images_at_once = rows
+            max_rows = max(16, numbers_at_once // numbers_per_row)
+        states_at_once = max(1, max_rows // len(x))
+        images_at_once = max_rows
         if batch_statistics:
             # Statistics of groups would differ from those of all images.
             images_at_once = len(x)

@@ -92,7 +92,7 @@ def fold(
         context: Facts about the current pass; None for new ones.
     """
     folding = _ModelFolding(random_only=random_only, wrap=wrap, context=context or FoldContext())
-    stacked = folding.replace(model, path="")
+    stacked = folding.replace(model, module_path="")
     return Fold(
         model=stacked,
         context=folding.context,
@@ -113,16 +113,16 @@ class _ModelFolding:
         # Keys are the ids of modules: if a module occurs in several places, so must its twin.
         self._replacements: dict[int, nn.Module] = {}
 
-    def replace(self, module: nn.Module, path: str) -> nn.Module:
+    def replace(self, module: nn.Module, module_path: str) -> nn.Module:
         """Return the replacement of a module in the folded model."""
         if id(module) not in self._replacements:
-            replacement = self._find_replacement(module, path)
+            replacement = self._find_replacement(module, module_path)
             if self._wrap is not None:
-                replacement = self._wrap(replacement, path)
+                replacement = self._wrap(replacement, module_path)
             self._replacements[id(module)] = replacement
         return self._replacements[id(module)]
 
-    def _find_replacement(self, module: nn.Module, path: str) -> nn.Module:
+    def _find_replacement(self, module: nn.Module, module_path: str) -> nn.Module:
         """Return the replacement of a module before it is wrapped; the module itself if nothing in it changes."""
         kind = type(module)
         if draws(module):
@@ -139,12 +139,12 @@ class _ModelFolding:
                 return TWINS[kind](module, self.context)
             if trained <= ROW_PARAMETERS.get(kind, frozenset()):
                 for name in trained:
-                    self.row_keys.add(f"{path}.{name}".lstrip("."))
+                    self.row_keys.add(f"{module_path}.{name}".lstrip("."))
             else:
-                self.missing[path or "the model itself"] = kind.__name__
-        return self._copy_container(module, path)
+                self.missing[module_path or "the model itself"] = kind.__name__
+        return self._copy_container(module, module_path)
 
-    def _copy_container(self, module: nn.Module, path: str) -> nn.Module:
+    def _copy_container(self, module: nn.Module, module_path: str) -> nn.Module:
         """Return a copy of a container with replaced children, or the container itself if no child is replaced."""
         owner: Any = None
         param_dicts: frozenset[str] = frozenset()
@@ -158,7 +158,7 @@ class _ModelFolding:
         for name, child in module._modules.items():
             children[name] = child
             if child is not None and name not in param_dicts:
-                replacement = self.replace(child, f"{path}.{name}".lstrip("."))
+                replacement = self.replace(child, f"{module_path}.{name}".lstrip("."))
                 children[name] = replacement
                 any_replaced |= replacement is not child
 

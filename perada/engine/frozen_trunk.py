@@ -51,11 +51,11 @@ class FeaturePass:
     """A pass that takes the outputs of constant modules from features.
 
     Attributes:
-        rows: Number of rows R.
+        num_rows: Number of rows R.
         outputs: Outputs (R, ...) of the needed modules, by path, which are not changed.
     """
 
-    rows: int
+    num_rows: int
     outputs: Mapping[str, Tensor]
 
 
@@ -100,10 +100,10 @@ class FrozenTrunk:
         # The dtypes and memory formats of the outputs, by path, which concatenated features do not have any more.
         self._formats: dict[str, tuple[torch.dtype, torch.memory_format]] = {}
 
-    def wrap(self, module: nn.Module, path: str) -> nn.Module:
-        """Return the module to use at ``path`` of a folded model: a wrapper if the module is constant."""
-        if path in self.shapes:
-            return ConstantModule(module, path, self)
+    def wrap(self, module: nn.Module, module_path: str) -> nn.Module:
+        """Return the module to use at ``module_path`` of a folded model: a wrapper if the module is constant."""
+        if module_path in self.shapes:
+            return ConstantModule(module, module_path, self)
         return module
 
     def parts(self, features: Tensor) -> dict[str, Tensor]:
@@ -209,27 +209,27 @@ class FrozenTrunk:
         self.feature_pass = None
         return logits
 
-    def output(self, path: str, run_model: Callable[[], Tensor], like: Tensor) -> Tensor:
+    def output(self, module_path: str, run_model: Callable[[], Tensor], like: Tensor) -> Tensor:
         """Return the output of a constant module in the current pass: computed now, or cut from the features.
 
         Args:
-            path: Path of the module.
+            module_path: Path of the module.
             run_model: Function that computes the output.
             like: Tensor with the dtype and device of the output.
         """
         if self.feature_pass is not None:
-            if path in self.feature_pass.outputs:
+            if module_path in self.feature_pass.outputs:
                 # A model may change the output in place, and run again in the backward pass, so this is a copy.
-                return self.feature_pass.outputs[path].clone()
+                return self.feature_pass.outputs[module_path].clone()
             # The values of an output that is not needed are not used, but the model may depend on its shape.
-            shape = (self.feature_pass.rows, *self.shapes[path])
+            shape = (self.feature_pass.num_rows, *self.shapes[module_path])
             if self.spoil:
                 return like.new_full(shape, torch.nan)
             return like.new_empty(shape)
         out = run_model()
-        if self._recorded_outputs is not None and path in self.needed:
+        if self._recorded_outputs is not None and module_path in self.needed:
             # A model may change the output in place, so this is a copy.
-            self._recorded_outputs[path] = out.clone()
+            self._recorded_outputs[module_path] = out.clone()
             if self._ends_early and len(self._recorded_outputs) == len(self.needed):
                 raise _FeaturesComplete
         return out
@@ -238,9 +238,9 @@ class FrozenTrunk:
 class ConstantModule(WrappingSubstitute):
     """Wraps a constant module, whose output it takes from the features in passes on them."""
 
-    def __init__(self, original: nn.Module, path: str, trunk: FrozenTrunk) -> None:
+    def __init__(self, original: nn.Module, module_path: str, trunk: FrozenTrunk) -> None:
         super().__init__(original)
-        self.path = path
+        self.path = module_path
         self.trunk = trunk
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -454,14 +454,14 @@ class _OutputRecorder:
         """Begin a pass: random numbers that are drawn from now on are detected."""
         self._initial_rng_state = self._rng_state()
 
-    def hook(self, path: str, module: nn.Module, inputs: object, out: object) -> object:
-        """Record the output of the module at ``path`` and return it.
+    def hook(self, module_path: str, module: nn.Module, inputs: object, out: object) -> object:
+        """Record the output of the module at ``module_path`` and return it.
 
-        With ``path`` bound, this is a forward hook of torch.
+        With ``module_path`` bound, this is a forward hook of torch.
         """
-        if not isinstance(out, Tensor) or not out.is_floating_point() or out.dim() == 0 or path in self.outputs:
+        if not isinstance(out, Tensor) or not out.is_floating_point() or out.dim() == 0 or module_path in self.outputs:
             # The output has no rows of numbers, or this is the second call of the module.
-            self.outputs[path] = None
+            self.outputs[module_path] = None
             return out
         if draws(module):
             # Dropout, which is turned off here, is treated like a trained module: its output must differ between the
@@ -477,7 +477,7 @@ class _OutputRecorder:
         fingerprints = rows @ weights
         has_drawn = not torch.equal(self._rng_state(), self._initial_rng_state)
         changing = out.requires_grad or has_drawn
-        self.outputs[path] = _Output(out.shape, fingerprints, rows.norm(dim=1), changing)
+        self.outputs[module_path] = _Output(out.shape, fingerprints, rows.norm(dim=1), changing)
         return out
 
     def _rng_state(self) -> Tensor:

@@ -123,16 +123,16 @@ class _RecordedCall:
         for module in self._modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    self._record(module._parameters, name, parameter)
+                    self._record_tensor(module._parameters, name, parameter)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    recorded = self._record(module._buffers, name, buffer)
+                    recorded = self._record_tensor(module._buffers, name, buffer)
                     # torch does not count changes of running statistics in evaluation or training mode.
                     recorded.changes = module.training and "running_mean" in module._buffers
                     self._former_buffers.append((recorded, buffer.clone()))
         self._previous: ExitStack | None = None
 
-    def _record(self, tensors: dict[str, Any], name: str, tensor: Tensor) -> _RecordedTensor:
+    def _record_tensor(self, tensors: dict[str, Any], name: str, tensor: Tensor) -> _RecordedTensor:
         """Add a tensor to those that the call depends on, and return its record."""
         recorded = _RecordedTensor(tensors, name, tensor, tensor._version)
         self._tensors.append(recorded)
@@ -180,7 +180,7 @@ class _RecordedCall:
             recorded.tensors[recorded.name] = recorded.value.clone() if recorded.changes else recorded.value
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, raised_error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._previous is not None
         self._previous.close()

@@ -48,7 +48,7 @@ def check_recomputation(engine: Engine, x: Tensor) -> str | None:
     except Exception as error:  # as above, but only where blocks are recomputed
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return f"it fails in the backward pass ({reason})"
-    differing = [key for key, value in expected.items() if not _agree(value, recomputed[key])]
+    differing = [key for key, value in expected.items() if not _tensors_agree(value, recomputed[key])]
     if differing:
         return f"the gradients or statistics of {abbreviated(differing, 3)} change if blocks run again"
     return None
@@ -72,7 +72,7 @@ def _state_after_pass(engine: Engine, states: State, x: Tensor) -> dict[str, Ten
     return {key: value.grad if value.requires_grad else value for key, value in leaves.items()}
 
 
-def _agree(expected: Tensor | None, actual: Tensor | None) -> bool:
+def _tensors_agree(expected: Tensor | None, actual: Tensor | None) -> bool:
     """Return whether two tensors agree up to rounding, or are both None."""
     if expected is None or actual is None:
         return expected is actual

@@ -56,7 +56,7 @@ class EvaluationPass:
         federation: Federation,
         metrics: Sequence[Metric],
         everywhere: Sequence[int],
-        both: BothModels | None = None,
+        both_models: BothModels | None = None,
     ) -> None:
         self.federation = federation
         self.metrics = metrics
@@ -84,7 +84,7 @@ class EvaluationPass:
 
         # Clients that have one model predict with it.
         has_both_models = federation.personalized and self._members is not None
-        self._both = both if has_both_models else None
+        self._both = both_models if has_both_models else None
         # Predictions with both models are scored on their client's images and on everyone's.
         self._both_client_scores = Scores(metrics, self.task, num_groups=self.num_clients)
         self._both_everywhere_scores = Scores(metrics, self.task, num_models=len(self.everywhere))
@@ -487,7 +487,7 @@ class ShiftedEvaluation:
         metrics: Sequence[Metric],
         everywhere: Sequence[int],
         others: bool = False,
-        both: BothModels | None = None,
+        both_models: BothModels | None = None,
     ) -> None:
         self.federation = federation
         self.everywhere = everywhere
@@ -500,7 +500,7 @@ class ShiftedEvaluation:
 
         # Clients that have one model predict with it.
         has_both_models = federation.personalized and federation.settings.algorithm.global_model
-        self._both = both if has_both_models else None
+        self._both = both_models if has_both_models else None
         self._both_scores = Scores(metrics, task, num_models=len(everywhere))
         # Numbers of images on which each client was scored, and of those that are typical of it.
         self._num_images = torch.zeros(federation.num_clients, dtype=torch.int64)
@@ -584,8 +584,8 @@ class ShiftedEvaluation:
             if not self.federation.personalized:
                 # All clients predict with the global model.
                 personal = ClientScores(global_scores.expand(num_clients), global_failed.expand(num_clients))
-            both = None if self._both is None else both_of_metrics[name]
-            results[name] = ModelScores(personal, global_score, both)
+            both_scores = None if self._both is None else both_of_metrics[name]
+            results[name] = ModelScores(personal, global_score, both_scores)
         return results
 
     def _compute_client_scores(self, merged_scores: Scores) -> dict[str, ClientScores]:

@@ -43,10 +43,10 @@ def prepare_both_models(context: RunContext) -> None:
 
 def states_of_both(context: RunContext) -> dict[int, State]:
     """Return what each client needs to predict with both models; empty before an evaluation that has them."""
-    both = context.module.both
-    if both is None:
+    both_models = context.module.both
+    if both_models is None:
         return {}
-    return {client: both.state(client) for client in both.typical_images}
+    return {client: both_models.state(client) for client in both_models.typical_images}
 
 
 def _compare_training_images(context: RunContext) -> BothModels:

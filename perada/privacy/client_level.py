@@ -48,7 +48,7 @@ class ClippedUpdates(NamedTuple):
     norms: Tensor
 
 
-def clip_updates(updates: State, received: State, max_norm: float) -> ClippedUpdates:
+def clip_updates(sent: State, received: State, max_norm: float) -> ClippedUpdates:
     """Return the change of each client, scaled down to a maximum norm S.
 
     δ ← δ · min(1, S / ‖δ‖), with the norm over all floating-point tensors together, parameters and running statistics
@@ -56,7 +56,7 @@ def clip_updates(updates: State, received: State, max_norm: float) -> ClippedUpd
     change is 0.
 
     Args:
-        updates: States (C, ...) that C clients send.
+        sent: States (C, ...) that C clients send.
         received: States (C, ...) that they had received.
         max_norm: Maximum norm S.
 
@@ -66,8 +66,8 @@ def clip_updates(updates: State, received: State, max_norm: float) -> ClippedUpd
     check_bound(max_norm)
     changes: State = {}
     tensor_norms = []
-    for key in floating_names(updates, received):
-        change = updates[key].detach() - received[key].detach()
+    for key in floating_names(sent, received):
+        change = sent[key].detach() - received[key].detach()
         changes[key] = change
         # flatten(1) raises an error for tensors whose only axis is that of the clients.
         rows = change.reshape(len(change), math.prod(change.shape[1:]))
@@ -86,7 +86,7 @@ def clip_updates(updates: State, received: State, max_norm: float) -> ClippedUpd
 
 
 def noisy_updates(
-    updates: State,
+    sent: State,
     received: State,
     clipped: State,
     std: float,
@@ -95,7 +95,7 @@ def noisy_updates(
     """Return received + clipped change + noise for each of C clients.
 
     Args:
-        updates: States (C, ...) that clients send, for the names and their order.
+        sent: States (C, ...) that clients send, for the names and their order.
         received: States (C, ...) that they had received. Tensors without a clipped change are returned unchanged.
         clipped: Clipped changes (C, ...).
         std: Standard deviation of the noise of one client.
@@ -103,9 +103,9 @@ def noisy_updates(
     """
     base = {key: received[key].detach() for key in clipped}
     # noisy_mean adds changes and noise in double precision, and rounds once.
-    clients = stack_size(clipped)
-    noisy = noisy_mean(base, std, [1.0] * clients, generators, added=clipped)
-    unchanged = {key: received[key].detach().clone() for key in updates}
+    num_clients = stack_size(clipped)
+    noisy = noisy_mean(base, std, [1.0] * num_clients, generators, added=clipped)
+    unchanged = {key: received[key].detach().clone() for key in sent}
     return unchanged | noisy
 
 

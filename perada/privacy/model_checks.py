@@ -123,11 +123,11 @@ def _batch_gradients(engine: Engine, states: State, x: Tensor, y: Tensor, task: 
         logits = engine.logits(states, x, training=True, streams=_dropout_streams(x).fork("part", 0))
         loss = row_losses(logits, y, task).sum()
         gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    found: State = {}
+    gradients_by_name: State = {}
     for key, gradient in zip(trained, gradients, strict=True):
         # allow_unused=True gives None for parameters that the logits do not depend on.
-        found[key] = torch.zeros_like(trained[key]) if gradient is None else gradient
-    return found
+        gradients_by_name[key] = torch.zeros_like(trained[key]) if gradient is None else gradient
+    return gradients_by_name
 
 
 def _unclipped_sums(privacy: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, task: Task) -> State:

@@ -237,15 +237,17 @@ class Cards:
     Args:
         run: The run.
         base: Name of the backbone on the Hub or in timm; None for the user's own network.
-        scores: Whether the cards have scores.
+        with_scores: Whether the cards have scores.
         license: Licence of the adapters in the Hub's notation.
         needs_perada: Whether PEFT knows the adapter only after ``import perada.adapters``.
     """
 
-    def __init__(self, run: Models, base: str | None, scores: bool, license: str, needs_perada: bool = True) -> None:
+    def __init__(
+        self, run: Models, base: str | None, with_scores: bool, license: str, needs_perada: bool = True
+    ) -> None:
         self.run = run
         self.base = base
-        self.scores = scores
+        self.with_scores = with_scores
         self.license = license
         info = run.info
         self._clients_with_adapter = run.own_clients()
@@ -262,7 +264,7 @@ class Cards:
             "img_size": size_to_build(info["backbone"], info["built_for"]),
         }
 
-    def write(self, path: Path, client: int | None, backbone: str | None, both: BothFiles | None = None) -> None:
+    def write(self, path: Path, client: int | None, backbone: str | None, both_files: BothFiles | None = None) -> None:
         """Write the card of an adapter.
 
         In an existing card only the header's fields and the part that perada wrote are replaced.
@@ -271,15 +273,15 @@ class Cards:
             path: The card.
             client: The adapter's client; None for the global adapter.
             backbone: Path of the backbone's weights relative to the card; None if they can be downloaded.
-            both: What is beside a client's adapter to predict with both models; None without it.
+            both_files: What is beside a client's adapter to predict with both models; None without it.
         """
-        self._write_card(path, self._compose_text(client, backbone, both))
+        self._write_card(path, self._compose_text(client, backbone, both_files))
 
     def write_run(self, path: Path) -> None:
         """Write the card of a run with the states of all clients; see :meth:`write`."""
         text = render_template(
             "run",
-            scores=_collect_scores(self.run.metrics, None) if self.scores else None,
+            scores=_collect_scores(self.run.metrics, None) if self.with_scores else None,
             num_clients=self.run.num_clients,
             privacy=privacy_lines(self.run.info.get("privacy"), self._images_of_joined),
             **self._facts,
@@ -300,7 +302,7 @@ class Cards:
         written_part = f"{_CARD_START}\n{written_text}\n{_CARD_END}\n"
         path.write_text(f"{other_parts}\n\n{written_part}", encoding="utf-8")
 
-    def _compose_text(self, client: int | None, backbone: str | None, both: BothFiles | None) -> str:
+    def _compose_text(self, client: int | None, backbone: str | None, both_files: BothFiles | None) -> str:
         info = self.run.info
         names = info.get("clients")
         client_images = None
@@ -315,7 +317,7 @@ class Cards:
             client_name = code(info["adapter_of"])
         # A copy of the global adapter reveals no more of a client than that.
         private_client = client if client in self._clients_with_adapter else None
-        scores = _collect_scores(self.run.metrics, client) if self.scores else None
+        scores = _collect_scores(self.run.metrics, client) if self.with_scores else None
         return render_template(
             "adapter",
             client=client,
@@ -324,7 +326,7 @@ class Cards:
             joined=client in self._images_of_joined,
             scores=scores,
             backbone=backbone,
-            both=both,
+            both=both_files,
             privacy=privacy_card(info.get("privacy"), private_client, self._images_of_joined, client_name),
             **self._facts,
         )

@@ -222,8 +222,8 @@ def _write_without(folder: Path, state_index: StateIndex, client: int) -> StateI
         rows = [number for number in part.rows if number != client]
         read_state = StateFiles(folder, kind, {name: part})
         # The names of all files in the folder: one that an interrupted call left is not overwritten, but deleted.
-        taken = {*state_index, *(path.name for path in folder.glob("*.safetensors"))}
-        written = write_states(folder, kind, rows, read_state, taken)
+        used_names = {*state_index, *(path.name for path in folder.glob("*.safetensors"))}
+        written = write_states(folder, kind, rows, read_state, used_names)
         sync([*(folder / new_name for new_name in written), folder])
         index |= written
     return index

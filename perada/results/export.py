@@ -395,7 +395,7 @@ _NOT_SHARED = ("clients", "lora_ranks", "joined", "forgotten", "elsewhere", "own
 
 
 def shared_run_file(
-    info: Mapping[str, Any], metrics: Mapping[str, Any], num_clients: int, client: int | None, scores: bool
+    info: Mapping[str, Any], metrics: Mapping[str, Any], num_clients: int, client: int | None, with_scores: bool
 ) -> RunFile:
     """Build the ``run.json`` of a shared adapter. It reveals no client other than the adapter's.
 
@@ -407,9 +407,9 @@ def shared_run_file(
         metrics: ``Run.metrics``.
         num_clients: Number of clients of the run.
         client: The client whose adapter is shared; None for the global adapter.
-        scores: Whether scores are shared.
+        with_scores: Whether scores are shared.
     """
-    if not scores:
+    if not with_scores:
         info, _ = published(info, metrics)
     shared_content: dict[str, Any] = {key: value for key, value in info.items() if key not in _NOT_SHARED}
     shared_content["clients"] = None
@@ -418,7 +418,7 @@ def shared_run_file(
     if client is None:
         shared_content["privacy"] = record_of_nobody(privacy) or None
         rounds = []
-        for row in metrics["rounds"] if scores else []:
+        for row in metrics["rounds"] if with_scores else []:
             rounds.append({name: value for name, value in row.items() if not name.endswith(_ENDINGS_OF_FEW_CLIENTS)})
         return RunFile(num_clients, shared_content, {"rounds": rounds, "clients": {}}, shared=True)
 
@@ -433,7 +433,7 @@ def shared_run_file(
     joined = [record for record in info.get("joined", []) if record["client"] == client]
     shared_content["joined"] = [record | {"client": 0} for record in joined]
     client_metrics = {}
-    if scores:
+    if with_scores:
         client_metrics = {name: [values[client]] for name, values in metrics["clients"].items()}
     return RunFile(1, shared_content, {"rounds": [], "clients": client_metrics}, shared=True)
 

@@ -288,7 +288,7 @@ class Run(Models):
                     stage,
                     folder,
                     [(f"client_{number}", number)],
-                    scores=with_scores,
+                    with_scores=with_scores,
                     clients_with_both=clients_with_both,
                 )
                 self._write_run_file(stage, saved.files | digests, with_scores)
@@ -305,9 +305,9 @@ class Run(Models):
         states_of_both = padded_states(states_of_both)
         return write_states(stage, TYPICAL, list(states_of_both), states_of_both.__getitem__)
 
-    def _with_scores(self, scores: bool | None) -> bool:
+    def _with_scores(self, requested: bool | None) -> bool:
         """Return whether scores are written: by default only for runs that are not private."""
-        return not self.info.get("privacy") if scores is None else scores
+        return not self.info.get("privacy") if requested is None else requested
 
     def _adapter_folders(self) -> Iterator[tuple[str, int | None]]:
         """Yield the folders of all adapters by name, with the client, or None for a global adapter."""
@@ -335,17 +335,17 @@ class Run(Models):
             names.append(BACKBONE_FILE)
         return {name: digest_of(stage / name) for name in names}
 
-    def _write_card(self, stage: Path, existing: Path, license: str, scores: bool) -> None:
+    def _write_card(self, stage: Path, existing: Path, license: str, with_scores: bool) -> None:
         """Write the card of the run.
 
         Args:
             stage: Folder to write to.
             existing: Folder with a former card, in which users may have written: their text is kept.
             license: See :meth:`save`.
-            scores: Whether the card has scores.
+            with_scores: Whether the card has scores.
         """
         _copy_card(existing / CARD_FILE, stage / CARD_FILE)
-        cards = Cards(self, base_name(self._adapted, self.info["pretrained"]), scores, license)
+        cards = Cards(self, base_name(self._adapted, self.info["pretrained"]), with_scores, license)
         cards.write_run(stage / CARD_FILE)
 
     def _write_adapters(
@@ -354,7 +354,7 @@ class Run(Models):
         existing: Path,
         folders: Iterable[tuple[str, int | None]],
         license: str = UNKNOWN,
-        scores: bool = True,
+        with_scores: bool = True,
         clients_with_both: Collection[int] = (),
     ) -> dict[str, str]:
         """Write adapters with their cards and digests, and the backbone if its weights are not available elsewhere.
@@ -364,7 +364,7 @@ class Run(Models):
             existing: Folder with former cards, in which users may have written: their text is kept.
             folders: Names of the adapters' folders, with the client, or None for a global adapter.
             license: See :meth:`save`.
-            scores: Whether the cards have scores.
+            with_scores: Whether the cards have scores.
             clients_with_both: Clients whose folders get what they need to predict with both models.
 
         Returns:
@@ -374,7 +374,7 @@ class Run(Models):
         warn_of_ends(adapted)
         base = base_name(adapted, self.info["pretrained"])
         peft_folders = PeftFolders(adapted, base)
-        cards = Cards(self, base, scores, license, needs_perada=is_of_perada(adapted.config))
+        cards = Cards(self, base, with_scores, license, needs_perada=is_of_perada(adapted.config))
         has_backbone_file = needs_backbone_file(self.info)
         if has_backbone_file:
             save_backbone(adapted, stage)
@@ -404,14 +404,14 @@ class Run(Models):
                 backbone_path = BACKBONE_FILE
             elif has_backbone_file:
                 backbone_path = f"../{BACKBONE_FILE}"
-            both: BothFiles | None = None
+            both_files: BothFiles | None = None
             tensor_files = [WEIGHTS_FILE]
             if client is not None and client in clients_with_both:
                 state_of_both = self._required_state_of_both(client)
                 save_typical(state_of_both, folder / TYPICAL_FILE)
-                both = BothFiles(state_of_both, compared_maps)
+                both_files = BothFiles(state_of_both, compared_maps)
                 tensor_files.append(TYPICAL_FILE)
-            cards.write(folder / CARD_FILE, client, backbone_path, both)
+            cards.write(folder / CARD_FILE, client, backbone_path, both_files)
             peft_folders.save(state, folder, self.info.get("classes"), _lora_rank(self.info, client))
             folder_digests = write_sums(folder, [*file_names, *tensor_files])
             for file_name in tensor_files:
@@ -425,19 +425,19 @@ class Run(Models):
             warnings.warn(f"{str(target)!r}: {TEST_MODE}", stacklevel=3)
 
     def _write_run_file(
-        self, folder: Path, digests: dict[str, str], scores: bool, state_index: StateIndex | None = None
+        self, folder: Path, digests: dict[str, str], with_scores: bool, state_index: StateIndex | None = None
     ) -> None:
         """Write ``run.json``.
 
         Args:
             folder: Folder to write to.
             digests: Digests of the other files.
-            scores: Whether it has scores.
+            with_scores: Whether it has scores.
             state_index: Rows of the files of states; None if the folder has PEFT folders.
         """
         info = self.info
         metrics = self.metrics
-        if not scores:
+        if not with_scores:
             info, metrics = published(info, metrics)
         content = RunFile(
             self.num_clients,

@@ -33,7 +33,7 @@ def write_states(
     kind: str,
     state_numbers: Sequence[int],
     state_of: Callable[[int], State],
-    taken: Collection[str] = (),
+    used_names: Collection[str] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> StateIndex:
     """Write states of equal names, shapes and dtypes, each of which is requested once, in this order.
@@ -43,7 +43,7 @@ def write_states(
         kind: Kind of the states.
         state_numbers: Number of the client, or of the global model, of each state.
         state_of: Returns a state, given its number.
-        taken: Names of files that must not be used.
+        used_names: Names of files that must not be used.
         shard_bytes: Maximum size of the tensors of a file in bytes; a single state may be larger.
 
     Returns:
@@ -60,7 +60,7 @@ def write_states(
     shard = 0
     for start in range(0, len(state_numbers), rows_of_file):
         name = None
-        while name is None or name in taken:
+        while name is None or name in used_names:
             shard += 1
             name = f"{kind}.safetensors" if shard == 1 else f"{kind}_{shard}.safetensors"
         rows = list(state_numbers[start : start + rows_of_file])

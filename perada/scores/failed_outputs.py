@@ -121,16 +121,16 @@ def describe_failed_teachers(
     return " and ".join(parts)
 
 
-def dated(found: Sequence[FailedOutputs], earlier: Sequence[FailedOutputs]) -> list[FailedOutputs]:
+def dated(current: Sequence[FailedOutputs], earlier: Sequence[FailedOutputs]) -> list[FailedOutputs]:
     """Return the models found in an evaluation, with the round in which each was noticed first.
 
     Args:
-        found: The models of this evaluation.
+        current: The models of this evaluation.
         earlier: Those of the evaluation before.
     """
     since = {(entry.model, entry.client): entry.since for entry in earlier}
     dated_entries = []
-    for entry in found:
+    for entry in current:
         first = since.get((entry.model, entry.client), entry.since)
         dated_entries.append(FailedOutputs(entry.model, entry.client, entry.images, first))
     return dated_entries

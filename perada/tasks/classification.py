@@ -211,6 +211,6 @@ class Classification(ClassTask):
                 f"focal_gamma={self.focal_gamma} cannot be combined with mixup or cutmix: the focal loss is defined "
                 "for one true class; set it to 0"
             )
-        own = self.presence(targets, num_classes).to(shares)
-        other = self.presence(others, num_classes).to(shares)
-        return own.lerp(other, 1 - shares.unsqueeze(-1))
+        presence = self.presence(targets, num_classes).to(shares)
+        other_presence = self.presence(others, num_classes).to(shares)
+        return presence.lerp(other_presence, 1 - shares.unsqueeze(-1))

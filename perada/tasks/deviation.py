@@ -175,20 +175,20 @@ class _Variation(_Deviation):
 
     def combine(self, first: Tensor, second: Tensor) -> Tensor:
         """Return means and centred sums (..., 6 D) of the images of both arguments together."""
-        one = self._parse_moments(first)
-        other = self._parse_moments(second)
-        images = one.images + other.images
-        share = other.images / images.clamp(min=1)
-        step_x = other.mean_x - one.mean_x
-        step_y = other.mean_y - one.mean_y
+        moments = self._parse_moments(first)
+        other_moments = self._parse_moments(second)
+        images = moments.images + other_moments.images
+        share = other_moments.images / images.clamp(min=1)
+        step_x = other_moments.mean_x - moments.mean_x
+        step_y = other_moments.mean_y - moments.mean_y
         # n₁ n₂ / (n₁ + n₂)
-        weight = one.images * share
+        weight = moments.images * share
         combined = _Moments(
-            mean_x=one.mean_x + share * step_x,
-            mean_y=one.mean_y + share * step_y,
-            variation_x=one.variation_x + other.variation_x + weight * step_x.square(),
-            variation_y=one.variation_y + other.variation_y + weight * step_y.square(),
-            covariation=one.covariation + other.covariation + weight * step_x * step_y,
+            mean_x=moments.mean_x + share * step_x,
+            mean_y=moments.mean_y + share * step_y,
+            variation_x=moments.variation_x + other_moments.variation_x + weight * step_x.square(),
+            variation_y=moments.variation_y + other_moments.variation_y + weight * step_y.square(),
+            covariation=moments.covariation + other_moments.covariation + weight * step_x * step_y,
             images=images,
         )
         return combined.packed()

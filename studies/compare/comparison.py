@@ -246,12 +246,12 @@ def _make_rows(name: str, records: Sequence[Record]) -> list[ComparedRow]:
     models = [model for model in MODELS if all(f"{model}/local_test" in record["clients"] for record in records)]
     rows = []
     for model in models:
-        own = _read_scores(records, f"{model}/local_test")
-        scores = {OWN: own}
+        own_scores = _read_scores(records, f"{model}/local_test")
+        scores = {OWN: own_scores}
         if all(f"{model}/global_test" in record["clients"] for record in records):
-            everyone = _read_scores(records, f"{model}/global_test")
-            scores[EVERYONE] = everyone
-            scores[MEAN] = (own + everyone) / 2
+            scores_on_everyone = _read_scores(records, f"{model}/global_test")
+            scores[EVERYONE] = scores_on_everyone
+            scores[MEAN] = (own_scores + scores_on_everyone) / 2
         row_name = name if len(models) == 1 else f"{name}, {MODELS[model]}"
         rows.append(ComparedRow(row_name, scores, megabytes))
     return rows

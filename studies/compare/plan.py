@@ -408,11 +408,12 @@ class Plan:
     def _warn_of_defaults(self) -> None:
         """Warn of arguments that the rows of a recipe do not have in common, although they could."""
         for (recipe, name), rows in self._defaults_in_place.items():
-            own = self.recipes[recipe].cli
-            value = arguments_of_algorithm(own)[name]
+            recipe_cli = self.recipes[recipe].cli
+            value = arguments_of_algorithm(recipe_cli)[name]
             algorithm = rows[0].partition(" ")[0]
+            algorithm_of_recipe = type(recipe_cli.loop.algorithm).__name__
             warnings.warn(
-                f"{recipe!r} sets {name}={value} for {type(own.loop.algorithm).__name__} only; other algorithms have "
+                f"{recipe!r} sets {name}={value} for {algorithm_of_recipe} only; other algorithms have "
                 f"their default: {', '.join(rows)}. For the same value, add "
                 f"--set {algorithm}:{ALGORITHM}.{name}={value}",
                 stacklevel=2,

@@ -198,7 +198,7 @@ def own_and_global(record: RunRecord) -> "Difference | None":
     return difference(
         THIS_RUN,
         "the global model",
-        np.array([[own for own, _ in pairs]]),
-        np.array([[other for _, other in pairs]]),
+        np.array([[own_score for own_score, _ in pairs]]),
+        np.array([[global_score for _, global_score in pairs]]),
         lower_is_better=record.lower_is_better,
     )

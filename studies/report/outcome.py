@@ -98,31 +98,31 @@ def _neutral_headline(record: RunRecord) -> str:
 
 def _write_headline(alone: Contrast) -> str:
     """Return what taking part brought in comparison with training alone."""
-    own = _sign_beyond_chance(alone.own)
-    everyone = 0 if alone.everyone is None else _sign_beyond_chance(alone.everyone)
-    if own > 0:
-        if everyone < 0:
+    sign_on_own = _sign_beyond_chance(alone.own)
+    sign_on_everyone = 0 if alone.everyone is None else _sign_beyond_chance(alone.everyone)
+    if sign_on_own > 0:
+        if sign_on_everyone < 0:
             return "Taking part helps on a client’s own images, and harms on those of all clients"
         return "Taking part pays: clients predict their own images better than alone"
-    if own == 0:
-        if everyone > 0:
+    if sign_on_own == 0:
+        if sign_on_everyone > 0:
             return "No clear difference from training alone on a client’s own images; better on those of all clients"
-        if everyone < 0:
+        if sign_on_everyone < 0:
             return "No gain from taking part: no clear difference on own images, and worse on those of all clients"
         return "No clear difference from training alone"
-    if everyone > 0:
+    if sign_on_everyone > 0:
         return "Taking part costs accuracy on a client’s own images, and helps on those of all clients"
     return "Training alone is better here"
 
 
 def _describe_consequence(alone: Contrast) -> str:
     """Return what a client can conclude from the comparison with training alone."""
-    own = _sign_beyond_chance(alone.own)
-    everyone = 0 if alone.everyone is None else _sign_beyond_chance(alone.everyone)
-    if own > 0:
+    sign_on_own = _sign_beyond_chance(alone.own)
+    sign_on_everyone = 0 if alone.everyone is None else _sign_beyond_chance(alone.everyone)
+    if sign_on_own > 0:
         return "a client that wants to predict its own images better has a reason to take part."
-    if everyone > 0:
-        cost = "costs some accuracy there" if own < 0 else "brings no clear gain there"
+    if sign_on_everyone > 0:
+        cost = "costs some accuracy there" if sign_on_own < 0 else "brings no clear gain there"
         return (
             "take part if images like those of other clients matter. If only a client’s own images count, taking "
             f"part {cost}, and training alone sends nothing."
@@ -179,13 +179,14 @@ def _describe_distillation(record: RunRecord) -> str:
 
 def _describe_scores(record: RunRecord, predicted: PredictedScores) -> str:
     """Return what the scores are shares or means of, and the scores of the run."""
-    own = record.unit.text(_average_scores(predicted.own))
+    own_mean = record.unit.text(_average_scores(predicted.own))
     num_images = sum(record.test_images)
     images = f"the {num_images:,} test images" if num_images else "test images"
     if record.first_metric == "accuracy" and record.unit.symbol:
         text = (
             f"A percentage is the share of a client’s test images that are predicted correctly. In means every client "
-            f"counts the same. No model was trained on {images}. Of its own images a client predicts {own} correctly"
+            f"counts the same. No model was trained on {images}. Of its own images a client predicts {own_mean} "
+            "correctly"
         )
         personal = record.clients.get("personal/local_test", [])
         if predicts_with_both(record) and any(not math.isnan(score) for score in personal):
@@ -194,7 +195,7 @@ def _describe_scores(record: RunRecord, predicted: PredictedScores) -> str:
         better = "lower" if record.lower_is_better else "higher"
         text = (
             f"Scores are {score_title(record.first_metric)} on {images}, means over clients; {better} is better, and "
-            f"no model was trained on them. On its own images a client reaches {own}"
+            f"no model was trained on them. On its own images a client reaches {own_mean}"
         )
     if any(not math.isnan(score) for score in predicted.everyone):
         text += f", of those of all clients {record.unit.text(_average_scores(predicted.everyone))}"
@@ -212,15 +213,17 @@ def _describe_traffic(record: RunRecord) -> str:
 def _compare_with_baseline(contrast: Contrast, opponent: str, record: RunRecord) -> Point:
     """Return how a run does against a baseline, on own images and on those of all clients."""
     lower_is_better = record.lower_is_better
-    own = contrast.own
-    statement = f"Compared with {opponent}: {_describe_verdict(own)} on own images"
-    figures = _describe_difference(own, record.unit, contrast.baseline.mean("own"), lower_is_better=lower_is_better)
+    own_difference = contrast.own
+    statement = f"Compared with {opponent}: {_describe_verdict(own_difference)} on own images"
+    figures = _describe_difference(
+        own_difference, record.unit, contrast.baseline.mean("own"), lower_is_better=lower_is_better
+    )
     if contrast.everyone is not None:
         statement += f", {_describe_verdict(contrast.everyone)} on images of all clients"
-        everyone = _describe_difference(
+        everyone_figures = _describe_difference(
             contrast.everyone, record.unit, contrast.baseline.mean("all"), lower_is_better=lower_is_better
         )
-        figures = f"Own images: {figures} Images of all clients: {everyone}"
+        figures = f"Own images: {figures} Images of all clients: {everyone_figures}"
     return Point(f"{statement}.", figures)
 
 
@@ -340,12 +343,15 @@ def compare_counts(record: RunRecord, contrast: Contrast) -> list[CountTest]:
 
     tests = []
     p_values = []
-    for client, (own, other) in enumerate(zip(own_counts, other_counts, strict=True)):
-        if own is None or other is None:
+    for client, (own_count, other_count) in enumerate(zip(own_counts, other_counts, strict=True)):
+        if own_count is None or other_count is None:
             continue
-        counts = [[own.right, own.images - own.right], [other.right, other.images - other.right]]
+        counts = [
+            [own_count.right, own_count.images - own_count.right],
+            [other_count.right, other_count.images - other_count.right],
+        ]
         p_values.append(float(fisher_exact(counts).pvalue))
-        tests.append(CountTest(client, own.images, own.right - other.right, is_significant=False))
+        tests.append(CountTest(client, own_count.images, own_count.right - other_count.right, is_significant=False))
     corrected = []
     for test, p_value in zip(tests, holm(p_values), strict=True):
         corrected.append(replace(test, is_significant=p_value < LEVEL))

@@ -49,7 +49,7 @@ def check_full_scale(full_scale: float | None) -> None:
     )
 
 
-def decode(image: Image.Image, mode: str | None = None, full_scale: float | None = None) -> Tensor:
+def decode(pil_image: Image.Image, mode: str | None = None, full_scale: float | None = None) -> Tensor:
     """Convert a PIL image to uint8 (Ch, H, W), with one channel if it is grey and three otherwise.
 
     Images are rotated according to their EXIF or XMP metadata. Grey images of 16 or 32 bits and of floating point are
@@ -58,7 +58,7 @@ def decode(image: Image.Image, mode: str | None = None, full_scale: float | None
     other modes are converted to RGB. The current frame is used, which is the first of an image that was just opened.
 
     Args:
-        image: The image. Its pixels need not be loaded.
+        pil_image: The image. Its pixels need not be loaded.
         mode: ``L`` or ``RGB`` to force one or three channels.
         full_scale: The value of white in grey images of more than 8 bits; by default 65535, or 1 for floating point.
 
@@ -68,126 +68,126 @@ def decode(image: Image.Image, mode: str | None = None, full_scale: float | None
     >>> decode(Image.fromarray(np.array([[0, 4095]], dtype=np.uint16)), full_scale=4095).tolist()
     [[[0, 255]]]
     """
-    load_pixels(image)
+    load_pixels(pil_image)
     # Rotation returns an image without the tags of its file.
-    white_is_zero = _is_white_zero(image)
-    _check_not_negative(image)
-    image = upright(image)
-    if image.mode in _DEEP_MODES:
-        image = _scale_to_8_bits(image, full_scale, white_is_zero)
-    elif image.has_transparency_data:
-        image = _composite_on_white(image)
-    elif image.mode == "LAB":
-        image = image.convert("RGB")  # Pillow has no direct conversion to L
+    white_is_zero = _is_white_zero(pil_image)
+    _check_not_negative(pil_image)
+    pil_image = upright(pil_image)
+    if pil_image.mode in _DEEP_MODES:
+        pil_image = _scale_to_8_bits(pil_image, full_scale, white_is_zero)
+    elif pil_image.has_transparency_data:
+        pil_image = _composite_on_white(pil_image)
+    elif pil_image.mode == "LAB":
+        pil_image = pil_image.convert("RGB")  # Pillow has no direct conversion to L
     if mode is None:
-        mode = "L" if image.mode in ("1", "L") else "RGB"
-    if image.mode != mode:
-        image = image.convert(mode)
-    pixels: Tensor = vision.pil_to_tensor(image)
+        mode = "L" if pil_image.mode in ("1", "L") else "RGB"
+    if pil_image.mode != mode:
+        pil_image = pil_image.convert(mode)
+    pixels: Tensor = vision.pil_to_tensor(pil_image)
     return pixels
 
 
-def load_pixels(image: Image.Image) -> None:
+def load_pixels(pil_image: Image.Image) -> None:
     """Load the pixels of an opened image, even if its metadata is damaged.
 
     Raises:
         Exception: Whatever Pillow raises if the pixels themselves cannot be read.
     """
-    if not isinstance(image, TiffImagePlugin.TiffImageFile):
-        image.load()
+    if not isinstance(pil_image, TiffImagePlugin.TiffImageFile):
+        pil_image.load()
         return
     # Pillow 13 maps an uncompressed TIFF into memory with the size that it has after its rotation, which garbles one
     # that is rotated by 90 degrees. It maps no image without a file name.
-    filename = image.filename
-    image.filename = ""
+    filename = pil_image.filename
+    pil_image.filename = ""
     try:
-        image.load()
+        pil_image.load()
     except OSError:
         raise
     except Exception:
         # Pillow parses the EXIF data of a TIFF at the end of load(), when the pixels are complete and no tile is left.
         # A value of the wrong type there does not affect the pixels.
-        if image.tile:
+        if pil_image.tile:
             raise
     finally:
-        image.filename = filename
+        pil_image.filename = filename
 
 
-def upright(image: Image.Image) -> Image.Image:
+def upright(pil_image: Image.Image) -> Image.Image:
     """Rotate or mirror a loaded image according to its metadata.
 
     ``ImageOps.exif_transpose`` is not used: it rewrites the metadata, which fails if any field has a value of the wrong
     type, such as a text in a numeric field.
     """
-    transpose = _TRANSPOSE_BY_ORIENTATION.get(_read_orientation(image) or 1)
-    return image if transpose is None else image.transpose(transpose)
+    transpose = _TRANSPOSE_BY_ORIENTATION.get(_read_orientation(pil_image) or 1)
+    return pil_image if transpose is None else pil_image.transpose(transpose)
 
 
-def upright_size(image: Image.Image) -> tuple[int, int]:
+def upright_size(pil_image: Image.Image) -> tuple[int, int]:
     """Return width and height of an opened image after :func:`upright`. Only the pixels of a TIFF are loaded for it."""
-    if isinstance(image, TiffImagePlugin.TiffImageFile):
+    if isinstance(pil_image, TiffImagePlugin.TiffImageFile):
         # Pillow rotates some of them itself, at the end of load().
-        load_pixels(image)
-    width, height = image.size
-    is_turned_by_90_degrees = (_read_orientation(image) or 1) >= 5
+        load_pixels(pil_image)
+    width, height = pil_image.size
+    is_turned_by_90_degrees = (_read_orientation(pil_image) or 1) >= 5
     return (height, width) if is_turned_by_90_degrees else (width, height)
 
 
-def _read_orientation(image: Image.Image) -> int | None:
+def _read_orientation(pil_image: Image.Image) -> int | None:
     """Return the orientation in the EXIF or XMP metadata; None if there is none or it is no integer."""
     # A damaged field makes the first call fail with one of many errors. The second returns the fields before it.
     for _ in range(2):
         with suppress(Exception):
-            orientation = image.getexif().get(ExifTags.Base.Orientation)
+            orientation = pil_image.getexif().get(ExifTags.Base.Orientation)
             return orientation if isinstance(orientation, int) else None
     return None
 
 
-def _composite_on_white(image: Image.Image) -> Image.Image:
+def _composite_on_white(pil_image: Image.Image) -> Image.Image:
     """Composite an image with an alpha channel, or with transparent colours, onto white."""
-    if image.mode == "La":
-        image = image.convert("LA")  # the only mode that Pillow can convert La to
-    layer = image.convert("RGBA")
-    white = Image.new("RGBA", image.size, "white")
+    if pil_image.mode == "La":
+        pil_image = pil_image.convert("LA")  # the only mode that Pillow can convert La to
+    layer = pil_image.convert("RGBA")
+    white = Image.new("RGBA", pil_image.size, "white")
     return Image.alpha_composite(white, layer).convert("RGB")
 
 
-def _is_white_zero(image: Image.Image) -> bool:
+def _is_white_zero(pil_image: Image.Image) -> bool:
     """Return whether an image is from a TIFF file whose tags say that 0 is white."""
-    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+    if not isinstance(pil_image, TiffImagePlugin.TiffImageFile):
         return False
-    return bool(image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0)
+    return bool(pil_image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0)
 
 
-def _check_not_negative(image: Image.Image) -> None:
+def _check_not_negative(pil_image: Image.Image) -> None:
     """Raise a ValueError for negative values in a TIFF of signed 8 bits, which Pillow reads as unsigned."""
-    if image.mode != "L" or not isinstance(image, TiffImagePlugin.TiffImageFile):
+    if pil_image.mode != "L" or not isinstance(pil_image, TiffImagePlugin.TiffImageFile):
         return
-    formats = image.tag_v2.get(TiffImagePlugin.SAMPLEFORMAT, ())
+    formats = pil_image.tag_v2.get(TiffImagePlugin.SAMPLEFORMAT, ())
     if 2 not in formats:
         return
-    values = np.asarray(image).view(np.int8)
+    values = np.asarray(pil_image).view(np.int8)
     if values.min() < 0:
         raise ValueError(
             f"its values are from {values.min()} to {values.max()}, but must be from 0 to 127: rescale the file"
         )
 
 
-def _scale_to_8_bits(image: Image.Image, full_scale: float | None, white_is_zero: bool) -> Image.Image:
+def _scale_to_8_bits(pil_image: Image.Image, full_scale: float | None, white_is_zero: bool) -> Image.Image:
     """Scale a grey image of more than 8 bits so that white becomes 255 and black 0, and transparent pixels white.
 
     Args:
-        image: The image.
+        pil_image: The image.
         full_scale: The largest possible value; None for the default of the image's mode.
         white_is_zero: Whether white is 0 and black ``full_scale``, instead of the reverse.
     """
-    values = np.asarray(image).astype(np.float64)
+    values = np.asarray(pil_image).astype(np.float64)
     white = float(WHOLE_SCALE)
     if full_scale:
         white = full_scale
-    elif image.mode == "F":
+    elif pil_image.mode == "F":
         white = 1.0
-    transparent = image.info.get("transparency")
+    transparent = pil_image.info.get("transparency")
     if isinstance(transparent, int):
         # Pillow's own conversion clips 16 bits to 255 before it compares.
         values[values == transparent] = white
@@ -247,7 +247,7 @@ def _decode_file(file: str | Path | IO[bytes], mode: str | None, full_scale: flo
         return decode(image, mode, full_scale)
 
 
-def decode_opened(image: Image.Image, mode: str | None = None, full_scale: float | None = None) -> Tensor:
+def decode_opened(pil_image: Image.Image, mode: str | None = None, full_scale: float | None = None) -> Tensor:
     """Decode an image that the caller opened or made. An error names its file, if it has one.
 
     Raises:
@@ -255,9 +255,9 @@ def decode_opened(image: Image.Image, mode: str | None = None, full_scale: float
         UnreadableImageError: If its pixels cannot be read or scaled.
     """
     try:
-        return decode(image, mode, full_scale)
+        return decode(pil_image, mode, full_scale)
     except Exception as error:  # Pillow's decoders raise many types
-        name = getattr(image, "filename", "") or f"an image of mode {image.mode} and size {image.size}"
+        name = getattr(pil_image, "filename", "") or f"an image of mode {pil_image.mode} and size {pil_image.size}"
         raise _make_unreadable_error(error, str(name), "fix it, or leave it out") from None
 
 

@@ -131,9 +131,9 @@ def side_by_side(values_of_clients: Sequence[MaskValues]) -> str:
     frequencies = Counter(tuple(client.values) for client in values_of_clients)
     rarest_first = sorted(values_of_clients, key=lambda client: frequencies[tuple(client.values)])
     descriptions = [f"{client.owner}: {_list_values(client.values)}" for client in rarest_first]
-    shown = "; ".join(descriptions[:_MAX_CLIENTS])
+    descriptions_of_first = "; ".join(descriptions[:_MAX_CLIENTS])
     num_hidden = len(descriptions) - _MAX_CLIENTS
-    return f"{shown}; and {num_hidden} more" if num_hidden > 0 else shown
+    return f"{descriptions_of_first}; and {num_hidden} more" if num_hidden > 0 else descriptions_of_first
 
 
 def _list_values(values: Iterable[int]) -> str:

@@ -199,8 +199,10 @@ def _parse_host(host: str) -> str | ipaddress.IPv4Address | ipaddress.IPv6Addres
 def _private_bytes(private_key: "ec.EllipticCurvePrivateKey", format_name: str) -> bytes:
     """Return the content of a private key's file."""
     private_format = getattr(serialization.PrivateFormat, format_name)
-    content: bytes = private_key.private_bytes(serialization.Encoding.PEM, private_format, serialization.NoEncryption())
-    return content
+    file_bytes: bytes = private_key.private_bytes(
+        serialization.Encoding.PEM, private_format, serialization.NoEncryption()
+    )
+    return file_bytes
 
 
 def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:

@@ -113,7 +113,7 @@ class Coordinator:
         module = recipe.module
         self.settings = recipe.settings()
         self.sample = terms.sample or self.settings.clients_per_round
-        self.images = recipe.public_images()
+        self.public_images = recipe.public_images()
         self._check_terms()
         check_run(self._run_setup())
         no_effect = without_both_models(self.settings, recipe.loop.evaluation.prediction)
@@ -151,7 +151,7 @@ class Coordinator:
             server=self.server,
             roster=self.roster,
             progress=self.progress,
-            images=self.images,
+            public_images=self.public_images,
             folder=folder,
             ask=self._ask_for_sum,
             retry_on_disk_failure=self._retry_on_disk_failure,
@@ -185,7 +185,7 @@ class Coordinator:
         recipe = self.recipe
         if self.settings.secure_sums is None:
             return max(max_message_size(recipe.sent(round)) for round in range(2))
-        vector_size = max(recipe.contents(round, self.images).size for round in range(2))
+        vector_size = max(recipe.contents(round, self.public_images).size for round in range(2))
         return max_message_size({}) + 8 * vector_size
 
     def _check_terms(self) -> None:
@@ -229,7 +229,7 @@ class Coordinator:
             num_clients=None,
             fewest_clients=self.terms.min_sites,
             fewest_clients_source=f"min_sites={self.terms.min_sites}",
-            num_public=self.images.public_size,
+            num_public=self.public_images.public_size,
             num_labelled=0,
         )
 
@@ -320,7 +320,7 @@ class Coordinator:
         spare = list(spare)
         num_places = len(selected)
         responses: dict[str, tuple[Response, State]] = {}
-        asked: set[str] = set()
+        asked_sites: set[str] = set()
         while True:
             while spare and _count_places_taken(selected, record) < num_places:
                 selected.append(spare.pop(0))
@@ -331,7 +331,7 @@ class Coordinator:
             if num_wanted <= 0:
                 return _Replies(selected, responses)
             # A site whose disk failed waits before it is asked again, and not before it is asked something new.
-            waiting = asked - set(self._waits.due(asked, time.monotonic()))
+            waiting = asked_sites - set(self._waits.due(asked_sites, time.monotonic()))
             due = [name for name in pending if name not in waiting]
             if not due:
                 # The disks of all remaining sites have failed.
@@ -343,7 +343,7 @@ class Coordinator:
             specs = {name: spec_of(expected_for(name)) for name in due}
             num_wanted = min(num_wanted, len(due))
             replies = ask_sites(self.transport, messages, num_wanted, end - time.monotonic(), specs, record)
-            asked.update(due)
+            asked_sites.update(due)
             self._reject_invalid_modes(replies)
             self._note_disks(replies)
             responses |= replies.responses
@@ -619,7 +619,7 @@ class Coordinator:
             response, state = answered[name]
             widened_state = {key: widened(value, full_update[key].shape) for key, value in state.items()}
             updates[numbers[name]] = (response, widened_state)
-        close_round(self.recipe, self.server, self.roster, self.images, record, updates)
+        close_round(self.recipe, self.server, self.roster, self.public_images, record, updates)
 
     def _ask_for_sum(
         self,

@@ -96,7 +96,7 @@ class SummedRounds:
         server: Server with the global state.
         roster: Sites of the run.
         progress: Progress of the run.
-        images: The server's public images.
+        public_images: The server's public images.
         folder: State folder, which has the state of a sum under way.
         ask: Requests a step of a sum from sites.
         retry_on_disk_failure: Runs a function that reads or writes files of the run, and waits while the disk fails.
@@ -108,7 +108,7 @@ class SummedRounds:
     server: Server
     roster: Roster
     progress: RunProgress
-    images: PublicImages
+    public_images: PublicImages
     folder: Path
     ask: AskForSum
     retry_on_disk_failure: Callable[[Callable[[], Any]], Any]
@@ -123,7 +123,7 @@ class SummedRounds:
             updates = self._summed_updates(record, answered, result.mean)
             summed_logits = torch.empty(0) if result.logits is None else result.logits
         states_before = deepcopy(self.server.state_dict())
-        close_round(self.recipe, self.server, self.roster, self.images, record, updates, summed_logits)
+        close_round(self.recipe, self.server, self.roster, self.public_images, record, updates, summed_logits)
         self._keep_or_restore(record, states_before)
         if result is not None:
             for role, loss in result.metrics.items():
@@ -132,7 +132,7 @@ class SummedRounds:
     def _sum_of_updates(self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]]) -> SumResult | None:
         """Return the secure sum of the sites' updates; None, and the reason in the record, if it cannot be used."""
         try:
-            contents = self.recipe.contents(record.round, self.images)
+            contents = self.recipe.contents(record.round, self.public_images)
             finished_sum = self.add_up("update", record, answered, contents)
             record.summed = finished_sum.sites
             self._check_move(finished_sum.result.mean)

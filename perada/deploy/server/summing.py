@@ -272,11 +272,11 @@ class SecureSum:
         kind: RequestKind,
         attempt: int,
         names: Iterable[str],
-        content: dict[str, Any],
+        request_fields: dict[str, Any],
         vector_size: int = 0,
     ) -> dict[str, tuple[Response, State]]:
         """Ask sites for a step with the same content."""
-        return self._ask(kind, attempt, dict.fromkeys(names, content), vector_size)
+        return self._ask(kind, attempt, dict.fromkeys(names, request_fields), vector_size)
 
     def _settle_objections(self, summing_server: ServerRound, dealt: Mapping[str, tuple[Response, State]]) -> None:
         """Exclude sites whose keys most others reject, and sites that reject keys which most others accept.
@@ -448,9 +448,9 @@ def consistent_adverts(adverts: Mapping[str, Advert]) -> dict[str, Advert]:
     return {name: advert for name, advert in adverts.items() if name not in deviating}
 
 
-def _read_advert(name: str, content: dict[str, Any]) -> Advert:
+def _read_advert(name: str, fields: dict[str, Any]) -> Advert:
     """Read a site's keys; a ValueError if they are unusable, another site's or not signed."""
-    advert = Advert(**content["advert"])
+    advert = Advert(**fields["advert"])
     if advert.name != name:
         raise ValueError(f"it calls itself {advert.name[:80]!r}; its name must match that of its key at the SuperLink")
     check_usable(advert)
@@ -459,21 +459,21 @@ def _read_advert(name: str, content: dict[str, Any]) -> Advert:
     return advert
 
 
-def _read_objections(content: dict[str, Any], others: Collection[str]) -> list[str]:
+def _read_objections(fields: dict[str, Any], others: Collection[str]) -> list[str]:
     """Read the names of the sites whose keys or shares a site does not accept."""
-    objections = content.get("objects", [])
+    objections = fields.get("objects", [])
     if not isinstance(objections, list) or not {*objections} <= {*others}:
         raise ValueError("it objects to something that is not another site")
     return objections
 
 
-def _read_dealt(name: str, content: dict[str, Any], order: Sequence[str]) -> DealtShares:
+def _read_dealt(name: str, fields: dict[str, Any], order: Sequence[str]) -> DealtShares:
     """Read the shares that a site dealt to the sites in ``order``."""
-    sealed = from_hex(content["sealed"])
+    sealed = from_hex(fields["sealed"])
     others = {*order} - {name}
     if {*sealed} != others or any(len(text) != SEALED_SIZE for text in sealed.values()):
         raise ValueError("it did not seal its shares for all others, so some masks would not cancel")
-    commitments = content["commitments"]
+    commitments = fields["commitments"]
     if {*commitments} != {*order}:
         raise ValueError("it did not commit to the shares of all sites")
     pairs = {}
@@ -484,26 +484,26 @@ def _read_dealt(name: str, content: dict[str, Any], order: Sequence[str]) -> Dea
     return DealtShares(sealed, pairs)
 
 
-def _read_seed(_: str, content: dict[str, Any]) -> bytes:
+def _read_seed(_: str, fields: dict[str, Any]) -> bytes:
     """Read the seed of the key with which a site sealed the shares that it dealt."""
-    seed = bytes.fromhex(content["seals"])
+    seed = bytes.fromhex(fields["seals"])
     if len(seed) != SECRET_SIZE:
         raise ValueError("a secret has the wrong length")
     return seed
 
 
-def _read_signature(_: str, content: dict[str, Any]) -> str:
+def _read_signature(_: str, fields: dict[str, Any]) -> str:
     """Read a site's signature of the sum's statement."""
-    signature = content["signature"]
+    signature = fields["signature"]
     if not re.fullmatch("[0-9a-f]{128}", signature):
         raise ValueError("a signature is malformed")
     return str(signature)
 
 
-def _read_revealed(content: dict[str, Any], survivors: Collection[str], dropouts: Collection[str]) -> RevealedShares:
+def _read_revealed(fields: dict[str, Any], survivors: Collection[str], dropouts: Collection[str]) -> RevealedShares:
     """Read the shares that a site reveals of the survivors and the dropouts."""
-    self_mask_shares = from_hex(content["own"])
-    pair_mask_shares = from_hex(content["gone"])
+    self_mask_shares = from_hex(fields["own"])
+    pair_mask_shares = from_hex(fields["gone"])
     if {*self_mask_shares} != {*survivors} or {*pair_mask_shares} != {*dropouts}:
         raise ValueError("it did not reveal its shares of all sites")
     if any(len(share) != SECRET_SIZE for share in [*self_mask_shares.values(), *pair_mask_shares.values()]):

@@ -137,7 +137,7 @@ class Client:
             check_first_batch(simulated, self.data.first_batch([0]), trains=True)
         self.site_privacy = SitePrivacy(recipe, limits) if recipe.noisy else None
         self._trainer = LocalTrainer(self.module.engine, self.module.tensor_names, self.settings, self._protection)
-        self.images = recipe.public_images()
+        self.public_images = recipe.public_images()
         # Digest of the public images of the last round, by the round.
         self._public_digests: dict[int, str] = {}
         # What is typical of the site's training images, without the weight of the personal model. The draws of random
@@ -412,11 +412,11 @@ class Client:
         recipe = self.recipe
         if not recipe.distils(round):
             return ""
-        if not self.images.public_size:
+        if not self.public_images.public_size:
             raise RejectionError("the recipe distils, but has no public images here", "other")
         if round not in self._public_digests:
-            indices = self.images.used(recipe.loop.distillation, round)
-            self._public_digests = {round: self.images.digest(indices)}
+            indices = self.public_images.used(recipe.loop.distillation, round)
+            self._public_digests = {round: self.public_images.digest(indices)}
         return self._public_digests[round]
 
     def update_vector(self, run_state: RunState, num_sites: int, shared_metric_names: Collection[str]) -> Uint64Vector:
@@ -441,7 +441,7 @@ class Client:
                 summand = summing.update
             else:
                 summand = self.site_privacy.noisy_change(run_state, num_sites)
-            return recipe.contents(round, self.images).vector(summand, weight, logits, losses, num_sites)
+            return recipe.contents(round, self.public_images).vector(summand, weight, logits, losses, num_sites)
         except ValueError as error:
             raise RejectionError(str(error), "broken") from None
 
@@ -450,10 +450,10 @@ class Client:
         recipe = self.recipe
         state = recipe.template.initial | summing.received | summing.update
         model = expand(to_device(state, recipe.device), 1)
-        batches = recipe.teacher_batches(round, self.images)
+        batches = recipe.teacher_batches(round, self.public_images)
 
         def read_images(indices: Tensor) -> Tensor:
-            return self.images.public_images(indices, recipe.device)
+            return self.public_images.public_images(indices, recipe.device)
 
         with recipe.context():
             parts = batches.logits(self.module.engine, model, read_images, self.module.task)
@@ -488,18 +488,18 @@ class Client:
             server_states = {"members": to_device(members, self.recipe.device)} if members else {}
             models["global"] = algorithm.members(shared, server_states)
         scores = {name: Scores(module.metrics, module.task) for name in models}
-        both: BothModels | None = None
+        both_models: BothModels | None = None
         if self.recipe.predicts_with_both and models.keys() == {"personal", "global"}:
-            both = self._both_models(request.client, models["global"])
+            both_models = self._both_models(request.client, models["global"])
             scores["both"] = Scores(module.metrics, module.task)
         masks_of_batches: list[Tensor] = []
         with torch.no_grad(), self.recipe.context():
             for x, y in self.test_batches(request.client):
                 logits = {name: self._compute_logits(states, x) for name, states in models.items()}
-                if both is not None:
-                    is_typical = both.typical([0], both.statistics(x))[0]
-                    weights = both.weights([0], x.device)
-                    logits["both"] = both.logits(logits["personal"], logits["global"], is_typical, weights)
+                if both_models is not None:
+                    is_typical = both_models.typical([0], both_models.statistics(x))[0]
+                    weights = both_models.weights([0], x.device)
+                    logits["both"] = both_models.logits(logits["personal"], logits["global"], is_typical, weights)
                     masks_of_batches.append(is_typical)
                 for name, logits_of_model in logits.items():
                     scores[name].update(logits_of_model.unsqueeze(0), y)

@@ -20,12 +20,12 @@ class ImageSplit(NamedTuple):
     """How a site's images are split.
 
     Attributes:
-        images: The images.
+        image_set: The images.
         is_test: Whether an image or its group, by its identity, is a test image.
         changed: What has changed since the last start, in words; "" if nothing has.
     """
 
-    images: OwnImages
+    image_set: OwnImages
     is_test: dict[str, bool]
     changed: str
 
@@ -48,7 +48,7 @@ def image_split(served: FederatedDataModule) -> ImageSplit | None:
 
 def save_split(folder: Path, split: ImageSplit) -> None:
     """Write a split to a state folder, which must be locked."""
-    splits = load_splits(folder) | {split_key(split.images): split.is_test}
+    splits = load_splits(folder) | {split_key(split.image_set): split.is_test}
     content = {}
     for key, test in splits.items():
         content[key] = {
@@ -82,9 +82,9 @@ def describe_changes(before: Mapping[str, bool], now: Mapping[str, bool]) -> str
     )
 
 
-def split_key(images: OwnImages) -> str:
+def split_key(image_set: OwnImages) -> str:
     """Return the key under which the split of images is saved."""
-    return f"test_share={images.test_share}, seed={images.seed}"
+    return f"test_share={image_set.test_share}, seed={image_set.seed}"
 
 
 def load_splits(folder: Path) -> dict[str, dict[str, bool]]:

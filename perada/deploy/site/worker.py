@@ -58,20 +58,20 @@ class SiteWorker:
     def __init__(
         self,
         store: SiteStore,
-        clients: Mapping[str, Client],
+        clients_by_recipe: Mapping[str, Client],
         may_send: Sequence[str] = (),
         log: logging.Logger | None = None,
         party: "Party | None" = None,
         resume_allow: Sequence[str] = (),
     ) -> None:
-        for client in clients.values():
+        for client in clients_by_recipe.values():
             if client.settings.secure_sums is not None and party is None:
                 raise ValueError(
                     "the recipe uses secure_sums, but the site's file does not list the sites to hide among; add a "
                     "section secure_sums with identity and sites (docs/secure_sums.md)"
                 )
         self.store = store
-        self.clients = dict(clients)
+        self.clients = dict(clients_by_recipe)
         self.permissions = Permissions(set(may_send), set(resume_allow))
         self.log = log or logging.getLogger("perada.site")
         self.trainer = TrainingHandler(store, self.permissions, self.log)

@@ -95,15 +95,15 @@ def shared_key(private: X25519PrivateKey, public: str, purpose: str, context: An
     return derive_key(secret, purpose, context)
 
 
-def sign(private_key: Ed25519PrivateKey, statement_kind: str, content: object) -> str:
+def sign(private_key: Ed25519PrivateKey, statement_kind: str, statement: object) -> str:
     """Sign a statement of some kind; the kind keeps a signature from being valid for a statement of another one."""
-    return str(private_key.sign(_LABEL + canonical([statement_kind, content])).hex())
+    return str(private_key.sign(_LABEL + canonical([statement_kind, statement])).hex())
 
 
-def is_signed(public_key: Ed25519PublicKey, signature: str, statement_kind: str, content: object) -> bool:
+def is_signed(public_key: Ed25519PublicKey, signature: str, statement_kind: str, statement: object) -> bool:
     """Return whether a statement was signed with the private half of a key."""
     try:
-        public_key.verify(bytes.fromhex(signature), _LABEL + canonical([statement_kind, content]))
+        public_key.verify(bytes.fromhex(signature), _LABEL + canonical([statement_kind, statement]))
     except (InvalidSignature, ValueError):
         return False
     return True
@@ -275,16 +275,16 @@ def share_order(adverts: Sequence[Advert]) -> list[str]:
     return sorted(advert.name for advert in adverts)
 
 
-def commitment(context: str, dealer: str, holder: str, purpose: str, share: bytes) -> str:
+def commitment(keys_digest: str, dealer: str, holder: str, purpose: str, share: bytes) -> str:
     """Return the digest that commits a dealer to the share of a secret that it deals to a holder.
 
     A share has 128 random bits, so that the digest does not reveal it.
     """
-    return digest_of_json(["share", context, dealer, holder, purpose, share.hex()])
+    return digest_of_json(["share", keys_digest, dealer, holder, purpose, share.hex()])
 
 
 def sum_statement(
-    context: str,
+    keys_digest: str,
     senders: Sequence[str],
     vector_size: int,
     survivors: Sequence[str],
@@ -292,25 +292,25 @@ def sum_statement(
     """Return the statement about a sum that its sites sign.
 
     Args:
-        context: Digest of all sites' keys.
+        keys_digest: Digest of all sites' keys.
         senders: Sites whose pairwise masks are in the vectors.
         vector_size: Length of the vectors.
         survivors: Sites whose vectors are in the sum.
     """
-    return {"about": context, "there": sorted(senders), "numbers": vector_size, "alive": sorted(survivors)}
+    return {"about": keys_digest, "there": sorted(senders), "numbers": vector_size, "alive": sorted(survivors)}
 
 
-def sealing_key(private: X25519PrivateKey, public: str, context: str, dealer: str, holder: str) -> bytes:
+def sealing_key(private: X25519PrivateKey, public: str, keys_digest: str, dealer: str, holder: str) -> bytes:
     """Return the key with which a dealer seals shares for a holder, which both can compute. It seals one message.
 
     Args:
         private: The dealer's key ``seals``, or the holder's key ``shares``.
         public: The public key of the other one of these two.
-        context: Digest of all sites' keys.
+        keys_digest: Digest of all sites' keys.
         dealer: Name of the site whose secrets are shared.
         holder: Name of the site that receives the shares.
     """
-    return shared_key(private, public, "shares", [context, dealer, holder])
+    return shared_key(private, public, "shares", [keys_digest, dealer, holder])
 
 
 def self_mask_key(secret: bytes) -> bytes:
@@ -318,6 +318,6 @@ def self_mask_key(secret: bytes) -> bytes:
     return derive_key(secret, "own mask")
 
 
-def pair_mask_key(private: X25519PrivateKey, public: str, context: str, names: Sequence[str]) -> bytes:
+def pair_mask_key(private: X25519PrivateKey, public: str, keys_digest: str, names: Sequence[str]) -> bytes:
     """Return the key of the mask of a pair of sites, which the first by name adds and the other one subtracts."""
-    return shared_key(private, public, "pair mask", [context, *sorted(names)])
+    return shared_key(private, public, "pair mask", [keys_digest, *sorted(names)])

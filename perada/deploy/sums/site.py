@@ -361,13 +361,13 @@ class SiteRound:
         return is_signed(self._identities[name], signature, "alive", self._statement)
 
 
-def open_shares(key: bytes, sealed: bytes, context: str) -> tuple[bytes, bytes]:
+def open_shares(key: bytes, sealed: bytes, keys_digest: str) -> tuple[bytes, bytes]:
     """Decrypt the two shares of a sealed message.
 
     Raises:
         ValueError: If it cannot be opened, or does not hold two shares.
     """
-    shares = unseal(key, sealed, context)
+    shares = unseal(key, sealed, keys_digest)
     if len(shares) != 2 * SECRET_SIZE:
         raise ValueError(f"its shares have {len(shares)} bytes, expected {2 * SECRET_SIZE}")
     return shares[:SECRET_SIZE], shares[SECRET_SIZE:]

@@ -100,21 +100,21 @@ class Contents:
             ValueError: If a number is not finite, or too large for the sum over so many sites.
         """
         # Each part has a factor; None marks integers, which are taken as they are.
-        tensors: list[tuple[Tensor, float | None]] = []
+        scaled_parts: list[tuple[Tensor, float | None]] = []
         for key in self.example:
-            tensors.append((sent[key], None if self.noisy else weight))
+            scaled_parts.append((sent[key], None if self.noisy else weight))
         if logits is not None:
-            tensors.append((logits, 1.0))
+            scaled_parts.append((logits, 1.0))
         values = [metrics.get(name, 0.0) for name in self.metric_names]
         has_metric = [float(name in metrics) for name in self.metric_names]
-        tensors.append((torch.tensor([weight, *values, *has_metric], dtype=torch.float64), 1.0))
+        scaled_parts.append((torch.tensor([weight, *values, *has_metric], dtype=torch.float64), 1.0))
 
-        size = sum(part.numel() for part, _ in tensors)
+        size = sum(part.numel() for part, _ in scaled_parts)
         if size != self.size:
             raise ValueError(f"a site's vector has {size} numbers, expected {self.size}")
         integers = torch.empty(size, dtype=torch.int64)
         begin = 0
-        for part, factor in tensors:
+        for part, factor in scaled_parts:
             for chunk in part.detach().flatten().split(_CHUNK):
                 end = begin + len(chunk)
                 if factor is None:

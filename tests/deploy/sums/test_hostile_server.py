@@ -114,8 +114,8 @@ def test_public_images_of_the_servers_choice_are_noticed(tiny, tmp_path, caplog)
     deployment = parties(tiny, tmp_path, "perada", rounds=1)
     workers = deployment.workers()
     (client,) = workers["site1"].clients.values()
-    images = client.images._public.images
-    client.images._public.images = images + 0.01
+    images = client.public_images._public.images
+    client.public_images._public.images = images + 0.01
     progress = deployment.coordinator(LocalTransport(workers)).run()
     assert_void(progress, caplog, "are for a different sum")
 
@@ -353,7 +353,7 @@ def test_no_reply_but_the_masked_one_holds_an_update_and_that_one_looks_random(t
     masked = [reply for _, kind, reply in transport.seen if kind == "mask"]
     others = b"".join(reply for _, kind, reply in transport.seen if kind != "mask")
     (client,) = workers["site0"].clients.values()
-    size = client.recipe.contents(0, client.images).size
+    size = client.recipe.contents(0, client.public_images).size
     for worker in workers.values():
         stored = read_state(worker.store.folder / "state.safetensors").run_state
         for value in stored.summing.update.values():

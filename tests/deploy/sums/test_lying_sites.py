@@ -39,7 +39,7 @@ def adds(worker, change, of="update_vector"):
     (client,) = worker.clients.values()
     make, contents = getattr(client, of), client.recipe.contents_of_scores()
     if of == "update_vector":
-        contents = client.recipe.contents(0, client.images)
+        contents = client.recipe.contents(0, client.public_images)
     honest = []
 
     def changed_vector(*arguments):
@@ -160,7 +160,7 @@ def test_a_site_with_other_public_images_is_alone(tiny, tmp_path, caplog):
     deployment = parties(tiny, tmp_path, "perada", rounds=1, sizes=FOUR)
     workers = deployment.workers()
     (client,) = workers["site1"].clients.values()
-    client.images._public.images = client.images._public.images + 0.01
+    client.public_images._public.images = client.public_images._public.images + 0.01
     (record,) = deployment.coordinator(LocalTransport(workers)).run().records
     assert record.summed == ["site0", "site2", "site3"] and "excluding site1" in caplog.text
 

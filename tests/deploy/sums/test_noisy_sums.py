@@ -119,7 +119,7 @@ def plain_vector(worker, bound):
     summing = read_state(worker.store.folder / "state.safetensors").run_state.summing
     uninterrupted, _ = clip_to_grid(exact_change(summing.update, summing.received), bound, SecureSums())
     return torch.cat(
-        [uninterrupted[key].flatten() for key in client.recipe.contents(0, client.images).example if key != VOTE]
+        [uninterrupted[key].flatten() for key in client.recipe.contents(0, client.public_images).example if key != VOTE]
     )
 
 
@@ -310,7 +310,7 @@ def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_sum(tiny, tmp_pa
     (record,) = again.run().records
     assert record.summed == deployment.names and len(seen) == 4
     total = torch.stack([vector for _, vector in seen]).sum(0)
-    contents = again.recipe.contents(0, again.images)
+    contents = again.recipe.contents(0, again.public_images)
     change = contents.decode(total.numpy().view(np.uint64), 4).mean
     start = again.recipe.template.initial
     expected = {key: (value.double() + change[key]).to(value.dtype) for key, value in start.items()}

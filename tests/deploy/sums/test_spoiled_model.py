@@ -19,7 +19,7 @@ def adds_always(worker, change, rounds):
     def changed_vector(state, *arguments):
         vector = make(state, *arguments)
         if state.training.round in rounds:
-            change(vector, client.recipe.contents(state.training.round, client.images))
+            change(vector, client.recipe.contents(state.training.round, client.public_images))
         return vector
 
     client.update_vector = changed_vector
