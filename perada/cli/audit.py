@@ -36,7 +36,10 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
     options = parser.parse_args(words)
     folder = options.where if options.where.is_dir() else read_site(options.where).state
     if not folder.is_dir():
-        raise FileNotFoundError(f"{str(folder)!r} does not exist: the site has not answered any request yet")
+        raise FileNotFoundError(
+            f"{str(folder)!r} does not exist: the site has not answered any request yet; wait for its first round, or "
+            "pass the site's file or its state folder"
+        )
     # They import torch, which the help of this command does not need.
     from perada.deploy.state import check_former, check_not_lost, read_mark, read_saved_counters, read_witnesses
 
@@ -69,7 +72,10 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
     digests = {entry["sha256"] for entry in log.entries}
     for noted in options.noted:
         if noted not in digests:
-            raise ValueError(f"no line has the noted SHA-256 {noted!r}: the log was rewritten")
+            raise ValueError(
+                f"no line has the noted SHA-256 {noted!r}: the log was rewritten, or is that of another site; compare "
+                "it with a backup"
+            )
     if not options.json:
         torn = f", and an incomplete line of {len(log.torn)} bytes, which was never answered" if log.torn else ""
         print(

@@ -370,7 +370,10 @@ def _check_pictures(pictures: Path | None, output: Path | None, *, watched: bool
     if output is None:
         raise ValueError("--pictures needs --output, the folder of the page")
     if watched:
-        raise ValueError("--pictures cannot be combined with --watch, since masks are predicted after the last round")
+        raise ValueError(
+            "--pictures cannot be combined with --watch, since masks are predicted after the last round; "
+            "leave --watch out"
+        )
 
 
 TRAIN_BASELINES = "train"
@@ -384,7 +387,10 @@ def _check_baselines(baselines: str | None, runs: Sequence[Path], output: Path |
     if output is None:
         raise ValueError("--baselines needs --output, the folder of the page")
     if watched:
-        raise ValueError("--baselines cannot be combined with --watch, since they are compared after the last round")
+        raise ValueError(
+            "--baselines cannot be combined with --watch, since they are compared after the last round; "
+            "leave --watch out"
+        )
     if len(runs) != 1 or not runs[0].is_dir():
         raise ValueError("--baselines needs the folder of a single run; to show several runs, name their folders")
 

@@ -176,6 +176,6 @@ def _rule_follows_from_mean(rule: ServerRule) -> bool:
     except Exception as error:  # a user's rule may raise errors of any kind
         raise OptionError(
             f"client_privacy: the server rule {rule.kind} declares itself a function of the mean, but fails in the "
-            f"dry run ({type(error).__name__}: {error})",
+            f"dry run ({type(error).__name__}: {error}); mend it, or set its function_of_mean to False",
             name="client_privacy",
         ) from error

@@ -107,7 +107,9 @@ def find_examples(folder: Path, num_clients: int) -> list[ExampleFiles]:
     with table.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
         if not {*MASK_COLUMNS} <= {*(rows.fieldnames or ())}:
-            raise ValueError(f"--pictures={folder}: {TABLE_FILE} has no masks; its model predicts something else")
+            raise ValueError(
+                f"--pictures={folder}: {TABLE_FILE} has no masks, so the model does not segment; leave --pictures out"
+            )
         for row in rows:
             client = _read_client(folder, row, num_clients)
             if client not in images_of_client and len(images_of_client) == MAX_CLIENTS:
@@ -394,7 +396,9 @@ def _find_file(folder: Path, name: str) -> Path:
     """Return a file below the folder."""
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"--pictures={folder}: {TABLE_FILE} names the file {name}, which is outside of the folder")
+        raise ValueError(
+            f"--pictures={folder}: {TABLE_FILE} names the file {name}, which is outside of the folder; {REMEDY}"
+        )
     if not path.is_file():
         raise FileNotFoundError(f"--pictures={folder}: the file {name} of {TABLE_FILE} is missing; {REMEDY}")
     return path

@@ -122,11 +122,17 @@ def read_sites(file: Path, authority: str | None = None) -> dict[str, Ed25519Pub
         if not words or line.lstrip().startswith("#"):
             continue
         if len(words) != 3 or words[2] in keys or not re.fullmatch(r"[\w.-]{1,64}", words[2]):
-            raise ValueError(f"{str(file)!r}: {line[:120]!r} is not a line with a key and a unique name")
+            raise ValueError(
+                f"{str(file)!r}: {line[:120]!r} is not a line with a key and a unique name; use the line of "
+                "the site's NAME.id.pub"
+            )
         algorithm, encoded_key, name = words
         keys[name] = parse_public_key(f"{algorithm} {encoded_key}")
     if len({format_public_key(key) for key in keys.values()}) < len(keys):
-        raise ValueError(f"{str(file)!r} lists the same key under two names, so one site would count as two")
+        raise ValueError(
+            f"{str(file)!r} lists the same key under two names, so one site would count as two; "
+            "use the line of each site's NAME.id.pub"
+        )
     return keys
 
 
